@@ -67,8 +67,8 @@ prepare_parts=(wheels source size)
 build_parts=(tools package peers)
 run_parts=(values sanitize pinned table tests)
 all_parts=(tools package first values pinned copies places decode peers stock sanitize tests)
-# Rows of `all` by part; every row is among them. A part is a process of its own, so that a crash ends one only, and
-# leaves out rows that an earlier one has measured.
+# Rows of `all` by part; every row is among them. A part is a process of its own, so that a crash
+# ends one only, and leaves out rows that an earlier one has measured.
 declare -A rows_of=(
     [first]='device-rows-4k-1-* cuda-4k-1-again cuda-4k-1-logits cuda-4k-1-10-heads'
     [copies]='cuda-copy cuda-step-to-view'
@@ -88,8 +88,8 @@ refuse() { echo "cuda.sh: $*" >&2; exit 2; }
 # shellcheck disable=SC2059 # the format is ours
 line() { printf "$@" | tee -a "$work/printed.txt"; }
 
-# part NAME COMMAND...: runs it into a log of its own and prints a line. Exit status 75 means that it cannot be run
-# here, 76 that too little time is left for it.
+# part NAME COMMAND...: runs it into a log of its own and prints a line. Exit status 75 means that
+# it cannot be run here, 76 that too little time is left for it.
 part() {
     local name=$1 log=$work/$1.log start=$SECONDS status
     shift
@@ -121,7 +121,8 @@ part() {
     return $status
 }
 
-# within SECONDS COMMAND...: ends it after SECONDS, or sooner when the time of all parts is over; 0: no time of its own.
+# within SECONDS COMMAND...: ends it after SECONDS, or sooner when the time of all parts is over; 0:
+# no time of its own.
 within() {
     local most=$1 left
     shift
@@ -132,7 +133,8 @@ within() {
     if [ "$most" = 0 ]; then "$@"; else timeout --signal=INT --kill-after=10 "$most" "$@"; fi
 }
 
-# What OUT gets after each part; rows are written there as they are measured, and kept for the next run.
+# What OUT gets after each part; rows are written there as they are measured, and kept for the next
+# run.
 bring_back() {
     [ -n "${OUT:-}" ] || return 0
     local name logs
@@ -146,7 +148,8 @@ bring_back() {
     fi
 }
 
-# keep NAME FILE...: packs FILEs of the work folder into OUT; the last one is missing in an archive that was cut short.
+# keep NAME FILE...: packs FILEs of the work folder into OUT; the last one is missing in an archive
+# that was cut short.
 keep() {
     local name=$1 archive=$work/$1.tar.gz n_bytes n_pieces n_others
     shift
@@ -165,7 +168,8 @@ keep() {
         echo "$name: $((n_bytes / 1000000)) MB, pieces of $piece_mib MiB: $n_pieces"
 }
 
-# What earlier calls brought back: what they built, if it is of these sources, and the rows and lines that they left.
+# What earlier calls brought back: what they built, if it is of these sources, and the rows and
+# lines that they left.
 take_earlier() {
     local name pieces
     if [ ! -d "$resume" ]; then
@@ -234,8 +238,8 @@ prepare() {
 
 # ---- build
 
-# What a part imports and runs: the package, the wheels of the kit, and then what the machine has. The package lies
-# apart, for pip replaces the whole folder bin of its target.
+# What a part imports and runs: the package, the wheels of the kit, and then what the machine has.
+# The package lies apart, for pip replaces the whole folder bin of its target.
 use_site() {
     local scripts
     scripts=$("$python" -c 'import sysconfig; print(sysconfig.get_path("scripts"))')
@@ -400,8 +404,8 @@ sys.exit(sys.argv[1] == "gpu" and not found)
 PYTHON
 }
 
-# Only the plugins that these tests need: others of the machine may warn, slow down or change what is run. A warning of
-# its versions of packages is no failure here.
+# Only the plugins that these tests need: others of the machine may warn, slow down or change what
+# is run. A warning of its versions of packages is no failure here.
 run_pytest() {
     local most=$1
     shift
@@ -410,8 +414,8 @@ run_pytest() {
         --continue-on-collection-errors "$@"
 }
 
-# run_values PLACE: where rows of layers on devices are computed, as Engine's device_rows says it. Long prompts make
-# other kernels run on a GPU, and take most of the time on a host.
+# run_values PLACE: where rows of layers on devices are computed, as Engine's device_rows says it.
+# Long prompts make other kernels run on a GPU, and take most of the time on a host.
 run_values() {
     local -x KQVIEW_TEST_DEVICE_ROWS=$1
     [ "$device $1" != 'cpu beside' ] || { echo "the host has one place to compute rows"; return 75; }
@@ -466,7 +470,8 @@ measure_part() {
     write_table "$1"
 }
 
-# write_table PART: all rows that are saved, those of a part that was cut off too, and what PART could not measure.
+# write_table PART: all rows that are saved, those of a part that was cut off too, and what PART
+# could not measure.
 write_table() {
     [ -s "$save" ] || return 0
     "$python" bench/cuda_table.py "$save" --print >"$work/table.txt" 2>&1

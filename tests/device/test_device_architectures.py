@@ -14,6 +14,7 @@ from tests.support.rows import KINDS, Kind, both, check_equal, random_ids, run
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from kqview import Engine
     from kqview.engine_options import DeviceRows
     from tests.engine.conftest import MakeEngine
 
@@ -40,13 +41,17 @@ MODELS = {
 NODES_BESIDE = {"gpt2-dense": 1, "falcon-dense": 0, "deepseek2-moe": 0, "qwen3next-moe": 0}
 
 
+def prompt_of(engine: Engine) -> list[int]:
+    return [one % engine.model.n_vocab for one in random_ids(N_PROMPT)]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_latent_attention_without_flash_attention(
     make_engine: MakeEngine, architectures: dict[str, Path], kind: Kind
 ) -> None:
     # The product of one query has strides that some of ggml's operations abort on.
     engines = both(make_engine, architectures["deepseek2-moe"], n_ctx=256)
-    prompt = [one % engines[0].model.n_vocab for one in random_ids(N_PROMPT)]
+    prompt = prompt_of(engines[0])
     theirs, ours = (run(e, prompt, N_TOKENS, capture=kind) for e in engines)
     check_equal(ours, theirs)
 
@@ -63,9 +68,7 @@ def test_rows_are_those_of_the_cpu_or_refused(
     cpu, gpu = both(
         make_engine, architectures[name], flash_attn=True, device_rows=device_rows, n_ctx=256
     )
-    prompt = random_ids(N_PROMPT)
-    n_vocab = cpu.model.n_vocab
-    prompt = [one % n_vocab for one in prompt]
+    prompt = prompt_of(cpu)
 
     def compare(kind: Kind) -> None:
         want = run(cpu, prompt, N_TOKENS, capture=Capture(kind))

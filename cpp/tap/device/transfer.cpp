@@ -205,30 +205,36 @@ void transfer::note_computed() {
 }
 
 void transfer::await(transfer_id id) {
+    // Waits for all of them before it raises: the others write to blocks as well.
+    std::exception_ptr failure;
+    const auto keep = [&](const std::exception_ptr& one) {
+        if (!failure) failure = one;
+    };
     if (!failed_.empty() && failed_.front().first <= id) {
-        const auto failure = failed_.front().second;
+        keep(failed_.front().second);
         std::erase_if(failed_, [id](const auto& one) { return one.first <= id; });
-        std::rethrow_exception(failure);
     }
     for (auto& one : staging_) {
         if (one.id == 0 || one.id > id) continue;
         one.id = 0;  // over, whether it succeeds or fails
         const auto beside = std::exchange(one.beside, nullptr);
-        if (const auto failure = std::exchange(one.failure, nullptr)) {
-            std::rethrow_exception(failure);
+        if (const auto known = std::exchange(one.failure, nullptr)) {
+            keep(known);
+            continue;
         }
         try {
             // Also if it is known to have passed: only then does Vulkan record into it again.
             ggml_backend_event_synchronize(one.filled);
             if (!one.ready) one.ready = clock::now();
             ggml_backend_event_synchronize(one.arrived);
+            count(clock::now() - *one.ready);
+            if (++n_awaited_ % n_between_drains == 0) ggml_backend_synchronize(copy_stream_);
         } catch (...) {
+            keep(std::current_exception());
             abandon(one);
-            throw;
         }
-        count(clock::now() - *one.ready);
-        if (++n_awaited_ % n_between_drains == 0) ggml_backend_synchronize(copy_stream_);
     }
+    if (failure) std::rethrow_exception(failure);
 }
 
 void transfer::settle() noexcept {
