@@ -238,7 +238,10 @@ void device_tap::check_room(const graph_plan& plan) {
     for (const auto& path : paths_) {
         const auto wanted = product_bytes_of(plan, *path);
         path->note_free();
-        if (!path->n_free || *path->n_free + path->n_taken >= wanted) continue;
+        if (!path->n_free || *path->n_free + path->n_taken >= wanted) {
+            path->n_accepted = std::max(path->n_accepted, wanted);
+            continue;
+        }
         throw error(errc::out_of_memory,
                     "computing attention rows on " +
                         std::string(ggml_backend_dev_name(path->way.device())) + " may take " +
@@ -257,7 +260,8 @@ void device_tap::path::note_free() {
 void device_tap::path::note_taken() {
     const auto before = n_free;
     note_free();
-    if (before && n_free && *n_free < *before) n_taken += *before - *n_free;
+    if (!before || !n_free || *n_free >= *before) return;
+    n_taken = std::min(n_taken + *before - *n_free, n_accepted);
 }
 
 // One row, the last query of each stream, or as many as there is room for if a prompt's rows are

@@ -88,9 +88,12 @@ private:
             : way(device, counters), constants(device) {}
         transfer way;
         node_constants constants;
-        // Free on the device when its buffers last changed; none if it does not tell.
+        // Bytes free on the device when its buffers last changed; none if it does not tell.
         std::optional<std::size_t> n_free;
-        std::size_t n_taken = 0;  // since then, each time: the backend keeps it for its products
+        // Bytes that went between such changes: the backend keeps them for products. Others may
+        // have taken them, so never more than the products of any accepted plan need.
+        std::size_t n_taken = 0;
+        std::size_t n_accepted = 0;
 
         void note_free();
         void note_taken();
