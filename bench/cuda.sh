@@ -13,7 +13,7 @@
 #
 # Without part names, all parts run except architectures; otherwise the named parts, in the order given.
 #
-#   --device gpu|cpu        cpu (all, build, run): the same steps without CUDA, as CI runs them
+#   --device gpu|cpu        cpu (all, build, run): the same steps without CUDA, as .ci/full runs them
 #   --quick                 all, run: a small model, few tests, few pairs: does it still work? Less than a minute
 #   --row NAME              run table: this row only, or those of a pattern; may be repeated
 #   --limit SECONDS         all, build, run: stop before the machine's own time limit; what is finished is kept,
@@ -411,7 +411,7 @@ run_pytest() {
     shift
     PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 KQVIEW_TEST_GPU_LAYERS=$(layers) within "$most" "$python" -m pytest -q \
         -p no:cacheprovider -p pytest_asyncio.plugin -p _hypothesis_pytestplugin -W default \
-        --continue-on-collection-errors "$@"
+        -m "full or not full" --continue-on-collection-errors "$@"
 }
 
 # run_values PLACE: where rows of layers on devices are computed, as Engine's device_rows says it.

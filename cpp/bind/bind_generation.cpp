@@ -405,6 +405,12 @@ void bind_generation(nb::module_& module) {
             "slot", [](const generation_handle& self) { return self.wanted->slot.load(); },
             "Slot index; -1 while the request is queued.")
         .def_prop_ro(
+            "is_parked",
+            [](const generation_handle& self) {
+                return self.wanted->slot.load() < 0 && self.wanted->box->n_ahead() > 0;
+            },
+            "True if it has no slot, and tokens that were not taken.")
+        .def_prop_ro(
             "n_cached", [](const generation_handle& self) { return self.wanted->n_cached.load(); },
             "Prompt tokens that came from a cache; final before the first event.")
         .def("next", &next_item, nb::arg("wait_s") = nb::none(), nb::arg("goes_on") = false,

@@ -1,6 +1,7 @@
 // Bindings of a request's options, its sampling and its capture.
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -112,6 +113,11 @@ void bind_request(nb::module_& module) {
     nb::class_<sampling_params>(module, "SamplingParams")
         .def("__init__", &read_sampling, nb::arg("sampling"),
              "Read the attributes of a kqview.Sampling by name.");
+    nb::class_<stop_flag>(module, "StopFlag", "Ends a computation of another thread early.")
+        .def(nb::init<>())
+        .def(
+            "set", [](stop_flag& self) { self = true; }, "Nobody wants its result any more.")
+        .def("is_set", [](const stop_flag& self) { return self.load(); });
     nb::class_<request_options>(module, "RequestOptions",
                                 "Options of `Engine.submit`; see cpp/sched/request.h.")
         .def(nb::init<>())
@@ -119,8 +125,10 @@ void bind_request(nb::module_& module) {
              "Read the attributes of a kqview.Capture by name; raises InvalidCapture.")
         .def_rw("prompt", &request_options::prompt)
         .def_rw("sampling", &request_options::sampling)
-        .def_rw("constraint_library", &request_options::constraint_library,
-                "Path of llguidance's library, for a JSON schema or regular expression.")
+        .def_rw("constraint_command", &request_options::constraint_command,
+                "Runs constraint_child.py, for a JSON schema or regular expression.")
+        .def_rw("unwanted", &request_options::unwanted,
+                "Set by another thread when nobody wants the request that is being submitted.")
         .def_rw("max_tokens", &request_options::max_tokens)
         .def_rw("stop_tokens", &request_options::stop_tokens)
         .def_rw("n_prompt_rows", &request_options::n_prompt_rows,
@@ -137,6 +145,7 @@ void bind_request(nb::module_& module) {
                 "Whether the consumer gets a ForwardEvent for each forward pass, and answers it.")
         .def_rw("run_ahead", &request_options::run_ahead)
         .def_rw("priority", &request_options::priority)
+        .def_rw("owner", &request_options::owner, "Requests of equal priority take turns by owner.")
         .def_rw("cache_prompt", &request_options::cache_prompt,
                 "Whether tokens of the prompt may come from a cache.")
         .def_rw("is_alone", &request_options::is_alone,

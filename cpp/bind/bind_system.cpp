@@ -1,11 +1,9 @@
 // What this build was made from, and the devices that it finds.
 #include <llama.h>
-#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 
 #include <string>
 #include <string_view>
-#include <utility>
 
 #include <llama.h>
 #include "base/value_count.h"
@@ -66,19 +64,21 @@ nb::dict build_info() {
     return info;
 }
 
-std::pair<std::size_t, std::size_t> count_values(nb::bytes data, bool packs) {
+value_counts count_values(nb::bytes data, bool packs) {
     const std::string_view view(data.c_str(), data.size());
     const nb::gil_scoped_release release;  // the caller holds the bytes
-    const value_counts counts = packs ? count_msgpack(view) : count_json(view);
-    return {counts.n_values, counts.n_members};
+    return packs ? count_msgpack(view) : count_json(view);
 }
 
 }  // namespace
 
 void bind_system(nb::module_& module) {
-    module.def(
-        "count_values", &count_values, nb::arg("data"), nb::arg("packs"),
-        "Count the values in JSON or MessagePack data, and those that are members of objects.");
+    nb::class_<value_counts>(module, "ValueCounts")
+        .def_ro("n_values", &value_counts::n_values)
+        .def_ro("n_members", &value_counts::n_members, "Of which members of objects.")
+        .def_ro("depth", &value_counts::depth, "Most lists and objects around a value.");
+    module.def("count_values", &count_values, nb::arg("data"), nb::arg("packs"),
+               "Count the values in JSON or MessagePack data before any object is made of them.");
     module.def("build_info", &build_info, nb::sig("def build_info() -> dict[str, typing.Any]"),
                "Version, llama.cpp commit, backends, devices and NVIDIA driver.");
 }

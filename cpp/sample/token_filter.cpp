@@ -31,23 +31,33 @@ std::shared_ptr<const token_texts> read_texts(const model& source) {
 
 }  // namespace
 
-std::unique_ptr<token_filter> token_filters::make(const sampling_params& params,
-                                                  const std::string& llguidance_path) {
+std::unique_ptr<token_filter> token_filters::make(
+    const sampling_params& params, const std::vector<std::string>& constraint_command,
+    const stop_flag& unwanted) {
     const bool is_lark = params.grammar && params.grammar->starts_with(lark_mark);
     if (!is_lark && params.grammar && !params.grammar->empty()) {
         return make_grammar(*params.grammar);
     }
     if (!is_lark && !params.json_schema && !params.regex) return nullptr;
-    std::shared_ptr<const constraint_vocabulary> vocabulary;
+    std::shared_ptr<constraint_host> host;
     {
         const std::lock_guard lock(mutex_);
-        if (!constraints_) constraints_ = read_constraint_vocabulary(llguidance_path, *source_);
-        vocabulary = constraints_;
+        if (is_closed_) throw error(errc::closed, "the engine is closed; make a new Engine");
+        if (!constraints_ || constraints_->command() != constraint_command) {
+            constraints_ = std::make_shared<constraint_host>(constraint_command, source_);
+        }
+        host = constraints_;
     }
-    if (is_lark) return make_constraint(std::move(vocabulary), "lark", *params.grammar);
+    if (is_lark) return make_constraint(std::move(host), "lark", *params.grammar, unwanted);
     return params.json_schema
-               ? make_constraint(std::move(vocabulary), "json_schema", *params.json_schema)
-               : make_constraint(std::move(vocabulary), "regex", *params.regex);
+               ? make_constraint(std::move(host), "json_schema", *params.json_schema, unwanted)
+               : make_constraint(std::move(host), "regex", *params.regex, unwanted);
+}
+
+void token_filters::close() {
+    const std::lock_guard lock(mutex_);
+    is_closed_ = true;
+    constraints_.reset();
 }
 
 std::unique_ptr<token_filter> token_filters::make_grammar(const std::string& text) {

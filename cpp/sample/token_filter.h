@@ -7,13 +7,14 @@
 #include <mutex>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "base/ids.h"
 #include "sample/work_limit.h"
 
 namespace kqview {
 
-class constraint_vocabulary;
+class constraint_host;
 class model;
 class token_texts;
 struct sampling_params;
@@ -42,10 +43,14 @@ public:
 
     explicit token_filters(std::shared_ptr<const model> source) : source_(std::move(source)) {}
 
-    // Null if `params` ask for no filter. `llguidance_path`: the library for JSON schemas and
-    // regular expressions. Raises invalid_sampling, and what read_constraint_vocabulary raises.
+    // Null if `params` ask for no filter. `constraint_command` runs the helper process for JSON
+    // schemas and regular expressions, whose start ends early when `unwanted` is set. Raises
+    // invalid_sampling, and what constraint_host raises.
     std::unique_ptr<token_filter> make(const sampling_params& params,
-                                       const std::string& llguidance_path);
+                                       const std::vector<std::string>& constraint_command,
+                                       const stop_flag& unwanted);
+    // Makes no more constraints; the helper process ends with the last of them.
+    void close();
 
 private:
     std::unique_ptr<token_filter> make_grammar(const std::string& text);
@@ -53,7 +58,8 @@ private:
     const std::shared_ptr<const model> source_;
     std::mutex mutex_;  // held while one of these is built, up to a second
     std::shared_ptr<const token_texts> texts_;
-    std::shared_ptr<const constraint_vocabulary> constraints_;
+    std::shared_ptr<constraint_host> constraints_;
+    bool is_closed_ = false;
 };
 
 }  // namespace kqview

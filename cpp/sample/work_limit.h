@@ -9,6 +9,9 @@
 
 namespace kqview {
 
+// Set by whoever no longer wants the result of a computation that another thread does.
+using stop_flag = std::atomic<bool>;
+
 class work_limit {
 public:
     // `what` begins the error's message, for example "grammar". Each restart adds `refill_s` back,
@@ -30,6 +33,8 @@ public:
         if (n_unchecked_ >= n_between_checks) check();
     }
     void check();
+    // CPU time that another process used for this one.
+    void charge(double used_s) { left_s_ -= used_s; }
 
     void stop() noexcept { is_stopped_.store(true, std::memory_order_relaxed); }
     bool is_stopped() const noexcept { return is_stopped_.load(std::memory_order_relaxed); }

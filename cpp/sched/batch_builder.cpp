@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <climits>
 #include <string>
+#include <tuple>
 #include <utility>
 
 namespace kqview {
@@ -33,19 +34,27 @@ bool batch_builder::fill() {
     rows_.clear();
     parts_.clear();
     ++n_fills_;
-    if (is_prefill_ && fill_decode()) return true;
+    const auto now = clock::now();
+    if (is_prefill_) texts_until_ = delays_others_ ? now + (now - filled_) : now;
+    filled_ = now;
+    if ((is_prefill_ || now < texts_until_) && fill_decode()) return true;
     // A prompt whose cells were copied from another slot may have but its last token left.
-    return fill_prefill() || fill_decode();
+    if (fill_prefill() || fill_decode()) return true;
+    delays_others_ = false;  // what follows is a wait, and no prompt's step
+    return false;
 }
 
-// Prompts in the order in which they came to their slots.
+// Owners take turns; an owner's prompts go in the order in which they came to their slots.
 bool batch_builder::fill_prefill() {
     order_.clear();
     for (std::size_t i = 0; i < slots_.size(); ++i) {
         if (slots_[i].active) order_.push_back(i);
     }
     std::sort(order_.begin(), order_.end(), [this](std::size_t left, std::size_t right) {
-        return std::pair(slots_[left].started, left) < std::pair(slots_[right].started, right);
+        const auto turn = [this](std::size_t i) {
+            return std::tuple(slots_[i].active->share->last_chunk, slots_[i].started, i);
+        };
+        return turn(left) < turn(right);
     });
     for (const auto first : order_) {
         if (!slots_[first].active) continue;  // ended while another one was tried
@@ -55,6 +64,10 @@ bool batch_builder::fill_prefill() {
                 if (may_join(slots_[i])) try_add(slots_[i], &batch_builder::add_prompt);
             }
             is_prefill_ = true;
+            const auto* const share = slots_[first].active->share.get();
+            delays_others_ = std::any_of(slots_.begin(), slots_.end(), [&](const slot& one) {
+                return one.is_generating() && one.active->share.get() != share;
+            });
         }
         n_each_ = 0;
         if (!tokens_.empty()) return true;
@@ -188,7 +201,7 @@ bool batch_builder::try_add(slot& target, bool (batch_builder::*add)(slot&)) {
 }
 
 bool batch_builder::add_prompt(slot& target) {
-    if (slots_.await_fork(target) || !target.is_in_prompt()) return false;
+    if (slots_.await_fork(target) || !target.is_in_prompt() || target.gives_way) return false;
     if (!target.text.empty()) slots_.make_room(target);
     auto part = next_chunk(target);
     if (!make_ready(part)) return false;
@@ -202,6 +215,7 @@ bool batch_builder::add_prompt(slot& target) {
                            is_sampled || target.active->is_scored(n_done + i + 1)});
     }
     part.i_token = static_cast<int>(tokens_.size()) - 1;
+    target.active->share->last_chunk = n_fills_;
     add_rows(part);
     return true;
 }

@@ -53,8 +53,8 @@ public:
     }
 
     // Fills the next step. Prefill and decode steps alternate, so that a long prompt does not stall
-    // the other slots. If a request fails here it ends, and the others stay in the step. False: no
-    // slot can go on.
+    // the other slots; between owners by time, else by steps. If a request fails here it ends, and
+    // the others stay in the step. False: no slot can go on.
     bool fill();
 
     // The current step; valid until the next fill().
@@ -97,6 +97,10 @@ private:
     std::vector<batch_part> parts_;
     bool is_prefill_ = false;
     std::uint64_t n_fills_ = 0;
+    // A prompt's step holds the texts of other owners up: then they have as much time to go on.
+    bool delays_others_ = false;
+    clock::time_point filled_;              // the last step
+    clock::time_point texts_until_;         // no prompt before, if a text can go on
     std::vector<std::uint64_t> served_at_;  // the fill in which each slot last got a token
     std::vector<std::size_t> order_;        // of slots; scratch
     // Prompts that share the step: adjacent slots, and tokens of each; 0: they do not.

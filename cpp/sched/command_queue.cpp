@@ -21,16 +21,28 @@ bool command_queue::submit(const std::shared_ptr<request>& wanted) {
     {
         const std::lock_guard lock(mutex_);
         check_open();
-        if (waiting_.size() >= n_waiting_max_) return false;
+        const auto n_own = std::count_if(waiting_.begin(), waiting_.end(), [&](const auto& other) {
+            return other->owner == wanted->owner;
+        });
+        if (static_cast<std::size_t>(n_own) >= n_waiting_max_) return false;
+        wanted->share = share_of(wanted->owner);
+        waiting_.push_back(wanted);
         wanted->id = ++last_id_;
         wanted->waits_since = std::chrono::steady_clock::now();
-        const auto behind = std::find_if(waiting_.begin(), waiting_.end(), [&](const auto& other) {
-            return other->priority < wanted->priority;
-        });
-        waiting_.insert(behind, wanted);
     }
     engine_->ring();
     return true;
+}
+
+std::shared_ptr<owner_share> command_queue::share_of(const std::string& owner) {
+    std::erase_if(shares_, [](const auto& one) { return one.second.expired(); });
+    for (const auto& [name, known] : shares_) {
+        if (name != owner) continue;
+        if (auto share = known.lock()) return share;
+    }
+    auto share = std::make_shared<owner_share>();
+    shares_.emplace_back(owner, share);
+    return share;
 }
 
 command_queue::cancelling command_queue::cancel(const std::shared_ptr<request>& wanted) {
@@ -124,13 +136,22 @@ void command_queue::finish(order& one, std::optional<error> failure) {
     one.done.signal();
 }
 
+command_queue::waiting_list::const_iterator command_queue::next_of(
+    const std::function<bool(const request&)>& is_wanted) const {
+    auto next = waiting_.end();
+    for (auto one = waiting_.begin(); one != waiting_.end(); ++one) {
+        if (next != waiting_.end() && !(*one)->comes_before(**next)) continue;
+        if (is_wanted(**one)) next = one;
+    }
+    return next;
+}
+
 std::shared_ptr<request> command_queue::take_waiting(
     const std::function<bool(const request&)>& may_run) {
     const std::lock_guard lock(mutex_);
-    const auto found = std::find_if(waiting_.begin(), waiting_.end(),
-                                    [&](const auto& wanted) { return may_run(*wanted); });
+    const auto found = next_of(may_run);
     if (found == waiting_.end()) return nullptr;
-    auto taken = std::move(*found);
+    auto taken = *found;
     waiting_.erase(found);
     return taken;
 }
@@ -138,14 +159,18 @@ std::shared_ptr<request> command_queue::take_waiting(
 std::shared_ptr<request> command_queue::first_waiting(
     const std::function<bool(const request&)>& is_wanted) const {
     const std::lock_guard lock(mutex_);
-    const auto found = std::find_if(waiting_.begin(), waiting_.end(),
-                                    [&](const auto& one) { return is_wanted(*one); });
+    const auto found = next_of(is_wanted);
     return found == waiting_.end() ? nullptr : *found;
 }
 
 bool command_queue::take(const std::shared_ptr<request>& wanted) {
     const std::lock_guard lock(mutex_);
     return std::erase(waiting_, wanted) > 0;
+}
+
+bool command_queue::has_owners() const {
+    const std::lock_guard lock(mutex_);
+    return shares_.size() > 1;
 }
 
 std::vector<std::shared_ptr<request>> command_queue::waiting() const {

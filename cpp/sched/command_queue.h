@@ -1,6 +1,6 @@
 // One queue of commands from callers to the engine thread: run a request, cancel one, go on with a
 // steered one, work on an idle slot, close. Commands run in order, except that closing goes first.
-// A submitted request waits here, by priority, until a slot is free.
+// A submitted request waits here until a slot is free; owners take turns.
 // Owner:   the scheduler.
 // Threads: see the sections of the class.
 // Never:   runs a command; allocates while handing one to the engine thread.
@@ -11,6 +11,8 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "base/error.h"
@@ -45,14 +47,14 @@ public:
         closed,     // the engine is closed: everything ends
     };
 
-    // At most `n_waiting_max` requests wait for a slot.
+    // At most `n_waiting_max` requests of an owner wait for a slot.
     command_queue(std::shared_ptr<doorbell> engine, std::size_t n_waiting_max)
         : engine_(std::move(engine)), n_waiting_max_(n_waiting_max) {}
 
     // ---- any thread
 
-    // Assigns the request's id and queues it behind those of its priority. Returns false if the
-    // queue is full. Raises closed.
+    // Assigns the request's id and its owner's share, and queues it. Returns false if too many of
+    // that owner wait. Raises closed.
     bool submit(const std::shared_ptr<request>& wanted);
 
     cancelling cancel(const std::shared_ptr<request>& wanted);
@@ -77,28 +79,36 @@ public:
     // The next cancellation, answer or work, or `close`.
     command take();
     void finish(order& one, std::optional<error> failure);
-    // The first waiting request that `may_run` accepts. A request that waits for a certain slot
-    // does not hold up those behind it.
+    // Of the waiting requests that `may_run` accepts, the one that comes before the others. A
+    // request that waits for a certain slot does not hold up those behind it.
     std::shared_ptr<request> take_waiting(const std::function<bool(const request&)>& may_run);
     // The same without removing it; take() then does, unless it was cancelled meanwhile.
     std::shared_ptr<request> first_waiting(
         const std::function<bool(const request&)>& is_wanted) const;
     bool take(const std::shared_ptr<request>& wanted);
     std::vector<std::shared_ptr<request>> waiting() const;
+    // Whether there may be requests of several owners, anywhere in the engine.
+    bool has_owners() const;
 
     // ---- the thread that ends the commands left over after close
 
     command take_left();
 
 private:
+    using waiting_list = std::deque<std::shared_ptr<request>>;
+
     void check_open() const;
+    std::shared_ptr<owner_share> share_of(const std::string& owner);
+    waiting_list::const_iterator next_of(
+        const std::function<bool(const request&)>& is_wanted) const;
     command take_first();
 
     const std::shared_ptr<doorbell> engine_;
     const std::size_t n_waiting_max_;
 
-    mutable std::mutex mutex_;                      // guards what follows and every order's end
-    std::deque<std::shared_ptr<request>> waiting_;  // by priority, then arrival
+    mutable std::mutex mutex_;  // guards what follows and every order's end
+    waiting_list waiting_;      // in the order of arrival
+    std::vector<std::pair<std::string, std::weak_ptr<owner_share>>> shares_;  // while in use
     std::deque<command> commands_;
     bool is_closed_ = false;
     request_id last_id_ = 0;

@@ -41,7 +41,7 @@ void delivery::put(slot& target, picked_token picked) {
                       std::exchange(target.rows, {}), target.last.n_discarded};
     if (token.rows.block) counters_.n_attention_bytes += token.rows.layout.size_bytes;
     auto to = target.active;
-    if (n_left(target, target.cache.size() + 1) > 0) {
+    if (n_left(*target.active, target, target.cache.size() + 1) > 0) {
         target.pending = picked.id;
         change(target.state, slot_state::decode);
         return send({std::move(to), std::move(token), {}}, transfer);
@@ -61,36 +61,51 @@ void delivery::put(slot& target, std::span<const float> logits) {
         n_removable = std::min(n_removable, static_cast<int>(n_tokens - n_before));
     }
     const forward_pass::limits known{static_cast<int>(n_tokens), n_removable,
-                                     n_left(target, n_tokens)};
+                                     n_left(*target.active, target, n_tokens)};
     forward_event event{std::make_shared<forward_pass>(logits, known),
                         std::exchange(target.rows, {}), target.last.n_discarded};
     if (event.rows.block) counters_.n_attention_bytes += event.rows.layout.size_bytes;
+    target.asked = clock::now();
+    if (target.evaluated == clock::time_point{}) target.evaluated = target.asked;
     change(target.state, slot_state::steered);
     send({target.active, std::move(event), {}}, target.transfer);
 }
 
+// Drops from the cache what does not belong to the text; where it cannot drop a tail, all of it.
+// Unless the request ends, at least the last token is to be evaluated then.
 void delivery::take(slot& target, pass_answer answer) {
-    auto& ids = answer.ids;
-    for (std::size_t i = 0; i < ids.size(); ++i) {
-        const auto reason = end_by(*target.active, ids[i]);
-        if (!reason) continue;
-        ids.resize(i);
-        answer.end = reason;
-    }
-    counters_.n_tokens += ids.size();
-    target.usage.completion_tokens += static_cast<int>(ids.size()) - answer.n_removed;
-    slots_.revise(target, answer);
-    if (!answer.end && n_left(target, target.text.size()) == 0) answer.end = finish_reason::length;
+    const auto n_kept = revise(*target.active, target, answer);
+    target.cache.truncate(answer.end ? n_kept : std::min(n_kept, target.text.size() - 1));
     if (answer.end) return finish(target, *answer.end);
     target.pending = target.text.back();
     change(target.state, target.is_in_prompt() ? slot_state::prefill : slot_state::decode);
 }
 
+std::size_t delivery::revise(const request& of, request_progress& progress, pass_answer& answer) {
+    auto& ids = answer.ids;
+    for (std::size_t i = 0; i < ids.size(); ++i) {
+        const auto reason = end_by(of, ids[i]);
+        if (!reason) continue;
+        ids.resize(i);
+        answer.end = reason;
+    }
+    counters_.n_tokens += ids.size();
+    progress.usage.completion_tokens += static_cast<int>(ids.size()) - answer.n_removed;
+    auto& text = progress.text;
+    if (text.empty()) text = of.prompt;
+    const auto n_kept = text.size() - static_cast<std::size_t>(answer.n_removed);
+    text.resize(n_kept);
+    text.insert(text.end(), ids.begin(), ids.end());
+    if (!answer.end && n_left(of, progress, text.size()) == 0) answer.end = finish_reason::length;
+    return n_kept;
+}
+
 // Number of ids that the request may still get after a text of `n_text` tokens, the last of which
 // need not fit into the slot.
-int delivery::n_left(const slot& target, std::size_t n_text) const {
-    const int n_due = target.active->max_tokens - target.usage.completion_tokens;
-    if (target.active->n_discard > 0) return std::max(0, n_due);
+int delivery::n_left(const request& of, const request_progress& progress,
+                     std::size_t n_text) const {
+    const int n_due = of.max_tokens - progress.usage.completion_tokens;
+    if (of.n_discard > 0) return std::max(0, n_due);
     const int n_room = model_.n_ctx() + 1 - static_cast<int>(n_text);
     return std::max(0, std::min(n_due, n_room));
 }
@@ -227,6 +242,7 @@ void delivery::fail_all(const error& failure) {
 void delivery::end_parked(const parked_request& one, finish_reason reason,
                           std::optional<error> failure) {
     count_end(reason);
+    if (one.of->is_steered) one.of->picker->stop();
     one.of->box->settle(end_of(one.progress, reason, std::move(failure)));
 }
 

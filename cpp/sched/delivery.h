@@ -73,6 +73,9 @@ public:
     void put(slot& target, std::span<const float> logits);
     // Goes on with a steered request, or ends it: by its answer, or because there is no room left.
     void take(slot& target, pass_answer answer);
+    // The first half of take(), for a request that may have left its slot: replaces the end of its
+    // text, and finds whether the answer ends it. Returns how many tokens stay as they were.
+    std::size_t revise(const request& of, request_progress& progress, pass_answer& answer);
 
     // Ends the slot's request and releases the slot.
     void finish(slot& target, finish_reason reason, std::optional<error> failure = {});
@@ -103,7 +106,7 @@ private:
 
     void send(parcel one, transfer_id rows);
     void count_view();
-    int n_left(const slot& target, std::size_t n_text) const;
+    int n_left(const request& of, const request_progress& progress, std::size_t n_text) const;
     std::optional<finish_reason> end_by(const request& of, token_id id) const;
     static end_event end_of(const request_progress& progress, finish_reason reason,
                             std::optional<error> failure);

@@ -45,7 +45,7 @@ std::shared_ptr<request> engine::submit(request_options options) {
     if (!wanted->only_attends) {
         auto picker = std::make_unique<sampler>(
             source_->vocab(), wanted->sampling, llama_model_n_ctx_train(source_->get()),
-            filters_.make(wanted->sampling, wanted->constraint_library));
+            filters_.make(wanted->sampling, wanted->constraint_command, *wanted->unwanted));
         picker->accept_prompt(wanted->prompt, wanted->is_steered);
         wanted->picker = std::move(picker);
     }
@@ -71,6 +71,7 @@ void engine::answer(const std::shared_ptr<request>& wanted, forward_pass& pass, 
 void engine::close(std::chrono::duration<double> limit) {
     source_->rpc().leave();
     sched_->close(limit);
+    filters_.close();
 }
 
 engine_health engine::health() const {

@@ -95,13 +95,28 @@ void engine_loop::cancel(const std::shared_ptr<request>& wanted) {
 }
 
 void engine_loop::take_answer(const std::shared_ptr<request>& of, pass_answer answer) {
-    auto* const target = slots_.running(of);
-    if (!target) return;  // it has ended since
-    try {
-        out_.take(*target, std::move(answer));
-    } catch (...) {
-        out_.fail(*target, of);
+    if (auto* const target = slots_.running(of)) {
+        try {
+            out_.take(*target, std::move(answer));
+        } catch (...) {
+            out_.fail(*target, of);
+        }
+        return;
     }
+    auto parked = parked_.take(of);
+    if (!parked) return;  // it has ended since
+    std::optional<error> failure;
+    try {
+        out_.revise(*of, parked->progress, answer);
+    } catch (...) {
+        failure = failure_of_request();
+        answer.end = finish_reason::error;
+    }
+    if (answer.end) return out_.end_parked(*parked, *answer.end, std::move(failure));
+    // From here on it waits for a slot.
+    parked->progress.awaits_answer = false;
+    of->waits_since = clock::now();
+    parked_.add(std::move(*parked));
 }
 
 // Ends the commands and requests that are left without a slot. Running requests have ended before.
@@ -133,16 +148,17 @@ void engine_loop::abandon() {
 
 // ---- admit
 
-// Free slots go to parked requests that can go on, then to those in the queue, unless these have a
-// higher priority.
+// Free slots go to parked requests that can go on, then to those in the queue, unless it is the
+// turn of these by priority and owner.
 void engine_loop::admit() {
     heart_->enter(engine_phase::admitting);
     for (;;) {
         const auto parked = parked_.first([this](const parked_request& one) {
-            return slots_.can_admit(*one.of) && one.of->box->has_room(one.n_left_max);
+            return !one.progress.awaits_answer && slots_.can_admit(*one.of) &&
+                   one.of->box->has_room(one.n_left_max);
         });
         const auto queued = queue_.take_waiting([&](const request& one) {
-            return slots_.can_admit(one) && (!parked || one.priority > parked->priority);
+            return slots_.can_admit(one) && (!parked || one.rank() < parked->rank());
         });
         if (queued) {
             start(queued);
@@ -346,44 +362,61 @@ bool engine_loop::take_picked() {
 // ---- wait for a slot
 
 // May a request be parked for this queued one? What is computed ahead of parked requests takes
-// memory: they are as many at most as queued ones, and a request that captures rows is let in while
-// theirs leave half of the pool. One that was parked itself takes the place of another.
-std::function<bool(const request&)> engine_loop::may_displace() const {
-    const bool has_place = parked_.size() < queue_.n_waiting_max();
-    const bool has_rows = parked_.n_bytes_ahead() <= pool_->stats().budget_bytes / 2;
-    return [=](const request& queued) { return has_place && (has_rows || !queued.capture); };
+// memory: those of an owner are as many at most as its queued ones, and a request that captures
+// rows is let in while theirs take no more of the pool than all parked ones leave. One that was
+// parked itself takes the place of another.
+bool engine_loop::may_displace(const request& queued) const {
+    const auto own = parked_.count(queued.share.get());
+    if (own.n_requests >= queue_.n_waiting_max()) return false;
+    return !queued.capture ||
+           own.n_bytes_ahead + parked_.count().n_bytes_ahead <= pool_->stats().budget_bytes;
 }
 
-// Parks a request whose consumer is behind, if that of another one waits, which gets its slot: the
-// one with the highest priority, then the one that has waited longest. False: there is none.
+// Parks a request whose consumer is behind, or whose owner holds more slots than another, if the
+// consumer of another request waits, which gets its slot: the one that comes before the others.
+// False: there is none.
 bool engine_loop::make_way() {
     looked_for_way_ = clock::now();
-    if (!slots_.has_behind() || (queue_.n_waiting() == 0 && parked_.size() == 0)) return false;
+    for (auto& one : slots_) one.was_left_out = std::exchange(one.gives_way, false);
+    // Was a slot kept out of the last step for a request that does not want it any more?
+    const auto is_back = [this] {
+        return std::any_of(slots_.begin(), slots_.end(), [](const slot& one) {
+            return one.active && one.was_left_out && !one.gives_way;
+        });
+    };
+    if (queue_.n_waiting() == 0 && parked_.size() == 0) return is_back();
+    if (!slots_.has_held() && !queue_.has_owners()) return is_back();
     const auto slot_for = [this](const request& one) -> slot* {
         // One that a slot is free for came after admit(), and rang the doorbell.
         if (!one.box->is_starving() || slots_.can_admit(one)) return nullptr;
         auto* const found = slots_.parkable_for(one, looked_for_way_);
-        return found && out_.n_on_the_way(found->active) == 0 ? found : nullptr;
+        if (!found) return nullptr;
+        // What its last step gave is handed out first.
+        found->gives_way =
+            found->state == slot_state::sampling || out_.n_on_the_way(found->active) > 0;
+        return found->gives_way ? nullptr : found;
     };
     slot *for_queued = nullptr, *for_returning = nullptr;
-    const auto may_displace = this->may_displace();
     const auto finds_for_queued = [&](const request& one) {
-        return may_displace(one) && (for_queued = slot_for(one)) != nullptr;
+        auto* const found = may_displace(one) ? slot_for(one) : nullptr;
+        if (found) for_queued = found;
+        return found != nullptr;
     };
     const auto finds_for_returning = [&](const parked_request& one) {
-        auto* const found = slot_for(*one.of);
+        auto* const found = one.progress.awaits_answer ? nullptr : slot_for(*one.of);
         if (found) for_returning = found;
         return found != nullptr;
     };
     // By reference: a copy would need memory, and no request answers for it.
     const auto queued = queue_.first_waiting(std::ref(finds_for_queued));
     const auto returning = parked_.first(std::ref(finds_for_returning));
-    if (!queued && !returning) return false;
+    if (!queued && !returning) return is_back();
     const bool is_queued = !returning || (queued && queued->comes_before(*returning));
     const auto& wanted = is_queued ? queued : returning;
     auto& freed = is_queued ? *for_queued : *for_returning;
     std::optional<error> failure;
     try {
+        if (!slots_.keep_cells(freed, parked_.n_bytes_left_for_cells())) return true;
         park(freed);
     } catch (...) {
         failure = failure_of_request();
@@ -420,7 +453,6 @@ void engine_loop::park(slot& target) {
 // to wait since this round began; what it did just before that may free a slot in the next one.
 bool engine_loop::tell_stalled() {
     bool has_told_all = true;
-    const auto may_displace = this->may_displace();
     const auto tell = [&](request& wanted, bool is_queued) {
         // Its consumer has begun to wait since make_way(), and rang the doorbell; or somebody's
         // turn ends soon.

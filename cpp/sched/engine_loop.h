@@ -57,7 +57,7 @@ private:
     void score(const batch_part& part);
     void sample(slot& target, float* logits);
     bool take_picked();
-    std::function<bool(const request&)> may_displace() const;
+    bool may_displace(const request& queued) const;
     bool make_way();
     void park(slot& target);
     bool tell_stalled();

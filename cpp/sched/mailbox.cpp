@@ -74,6 +74,11 @@ std::size_t mailbox::n_bytes_ahead() const {
     return n_all;
 }
 
+std::size_t mailbox::n_ahead() const {
+    const std::lock_guard lock(mutex_);
+    return events_.size();
+}
+
 int mailbox::n_taken() const {
     const std::lock_guard lock(mutex_);
     return n_taken_;

@@ -47,6 +47,7 @@ public:
 
     // Producer: bytes of the pool in rows that the consumer has not taken.
     std::size_t n_bytes_ahead() const;
+    std::size_t n_ahead() const;  // items that were not taken
 
     // Producer: the number of tokens taken; final once the consumer cancelled.
     int n_taken() const;

@@ -12,11 +12,22 @@ std::size_t parking::size() const {
     return parked_.size();
 }
 
-std::size_t parking::n_bytes_ahead() const {
+parking::tally parking::count(const owner_share* owner) const {
+    const std::lock_guard lock(mutex_);
+    tally all;
+    for (const auto& one : parked_) {
+        if (owner && one.of->share.get() != owner) continue;
+        ++all.n_requests;
+        all.n_bytes_ahead += one.n_bytes_ahead;
+    }
+    return all;
+}
+
+std::size_t parking::n_bytes_left_for_cells() const {
     const std::lock_guard lock(mutex_);
     std::size_t n_bytes = 0;
-    for (const auto& one : parked_) n_bytes += one.n_bytes_ahead;
-    return n_bytes;
+    for (const auto& one : parked_) n_bytes += one.progress.cells.size();
+    return n_cell_bytes_max - n_bytes;
 }
 
 void parking::make_place() {
@@ -34,7 +45,7 @@ std::shared_ptr<request> parking::first(
     const std::lock_guard lock(mutex_);
     std::shared_ptr<request> first;
     for (const auto& one : parked_) {
-        if (first && one.of->priority <= first->priority) continue;
+        if (first && !one.of->comes_before(*first)) continue;
         if (is_wanted(one)) first = one.of;
     }
     return first;

@@ -5,9 +5,11 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cstdint>
 #include <memory>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -16,6 +18,7 @@
 #include "memory/block_pool.h"
 #include "sample/params.h"
 #include "sample/token_picker.h"
+#include "sample/work_limit.h"
 #include "sched/runner.h"
 #include "tap/plan.h"
 
@@ -86,7 +89,9 @@ class mailbox;
 struct request_options {
     std::vector<token_id> prompt;
     sampling_params sampling;
-    std::string constraint_library;  // path of llguidance's library, for a json_schema or a regex
+    std::vector<std::string> constraint_command;  // runs llguidance, for a json_schema or a regex
+    // Set when nobody wants the request any more, while it is being submitted.
+    std::shared_ptr<stop_flag> unwanted = std::make_shared<stop_flag>(false);
     int max_tokens = 256;
     std::vector<token_id> stop_tokens;
     std::shared_ptr<const capture_plan> capture;  // null: nothing is captured
@@ -102,7 +107,8 @@ struct request_options {
     full_policy on_full = full_policy::raise;
     std::chrono::duration<double> wait_limit{10.0};  // with full_policy::wait
     int run_ahead = 8;                               // tokens computed ahead of the consumer
-    int priority = 0;                                // larger first, then in order of arrival
+    int priority = 0;                                // larger first
+    std::string owner;         // of equal priority, owners take turns; then in order of arrival
     bool cache_prompt = true;  // false: nothing of the prompt comes from a cache
     // Shares no step with other requests, and its prompt is cut into steps as if there were none.
     bool is_alone = false;
@@ -122,6 +128,13 @@ struct request_options {
     }
 };
 
+// What the slots have given an owner. Of the engine thread.
+struct owner_share {
+    int n_slots = 0;               // its requests hold now
+    std::uint64_t last_slot = 0;   // when it got one last, counted in slots given
+    std::uint64_t last_chunk = 0;  // the last step that had a prompt of its
+};
+
 struct request : request_options {
     request() = default;
     explicit request(request_options wanted) : request_options(std::move(wanted)) {
@@ -134,15 +147,20 @@ struct request : request_options {
     std::unique_ptr<token_picker> picker;
     std::chrono::duration<double> pick_limit{20.0};  // wall-clock, per token of a slow picker
     std::shared_ptr<mailbox> box;
+    // Common to the requests of its owner; set when it is submitted.
+    std::shared_ptr<owner_share> share = std::make_shared<owner_share>();
     std::atomic<slot_id> slot{-1};  // set once it is cut down for it; -1 while parked
     std::atomic<int> n_cached{0};  // its prompt's tokens from a cache; final before its first event
     // Since when it waits for a slot; of the engine thread once it is submitted.
     std::chrono::steady_clock::time_point waits_since;
 
-    // Of two that wait for a slot.
+    // Of requests that wait for a slot the least is the next: whose owner holds fewer slots, then
+    // whose owner got one longer ago.
+    auto rank() const {
+        return std::tuple(-std::int64_t{priority}, share->n_slots, share->last_slot);
+    }
     bool comes_before(const request& other) const {
-        return priority > other.priority ||
-               (priority == other.priority && waits_since < other.waits_since);
+        return std::tuple(rank(), waits_since) < std::tuple(other.rank(), other.waits_since);
     }
 
     bool stops_at(token_id id) const {

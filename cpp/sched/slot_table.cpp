@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <new>
+#include <tuple>
 #include <utility>
 
 #include "sched/mailbox.h"
@@ -25,6 +26,12 @@ std::size_t n_usable(const request& wanted) {
     return wanted.prompt.size() -
            std::max(static_cast<std::size_t>(std::max(1, wanted.n_prompt_rows)),
                     wanted.n_scores + 1);
+}
+
+// The states in which a request may be held. A deadline ends the wait for a block.
+bool may_be_held(const slot& one) {
+    return one.state == slot_state::paused || one.state == slot_state::steered ||
+           (one.state == slot_state::starved && !one.deadline);
 }
 
 }  // namespace
@@ -96,11 +103,14 @@ void slot_table::give(slot& target, const std::shared_ptr<request>& wanted) {
     target.last = {wanted->id, wanted->prompt.size(), wanted->n_keep, 0};
     target.given = std::chrono::steady_clock::now();
     target.evaluated = {};
+    target.stays = false;
     {
         const std::lock_guard lock(mutex_);
         target.active = wanted;
         change(target.state, slot_state::prefill);
     }
+    ++wanted->share->n_slots;
+    wanted->share->last_slot = ++n_given_;
     if (!target.prompt().empty()) target.pending = target.prompt().back();
 }
 
@@ -195,15 +205,6 @@ void slot_table::make_room(slot& target) {
     target.text.erase(first, first + active.n_discard);
 }
 
-void slot_table::revise(slot& target, const pass_answer& answer) {
-    auto& text = target.text;
-    if (text.empty()) text = target.active->prompt;
-    const auto n_kept = text.size() - static_cast<std::size_t>(answer.n_removed);
-    text.resize(n_kept);
-    text.insert(text.end(), answer.ids.begin(), answer.ids.end());
-    target.cache.truncate(answer.end ? n_kept : std::min(n_kept, text.size() - 1));
-}
-
 void slot_table::roll_back(slot& target, int n_taken) {
     if (target.active && target.active->is_steered) {
         // The last id counts as not fed, whether or not it has been meanwhile. A cache that cannot
@@ -231,6 +232,9 @@ void slot_table::release(slot& target) {
     target.text.clear();
     target.fork.reset();
     target.deadline.reset();
+    target.gives_way = false;
+    target.cells = {};
+    --target.active->share->n_slots;
     if (!model_.has_cache()) target.cache.forget();
     std::shared_ptr<request> leaving;  // may be destroyed here, outside the lock
     const std::lock_guard lock(mutex_);
@@ -246,38 +250,89 @@ int slot_table::n_ahead(const request& wanted, bool is_prompt_rows) const {
     return is_prompt_rows ? std::min(1, wanted.run_ahead) : wanted.run_ahead;
 }
 
-bool slot_table::has_behind() const {
-    return std::any_of(slots_.begin(), slots_.end(),
-                       [](const slot& one) { return one.state == slot_state::paused; });
+bool slot_table::has_held() const { return std::ranges::any_of(slots_, may_be_held); }
+
+bool slot_table::is_held(const slot& one) const {
+    if (!may_be_held(one)) return false;
+    if (one.state == slot_state::paused) return !one.active->box->has_room(n_ahead(one));
+    return one.state == slot_state::steered || !one.active->box->is_starving();
 }
 
+slot_table::time_point slot_table::end_of_turn(const slot& one, time_point begin) const {
+    const auto first = one.evaluated == time_point{} ? one.given : one.evaluated;
+    return std::max(begin, first) + std::max<time_point::duration>(least_turn_, first - one.given);
+}
+
+// A steered request's turn begins anew with each forward pass: a consumer that answers in time
+// keeps the slot.
 slot_table::time_point slot_table::end_of_turn(const slot& one) const {
-    const bool is_evaluated = one.evaluated != time_point{};
-    const auto begin = is_evaluated ? one.evaluated : one.given;
-    return begin + std::max<time_point::duration>(least_turn_, begin - one.given);
+    return end_of_turn(one, one.state == slot_state::steered ? one.asked : time_point{});
 }
 
 std::optional<slot_table::time_point> slot_table::next_turn(time_point now) const {
     std::optional<time_point> next;
     for (const auto& one : slots_) {
-        if (one.state != slot_state::paused) continue;
-        const auto end = end_of_turn(one);
-        if (end > now) next = std::min(next.value_or(end), end);
+        if (!one.active) continue;
+        for (const auto end : {end_of_turn(one), end_of_turn(one, time_point{})}) {
+            if (end > now) next = std::min(next.value_or(end), end);
+        }
     }
     return next;
 }
 
+// Where that leaves its owner another slot, the request gives way at once. Where two owners have
+// one slot between them, they take turns in it; where each has one, both keep it. A steered request
+// leaves while its consumer has the forward pass.
+bool slot_table::is_owed(const slot& one, const request& wanted, time_point now) const {
+    const auto& held = *one.active;
+    if (held.share == wanted.share || held.priority > wanted.priority) return false;
+    // Scores that were handed out would come again.
+    if (held.embeds || held.n_scores > 0) return false;
+    if (held.is_steered && one.state != slot_state::steered) return false;
+    const int n_more = held.share->n_slots - wanted.share->n_slots;
+    if (n_more > 1) return true;
+    return n_more == 1 && wanted.share->n_slots == 0 && one.evaluated != time_point{} &&
+           end_of_turn(one, one.evaluated) <= now;
+}
+
+// Of those that are not held, the one with least to evaluate again, of the owner with most slots.
 slot* slot_table::parkable_for(const request& wanted, time_point now) {
     slot* found = nullptr;
+    const auto cost = [this](const slot& one) {
+        const bool is_held = this->is_held(one);
+        return std::tuple(one.active->priority, !is_held, is_held ? 0 : -one.active->share->n_slots,
+                          is_held ? 0 : one.cache.size());
+    };
     for (auto& one : slots_) {
-        if (one.state != slot_state::paused || !may_run_in(one, wanted)) continue;
-        const bool is_reproducible =
-            one.last.n_discarded == 0 && one.cache.n_exact() >= one.cache.size();
-        if (one.active->is_steered || !is_reproducible || end_of_turn(one) > now) continue;
-        if (one.active->box->has_room(n_ahead(one))) continue;  // it has caught up meanwhile
-        if (!found || one.active->priority < found->active->priority) found = &one;
+        if (!one.active || one.stays || !may_run_in(one, wanted)) continue;
+        const bool can_go = is_held(one) && end_of_turn(one) <= now;
+        if (!can_go && !is_owed(one, wanted, now)) continue;
+        if (!found || cost(one) < cost(*found)) found = &one;
     }
     return found;
+}
+
+bool slot_table::keep_cells(slot& target, std::size_t n_bytes_max) {
+    auto& cache = target.cache;
+    const auto& active = *target.active;
+    const bool is_reproducible = target.last.n_discarded == 0 && cache.n_exact() >= cache.size() &&
+                                 !(active.is_alone && active.is_steered);
+    target.cells.clear();
+    if (is_reproducible || cache.size() == 0) return true;
+    try {
+        const auto n_bytes = cache.save({});
+        if (n_bytes <= n_bytes_max) {
+            std::vector<std::byte> cells(n_bytes);
+            cells.resize(cache.save(cells));
+            target.cells.swap(cells);
+            target.n_exact = cache.n_exact();
+            return true;
+        }
+    } catch (const error&) {
+        // A model whose cache cannot be saved.
+    }
+    target.stays = true;
+    return false;
 }
 
 request_progress slot_table::vacate(slot& target) {
@@ -293,7 +348,9 @@ request_progress slot_table::vacate(slot& target) {
     request_progress progress = std::move(target);
     // Rows of the tokens in the cache were handed out.
     const int n_left = static_cast<int>(target.active->prompt.size() - cached.size());
-    progress.n_prompt_rows = has_generated ? 0 : std::min(progress.n_prompt_rows, n_left);
+    progress.n_prompt_rows = progress.text.empty() ? std::min(progress.n_prompt_rows, n_left) : 0;
+    progress.awaits_answer = target.state == slot_state::steered;
+    progress.n_discarded = target.last.n_discarded;
     target.active->slot.store(-1);
     release(target);
     return progress;
@@ -312,17 +369,25 @@ slot& slot_table::readmit(const std::shared_ptr<request>& wanted, request_progre
     if (!best) throw error(errc::internal, "slots: none is free; ask can_admit first");
     static_cast<request_progress&>(*best) = std::move(progress);
     give(*best, wanted);
+    best->last.n_discarded = best->n_discarded;
     return *best;
 }
 
 void slot_table::take_over_text(slot& target) {
     const auto& ids = target.prompt();
     auto& cache = target.cache;
-    cache.use(target.active->lora);
+    const auto& active = *target.active;
+    const auto cells = std::exchange(target.cells, {});
+    if (cells.empty()) {
+        cache.use(active.lora);
+    } else {
+        cache.restore(cells, target.n_exact, active.lora);
+    }
     // The last token's logits are wanted, and the rows of the last ones.
     const auto n_wanted = static_cast<std::size_t>(std::max(1, target.n_prompt_rows));
-    const auto n_most = target.active->cache_prompt ? ids.size() - n_wanted : 0;
-    cache.truncate(std::min({common_prefix(cache.tokens(), ids), n_most, cache.n_exact()}));
+    const auto n_most = active.cache_prompt || !cells.empty() ? ids.size() - n_wanted : 0;
+    const auto n_exact = cells.empty() ? cache.n_exact() : all_exact;
+    cache.truncate(std::min({common_prefix(cache.tokens(), ids), n_most, n_exact}));
     target.active->slot.store(target.id());
 }
 
@@ -353,11 +418,7 @@ std::vector<request_id> slot_table::stalled_on(const request& wanted) const {
     std::vector<request_id> holders;
     for (const auto& one : slots_) {
         if (!may_run_in(one, wanted)) continue;
-        const bool is_behind =
-            one.state == slot_state::paused && !one.active->box->has_room(n_ahead(one));
-        const bool is_paused = is_behind || one.state == slot_state::steered ||
-                               (one.state == slot_state::starved && !one.deadline);
-        if (!is_paused) return {};
+        if (!is_held(one)) return {};
         holders.push_back(one.active->id);
     }
     return holders;

@@ -6,6 +6,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <cstdint>
 #include <deque>
 #include <memory>
 #include <mutex>
@@ -88,6 +89,13 @@ struct request_progress {
     std::vector<token_id> text;
     std::unique_ptr<token_picker> picker;          // null while the ticket owns it
     std::shared_ptr<sampler_lane::ticket> ticket;  // of a slow picker
+
+    // ---- while it is parked
+    bool awaits_answer = false;  // its consumer has a forward pass, and decides what its text is
+    int n_discarded = 0;         // of its tokens, to make room
+    // Its slot, saved, if a fresh evaluation would not compute the same cells; else empty.
+    std::vector<std::byte> cells{};
+    std::size_t n_exact = all_exact;  // of `cells`
 };
 
 struct slot : request_progress {
@@ -117,7 +125,7 @@ struct slot : request_progress {
     }
     // True if it may take part in a step of one token each.
     bool is_generating() const {
-        return active && !is_in_prompt() && state != slot_state::sampling &&
+        return active && !gives_way && !is_in_prompt() && state != slot_state::sampling &&
                state != slot_state::steered;
     }
     bool has_rows() const { return rows.block || prompt_rows.block; }
@@ -136,7 +144,11 @@ struct slot : request_progress {
     transfer_id transfer = 0;            // transfer that carries them; 0: they are there
     std::optional<time_point> deadline;  // for a block, or for the picker
     time_point given;                    // when the request got this slot
-    time_point evaluated;                // its first token there; zero before
+    time_point evaluated;                // its first token or pass there; zero before
+    time_point asked;                    // its last forward pass was handed out
+    bool stays = false;                  // its cells would be needed, and could not be saved
+    bool gives_way = false;              // it leaves the slot once its last step is handed out
+    bool was_left_out = false;           // of the last step, for that reason
     // Another slot that has, or will have, more of the prompt than this one: its cache is copied.
     struct fork_plan {
         slot_id source;
@@ -199,10 +211,6 @@ public:
     void append(std::span<const step_token> tokens);
     // Call before adding a token: in a full slot, discards the tokens that the request allows.
     void make_room(slot& target);
-    // Carries out the consumer's answer to a forward pass: replaces the end of the slot's text, and
-    // drops from its cache what does not belong to it; where the cache cannot drop a tail, all of
-    // it. Unless the request ends, at least the last token is to be evaluated then.
-    void revise(slot& target, const pass_answer& answer);
     // Rolls the slot back to its last request's prompt and the tokens taken, except the last one,
     // which was not fed. Discarded tokens stay gone, even if they made room for tokens that were
     // never taken. A steered request's consumer has taken all of its text.
@@ -221,22 +229,27 @@ public:
 
     // ---- a request leaves its slot before its end, and goes on in any slot (sched/parking.h)
 
-    // Whether a request is in its slot whose consumer is behind.
-    bool has_behind() const;
-    // The slot of a request that can leave it to `wanted`: one whose consumer is behind; null:
-    // none. Not a steered one, whose consumer has its logits. Not one whose cells a fresh
-    // evaluation would not reproduce, because tokens were discarded or shifted. Not before its turn
-    // is over, which lasts as long as its evaluation took, so that at most half of the time goes
-    // into evaluating texts again where more consumers than slots take turns.
+    // Whether some request may be held, see is_held().
+    bool has_held() const;
+    // The slot of a request that can leave it to `wanted`; null: none. One that is held, not before
+    // its turn is over, which lasts as long as its evaluation took, so that at most half of the
+    // time goes into evaluating texts again where more consumers than slots take turns. Or one of
+    // another owner who holds more slots (is_owed).
     slot* parkable_for(const request& wanted, time_point now);
     // When the next turn ends of those that lasted at `now`; empty: none did.
     std::optional<time_point> next_turn(time_point now) const;
+    // Call before vacate(): saves the cells, in at most that many bytes, if a fresh evaluation
+    // would not reproduce them, because tokens were discarded or shifted, or because the answers to
+    // forward passes cut a deterministic text into steps. False: they cannot be saved, and the
+    // request stays in its slot for as long as it is held. Changes nothing if it raises.
+    bool keep_cells(slot& target, std::size_t n_bytes_max);
     // The request leaves its slot. Changes nothing if it raises.
     request_progress vacate(slot& target);
     // Gives a request that has left its slot a free one, the one that holds most of its text.
     // Requires can_admit().
     slot& readmit(const std::shared_ptr<request>& wanted, request_progress progress);
-    // Cuts the slot's cache down to what it has of the text; shows the slot as take_over() does.
+    // Cuts the slot's cache down to what it has of the text, or restores the cells that were kept;
+    // shows the slot as take_over() does.
     void take_over_text(slot& target);
 
     // Runs a caller's work on an idle slot. Raises busy, and what the work raises.
@@ -255,7 +268,13 @@ private:
     const slot& at(slot_id id) const { return slots_[static_cast<std::size_t>(id)]; }
     reuse_plan plan_of(const slot& candidate, const request& wanted) const;
     void give(slot& target, const std::shared_ptr<request>& wanted);
+    // Whether it keeps its slot until its consumer acts: takes what was computed ahead, answers a
+    // forward pass, or drops rows.
+    bool is_held(const slot& one) const;
+    // When a turn ends that began at `begin`, or with its first token there.
     time_point end_of_turn(const slot& one) const;
+    time_point end_of_turn(const slot& one, time_point begin) const;
+    bool is_owed(const slot& one, const request& wanted, time_point now) const;
     void plan_fork(slot& target);
     // The slot's cache is what its request's prompt has of it.
     static void note_cached(slot& target);
@@ -265,6 +284,7 @@ private:
     mutable std::mutex mutex_;  // guards ids, marks and active requests against other threads
     std::deque<slot> slots_;    // never moved
     bool has_released_ = false;
+    std::uint64_t n_given_ = 0;  // slots, to any request
 };
 
 }  // namespace kqview

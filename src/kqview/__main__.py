@@ -9,6 +9,10 @@ _INTERRUPTED: Final = 130
 
 def main() -> None:
     """Run the command line; without the ``cli`` extra, print one line and exit with status 1."""
+    if sys.argv[1:2] == ["serve"]:
+        from kqview.cli import hangups
+
+        hangups.hold()
     try:
         from kqview.cli import serve_command, terminal
         from kqview.cli.main import app

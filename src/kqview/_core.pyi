@@ -9,8 +9,15 @@ def drain_log() -> list[tuple[int, str]]:
 def stop_waking() -> None:
     """Call this when the interpreter exits: other threads then never return from a wait."""
 
-def count_values(data: bytes, packs: bool) -> tuple[int, int]:
-    """Count the values in JSON or MessagePack data, and those that are members of objects."""
+class ValueCounts:
+    n_values: Final[int]
+    n_members: Final[int]
+    """Of which members of objects."""
+    depth: Final[int]
+    """Most lists and objects around a value."""
+
+def count_values(data: bytes, packs: bool) -> ValueCounts:
+    """Count the values in JSON or MessagePack data before any object is made of them."""
 
 def build_info() -> dict[str, Any]:
     """Version, llama.cpp commit, backends, devices and NVIDIA driver."""
@@ -136,6 +143,15 @@ class SamplingParams:
     def __init__(self, sampling: object) -> None:
         """Read the attributes of a kqview.Sampling by name."""
 
+class StopFlag:
+    """Ends a computation of another thread early."""
+
+    def __init__(self) -> None: ...
+    def set(self) -> None:
+        """Nobody wants its result any more."""
+
+    def is_set(self) -> bool: ...
+
 class RequestOptions:
     """Options of `Engine.submit`; see cpp/sched/request.h."""
 
@@ -145,8 +161,10 @@ class RequestOptions:
 
     prompt: list[int]
     sampling: SamplingParams
-    constraint_library: str
-    """Path of llguidance's library, for a JSON schema or regular expression."""
+    constraint_command: list[str]
+    """Runs constraint_child.py, for a JSON schema or regular expression."""
+    unwanted: StopFlag
+    """Set by another thread when nobody wants the request that is being submitted."""
     max_tokens: int
     stop_tokens: list[int]
     n_prompt_rows: int
@@ -163,6 +181,8 @@ class RequestOptions:
     """Whether the consumer gets a ForwardEvent for each forward pass, and answers it."""
     run_ahead: int
     priority: int
+    owner: str
+    """Requests of equal priority take turns by owner."""
     cache_prompt: bool
     """Whether tokens of the prompt may come from a cache."""
     is_alone: bool
@@ -302,6 +322,8 @@ class Generation:
     id: Final[int]
     slot: Final[int]
     """Slot index; -1 while the request is queued."""
+    is_parked: Final[bool]
+    """True if it has no slot, and tokens that were not taken."""
     n_cached: Final[int]
     """Prompt tokens that came from a cache; final before the first event."""
     def next(

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Unpack, overl
 from kqview._core import Engine as CoreEngine
 from kqview._core import Model as CoreModel
 from kqview.arguments import encode, invalid
+from kqview.chat import CHATML
 from kqview.chat.messages import Message, checked_messages, checked_options, checked_tools
-from kqview.chat.spans import Part, Render, message_ends, role_headers
+from kqview.chat.rendering import ConfinedTemplate, template_helpers
+from kqview.chat.spans import Part
 from kqview.chat.tool_format import format_of, said
 from kqview.chat.turn import (
     N_END,
@@ -27,7 +29,7 @@ from kqview.chat.turn import (
     reader_of,
     reasoning_of,
 )
-from kqview.errors import KqviewError, RequestError, UnsupportedModel, shown
+from kqview.errors import CapacityError, KqviewError, RequestError, UnsupportedModel, shown
 from kqview.generation.stream import Generation
 from kqview.mods.events import Dialogue, conversation_of
 from kqview.offsets import Offsets
@@ -51,11 +53,14 @@ class Conversation:
     _model: CoreModel
     _info: ModelInfo
 
-    def _open_conversation(self) -> None:
+    def _open_conversation(self, *, trusts_template: bool) -> None:
+        """Begin; *trusts_template* says whether the model's template is rendered in process."""
         ids = self._model.control_tokens()
         self._control_ids = {self._model.token_bytes(i).decode("utf-8", "replace"): i for i in ids}
         self._control_id_set = frozenset(ids)
-        self._templates: dict[str, ChatTemplate] = {}
+        self._templates: dict[str, ChatTemplate | ConfinedTemplate] = {}
+        self._trusted = {CHATML, self._info.chat_template if trusts_template else CHATML}
+        self._helpers = template_helpers()
         self._headers: dict[str, list[int]] | None = None  # of each role's messages, once known
 
     @abstractmethod
@@ -78,8 +83,8 @@ class Conversation:
         *,
         tools: Sequence[Mapping[str, Any] | type[Any]] | None = None,
         tool_choice: ToolChoice | None = None,
-        parallel_tool_calls: bool = True,
-        continue_final_message: bool = False,
+        parallel_tool_calls: bool | None = True,
+        continue_final_message: bool | None = False,
         chat_template: str | None = None,
         template_options: Mapping[str, Any] | None = None,
         **options: Unpack[GenerateOptions],
@@ -90,10 +95,10 @@ class Conversation:
             messages: As in `apply_chat_template`.
             tools: As in `apply_chat_template`. `Generation.reply` has the calls of the answer.
             tool_choice: "auto" (the default): the model decides whether it calls; "none": the tools
-                are not shown to it; "required": a grammar makes it call one, or several;
-                ``{"type": "function", "function": {"name": "..."}}``: it makes it call this one.
-                The grammar needs llguidance and excludes ``grammar`` and ``regex``. With tools and
-                ``json_schema``, the answer is a call or JSON.
+                are not shown to it; "required": a grammar makes it call one, or several; the name
+                of one, or ``{"type": "function", "function": {"name": "..."}}``: it makes it call
+                this one. The grammar needs llguidance and excludes ``grammar``, ``regex`` and
+                ``json_schema``. With "auto" and ``json_schema``, the answer is a call or JSON.
             parallel_tool_calls: Whether a required answer may have several calls.
             continue_final_message: As in `apply_chat_template`.
             chat_template: As in `apply_chat_template`.
@@ -117,7 +122,7 @@ class Conversation:
             source,
             template_options,
             adds_header=True,
-            continues=continue_final_message,
+            continues=continue_final_message or False,
         )
         ids = self._chat_ids(chat.parts)
         end = b"".join(map(self._model.token_bytes, ids[-N_END:])).decode("utf-8", "replace")
@@ -237,9 +242,11 @@ class Conversation:
 
         Raises:
             RequestError: A message is malformed, or the template rejects it, ignores *tools*, takes
-                more than 5 s of CPU time, or produces more than 16 Mi characters.
+                more than 5 s of CPU time or 512 MiB of memory, or produces more than 16 Mi
+                characters. Time and memory are not limited for a template given to Engine.
             UnsupportedModel: The model has no chat template, or the template does not parse, is
                 nested too deeply, or exceeds these limits with any message.
+            CapacityError: There is no helper process for the template.
             KqviewError: jinja2 is not installed.
         """
         self._core.check_open()
@@ -262,7 +269,7 @@ class Conversation:
         ids = self._chat_ids(chat.parts)
         if not spans:
             return ids
-        ends = message_ends(text, chat.messages, chat.render, ends_of_turn=self._ends_of_turn())
+        ends = chat.ends(text=text, ends_of_turn=self._ends_of_turn())
         starts = [start for start, _ in self._offsets(text, ids)]
         places = [0, *(bisect_left(starts, end) for end in ends)]
         return ChatPrompt(ids, list(pairwise(places)))
@@ -282,32 +289,21 @@ class Conversation:
             raise invalid("continue_final_message", "True or False", shown(continues))
         checked, offered = checked_messages(messages), checked_tools(tools)
         options = checked_options(template_options)
-        render = partial(self._template(source).render, tools=offered, options=options)
+        template = self._template(source)
         begun = continued(checked) if continues else None
         rest = checked if begun is None else checked[:-1]
         adds_header = adds_header or begun is not None
-        parts = render(rest, add_generation_prompt=adds_header)
-        if offered:
-            self._check_shown(
-                parts, partial(render, rest, tools=None, add_generation_prompt=adds_header)
-            )
+        parts = template.render(
+            rest,
+            tools=offered,
+            add_generation_prompt=adds_header,
+            options=options,
+            shows_tools_for=self._info.name or self._info.architecture,
+        )
         if begun:
             parts = [*parts, Part(begun, False)]
-        return _Rendered(parts, begun or "", checked, render)
-
-    def _check_shown(self, parts: Sequence[Part], bare: Callable[[], Sequence[Part]]) -> None:
-        """Refuse a template that renders the same without tools, which *bare* does."""
-        try:
-            is_ignored = _text_of(bare()) == _text_of(parts)
-        except RequestError:  # it insists on tools
-            return
-        if is_ignored:
-            raise RequestError(
-                f"the chat template of {self._info.name or self._info.architecture} ignores tools, "
-                "so the model would not know them; pass a chat_template that shows them, or put "
-                "them into the messages with kqview.chat.tools_as_text",
-                parameter="tools",
-            )
+        ends = partial(template.ends, checked, tools=offered, options=options)
+        return _Rendered(parts, begun or "", ends)
 
     def _source(self, chat_template: str | None) -> str:
         """The text of the template to use: *chat_template*, or the model's own."""
@@ -324,7 +320,7 @@ class Conversation:
         ids = {self._info.eot_token_id, self._info.eos_token_id}
         return [text for text, id_ in self._control_ids.items() if id_ in ids]
 
-    def _template(self, source: str) -> "ChatTemplate":
+    def _template(self, source: str) -> "ChatTemplate | ConfinedTemplate":
         """The compiled template. Compiling takes milliseconds, and few templates are in use."""
         if (known := self._templates.get(source)) is not None:
             return known
@@ -336,7 +332,9 @@ class Conversation:
             raise KqviewError(
                 'chat templates need jinja2, which is not installed; run pip install "kqview[chat]"'
             ) from missing
-        template = ChatTemplate(source, self._info.special_tokens, self._control_ids)
+        about = source, self._info.special_tokens, self._control_ids
+        is_trusted = source in self._trusted
+        template = ChatTemplate(*about) if is_trusted else ConfinedTemplate(self._helpers, *about)
         if len(self._templates) < _N_TEMPLATES_MAX:
             self._templates[source] = template
         return template
@@ -361,10 +359,10 @@ class Conversation:
         if self._info.chat_template is None:
             return {}
         try:
-            render = partial(
-                self._template(self._info.chat_template).render, tools=None, options={}
-            )
-            found = role_headers(render, ends_of_turn=self._ends_of_turn())
+            template = self._template(self._info.chat_template)
+            found = template.headers(ends_of_turn=self._ends_of_turn())
+        except CapacityError:
+            raise
         except KqviewError:  # it does not parse, or jinja2 is not installed
             return {}
         headers: dict[str, list[int]] = {}
@@ -434,14 +432,12 @@ class _Rendered(NamedTuple):
     Attributes:
         parts: Its text.
         begun: The text of the answer with which it ends, if it continues one.
-        messages: As they were checked.
-        render: Renders other messages with the same template, tools and options.
+        ends: `ChatTemplate.ends` of its messages, with the same tools and options.
     """
 
     parts: Sequence[Part]
     begun: str
-    messages: list[dict[str, Any]]
-    render: Render
+    ends: Callable[..., list[int]]
 
 
 def _text_of(parts: Iterable[Part]) -> str:

@@ -6,7 +6,6 @@ before the classifier, so logits of its files are not those of transformers. Her
 ``cls.output @ tanh(cls @ h + b) + b``, h being the last layer's output for ``[CLS]``.
 """
 
-import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,6 +16,7 @@ from typing import Any, Final, Literal, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from kqview import json_input
 from kqview.errors import KqviewError, ModelLoadError, UnsupportedModel
 from kqview.state.durable import WholeFile
 
@@ -104,10 +104,10 @@ def _package(name: str) -> Any:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json_input.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ModelLoadError(f"{path.parent} has no {path.name}; pass a model's folder") from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ModelLoadError(f"{path} is not JSON: {error}") from error
     if not isinstance(content, dict):
         raise ModelLoadError(f"{path} is not a JSON object")

@@ -116,7 +116,7 @@ class Embedding:
             InvalidToken: An id is not in the vocabulary.
             UnsupportedModel: The engine was opened without pooling, or with the pooling of a
                 classifier.
-            BusyError: Every slot waits for tokens to be taken by the calling thread.
+            BusyError: Every slot is kept until tokens are taken that nobody takes, see `generate`.
             QueueFull: Too many other requests wait for a slot.
             ClosedError: The engine is closed.
         """

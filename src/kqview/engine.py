@@ -280,7 +280,8 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring, Many):
         pooling: How `embed` turns a text into one vector: "mean", "cls" (the first token), "last",
             "none" (one vector per token), or "rank" for `classify`. None uses what the model's file
             specifies.
-        chat_template: Jinja chat template to use instead of the one in the model's file.
+        chat_template: Jinja chat template to use instead of the one in the model's file. It is
+            trusted: it is rendered in this process, without limits on its time and memory.
         lora: LoRA adapters for the model: a GGUF file, a (file, scale) pair, or a list of these.
         rpc_servers: Other machines that hold and compute layers, each the ``"host:port"`` of a
             llama.cpp ggml-rpc-server. Layers are spread over them and this machine's GPUs by free
@@ -380,7 +381,9 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring, Many):
         if chat_template is not None:
             self._info = replace(self._info, chat_template=chat_template)
         self._open_vocabulary()
-        self._open_conversation()
+        self._open_conversation(
+            trusts_template=chat_template is not None or self._path == os.path.abspath(MODEL_PATH)
+        )
         self._can_generate = self._model.can_generate and self._core.has_cache
         self._submission = Submission(
             self._core,
@@ -583,27 +586,30 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring, Many):
         sampling: Sampling | None = None,
         capture: Capture | Kind | None = None,
         slot: int | None = None,
-        mods: Sequence[Any] = (),
+        mods: Sequence[Any] | None = (),
         logits_processor: LogitsProcessor | None = None,
         stopping: Stopping | None = None,
         forcing: Forcing | None = None,
         mod_time_limit_s: float | None = None,
+        mods_strict: bool = False,
         trace: bool | Callable[[Trace], object] | None = None,
         request_id: str | None = None,
-        priority: int = 0,
-        reuse: Reuse = "exact",
-        reuse_min_tokens: int = 16,
-        cache_prompt: bool = True,
-        deterministic: bool = False,
-        context_shift: bool = False,
-        n_keep: int = 0,
+        priority: int | None = 0,
+        reuse: Reuse | None = "exact",
+        reuse_min_tokens: int | None = 16,
+        cache_prompt: bool | None = True,
+        deterministic: bool | None = False,
+        context_shift: bool | None = False,
+        n_keep: int | None = 0,
         n_discard: int | None = None,
         lora: LoraScales | None = None,
-        add_special: bool = True,
-        parse_special: bool = True,
+        add_special: bool | None = True,
+        parse_special: bool | None = True,
         **options: Unpack[SamplingOptions],
     ) -> Generation:
         """Start generating at once; the engine computes up to ``run_ahead`` tokens ahead.
+
+        An option that is None has its default, but for *max_tokens*.
 
         Args:
             prompt: Text, tokenized with *add_special* and *parse_special*; or token ids, used
@@ -626,9 +632,12 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring, Many):
                 follow them, before the first token in its place. Its exceptions are raised by
                 iterating.
             mod_time_limit_s: Time limit of each call of a mod, in seconds. Sync mods then run on a
-                thread of the request. A call that takes longer counts as Noop; it is abandoned, and
-                its mod is not called again until it returns. None sets no limit and runs mods on
-                the consumer's own thread.
+                thread of the request. A call that takes longer has failed; it is abandoned, and its
+                mod is not called again until it returns. None sets no limit and runs mods on the
+                consumer's own thread.
+            mods_strict: Whether a mod that fails ends the request with ModFailed, as it does for
+                mods with ``required = True``. Otherwise the failure is a warning and in
+                `Generation.mod_errors`, and the text goes on without what the mod does.
             trace: Whether to record `Generation.trace`; None records it if there are mods. A
                 function, such as `kqview.trace.Poster.post`, also gets it when the request ends.
             request_id: Name for logs; generated if omitted.
@@ -662,11 +671,10 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring, Many):
 
         Returns:
             A sync and async iterator of Token. A generation without a slot waits until another one
-            ends, is closed, or falls behind by ``run_ahead`` tokens because nobody takes them: that
-            one is parked, and resumes when its tokens are taken. Never parked are
-            generations with mods or a callable, those that have discarded tokens to make room, and
-            those that reuse approximate tokens. If these hold all slots and only the waiting thread
-            itself takes their tokens, iterating raises BusyError.
+            ends, is closed, or is held because nobody takes its tokens: that one is parked, and
+            resumes when its tokens are taken. If one that cannot be parked (see the README) keeps
+            the slot, iterating raises BusyError after 10 s in which its consumer has taken nothing,
+            at once if that is the waiting thread or task itself.
 
         Raises:
             RequestError: An argument is invalid. May be a subclass: PromptTooLong, InvalidToken,
@@ -681,7 +689,9 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring, Many):
             raise UnsupportedModel(
                 f"{self._info.architecture} models do not generate token by token"
             )
-        steering = steering_of(mods, logits_processor, stopping, forcing, mod_time_limit_s, trace)
+        steering = steering_of(
+            mods, logits_processor, stopping, forcing, mod_time_limit_s, mods_strict, trace
+        )
         sampling = sampling_of(sampling, options)
         slot_id = -1 if slot is None else to_index(slot)
         if slot_id is None or (slot is not None and slot_id not in range(len(self._slots))):
@@ -803,7 +813,9 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring, Many):
             first=len(ids) - n_rows, budget_bytes=self._core.stats().pool.budget_bytes
         )
 
-    def _prompt_ids(self, prompt: str | Ids, add_special: bool, parse_special: bool) -> list[int]:
+    def _prompt_ids(
+        self, prompt: str | Ids, add_special: object, parse_special: object
+    ) -> list[int]:
         if isinstance(prompt, str):
             ids = self._text_ids("prompt", prompt, add_special, parse_special)
         else:
@@ -834,6 +846,7 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring, Many):
                 timeout_s,
             )
         _open_engines.discard(self)
+        self._helpers.close()
         _forward_log()
 
     def __reduce__(self) -> Any:

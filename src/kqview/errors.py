@@ -9,11 +9,13 @@
     |   +-- InvalidSampling
     |   +-- UnknownOption (TypeError)
     |   +-- InvalidActionError
+    |   +-- InvalidMod (TypeError)
     |   +-- EmittedError
     +-- ModelError                     the model file
     |   +-- ModelLoadError
     |   +-- UnsupportedModel
     +-- ModFileError                   a file in the folder of mods
+    +-- ModFailed                      a mod that its request needs
     +-- CapacityError                  the limits of this process: retry later or raise a limit
     |   +-- PoolExhausted
     |   +-- QueueFull
@@ -46,9 +48,11 @@ __all__ = [
     "InternalError",
     "InvalidActionError",
     "InvalidCapture",
+    "InvalidMod",
     "InvalidSampling",
     "InvalidToken",
     "KqviewError",
+    "ModFailed",
     "ModFileError",
     "ModelError",
     "ModelLoadError",
@@ -155,14 +159,21 @@ class InvalidActionError(RequestError):
     """A mod built or returned an action that its event does not allow, or with invalid values.
 
     Raised inside the mod, by the methods of ``actions`` and the classes of `kqview.mods`. Iterating
-    never raises it: an invalid action counts as Noop, and the trace has the error.
+    never raises it: returning an invalid action is a failure of the mod like any other.
+    """
+
+
+class InvalidMod(RequestError, TypeError):
+    """A class of mods has a method ``on_...`` that no event calls; rename it.
+
+    Raised where the class is defined, or where the mod is passed. Not raised by calls of a mod.
     """
 
 
 class EmittedError(RequestError):
     """A mod refused the request with EmitError; the message is the mod's.
 
-    Not raised when a mod fails: that counts as Noop.
+    Not raised when a mod fails: that counts as Noop, or is ModFailed.
     """
 
 
@@ -188,6 +199,21 @@ class UnsupportedModel(ModelError):
 
 class ModFileError(KqviewError):
     """A file in a folder of mods cannot be loaded, or does not make a mod; see the log."""
+
+
+class ModFailed(KqviewError):
+    """A mod that the request needs has failed; mend the mod, or let the request go on without it.
+
+    Raised by iterating, with the mod's own exception as its cause if there is one. Not raised for
+    other mods: without ``mods_strict=True`` and ``required = True`` a failed call counts as Noop.
+
+    Attributes:
+        mod: Name of the mod.
+    """
+
+    def __init__(self, message: str = "", *, mod: str = "") -> None:
+        super().__init__(message)
+        self.mod = mod
 
 
 class CapacityError(KqviewError):

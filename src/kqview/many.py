@@ -5,10 +5,12 @@ in the order of their prompts. Prompts are taken from their iterable, in the cal
 few ahead of the results.
 """
 
+import hashlib
+import json
 import sys
 import time
 from abc import abstractmethod
-from collections import deque
+from collections import Counter, deque
 from collections.abc import (
     Callable,
     Container,
@@ -20,8 +22,8 @@ from collections.abc import (
     Sized,
 )
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import islice
-from typing import Any, Final, Literal, Unpack, cast, get_args
+from itertools import count, islice
+from typing import Any, Final, Literal, Protocol, Unpack, cast, get_args, runtime_checkable
 
 from kqview._core import Engine as CoreEngine
 from kqview.arguments import invalid
@@ -41,6 +43,15 @@ _N_AHEAD: Final = 2  # prompts in work and results kept, per slot
 _PROGRESS_S: Final = 0.2
 
 
+@runtime_checkable
+class Saved(Protocol):
+    """Results of `map` that are stored; `kqview.SavedFolder` is one."""
+
+    def prompt_keys(self) -> Mapping[str, str | None]:
+        """`prompt_key` of each result by its id; None where it is not known."""
+        ...
+
+
 class Many:
     """`map`; any thread."""
 
@@ -56,9 +67,9 @@ class Many:
         self,
         prompts: Iterable[Prompt] | Mapping[str, Prompt],
         *,
-        progress: bool | Callable[[int, int | None], object] = False,
-        skip: Container[str] = (),
-        on_error: OnError = "raise",
+        progress: bool | Callable[[int, int | None], object] | None = False,
+        skip: Container[str] | Saved | None = (),
+        on_error: OnError | None = "raise",
         **options: Unpack[GenerateOptions],
     ) -> Generator[Finished, None, None]:
         """Generate for many prompts and yield each result with all its tokens, in order.
@@ -67,16 +78,14 @@ class Many:
         waiting to be yielded, so *prompts* may be endless, and attention needs memory only for
         those and for what you keep. Ending the iteration early cancels what runs.
 
-        A generation that the calling thread iterates itself must not hold a slot meanwhile: while
-        `map` waits for that slot, nobody takes its tokens.
-
         Args:
             prompts: Texts, ids, or lists of messages (for `chat`). The keys of a mapping are their
-                ids; otherwise ids are numbers as text, from "0".
+                ids; otherwise ids are numbers as text, from "0", that *skip* does not have.
             progress: True prints a line to stderr; a function gets the number of results and
                 that of prompts (None if unknown).
-            skip: Ids to leave out, such as those of a `kqview.SavedFolder`, to continue a run that
-                was interrupted.
+            skip: What to leave out, to continue a run that was interrupted: ids; or a
+                `kqview.SavedFolder`, whose prompts are then found by their content where they have
+                no ids of their own, so that *prompts* may have more, fewer or another order.
             on_error: "raise" ends the iteration with the error of the first prompt that fails;
                 "return" yields its result with ``error`` set and continues. A note of an error that
                 is raised names the prompt.
@@ -98,12 +107,16 @@ class Many:
             )  # fmt: skip
         n_total = len(prompts) if isinstance(prompts, Sized) else None
         report = _reporter(progress, n_total)
-        given: Iterable[tuple[object, Prompt]] = (
-            cast("Mapping[str, Prompt]", prompts).items()
-            if isinstance(prompts, Mapping)
-            else enumerate(prompts)
-        )
-        wanted = ((str(key), prompt) for key, prompt in given if str(key) not in skip)
+        ids = cast("Container[str]", () if skip is None else skip)
+        if isinstance(skip, Saved) and not isinstance(prompts, Mapping):
+            wanted = _unsaved(prompts, skip.prompt_keys())
+        else:
+            given: Iterable[tuple[object, Prompt]] = (
+                cast("Mapping[str, Prompt]", prompts).items()
+                if isinstance(prompts, Mapping)
+                else enumerate(prompts)
+            )
+            wanted = ((str(key), prompt) for key, prompt in given if str(key) not in ids)
         return self._mapped(wanted, report, on_error == "return", options)
 
     def _mapped(
@@ -132,12 +145,15 @@ class Many:
             except KqviewError as error:
                 if not returns_errors:
                     raise
-                return Finished(name, [], [], "", "error", Usage(), self._info, error)
+                return Finished(
+                    name, [], [], "", "error", Usage(), self._info, error,
+                    prompt_key=prompt_key(prompt),
+                )  # fmt: skip
             running.add(generation)
             try:
                 if is_over:
                     generation.cancel()
-                return _taken(name, generation, returns_errors=returns_errors)
+                return _taken(name, prompt, generation, returns_errors=returns_errors)
             finally:
                 generation.close()  # waits for its slot, which is free once `map` has ended
                 running.discard(generation)
@@ -173,7 +189,38 @@ class Many:
         return engine.chat(prompt, **named) if is_chat else engine.generate(prompt, **named)
 
 
-def _taken(name: str, generation: Generation, *, returns_errors: bool) -> Finished:
+def prompt_key(prompt: Prompt) -> str:
+    """The digest by which a prompt is found again, whatever its number is."""
+
+    def plain(value: Any) -> object:
+        return value.tolist() if hasattr(value, "tolist") else shown(value)
+
+    try:
+        text = json.dumps(prompt, sort_keys=True, default=plain)
+    except (TypeError, ValueError, RecursionError):  # no prompt at all, as `generate` will say
+        text = shown(prompt)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _unsaved(
+    prompts: Iterable[Prompt], saved: Mapping[str, str | None]
+) -> Iterator[tuple[str, Prompt]]:
+    """The prompts without a result, with ids that are free; *saved* has the key of each result.
+
+    A prompt that is there twice needs two results. A result without a key, as older versions saved
+    it, counts for the prompt whose number it has.
+    """
+    n_saved = Counter(saved.values())
+    free = (str(n) for n in count() if str(n) not in saved)
+    for i, prompt in enumerate(prompts):
+        key = prompt_key(prompt)
+        if n_saved[key]:
+            n_saved[key] -= 1
+        elif str(i) not in saved or saved[str(i)] is not None:
+            yield next(free), prompt
+
+
+def _taken(name: str, prompt: Prompt, generation: Generation, *, returns_errors: bool) -> Finished:
     error: KqviewError | None = None
     tokens: list[Token] = []
     try:
@@ -198,11 +245,12 @@ def _taken(name: str, generation: Generation, *, returns_errors: bool) -> Finish
         generation.fingerprint,
         generation.reply,
         generation.schema,
+        prompt_key(prompt),
     )
 
 
 def _reporter(
-    progress: bool | Callable[[int, int | None], object], n_total: int | None
+    progress: bool | Callable[[int, int | None], object] | None, n_total: int | None
 ) -> Callable[[int, int], object]:
     if callable(progress):
         return lambda n_done, n_tokens: progress(n_done, n_total)

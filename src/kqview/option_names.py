@@ -175,6 +175,10 @@ _ELSEWHERE: Final[Mapping[str, str]] = {
 }
 
 
+# Options for which None is a value of its own: no limit but the slot's.
+_MEANS_NONE: Final = frozenset({"max_tokens"})
+
+
 def unknown_option(
     who: str, name: str, known: Iterable[str], *, unlisted: Iterable[str] = ()
 ) -> UnknownOption:
@@ -206,6 +210,8 @@ def names_options(
 ) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     """Make a function raise `unknown_option` instead of Python's TypeError.
 
+    An option given as None has its default, as if it were not given, but for `_MEANS_NONE`.
+
     Args:
         who: Name of the function or class in messages.
         also: Names that its ``**options`` take.
@@ -214,16 +220,26 @@ def names_options(
     """
 
     def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
-        parameters = inspect.signature(function).parameters.values()
+        parameters = [*inspect.signature(function).parameters.values()]
         known = [p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
         known = [name for name in known if name != "self"]
-        options = {*known, *also}
+        passed_on = set(also) - set(known)
+        options = {*known, *passed_on}
         unlisted = known[:1] if hides_first else []
+        has_default = {
+            p.name
+            for p in parameters
+            if p.kind == p.KEYWORD_ONLY and p.default is not None and p.default is not p.empty
+        }
+        unset = (has_default | passed_on) - _MEANS_NONE
 
-        def check(given: Iterable[str]) -> None:
+        def check(given: dict[str, Any]) -> None:
             for name in given:
                 if name not in options:
                     raise unknown_option(who, name, options, unlisted=unlisted)
+            for name in [name for name, value in given.items() if value is None]:
+                if name in unset:
+                    del given[name]
 
         @functools.wraps(function)
         def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:

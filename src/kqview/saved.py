@@ -15,34 +15,48 @@ JSON, so other programs read it without kqview:
     forced              bool, (n_tokens, 1)
     n_columns           int32, (n_tokens,): columns of each row without padding; -1 without a row
     n_hidden, ...       as n_columns, of each of the other arrays
-    metadata["kqview"]  JSON: schema, id, texts, capture, model, finish_reason, usage
+    metadata["kqview"]  JSON: schema, id, texts, capture, model, finish_reason, usage, prompt_key
 
 An array that no token has a value for is left out; `_COLUMNS` is the table of them. Schema 1 had
 neither the arrays from logits on nor n_hidden: each token has hidden states there, or none.
+
+The attention of a prompt is a file of its own, in which ids are the prompt's:
+
+    attention           (n_layers, n_heads, n_rows, n_columns); attention_layer_NNN for layers that
+                        differ; positions likewise; with the texts of ids, the layers, heads, start
+
+.npz holds the same, with the JSON as the array ``kqview``. That of ``kqview generate --output`` has
+an array for the rows of each token, ``attention_NNNNN`` and ``positions_NNNNN``.
 """
 
 import importlib
+import io
 import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from itertools import count, takewhile
 from pathlib import Path
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, BinaryIO, Final, NamedTuple, Protocol, runtime_checkable
 from urllib.parse import quote, unquote
 
 import numpy as np
+from numpy.lib import format as npy_format
 from numpy.typing import NDArray
 
+from kqview import json_input
 from kqview.arguments import encode, to_path
 from kqview.errors import InvalidCapture, KqviewError, RequestError, StateFormatError, shown
 from kqview.state.durable import WholeFile
-from kqview.types import Capture, Finished, ModelInfo, Token, Usage
-from kqview.types.token import Context, add_token
+from kqview.types import Capture, Finished, ModelInfo, PromptBlock, Token, Usage
+from kqview.types.token import Attention, Context, Positions, add_token
 
 SCHEMA: Final = 2
+_HEADER_BYTES_MAX: Final = 100_000_000  # as safetensors has it
 SUFFIX: Final = ".safetensors"
 
+_ZIP: Final = b"PK"  # how an .npz file begins
 _NAME_BYTES: Final = 255  # longest name of a file on common file systems
 
 Array = NDArray[Any]
@@ -109,6 +123,35 @@ class Running(Protocol):
     def usage(self) -> Usage: ...
     @property
     def model(self) -> ModelInfo: ...
+
+
+@runtime_checkable
+class PromptRows(Protocol):
+    """A PromptAttention: `array` and `top_k` take its blocks."""
+
+    start: int
+
+    @property
+    def column_ids(self) -> list[int]: ...
+    @property
+    def column_texts(self) -> list[str]: ...
+    @property
+    def capture(self) -> Capture | None: ...
+    @property
+    def heads(self) -> tuple[int, ...]: ...
+    def array(self) -> Attention: ...
+    def top_k(self) -> tuple[Attention, Positions]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """A generation of which only tokens are known."""
+
+    prompt_ids: list[int]
+    text: str
+    usage: Usage
+    finish_reason: None = None
+    model: None = None
 
 
 # ---- what is kept of each token
@@ -256,8 +299,11 @@ class Saved:
         usage: Token counts and seconds.
         capture: What was captured, with its layers; None without capture.
         heads: Heads of each layer, in the order of rows.
-        model: Name and ``architecture`` of the model, and the ``fingerprint`` of its files.
+        model: Name and ``architecture`` of the model, and the ``fingerprint`` of its files, but of
+            files that a command wrote; empty of tokens and of the attention of a prompt.
         error: What ended the generation early, as text; None if nothing did.
+        prompt_attention: All rows of the prompt as one block, if that is what was saved; otherwise
+            None.
     """
 
     id: str
@@ -273,6 +319,7 @@ class Saved:
     error: str | None
     _values: Mapping[str, _Values] = field(repr=False)
     _column_texts: Mapping[int, str] = field(repr=False)
+    prompt_attention: PromptBlock | None = None
 
     @property
     def rows(self) -> Array | tuple[Array, ...] | None:
@@ -351,18 +398,20 @@ class Saved:
 
 def save(
     path: str | os.PathLike[str],
-    generation: Running | Finished,
+    generation: Running | Finished | PromptRows | Sequence[Token],
     tokens: Sequence[Token] | None = None,
 ) -> Path:
     """Save a generation with all arrays and logprobs of its tokens; needs safetensors.
 
-    Not saved: the rows of the prompt (``prompt_attention``), the trace, and the parts of a chat's
-    reply, which are made from the text.
+    Not saved of a generation: the rows of the prompt (``prompt_attention``, which you may save by
+    itself), the trace, and the parts of a chat's reply, which are made from the text.
 
     Args:
         path: A file ending in ".safetensors", which is replaced; or a folder, made if it is
-            missing, to which a file named after the generation's id is added.
-        generation: A Generation, whose tokens are taken, or a result of `Engine.map`. All of its
+            missing, to which a file named after the generation's id is added. The attention of a
+            prompt goes to a file ending in ".safetensors" or ".npz".
+        generation: A Generation, whose tokens are taken, or a result of `Engine.map`; or only
+            tokens of one. Or the result of `Engine.attend`, whose blocks are taken. All of its
             attention is in memory at once.
         tokens: Tokens of *generation* that you have taken yourself.
 
@@ -376,21 +425,86 @@ def save(
         KqviewError: safetensors is not installed. Also what iterating the generation raises.
         OSError: The file cannot be written; an old file stays.
     """
+    if isinstance(generation, PromptRows):
+        target = _file(path, (SUFFIX, ".npz"), "attention of a prompt")
+        has_positions = generation.capture is not None and generation.capture.top_k is not None
+        values = generation.top_k() if has_positions else (generation.array(), None)
+        return save_prompt(target, generation, *values)
     safetensors = require_safetensors("save")
-    error = None
-    name = generation.id if isinstance(generation, Finished) else generation.request_id
-    target = _target(path, name)
-    if isinstance(generation, Finished):
-        tokens = generation.tokens
+    if isinstance(generation, Sequence):
+        target = _file(path, (SUFFIX,), "a list of tokens")
+        content = _content("", *_taken(generation), None)
+    elif isinstance(generation, Finished):
+        target = _target(path, generation.id)
         error = None if generation.error is None else str(generation.error)
+        content = _content(generation.id, generation.tokens, generation, error)
+    elif not hasattr(generation, "request_id"):
+        raise _no_generation(generation)
     else:
-        tokens = _tokens_of(generation, tokens)
-    arrays, metadata = _content(name, tokens, generation, error)
+        name = generation.request_id
+        target = _target(path, name)
+        content = _content(name, _tokens_of(generation, tokens), generation, None)
+    arrays, metadata = content
     target.parent.mkdir(parents=True, exist_ok=True)
     data = safetensors.save(arrays, {"kqview": json.dumps(metadata)})
     with WholeFile(target) as file:
         file.stream.write(data)
     return target
+
+
+def save_prompt(path: Path, of: PromptRows, rows: Attention, positions: Positions | None) -> Path:
+    """Write the *rows* that were taken of a prompt, as `save` does; see `write_arrays`."""
+    arrays: dict[str, Array] = {}
+    for name, values in (("attention", rows), ("positions", positions)):
+        if isinstance(values, tuple):
+            arrays |= {f"{name}_layer_{i:03d}": one for i, one in enumerate(values)}
+        elif values is not None:
+            arrays[name] = values
+    capture = of.capture
+    layers = () if capture is None else capture.layers or ()
+    facts = {"ids": of.column_ids, "layers": layers, "heads": of.heads, "start": of.start}
+    arrays |= {name: np.array(value, np.int32) for name, value in facts.items()}
+    texts = of.column_texts
+    metadata = {
+        **_facts("", [], _Taken(of.column_ids, "", Usage()), None, capture, of.heads),
+        "column_texts": dict(zip(of.column_ids, texts, strict=True)),
+        "start": of.start,
+    }
+    kind = "" if capture is None else capture.kind
+    named = {"texts": texts, "kind": kind, "kqview": json.dumps(metadata)}
+    write_arrays(path, "attention", arrays, named)
+    return path
+
+
+def _file(path: str | os.PathLike[str], suffixes: tuple[str, ...], what: str) -> Path:
+    """The file for *what*, which has no id to be named by in a folder."""
+    target = to_path("path", path)
+    if target.suffix not in suffixes or target.is_dir():
+        raise RequestError(
+            f"path is {str(path)!r}, but {what} needs a file of your own name; end it in "
+            f"{' or '.join(suffixes)}",
+            parameter="path",
+        )
+    return target
+
+
+def _no_generation(value: object) -> RequestError:
+    return RequestError(
+        f"generation is {shown(value)}; pass a Generation, a result of map or attend, or a list of "
+        "tokens",
+        parameter="generation",
+    )
+
+
+def _taken(tokens: Sequence[object]) -> tuple[list[Token], _Taken]:
+    """*tokens*, and what they know of their generation."""
+    taken = [token for token in tokens if isinstance(token, Token)]
+    if not taken or len(taken) != len(tokens):
+        raise _no_generation(tokens)
+    prompt_ids = taken[0].prompt_ids
+    text = "".join(token.text for token in taken)
+    usage = Usage(prompt_tokens=len(prompt_ids), completion_tokens=len(taken))
+    return taken, _Taken(prompt_ids, text, usage)
 
 
 def _target(path: str | os.PathLike[str], name: str) -> Path:
@@ -456,7 +570,7 @@ def file_name(name: str) -> str:
 
 
 def _content(
-    name: str, tokens: Sequence[Token], generation: Running | Finished, error: str | None
+    name: str, tokens: Sequence[Token], generation: Running | Finished | _Taken, error: str | None
 ) -> tuple[dict[str, Array], dict[str, Any]]:
     prompt_ids = generation.prompt_ids
     arrays: dict[str, Array] = {
@@ -468,23 +582,95 @@ def _content(
     capture = next((token.capture for token in tokens if token.capture is not None), None)
     last = tokens[-1] if tokens else None
     texts = dict(zip(last.column_ids, last.column_texts, strict=True)) if last else {}
-    return arrays, {
+    facts = _facts(
+        name,
+        [token.text for token in tokens],
+        generation,
+        error,
+        capture,
+        last.heads if last else (),
+    )
+    return arrays, {**facts, "column_texts": texts}
+
+
+def _facts(
+    name: str,
+    texts: Sequence[str],
+    generation: Running | Finished | _Taken,
+    error: str | None,
+    capture: Capture | None,
+    heads: Sequence[int],
+) -> dict[str, Any]:
+    model = generation.model
+    return {
         "schema": SCHEMA,
         "id": name,
-        "texts": [token.text for token in tokens],
+        "prompt_key": getattr(generation, "prompt_key", None),
+        "texts": texts,
         "text": generation.text,
         "finish_reason": generation.finish_reason,
         "usage": asdict(generation.usage),
         "error": error,
         "capture": None if capture is None else asdict(capture),
-        "heads": last.heads if last else (),
-        "column_texts": texts,
-        "model": {
-            "name": generation.model.name,
-            "architecture": generation.model.architecture,
+        "heads": heads,
+        "model": {}
+        if model is None or isinstance(generation, _Taken)
+        else {
+            "name": model.name,
+            "architecture": model.architecture,
             "fingerprint": generation.fingerprint(),
         },
     }
+
+
+def streamed_metadata(
+    texts: Sequence[str], generation: Running, capture: Capture, column_texts: Mapping[int, str]
+) -> str:
+    """The JSON of a file into which the rows of *generation* went one by one."""
+    model = generation.model
+    heads = tuple(range(model.n_head) if capture.heads is None else capture.heads)
+    taken = _Taken(generation.prompt_ids, generation.text, generation.usage)
+    facts = _facts(generation.request_id, texts, taken, None, capture, heads)
+    # Without a fingerprint, for which a command would read the whole model.
+    named = {"name": model.name, "architecture": model.architecture}
+    more = {"finish_reason": generation.finish_reason, "column_texts": column_texts, "model": named}
+    return json.dumps({**facts, **more})
+
+
+def write_arrays(
+    path: Path,
+    main: str,
+    arrays: Mapping[str, Array],
+    texts: Mapping[str, str | Sequence[str]],
+) -> None:
+    """Write arrays as .npz or .safetensors, or the one of them named *main* as .npy.
+
+    Args:
+        path: The file; what has none of these suffixes, such as ``/dev/stdout``, gets .npz.
+        main: Name of the array that an .npy file holds.
+        arrays: Arrays by name.
+        texts: Strings by name: string arrays in .npz, JSON in the metadata of .safetensors, where
+            ``kqview`` is JSON already.
+
+    Raises:
+        KqviewError: safetensors is needed, but not installed.
+        OSError: The file cannot be written; an old file stays.
+    """
+    suffix = path.suffix.lower()
+    with WholeFile(path) as file:
+        if suffix == ".npy":
+            npy_format.write_array(file.stream, arrays[main], allow_pickle=False)
+        elif suffix == ".safetensors":
+            metadata = {
+                name: text if name == "kqview" else json.dumps(text, ensure_ascii=False)
+                for name, text in texts.items()
+            }
+            whole = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+            file.stream.write(require_safetensors(suffix).save(whole, metadata))
+        else:
+            strings = {name: np.array(text, np.str_) for name, text in texts.items()}
+            members: dict[str, Any] = {**arrays, **strings}
+            np.savez(file.stream, **members)
 
 
 def require_safetensors(name: str) -> Any:
@@ -507,24 +693,30 @@ def require_safetensors(name: str) -> Any:
 
 
 def load(path: str | os.PathLike[str]) -> Saved:
-    """Read a file that `save` wrote; for a folder of them use SavedFolder.
+    """Read a file that `save` wrote, or `kqview generate` or `attend` with ``--output``.
+
+    For a folder of them use SavedFolder.
 
     Raises:
         StateFormatError: It is not such a file, or one of a later version.
         RequestError: *path* is a folder.
         OSError: The file cannot be read.
-        KqviewError: safetensors is not installed.
+        KqviewError: It is .safetensors, and safetensors is not installed.
     """
-    library = require_safetensors("load")
     file = to_path("path", path)
     if file.is_dir():
         raise RequestError(f"{file} is a folder; use kqview.SavedFolder(path)", parameter="path")
     data = file.read_bytes()
+    library = None if data.startswith(_ZIP) else require_safetensors("load")
     try:
-        arrays: dict[str, Array] = library.load(data)
-        n_header = int.from_bytes(data[:8], "little")
-        header = json.loads(data[8 : 8 + n_header])
-        metadata = json.loads(header["__metadata__"]["kqview"])
+        arrays: dict[str, Array]
+        if library is None:
+            with np.load(io.BytesIO(data)) as members:
+                arrays = {name: members[name] for name in members.files}
+            metadata = json.loads(str(arrays["kqview"]))
+        else:
+            arrays = library.load(data)
+            metadata = _metadata(io.BytesIO(data))
         if metadata["schema"] > SCHEMA:
             raise StateFormatError(
                 f"{file} has schema {metadata['schema']}, this version reads up to "
@@ -539,15 +731,29 @@ def load(path: str | os.PathLike[str]) -> Saved:
         ) from error
 
 
+def _metadata(file: BinaryIO) -> dict[str, Any]:
+    """What `save` says of the arrays of *file*, which is read no further than that."""
+    n_header = int.from_bytes(file.read(8), "little")
+    if n_header > _HEADER_BYTES_MAX:
+        raise ValueError(f"its header would have {n_header} bytes")
+    header = json_input.loads(file.read(n_header))
+    return json_input.loads(header["__metadata__"]["kqview"])
+
+
 def _saved(arrays: Mapping[str, Array], metadata: Mapping[str, Any]) -> Saved:
     capture = metadata["capture"]
+    is_prompt = "start" in metadata
+    prompt_ids = arrays["ids" if is_prompt else "prompt_ids"].tolist()
+    ids: list[int] = [] if is_prompt else arrays["ids"].tolist()
+    if "attention_00000" in arrays:
+        arrays = _joined(arrays, len(ids))
     if capture is not None:
         known = {one.name for one in fields(Capture)}
         capture = Capture(**{name: value for name, value in capture.items() if name in known})
     return Saved(
         id=metadata["id"],
-        prompt_ids=arrays["prompt_ids"].tolist(),
-        ids=arrays["ids"].tolist(),
+        prompt_ids=prompt_ids,
+        ids=ids,
         texts=metadata["texts"],
         text=metadata["text"],
         finish_reason=metadata["finish_reason"],
@@ -562,7 +768,40 @@ def _saved(arrays: Mapping[str, Array], metadata: Mapping[str, Any]) -> Saved:
             if (values := column.read(arrays)) is not None
         },
         _column_texts={int(key): text for key, text in metadata["column_texts"].items()},
+        prompt_attention=_block(arrays, metadata["start"]) if is_prompt else None,
     )
+
+
+def _block(arrays: Mapping[str, Array], start: int) -> PromptBlock:
+    rows = _named(arrays, "attention")
+    if rows is None:
+        raise KeyError("attention")
+    first: Array = rows[0] if isinstance(rows, tuple) else rows
+    n_rows = first.shape[-2]
+    return PromptBlock(start, n_rows, rows, _named(arrays, "positions"))
+
+
+def _named(arrays: Mapping[str, Array], name: str) -> Array | tuple[Array, ...] | None:
+    """The array, or those of layers that differ; None if there is neither."""
+    if name in arrays:
+        return arrays[name]
+    layers = takewhile(arrays.__contains__, (f"{name}_layer_{i:03d}" for i in count()))
+    return tuple(arrays[one] for one in layers) or None
+
+
+def _joined(arrays: Mapping[str, Array], n_tokens: int) -> dict[str, Array]:
+    """The arrays of rows that were written one by one, as `save` writes them."""
+    tokens = [
+        Token(
+            0, "", i, attention=_named(arrays, f"attention_{i:05d}"),
+            attention_positions=_named(arrays, f"positions_{i:05d}"),
+        )
+        for i in range(n_tokens)
+    ]  # fmt: skip
+    found = dict(arrays)
+    for column in _COLUMNS:
+        found |= column.written(tokens)
+    return found
 
 
 def _array(arrays: Mapping[str, Array], name: str) -> Array | tuple[Array, ...] | None:
@@ -575,7 +814,8 @@ def _array(arrays: Mapping[str, Array], name: str) -> Array | tuple[Array, ...] 
 class SavedFolder(Mapping[str, Saved]):
     """The generations in a folder by id; each is read when it is asked for.
 
-    Pass it as ``skip`` to `Engine.map` to go on with a run that was interrupted.
+    Pass it as ``skip`` to `Engine.map` to go on with a run that was interrupted: prompts are found
+    by their content, or by their ids if they have any.
 
     Args:
         path: A folder to which `save` adds; it need not exist.
@@ -600,3 +840,24 @@ class SavedFolder(Mapping[str, Saved]):
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
+
+    def prompt_keys(self) -> dict[str, str | None]:
+        """Digest of the prompt of each generation by its id, as `Engine.map` compares it.
+
+        None for those that `map` did not make, and of older versions. Reads the head of each file.
+
+        Raises:
+            StateFormatError: A file is not one that `save` wrote.
+            OSError: A file cannot be read.
+        """
+        found: dict[str, str | None] = {}
+        for id in self:
+            path = self.path / file_name(id)
+            try:
+                with path.open("rb") as file:
+                    found[id] = _metadata(file).get("prompt_key")
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise StateFormatError(
+                    f"{path} is not a generation that kqview.save wrote: {error!r}"
+                ) from error
+        return found

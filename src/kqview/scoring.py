@@ -120,7 +120,7 @@ class Scoring:
             InvalidToken: An id is not in the vocabulary.
             UnsupportedModel: The model is an encoder or a diffusion model, which does not predict
                 the next token.
-            BusyError: Every slot waits for tokens to be taken by the calling thread.
+            BusyError: Every slot is kept until tokens are taken that nobody takes, see `generate`.
             QueueFull: Too many other requests wait for a slot.
             ClosedError: The engine is closed.
         """

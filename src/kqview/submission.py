@@ -1,18 +1,22 @@
 """Submission: checks a request, hands it to the engine thread, and returns its Generation.
 
-For a JSON schema or a regular expression, the engine thread calls llguidance through its C
-interface, so that no token waits for the GIL. Python only locates the library in its package.
+For a JSON schema or a regular expression, the core runs llguidance in processes of its own, so that
+no token waits for the GIL. Python only says how to start them.
 """
 
 import asyncio
+import contextlib
 import importlib
 import inspect
+import sys
 import threading
 import uuid
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Final, Literal, cast, get_args, get_type_hints
 
 from kqview import _core
@@ -57,30 +61,44 @@ Reuse = Literal["exact", "prefix", "shift"]
 
 
 class GenerateOptions(SamplingOptions, total=False):
-    """The options of `Engine.generate`, for callers that pass them on."""
+    """The options of `Engine.generate`, for callers that pass them on; None is "not given"."""
 
     max_tokens: int | None
     sampling: Sampling | None
     capture: Capture | Kind | None
     slot: int | None
-    mods: Sequence[Any]
+    mods: Sequence[Any] | None
     logits_processor: LogitsProcessor | None
     stopping: Stopping | None
     forcing: Forcing | None
     mod_time_limit_s: float | None
+    mods_strict: bool
     trace: bool | Callable[[Trace], object] | None
     request_id: str | None
-    priority: int
-    reuse: Reuse
-    reuse_min_tokens: int
-    cache_prompt: bool
-    deterministic: bool
-    context_shift: bool
-    n_keep: int
+    priority: int | None
+    reuse: Reuse | None
+    reuse_min_tokens: int | None
+    cache_prompt: bool | None
+    deterministic: bool | None
+    context_shift: bool | None
+    n_keep: int | None
     n_discard: int | None
     lora: LoraScales | None
-    add_special: bool
-    parse_special: bool
+    add_special: bool | None
+    parse_special: bool | None
+
+
+_owner: Final = ContextVar("kqview_owner", default="")
+
+
+@contextlib.contextmanager
+def owned_by(owner: str) -> Generator[None]:
+    """Give requests made inside the context this owner; those of several owners take turns."""
+    token = _owner.set(owner)
+    try:
+        yield
+    finally:
+        _owner.reset(token)
 
 
 GENERATE_NAMES: Final = frozenset(get_type_hints(GenerateOptions))
@@ -96,6 +114,7 @@ class SteeringOptions:
     stopping: Stopping | None = None
     forcing: Forcing | None = None
     mod_time_limit_s: float | None = None
+    mods_strict: bool = False
     has_trace: bool = False
     on_trace: Callable[[Trace], object] | None = None
 
@@ -183,7 +202,7 @@ class Submission:
         ids: list[int],
         *,
         request_id: str | None,
-        priority: int,
+        priority: object,
         lora: object = None,
         capture: Capture | None = None,
         n_prompt_rows: int = 0,
@@ -199,6 +218,7 @@ class Submission:
         options.prompt = ids
         options.lora = list(self._lora.scales_of("lora", lora))
         options.run_ahead = self._run_ahead
+        options.owner = _owner.get()
         options.priority = whole_number("priority", priority, low=-(2**31))
         if capture:
             capture = capture.counted(self._info)
@@ -304,6 +324,7 @@ class Submission:
                 is_end={self._info.eos_token_id, self._info.eot_token_id}.__contains__,
                 attention=self._looker(resolved),
                 picks_slowly=is_constrained,
+                is_strict=steering.mods_strict,
             )
 
         resolved = capture.resolved(self._info) if capture else None
@@ -435,6 +456,7 @@ def steering_of(
     stopping: object,
     forcing: object,
     mod_time_limit_s: object,
+    mods_strict: object,
     trace: object,
 ) -> SteeringOptions | None:
     """What steers a request; None if nothing does.
@@ -455,12 +477,18 @@ def steering_of(
     limit_s = None
     if mod_time_limit_s is not None:
         limit_s = seconds("mod_time_limit_s", mod_time_limit_s, high=threading.TIMEOUT_MAX)
+    is_strict = flag("mods_strict", mods_strict)
     has_trace = bool(checked) if trace is None else trace is not False
     if not checked and not has_trace and all(one is None for one in callables.values()):
         return None
     given: Any = callables
     return SteeringOptions(
-        mods=checked, mod_time_limit_s=limit_s, has_trace=has_trace, on_trace=on_trace, **given
+        mods=checked,
+        mod_time_limit_s=limit_s,
+        mods_strict=is_strict,
+        has_trace=has_trace,
+        on_trace=on_trace,
+        **given,
     )
 
 
@@ -470,6 +498,7 @@ def sampling_of(sampling: object, options: Mapping[str, Any]) -> Sampling:
     Raises:
         RequestError: Both were given, or *sampling* has the wrong type.
     """
+    options = {name: value for name, value in options.items() if value is not None}
     if sampling is None:
         return Sampling(**options)
     if not isinstance(sampling, Sampling):
@@ -497,7 +526,8 @@ def set_sampling(options: _core.RequestOptions, sampling: Sampling, n_vocab: int
     """
     is_lark = sampling.grammar is not None and sampling.grammar.startswith(LARK_MARK)
     if is_lark or sampling.json_schema is not None or sampling.regex is not None:
-        options.constraint_library = _llguidance_library()
+        options.constraint_command = _constraint_command()
+        options.unwanted = _unwanted.get() or options.unwanted
     if isinstance(sampling.json_schema, str):
         sampling = replace(sampling, json_schema=held(sampling.json_schema))
     options.sampling = _core.SamplingParams(sampling)
@@ -513,7 +543,7 @@ def set_sampling(options: _core.RequestOptions, sampling: Sampling, n_vocab: int
             raise invalid(name, allowed, str(largest), InvalidToken)
 
 
-def _llguidance_library() -> str:
+def _constraint_command() -> list[str]:
     try:
         package = importlib.import_module("llguidance")
         library = importlib.import_module("llguidance._lib")
@@ -530,7 +560,24 @@ def _llguidance_library() -> str:
             f"llguidance {package.__version__} is installed, but version 1 is required; "
             'run pip install "kqview[constraints]"'
         )
-    return str(library.__file__)
+    return [sys.executable, "-I", "-S", "-B", _CONSTRAINT_CHILD, str(library.__file__)]
+
+
+_CONSTRAINT_CHILD: Final = str(Path(__file__).with_name("constraint_child.py"))
+_unwanted: ContextVar[_core.StopFlag | None] = ContextVar("unwanted", default=None)
+
+
+@contextlib.contextmanager
+def unless(unwanted: _core.StopFlag) -> Generator[None]:
+    """End requests that are submitted inside the context once *unwanted* is set.
+
+    They raise InvalidSampling then, if they were still being compiled.
+    """
+    token = _unwanted.set(unwanted)
+    try:
+        yield
+    finally:
+        _unwanted.reset(token)
 
 
 LARK_MARK: Final = "%llguidance"

@@ -21,6 +21,7 @@ class Vocabulary:
     def _open_vocabulary(self) -> None:
         self._has_vocab: bool = self._model.has_vocab
         self._token_bytes: dict[int, bytes] = {}
+        self._special_ids: frozenset[int] | None = None  # once they are asked for
 
     @overload
     def tokenize(
@@ -100,20 +101,30 @@ class Vocabulary:
             )
         return spans
 
-    def detokenize(self, ids: Iterable[SupportsIndex]) -> str:
+    @names_options("detokenize")
+    def detokenize(self, ids: Iterable[SupportsIndex], *, skip_special_tokens: bool = False) -> str:
         """Convert *ids* to text, including special tokens; bytes that are not UTF-8 become U+FFFD.
 
-        Nothing is omitted: if *ids* are split between characters, the texts of the parts join to
-        the text of the whole, as in ``generation.text``. The leading space that SentencePiece
-        vocabularies add when they tokenize is kept: for those, ``detokenize(tokenize("a"))`` is
-        ``" a"``.
+        If *ids* are split between characters, the texts of the parts join to the text of the whole,
+        as in ``generation.text``. The leading space that SentencePiece vocabularies add when they
+        tokenize is kept: for those, ``detokenize(tokenize("a"))`` is ``" a"``.
+
+        Args:
+            ids: Ids of tokens.
+            skip_special_tokens: Leave out the tokens that a text gives only with *parse_special*,
+                such as ``<|im_end|>``, as Hugging Face's tokenizers do.
 
         Raises:
             InvalidToken: An id is not in the vocabulary.
             UnsupportedModel: The model file has no vocabulary.
         """
         self._core.check_open()
-        return self._model.detokenize(checked_ids("ids", ids)).decode("utf-8", "replace")
+        given = checked_ids("ids", ids)
+        if flag("skip_special_tokens", skip_special_tokens):
+            if self._special_ids is None:
+                self._special_ids = frozenset(self._model.control_tokens())
+            given = [one for one in given if one not in self._special_ids]
+        return self._model.detokenize(given).decode("utf-8", "replace")
 
     def token_bytes(self, id: SupportsIndex) -> bytes:
         """Bytes of one token; a character may span several tokens.

@@ -21,11 +21,16 @@ SHARES = {
     "blobs": 2,
     "calls": 3,
     "grammars": 3,
+    "templates": 2,
+    "answers": 1,
     "interrupts": 2,
     "raw_http": 2,
+    "configs": 1,
+    "signals": 2,
     "bodies": 2,
     "frames": 2,
     "crowd": 8,
+    "greedy": 2,
 }
 SLACK_S = 120.0
 """For what each one does beside attacking: opening models, starting and ending servers."""

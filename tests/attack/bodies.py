@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from tests.attack.summary import Summary, main
 from tests.attack.target import target
+from tests.support.hostile_grammars import random_constraint
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,7 +28,7 @@ FLAGS = ("--memory-budget-bytes", str(256 * 2**20), "--slots", "4", "--request-t
 PATHS = (
     "/api/v1/generate", "/api/v1/generate", "/api/extra/generate/stream", "/api/v1/tokenize",
     "/api/v1/detokenize", "/api/extra/tokencount", "/api/extra/detokenize", "/api/extra/abort",
-    "/api/extra/generate/check", "/api/extra/last_logprobs", "/api/v1/model/load",
+    "/api/extra/generate/check", "/completion", "/api/extra/last_logprobs", "/api/v1/model/load",
 )  # fmt: skip
 FIELDS = (
     "prompt", "memory", "input_ids", "request_id", "genkey", "max_length", "max_new_tokens",
@@ -94,6 +95,8 @@ def body(rng: random.Random) -> bytes:
     if rng.random() < 0.03:
         return large(rng)
     fields = likely(rng)
+    if rng.random() < 0.02:
+        fields |= {"n_predict": 3, **random_constraint(rng)}
     for _ in range(rng.choice([0, 1, 1, 2, 3, 8])):
         fields[rng.choice(FIELDS)] = value(rng)
     data = json.dumps(fields, ensure_ascii=rng.random() < 0.5).encode("utf-8", "surrogatepass")

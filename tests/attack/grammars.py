@@ -1,13 +1,14 @@
 """Hostile grammars and constraints beside one ordinary client.
 
-Random ambiguous grammars, changed ones of the table in tests/support/hostile_grammars.py and its
-constraints run in one slot; an ordinary request runs in the other all the time. Each hostile
-request is refused with InvalidSampling or generates within its limits, and what the ordinary one
-says never changes.
+Random ambiguous grammars, changed ones of the table in tests/support/hostile_grammars.py, its
+constraints and random ones run in one slot; an ordinary request runs in the other all the time.
+Each hostile request is refused with InvalidSampling or generates within its limits, what the
+ordinary one says never changes, and the memory of all processes stays within limits.
 """
 
 from __future__ import annotations
 
+import os
 import random
 import tempfile
 import threading
@@ -17,7 +18,13 @@ from typing import Any
 
 from kqview import Engine, errors
 from tests.attack.summary import Summary, main
-from tests.support.hostile_grammars import CONSTRAINTS, GRAMMARS, write_spaced_model
+from tests.support.hostile_grammars import (
+    CONSTRAINTS,
+    GRAMMARS,
+    random_constraint,
+    write_spaced_model,
+)
+from tests.support.processes import rss_bytes
 
 PROMPT = list(range(65, 77))
 PLAIN = list(range(97, 109))
@@ -25,6 +32,8 @@ N_PLAIN = 80
 N_TOKENS_MAX = 40
 PARTS = ('" "', '"  "', '"x"', '"y"', "[a-z ]", "[^x]", ".", '""', "<[260]>", "!<[7]>", '"é"')
 SIGNS = ("", "", "", "", "", "*", "+", "?", "{2}", "{0,5}", "{3,}", "{0,300}")
+GROWS_MAX = 800 << 20
+"""Memory of all processes: a grammar's own limits, and a constraint's of 256 MiB."""
 SYNTAX = '"[](){}|*+?.-^\\<>! \n:=#,x0'
 
 
@@ -69,7 +78,7 @@ def options_of(rng: random.Random) -> dict[str, Any]:
         return {"grammar": ambiguous(rng)}
     if kind < 0.9:
         return {"grammar": changed(rng.choice(list(GRAMMARS.values()))[:20_000], rng)}
-    return rng.choice(list(CONSTRAINTS.values()))
+    return rng.choice(list(CONSTRAINTS.values())) if kind < 0.95 else random_constraint(rng)
 
 
 class Ordinary(threading.Thread):
@@ -81,6 +90,8 @@ class Ordinary(threading.Thread):
         self.expected = self.generate()
         self.worst_gap_s = 0.0
         self.n_texts = 0
+        self.first_bytes = rss_bytes(os.getpid())
+        self.grown_bytes = 0
         self.wrong = ""
         self.is_done = threading.Event()
 
@@ -102,6 +113,7 @@ class Ordinary(threading.Thread):
                 if ids != self.expected:
                     self.wrong = f"the ordinary client got {ids}, expected {self.expected}"
                 self.n_texts += 1
+                self.grown_bytes = max(self.grown_bytes, rss_bytes(os.getpid()) - self.first_bytes)
         except BaseException as failure:
             self.wrong = f"the ordinary client got {failure!r}"
 
@@ -149,6 +161,11 @@ def run(seconds: float, seed: int) -> Summary:
             ordinary.join(60)
             if ordinary.wrong or ordinary.is_alive():
                 summary.fail(ordinary.wrong or "the ordinary client hangs")
+            if ordinary.grown_bytes > GROWS_MAX:
+                summary.fail(
+                    f"memory grew by {ordinary.grown_bytes} bytes, allowed are {GROWS_MAX}"
+                )
+            summary.figures["grown_MiB"] = ordinary.grown_bytes / 2**20
             summary.figures["worst_gap_ms"] = ordinary.worst_gap_s * 1e3
             summary.figures["ordinary_texts"] = ordinary.n_texts
     return summary

@@ -1,10 +1,13 @@
 """Malformed HTTP: bytes on a socket that no client library would send.
 
 The server answers with a status below 500, or closes the connection; it never dies, hangs or fails.
+A request whose end two parsers could see in different places, or whose body is compressed, is never
+answered as if it had been understood.
 """
 
 from __future__ import annotations
 
+import contextlib
 import random
 import re
 import time
@@ -38,6 +41,14 @@ BODIES = (
     b"ffffffffffffffff\r\n", b"-1\r\n", b"5;ext=1\r\nhello\r\n0\r\nx: y\r\n\r\n", b"zz\r\n",
     b"\0" * 99,
 )  # fmt: skip
+CODINGS = (
+    "chunked", "Chunked", "\tchunked ", "gzip", "gzip, chunked", "chunked, chunked", ", chunked",
+    "chunked,", "identity", "identity, chunked", "xchunked", "chunked;q=1", "\x0bchunked", "",
+    "\r\n chunked", "chunked\r\n\t",
+)  # fmt: skip
+LENGTHS = ("{}", "{0}, {0}", "+{}", "-{}", "0{}", "0x{:x}", "{} 0", "{}\r\n 0", "", "0", "99")
+COMPRESSIONS = ("identity", "", "gzip", "deflate", "br", "zstd", "x", "identity, gzip", "GZIP")
+NAMES = ("transfer-encoding", "Transfer-Encoding", "transfer-encoding ", "transfer_encoding")
 _STATUS = re.compile(rb"HTTP/1\.[01] (\d{3})")
 WAITS_S = 0.3
 
@@ -59,6 +70,44 @@ def message(rng: random.Random) -> bytes:
     if rng.random() < 0.2:
         data = data[: rng.randrange(len(data))]
     return data
+
+
+def framed(rng: random.Random) -> tuple[bytes, bool]:
+    """A request with an honest body and any headers about it; whether these leave no doubt."""
+    body = b'{"text": "hello"}'
+    version = rng.choice(["1.1", "1.1", "1.1", "1.0"])
+    codings = rng.choices(CODINGS, k=rng.choice([0, 1, 1, 2, 3]))
+    lengths = rng.choices(LENGTHS, k=rng.choice([0, 1, 2] if codings else [1, 1, 2]))
+    compressions = rng.choices(COMPRESSIONS, k=rng.choice([0, 0, 0, 1, 2]))
+    name = rng.choice(NAMES) if len(codings) == 1 else NAMES[0]
+    lines = [f"{name}: {one}" for one in codings]
+    lines += [f"content-length: {one.format(len(body))}" for one in lengths]
+    lines += [f"content-encoding: {one}" for one in compressions]
+    rng.shuffle(lines)
+    head = "\r\n".join([f"POST /api/v1/tokenize HTTP/{version}", "host: 127.0.0.1", *lines, "", ""])
+    is_chunked = [one.strip(" \t").lower() for one in codings] == ["chunked"]
+    is_clear = (
+        is_chunked and name.lower() == NAMES[0] and not lengths and version == "1.1"
+        if codings
+        else lengths in (["{}"], ["0{}"])
+    ) and ", ".join(compressions).strip() in ("", "identity")  # fmt: skip
+    data = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body) if codings else body
+    return head.encode("latin-1") + data, is_clear
+
+
+def send_framed(running: Target, rng: random.Random, summary: Summary) -> None:
+    """One request of `framed`: answered where it is clear, else refused or left unanswered."""
+    data, is_clear = framed(rng)
+    got = b""
+    with contextlib.suppress(OSError), running.connect(timeout_s=WAITS_S) as sock:
+        sock.sendall(data)
+        while not _STATUS.search(got) and (part := sock.recv(1 << 16)):
+            got += part
+    found = _STATUS.match(got)
+    is_understood = found is not None and found[1].startswith(b"2")
+    summary.count(f"framed: {found[1].decode() if found else 'no answer'}")
+    if is_understood != is_clear:
+        summary.fail(f"{'clear' if is_clear else 'doubtful'}: {data!r} got {got[:300]!r}")
 
 
 def send(running: Target, rng: random.Random, summary: Summary) -> None:
@@ -93,7 +142,7 @@ def run(seconds: float, seed: int) -> Summary:
     ends_s = time.monotonic() + seconds
     with target(summary) as running:
         while time.monotonic() < ends_s:
-            send(running, rng, summary)
+            rng.choice([send, send_framed])(running, rng, summary)
         running.is_well(summary)
     return summary
 

@@ -12,8 +12,9 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from tests.support.processes import command_of, processes_below, rss_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,27 +24,18 @@ if TYPE_CHECKING:
 STARTS_WITHIN_S = 60.0
 ENDS_WITHIN_S = 20.0
 SAMPLE_S = 0.1
-PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _ADDRESS = re.compile(r"at https?://127\.0\.0\.1:(\d+)")
 
 
-def processes_below(pid: int) -> list[int]:
-    """*pid* and every process that it started, directly or not."""
-    found = [pid]
-    for one in found:
+def helper_bytes(pid: int) -> int:
+    """The most memory in use by one of the helper processes below *pid*."""
+    most = 0
+    for one in processes_below(pid)[1:]:
         with contextlib.suppress(OSError):
-            for tasks in Path(f"/proc/{one}/task").iterdir():
-                found += map(int, (tasks / "children").read_text().split())
-    return found
-
-
-def rss_bytes(pid: int) -> int:
-    """Memory in use by *pid* and the processes below it."""
-    total = 0
-    for one in processes_below(pid):
-        with contextlib.suppress(OSError, IndexError):
-            total += int(Path(f"/proc/{one}/statm").read_text().split()[1]) * PAGE_BYTES
-    return total
+            # Before it runs its program, a child has the memory of its parent.
+            if "confined_child" in command_of(one):
+                most = max(most, rss_bytes(one))
+    return most
 
 
 class Target:
@@ -71,13 +63,14 @@ class Target:
         return sock
 
     def request(
-        self, method: str, path: str, value: Any = None, *, timeout_s: float = 30.0
+        self, method: str, path: str, value: Any = None, *, timeout_s: float = 30.0, key: str = ""
     ) -> tuple[int, bytes]:
         """One ordinary request on a connection of its own: status and body."""
         body = b"" if value is None else json.dumps(value).encode()
+        named = f"authorization: Bearer {key}\r\n" if key else ""
         head = (
             f"{method} {path} HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n"
-            f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+            f"content-type: application/json\r\ncontent-length: {len(body)}\r\n{named}\r\n"
         )
         with self.connect(timeout_s=timeout_s) as sock:
             sock.sendall(head.encode() + body)

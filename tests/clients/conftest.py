@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,6 +12,14 @@ from tests.support.serving import Served, serving
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+# Packages that python -m tests.clients installs.
+PACKAGES = ("instructor", "langchain_openai", "litellm", "llama_index")
+collect_ignore = [
+    f"test_{name.removesuffix('_openai')}.py"
+    for name in PACKAGES
+    if importlib.util.find_spec(name) is None
+]
 
 KEY = "a-key-of-the-tests"
 QUESTION = "Who is Anna?"

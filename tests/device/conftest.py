@@ -22,13 +22,13 @@ __all__ = ["architectures", "make_engine", "tiny_llama", "tiny_qwen2"]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _registered() -> Iterator[None]:
+def fake_devices_registered() -> Iterator[None]:
     with fake_devices():
         yield
 
 
 @pytest.fixture(autouse=True)
-def device(_registered: None) -> Iterator[Any]:
+def device(fake_devices_registered: None) -> Iterator[Any]:
     """The fake device, with its default settings before and after each test."""
     FAKE_DEVICE.set()
     yield FAKE_DEVICE

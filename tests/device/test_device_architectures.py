@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from kqview.engine_options import DeviceRows
     from tests.engine.conftest import MakeEngine
 
-pytestmark = pytest.mark.peers
 N_PROMPT, N_TOKENS = 20, 6
 ALIBI, SPARSE = "has ALiBi, only probs can be captured", "sparse attention of layer"
 # Of llama.cpp's own tiny models, and what refuses logits or scores of theirs, and probs.

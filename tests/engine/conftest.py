@@ -18,7 +18,7 @@ import gguf
 import pytest
 
 from kqview import Engine, system_info
-from tests.support import archs, stock, tiny_gguf
+from tests.support import archs, tiny_gguf
 from tests.support.engines import open_engine
 from tests.support.rows import has_device
 
@@ -63,7 +63,10 @@ class MakeEngine(Protocol):
     def __call__(self, model: str | os.PathLike[str], **options: Any) -> Engine: ...
 
 
-@pytest.fixture(scope="module", params=["default", "fake"])
+@pytest.fixture(
+    scope="module",
+    params=["default", pytest.param("fake", marks=pytest.mark.needs("developer build"))],
+)
 def backend(request: pytest.FixtureRequest) -> Iterator[str]:
     """Run the tests of a module on the devices of this machine, and again on fake ones.
 
@@ -80,8 +83,6 @@ def backend(request: pytest.FixtureRequest) -> Iterator[str]:
 @contextlib.contextmanager
 def fake_devices() -> Iterator[None]:
     """Engines opened inside have their layers on fake devices."""
-    if FAKE_DEVICE is None:
-        pytest.skip("not a developer build (-C cmake.define.KQVIEW_DEV=ON)")
     if has_device():
         pytest.skip("layers would be spread over this machine's own devices as well")
     FAKE_DEVICE.register(N_FAKE_DEVICES)
@@ -130,10 +131,7 @@ def bert_mean(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def architectures(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
     """llama.cpp's own tiny models by name (`archs.NAMES`), made by its generator; 0.9 GB."""
     folder = tmp_path_factory.mktemp("architectures")
-    try:
-        models = archs.make_models(folder)
-    except stock.PeersMissing as missing:
-        pytest.skip(str(missing))
+    models = archs.make_models(folder)
     yield {path.stem: path for path in models}
     shutil.rmtree(folder)  # pytest keeps folders, and these are 0.9 GB
 

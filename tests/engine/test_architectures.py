@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 
     Models = dict[str, Path]
 
-pytestmark = pytest.mark.peers
 
 EXACT = 1e-5
 ROUNDED = 2e-3
@@ -388,6 +387,7 @@ def assert_equal_f16(report: Report) -> None:
     assert report.largest(flash_attn=True) <= DRIFTED
 
 
+@pytest.mark.needs("peers")
 @pytest.mark.parametrize("write", [tiny_gguf.write_gemma3n, tiny_gguf.write_gemma4])
 def test_layers_that_share_a_cache_have_rows_of_their_own(tmp_path: Path, write: Any) -> None:
     report = ModelCheck(write(tmp_path / f"{write.__name__}.gguf"), n_prompt=40).run()

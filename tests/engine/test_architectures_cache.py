@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
     Models = dict[str, Path]
 
+pytestmark = pytest.mark.full
+
 
 # ---- going back: what follows equals a fresh evaluation
 #
@@ -89,7 +91,7 @@ def can_go_back(request: pytest.FixtureRequest) -> bool:
     return request.node.callspec.params["engine"] not in CANNOT_GO_BACK
 
 
-@pytest.mark.peers
+@pytest.mark.needs("peers")
 def test_every_way_back_equals_a_fresh_evaluation(engine: Engine, can_go_back: bool) -> None:
     prompt = prompt_of(1)
     slot = engine.slots[0]
@@ -127,7 +129,7 @@ def test_every_way_back_equals_a_fresh_evaluation(engine: Engine, can_go_back: b
     again.check(Said(engine.generate(other, max_tokens=12, **options)))
 
 
-@pytest.mark.peers
+@pytest.mark.needs("peers")
 def test_two_slots_do_not_disturb_each_other(engine: Engine, can_go_back: bool) -> None:
     prompts = [prompt_of(3), prompt_of(4, 50)]
     alone = []
@@ -155,7 +157,7 @@ def test_two_slots_do_not_disturb_each_other(engine: Engine, can_go_back: bool) 
     assert again.n_cached == (49 if can_go_back else 0)
 
 
-@pytest.mark.peers
+@pytest.mark.needs("peers")
 def test_list_of_models_that_cannot_go_back_is_complete(
     architectures: Models, make_engine: MakeEngine
 ) -> None:
@@ -226,7 +228,7 @@ def rows_of(engine: Engine, ids: list[int], **options: Any) -> np.ndarray[Any, A
     return np.asarray(token.attention[0])
 
 
-@pytest.mark.peers
+@pytest.mark.needs("peers")
 @pytest.mark.parametrize("kv_type", SHIFT_LIMITS)
 @pytest.mark.parametrize("name", SHIFTING)
 def test_keys_of_the_first_layer_are_where_a_fresh_evaluation_has_them(
@@ -365,8 +367,8 @@ REFUSED = {
 }
 
 
-@pytest.mark.peers
-@pytest.mark.slow
+@pytest.mark.needs("peers")
+@pytest.mark.full
 def test_every_architecture_is_saved_exactly_or_refused(
     make_engine: MakeEngine, architectures: dict[str, Path]
 ) -> None:

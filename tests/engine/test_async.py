@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from kqview import errors
+from tests.support.engines import KEPT, REFUSED, keep_slot
 from tests.support.rows import random_ids
 
 if TYPE_CHECKING:
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 
 PROMPT = random_ids(12)
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
-STEERED: dict[str, Any] = {"logits_processor": lambda *_: None}  # so it is never parked
 
 
 async def collect(generation: Generation) -> list[Token]:
@@ -315,17 +315,18 @@ async def test_second_task_on_one_generation_is_refused_and_the_first_goes_on(
 async def test_waiting_for_a_slot_that_the_same_task_holds_raises_busy_error(
     make_engine: MakeEngine, tiny_llama: Path
 ) -> None:
-    engine = make_engine(tiny_llama)
-    holder = engine.generate(PROMPT, max_tokens=100, request_id="holder", **STEERED, **GREEDY)
+    engine = make_engine(tiny_llama, **KEPT)
+    *parked, holder = keep_slot(engine, PROMPT)
     await anext(holder)
-    waiting = engine.generate(PROMPT, max_tokens=3, **GREEDY)
+    waiting = engine.generate(PROMPT, max_tokens=3, **REFUSED, **GREEDY)
     for _ in range(2):
-        with pytest.raises(errors.BusyError, match="holder"):
+        with pytest.raises(errors.BusyError, match=holder.request_id):
             await anext(waiting)
     # Blocking the loop would be the same deadlock.
-    with pytest.raises(errors.BusyError, match="holder"):
+    with pytest.raises(errors.BusyError, match=holder.request_id):
         next(waiting)
-    await holder.aclose()
+    for one in (holder, *parked):
+        await one.aclose()
     assert len(await collect(waiting)) == 3
 
 
@@ -350,6 +351,7 @@ def test_closing_the_engine_wakes_coroutines_that_wait(
     within(main())
 
 
+@pytest.mark.full
 def test_loops_that_ended_leave_no_descriptor(make_engine: MakeEngine, tiny_llama: Path) -> None:
     engine = make_engine(tiny_llama)
 

@@ -20,6 +20,7 @@ from kqview import Engine, Generation
 from kqview.errors import OutOfMemory
 from kqview.generation.waiting import Taker
 from tests.support import tiny_gguf
+from tests.support.engines import KEPT, REFUSED, keep_slot
 from tests.support.rows import random_ids
 
 if TYPE_CHECKING:
@@ -32,7 +33,6 @@ pytestmark = pytest.mark.usefixtures("backend")
 PROMPT = random_ids(16)
 N_TOKENS = 40
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "max_tokens": N_TOKENS}
-STEERED: dict[str, Any] = {"logits_processor": lambda *_: None}  # so it is never parked
 EXACT: dict[str, Any] = {"kv_type": "f32", "flash_attn": False}
 
 
@@ -194,10 +194,9 @@ def test_cancel_returns_at_once_and_the_iteration_ends(
 def test_cancelling_from_another_thread_ends_a_wait(
     make_engine: MakeEngine, tiny_llama: Path
 ) -> None:
-    engine = make_engine(tiny_llama)
-    holder = engine.generate(PROMPT, **STEERED, **GREEDY)
-    next(holder)
-    queued = engine.generate(PROMPT, **GREEDY)
+    engine = make_engine(tiny_llama, **KEPT)
+    holders = keep_slot(engine, PROMPT)
+    queued = engine.generate(PROMPT, **REFUSED, **GREEDY)
     found: list[list[Any]] = []
     thread = threading.Thread(target=lambda: found.append(list(queued)), daemon=True)
     thread.start()
@@ -207,6 +206,7 @@ def test_cancelling_from_another_thread_ends_a_wait(
     assert found == [[]]
     assert queued.finish_reason == "cancelled"
     assert queued.usage.prompt_tokens == len(PROMPT)
+    del holders
 
 
 def test_closing_a_queued_generation_does_not_wait_for_the_running_one(
@@ -302,7 +302,7 @@ def test_model_that_cannot_truncate_goes_on_after_a_cancellation(
 def test_a_holder_is_gone_when_it_is_dropped_though_another_thread_looks_at_it(
     make_engine: MakeEngine, tiny_llama: Path
 ) -> None:
-    engine = make_engine(tiny_llama)
+    engine = make_engine(tiny_llama, **KEPT)
     looks, goes_on = threading.Event(), threading.Event()
 
     class Takers(dict[int, Taker]):
@@ -316,15 +316,14 @@ def test_a_holder_is_gone_when_it_is_dropped_though_another_thread_looks_at_it(
             return found
 
     engine._submission._turns._takers = Takers()
-    holder = engine.generate(PROMPT, **STEERED, **GREEDY)
-    next(holder)
+    holders = keep_slot(engine, PROMPT)
     with ThreadPoolExecutor(1) as threads, closing(engine):
-        waiting = threads.submit(lambda: take(engine.generate(PROMPT, **GREEDY), 3))
+        waiting = threads.submit(lambda: take(engine.generate(PROMPT, **REFUSED, **GREEDY), 3))
         assert looks.wait(30)
-        del holder
+        del holders
         threading.Timer(0.1, goes_on.set).start()
         # It does not wait for itself: what it held is gone.
-        assert take(engine.generate(PROMPT, **GREEDY), 3) == waiting.result(30)
+        assert take(engine.generate(PROMPT, **REFUSED, **GREEDY), 3) == waiting.result(30)
 
 
 def test_threads_that_take_close_cancel_and_drop_at_once_get_the_right_tokens(

@@ -7,8 +7,12 @@ byte vocabulary makes that plain: an ordinary text is its UTF-8 bytes.
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,10 +20,11 @@ from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from kqview import Engine, Sampling
-from kqview.chat import parse_tool_calls
+from kqview.chat import parse_tool_calls, rendering
 from kqview.chat.messages import checked_messages
 from kqview.chat.template import ChatTemplate
 from kqview.errors import ClosedError, KqviewError, RequestError, UnsupportedModel
+from tests.attack.target import processes_below
 from tests.support import chat_templates as shapes
 from tests.support import tiny_gguf
 
@@ -169,6 +174,7 @@ def test_hostile_content_changes_no_ids_but_its_own(
     assert hostile_ids[: start + 2] == ids[: start + 2]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("vocab", ["qwen2", "llama-spm", "phi-3"])
 def test_real_vocabularies_give_the_ids_of_the_whole_text(
     make_engine: MakeEngine, llama_cpp_dir: Path, tmp_path: Path, vocab: Any
@@ -261,6 +267,33 @@ def test_chat_of_a_closed_engine_is_refused(make_engine: MakeEngine, tiny_llama:
     engine.close()
     with pytest.raises(ClosedError):
         engine.chat(HELLO)
+
+
+def test_template_of_a_hostile_file_ends_only_the_chat(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """On a thread of this process, its one comparison would hold the GIL for hours."""
+    monkeypatch.setattr(rendering, "CPU_S_MAX", 0.5)
+    path = tiny_gguf.write_model(
+        tmp_path / "hostile.gguf", chat_template=shapes.HOSTILE["comparison"]
+    )
+    with Engine(path, n_ctx=64, n_threads=1) as engine:
+        with ThreadPoolExecutor(1) as other:
+            chat = other.submit(engine.chat, HELLO)
+            times_s = [time.monotonic()]
+            while not chat.done():
+                engine.generate("a", max_tokens=1).read()
+                times_s.append(time.monotonic())
+            times_s.append(time.monotonic())
+            with pytest.raises(UnsupportedModel, match=r"more than 0\.5 s of CPU time"):
+                chat.result()
+        longest_s = max(after - before for before, after in pairwise(times_s))
+        assert longest_s < max(0.5, (times_s[-1] - times_s[0]) / 2)  # else one gap: a busy GIL
+        assert {message.role for message in engine.slots[0].messages()} <= {None}
+        ours = engine.apply_chat_template(HELLO, chat_template="{{ messages[0].content }}")
+        assert ours == ids_of("Who are you?")
+        children = set(processes_below(os.getpid()))
+    assert len(children - set(processes_below(os.getpid()))) == 1
 
 
 def test_missing_jinja2_is_told_with_what_to_install(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kqview import Engine
+from kqview import Engine, Sampling
 from kqview.chat import Reply, ToolCall, tools_as_text
 from kqview.demo import MODEL_PATH
 from kqview.errors import InvalidSampling, RequestError
@@ -83,8 +83,8 @@ def test_required_call_is_made(engine: Engine, seed: int):
         assert (call.name, call.arguments) == ("stop", {})
 
 
-def test_named_function_is_called(engine: Engine):
-    choice = {"type": "function", "function": {"name": "stop"}}
+@pytest.mark.parametrize("choice", ["stop", {"type": "function", "function": {"name": "stop"}}])
+def test_named_function_is_called(engine: Engine, choice: Any):
     for seed in range(2):
         reply = chat(engine, tools=TOOLS, tool_choice=choice, seed=seed)
         assert [call.name for call in reply.tool_calls] == ["stop"]
@@ -150,6 +150,9 @@ def test_pydantic_model_is_a_function(engine: Engine):
     assert function["parameters"]["required"] == ["city"]
 
 
+NAMES = ", ".join(tool["function"]["name"] for tool in TOOLS)
+
+
 def look_up(word: str) -> str:
     return word
 
@@ -158,7 +161,21 @@ def look_up(word: str) -> str:
     ("options", "error", "words"),
     [
         ({"tool_choice": "required"}, RequestError, "no tools"),
-        ({"tools": TOOLS, "tool_choice": "any"}, RequestError, "tool_choice is 'any'; pass 'auto'"),
+        (
+            {"tools": TOOLS, "tool_choice": "any"},
+            RequestError,
+            f"'any', which is not among the tools; name one of {NAMES}",
+        ),
+        (
+            {"tools": TOOLS, "tool_choice": "required", "json_schema": {"const": 1}},
+            InvalidSampling,
+            "json_schema cannot be combined with a tool_choice",
+        ),
+        (
+            {"tools": TOOLS, "tool_choice": "stop", "sampling": Sampling(json_schema={"const": 1})},
+            InvalidSampling,
+            "json_schema cannot be combined with a tool_choice",
+        ),
         ({"tools": TOOLS, "tool_choice": 1}, RequestError, "tool_choice is 1"),
         (
             {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}},

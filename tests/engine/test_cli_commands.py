@@ -92,6 +92,39 @@ def test_attend_json_and_files_hold_what_the_engine_returns(demo: Engine, tmp_pa
         assert np.allclose(values[seen], expected[seen], atol=1e-5)
 
 
+@pytest.mark.parametrize("suffix", [".npz", ".safetensors"])
+@pytest.mark.parametrize("options", [(), ("--top-values", "3"), ("--reduce", "mean_heads")])
+def test_files_of_commands_are_read_by_load(
+    demo: Engine, tmp_path: Path, suffix: str, options: tuple[str, ...]
+) -> None:
+    pytest.importorskip("safetensors")
+    capture = Capture(
+        "probs", layers=[1, 3], top_k=3 if "--top-values" in options else None,
+        reduce="mean_heads" if "--reduce" in options else None,
+    )  # fmt: skip
+    path = tmp_path / f"rows{suffix}"
+    asked = ("--layers=1,3", *options, "--output", path)
+    run("generate", TEXT, "-n", "5", "--temperature", "0", *asked)
+    saved = kqview.load(path)
+    generation = demo.generate(TEXT, max_tokens=5, temperature=0, capture=capture)
+    for token, read in zip(generation, saved.tokens(), strict=True):
+        assert (read.id, read.text, read.index) == (token.id, token.text, token.index)
+        assert np.allclose(read.rows, token.rows, atol=1e-5)
+        assert read.column_texts == token.column_texts
+        assert (read.capture, read.heads) == (token.capture, token.heads)
+    assert (saved.text, saved.prompt_ids) == (generation.text, generation.prompt_ids)
+    assert (saved.finish_reason, saved.usage.completion_tokens) == ("length", 5)
+    assert saved.model["architecture"] == demo.model.architecture
+
+    run("attend", TEXT, *asked)
+    saved = kqview.load(path)
+    found = demo.attend(TEXT, capture)
+    assert (saved.prompt_ids, saved.capture) == (found.column_ids, found.capture)
+    assert saved.prompt_attention is not None
+    rows = found.top_k()[0] if capture.top_k else found.array()
+    assert np.allclose(saved.prompt_attention.rows, rows, atol=1e-5)
+
+
 def test_attend_shows_every_form_of_rows(tmp_path: Path) -> None:
     forms = {
         "mean of all layers": ("--reduce", "mean"),
@@ -223,6 +256,22 @@ def test_generate_json_is_one_object() -> None:
     assert content["usage"]["completion_tokens"] == 4
 
 
+STORY = "Mirelda found a silver key near the old bridge. One day, Mirelda"
+
+
+@pytest.mark.parametrize(
+    ("stop", "shown"),
+    [
+        ("silver key", " found a "),
+        ("silver keys", " found a silver key"),
+        ("!", " found a silver key"),
+    ],
+)
+def test_generate_shows_no_part_of_a_stop_sequence(stop: str, shown: str) -> None:
+    words = ("-n", "4", "--temp", "0", "--stop", stop)
+    assert run("generate", STORY, *words).stdout == f"{shown}\n"
+
+
 def test_generate_follows_a_constraint(tmp_path: Path) -> None:
     pytest.importorskip("llguidance")
     schema = {"enum": ["cat", "dog"]}
@@ -351,6 +400,13 @@ def test_chat_answers_one_message_of_the_command_line() -> None:
     one = run("chat", "Who are you?", "--temp", "0", "-n", "24").stdout
     assert one == chat("Who are you?").stdout
     assert run("chat", "-", "--temp", "0", "-n", "24", stdin="Who are you?\n").stdout == one
+
+
+def test_chat_shows_no_part_of_a_stop_sequence() -> None:
+    answer = chat("Who are you?").stdout
+    assert " very small" in answer
+    shown = chat("Who are you?", words=("--stop", "very small")).stdout
+    assert shown == answer[: answer.index("very small")] + "\n"
 
 
 def test_chat_takes_a_template_of_a_file(demo: Engine, tmp_path: Path) -> None:

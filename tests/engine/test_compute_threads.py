@@ -123,12 +123,12 @@ def test_small_models_have_one_thread_by_default(tmp_path: Path, n_embd: int, is
         assert other.n_threads == 2
 
 
+@pytest.mark.needs("binutils")
 def test_extension_calls_no_other_openmp():
     # A directive that kqview's pool does not answer would be computed by libgomp, outside of its
     # teams.
     readelf = shutil.which("readelf")
-    if readelf is None:
-        pytest.skip("readelf (binutils) is not installed")
+    assert readelf is not None
     command = [readelf, "--dyn-syms", "--dynamic", "--wide", _core.__file__]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert "Py_IncRef" in text or "PyErr_" in text  # it lists what is needed from outside

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
+import signal
+import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,12 +19,20 @@ import pytest
 from kqview import Engine
 from kqview.errors import DecodeError, InvalidSampling, KqviewError
 from tests.support import tiny_gguf
-from tests.support.hostile_grammars import AMBIGUOUS, CONSTRAINTS, GRAMMARS, write_spaced_model
+from tests.support.hostile_grammars import (
+    AMBIGUOUS,
+    CONSTRAINTS,
+    COSTLY,
+    GRAMMARS,
+    LATE,
+    joined_lark,
+    write_spaced_model,
+)
+from tests.support.processes import command_of, processes_below, rss_bytes
 from tests.support.rows import random_ids
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
+    from collections.abc import Callable, Iterator
 
     from tests.engine.conftest import MakeEngine
 
@@ -252,6 +264,12 @@ def test_text_of_a_schema_is_taken_as_it_is(random_model: Engine):
     assert random_model.generate(PROMPT, json_schema={"const": "x y"}, **options).read() == of_text
 
 
+def _wrapped(value: Any, n: int) -> Any:
+    for _ in range(n):
+        value = {"items": value}
+    return value
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -270,7 +288,8 @@ def test_text_of_a_schema_is_taken_as_it_is(random_model: Engine):
         ({"json_schema": {"type": "string", "pattern": "("}}, "unclosed group"),
         ({"json_schema": {"enum": []}}, "Unsatisfiable"),
         ({"json_schema": {"$ref": "http://example.com/x"}}, "json_schema is refused"),
-        ({"json_schema": '{"items":' * 5000 + "{}" + "}" * 5000}, "recursion"),
+        ({"json_schema": '{"items":' * 5000 + "{}" + "}" * 5000}, "5001 deep, the limit is 128"),
+        ({"json_schema": _wrapped({}, 500)}, "501 deep, the limit is 128"),
         ({"json_schema": {"a": object()}}, "cannot be written as JSON"),
         ({"json_schema": {"const": math.nan}}, "cannot be written as JSON"),
         ({"json_schema": 7}, "json_schema must be .*7"),
@@ -341,6 +360,7 @@ def test_cancelled_and_dropped_constraints_leave_the_engine_working(demo: Engine
     assert demo.generate(PROMPT, regex="ok").read() == "ok"
 
 
+@pytest.mark.full
 def test_real_vocabulary_follows_the_schema(
     make_engine: MakeEngine, llama_cpp_dir: Path, tmp_path: Path
 ):
@@ -470,3 +490,106 @@ def test_grammar_that_is_cancelled_while_it_is_matched_frees_its_slot(engine: En
         generation.cancel()
     texts = [engine.generate(PROMPT, grammar='root ::= "yes"', slot=i).read() for i in range(2)]
     assert texts == ["yes", "yes"]
+
+
+# ---- the processes that llguidance runs in
+
+MEMORY_BYTES = 450 << 20
+"""Of one constraint's process and the one that it was forked from, with a margin."""
+Q_THEN_X = {ord("q"): 60.0, ord("x"): 50.0}
+
+
+def helpers() -> list[int]:
+    """Processes of llguidance below this one: the first of each engine, and its constraints'."""
+    return [one for one in processes_below(os.getpid()) if "constraint_child" in command_of(one)]
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + HUNG_S
+    while not is_so():
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", COSTLY)
+def test_costly_constraint_has_a_limit_on_its_memory(
+    engine: Engine, expected: list[int], name: str
+) -> None:
+    engine.generate(PROMPT, regex="a").read()
+    before, peak, is_done = rss_bytes(os.getpid()), 0, threading.Event()
+
+    def sample() -> None:
+        nonlocal peak
+        while not is_done.wait(0.02):
+            peak = max(peak, rss_bytes(os.getpid()))
+
+    sampler = threading.Thread(target=sample)
+    sampler.start()
+    options = {**COSTLY[name], "logit_bias": Q_THEN_X}
+    assert check_beside_plain(engine, expected, options) == "refused"
+    is_done.set()
+    sampler.join()
+    assert peak - before < MEMORY_BYTES
+
+
+def test_grammar_that_compiles_and_then_never_ends_is_stopped(engine: Engine) -> None:
+    generation = engine.generate(
+        PROMPT, grammar=joined_lark(LATE, 29), temperature=1, top_k=0, logit_bias=Q_THEN_X
+    )
+    with pytest.raises(InvalidSampling, match=r"grammar .*(CPU time|memory), the limit"):
+        generation.read()
+    assert engine.generate(PROMPT, regex="b").read() == "b"
+
+
+def test_request_that_ends_takes_its_process_along(engine: Engine) -> None:
+    engine.generate(PROMPT, regex="a").read()
+    wait_until(lambda: len(helpers()) == n_first())
+    generation = engine.generate(PROMPT, regex="a{500}", max_tokens=500)
+    next(generation)
+    assert len(helpers()) == n_first() + 1
+    generation.cancel()
+    del generation
+    wait_until(lambda: len(helpers()) == n_first())
+
+
+def n_first() -> int:
+    """How many of `helpers` are the first of their engine: those that this process has started."""
+    return sum(command_of(one) != "" and parent_of(one) == os.getpid() for one in helpers())
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def test_helper_that_was_killed_fails_its_requests_and_is_replaced(
+    make_engine: MakeEngine, tiny_llama: Path
+) -> None:
+    known = set(helpers())
+    engine = make_engine(tiny_llama, run_ahead=1)
+    generation = engine.generate(PROMPT, regex="a{500}", max_tokens=500)
+    next(generation)
+    for pid in set(helpers()) - known:
+        os.kill(pid, signal.SIGKILL)
+    with pytest.raises(InvalidSampling, match="regex"):
+        generation.read()
+    assert engine.generate(PROMPT, regex="b").read() == "b"
+    engine.close()
+    wait_until(lambda: set(helpers()) <= known)
+
+
+def test_helpers_end_with_a_process_that_is_killed(tmp_path: Path) -> None:
+    program = (
+        "import sys; from kqview import Engine\n"
+        "generation = Engine.demo(run_ahead=1).generate('a', regex='a{500}', max_tokens=500)\n"
+        "next(generation); print('runs', flush=True); sys.stdin.read()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"runs\n"
+        below = [one for one in processes_below(process.pid) if one != process.pid]
+        assert len(below) == 2
+        process.kill()
+    wait_until(lambda: not any("constraint_child" in command_of(one) for one in below))

@@ -304,11 +304,13 @@ def test_failed_conversion_leaves_an_old_file(folder: Path, tmp_path: Path) -> N
     assert [path.name for path in tmp_path.iterdir()] == ["taken"]
 
 
+@pytest.mark.needs("transformers")
 def test_random_model_of_transformers_gives_its_logits(
     make_engine: MakeEngine, tmp_path: Path
 ) -> None:
-    torch = pytest.importorskip("torch", exc_type=ImportError)
-    transformers = pytest.importorskip("transformers")
+    import torch
+    import transformers
+
     torch.manual_seed(1)
     config = transformers.BertConfig(**{**CONFIG, "vocab_size": len(TOKENS)})
     model = transformers.BertForSequenceClassification(config).eval()

@@ -128,6 +128,7 @@ def test_demo_vocabulary_of_any_text_detokenizes_to_the_same_text(
     assert engine.detokenize(engine.tokenize(text, add_special=False)) == text
 
 
+@pytest.mark.full
 def test_demo_vocabulary_is_the_one_of_its_training_text(engine: Engine) -> None:
     reader = GGUFReader(MODEL_PATH)
 

@@ -20,7 +20,6 @@ import pytest
 
 from kqview import Capture, Classification, Engine
 from kqview.errors import (
-    BusyError,
     ClosedError,
     InvalidCapture,
     InvalidToken,
@@ -372,19 +371,6 @@ def test_threads_embed_at_the_same_time(make_engine: MakeEngine, bert_mean: Path
         assert relative_error(vectors, want) <= TABLE
 
 
-def test_embed_from_the_thread_that_keeps_every_slot_is_refused(
-    make_engine: MakeEngine, tiny_llama: Path
-) -> None:
-    engine = make_engine(tiny_llama, pooling="mean", run_ahead=1)
-    steered: dict[str, Any] = {"logits_processor": lambda *_: None}  # so it is not parked
-    generation = engine.generate(IDS, max_tokens=100, ignore_eos=True, **steered)
-    next(generation)
-    with pytest.raises(BusyError):
-        engine.embed(IDS)
-    generation.close()
-    assert engine.embed(IDS).shape == (64,)
-
-
 def test_full_queue_of_others_is_told_and_own_texts_wait(
     make_engine: MakeEngine, tiny_llama: Path
 ) -> None:
@@ -696,7 +682,7 @@ def test_bad_texts_to_classify_are_refused_before_anything_runs(
     assert engine.stats().n_requests == 0
 
 
-@pytest.mark.peers
+@pytest.mark.needs("peers")
 def test_reranker_that_is_a_decoder_gives_probabilities(
     make_engine: MakeEngine, architectures: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -751,7 +737,7 @@ def ids_of(n_tokens: int) -> list[int]:
     return np.random.default_rng(8).integers(0, 256, n_tokens).tolist()
 
 
-@pytest.mark.peers
+@pytest.mark.needs("peers")
 @pytest.mark.parametrize("flash_attn", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_of_encoder_equal_stock(
@@ -760,10 +746,7 @@ def test_rows_of_encoder_equal_stock(
     engine = make_engine(model, flash_attn=flash_attn, kv_type="f32")
     ids = ids_of(41)
     is_t5 = engine.model.architecture == "t5"
-    try:
-        run = stock.read_rows(model, ids, rows="all", kv_type="f32", n_ctx=512, encode=is_t5)
-    except stock.PeersMissing as missing:
-        pytest.skip(str(missing))
+    run = stock.read_rows(model, ids, rows="all", kv_type="f32", n_ctx=512, encode=is_t5)
     layers = run.steps[0].layers
     assert engine.model.attention_layers == tuple(layer.layer for layer in layers) == (0, 1, 2)
     rows: Any = engine.attend(ids, capture=kind).array()

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from kqview import Engine, Token
     from tests.engine.conftest import MakeEngine
 
+pytestmark = pytest.mark.full
+
 N_REQUESTS = 30
 GREEDY: dict[str, Any] = {"temperature": 0}
 SAMPLED: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}

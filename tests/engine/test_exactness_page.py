@@ -9,6 +9,8 @@ import pytest
 
 from tests.support.exactness import FIGURES
 
+pytestmark = pytest.mark.full
+
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "src" / "kqview" / "EXACTNESS.md").read_text(encoding="utf-8")
 ROW = re.compile(

@@ -63,6 +63,7 @@ def alone(make_engine: MakeEngine, model: Path, prompt: list[int], n_tokens: int
 # ---- decodes that fail
 
 
+@pytest.mark.full
 def test_decode_that_fails_at_any_step_ends_its_requests_alone(
     make_engine: MakeEngine, tiny_llama: Path
 ) -> None:

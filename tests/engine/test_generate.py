@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from kqview import Capture, Engine, Generation, errors
+from tests.support.engines import KEPT, REFUSED, keep_slot
 from tests.support.rows import random_ids
 
 if TYPE_CHECKING:
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.usefixtures("backend")
 PROMPT = random_ids(12)
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
-STEERED: dict[str, Any] = {"logits_processor": lambda *_: None}  # so it is never parked
 
 
 def ids_of(engine: Engine, prompt: list[int], n: int) -> list[int]:
@@ -98,14 +98,14 @@ def test_slot_is_free_as_soon_as_the_last_token_is_seen(
 def test_second_thread_on_one_generation_is_refused_and_the_first_goes_on(
     make_engine: MakeEngine, tiny_llama: Path
 ) -> None:
-    engine = make_engine(tiny_llama)
-    blocker = engine.generate(PROMPT, max_tokens=100, **STEERED, **GREEDY)
-    next(blocker)
-    queued = engine.generate(PROMPT, max_tokens=3, **GREEDY)
+    engine = make_engine(tiny_llama, **KEPT)
+    blockers = keep_slot(engine, PROMPT)
+    queued = engine.generate(PROMPT, max_tokens=3, **REFUSED, **GREEDY)
     first = Thread(lambda: [token.id for token in queued])
     wait_until(lambda: is_busy_error(queued))
     assert queued.finish_reason is None
-    blocker.close()
+    for blocker in blockers:
+        blocker.close()
     assert first.get() == ids_of(engine, PROMPT, 3)
     assert queued.finish_reason == "length"
 
@@ -181,16 +181,15 @@ def test_generations_queue_for_the_slot_by_priority_then_arrival(
 def test_waiting_for_a_slot_that_the_same_thread_holds_raises_busy_error(
     make_engine: MakeEngine, tiny_llama: Path
 ) -> None:
-    engine = make_engine(tiny_llama)
-    # A steered one is not parked: its consumer has the logits of its last forward pass.
-    holder = engine.generate(PROMPT, max_tokens=100, request_id="holder", **STEERED, **GREEDY)
-    next(holder)
-    waiting = engine.generate(PROMPT, max_tokens=3, **GREEDY)
+    engine = make_engine(tiny_llama, **KEPT)
+    *parked, holder = keep_slot(engine, PROMPT)
+    waiting = engine.generate(PROMPT, max_tokens=3, **REFUSED, **GREEDY)
     for _ in range(2):
-        with pytest.raises(errors.BusyError, match="holder"):
+        with pytest.raises(errors.BusyError, match=f"{holder.request_id} .*cancel_all"):
             next(waiting)
         assert waiting.finish_reason is None
-    holder.close()
+    for one in (holder, *parked):
+        one.close()
     assert [token.id for token in waiting] == ids_of(engine, PROMPT, 3)
 
 
@@ -209,34 +208,40 @@ def test_holder_that_finishes_by_itself_is_no_reason_for_busy_error(
 def test_untaken_generation_of_the_same_thread_is_waited_for_a_little(
     make_engine: MakeEngine, tiny_llama: Path
 ) -> None:
-    engine = make_engine(tiny_llama, attention_budget_bytes=2**14)  # room for a few rows
+    engine = make_engine(tiny_llama, **KEPT)
+    *parked, kept = keep_slot(engine, PROMPT)
     capture = Capture("probs", on_full="wait")
     holder = engine.generate(PROMPT, max_tokens=100, capture=capture, **GREEDY)
-    waiting = engine.generate(PROMPT, max_tokens=3, **GREEDY)
+    kept.close()
+    wait_until(lambda: engine.stats().pool.n_leased >= 14)  # it runs ahead
+    waiting = engine.generate(PROMPT, max_tokens=3, **REFUSED, **GREEDY)
     with pytest.raises(errors.BusyError, match=holder.request_id):
         next(waiting)
     # Handed to a thread meanwhile, it is no deadlock.
     late = Thread(lambda: threading.Event().wait(0.1) or sum(1 for _ in holder))
     assert len(list(waiting)) == 3
     assert late.get() == 100
+    for one in parked:
+        one.close()
 
 
 def test_waiting_for_a_slot_that_another_thread_holds_goes_on_until_it_is_free(
     make_engine: MakeEngine, tiny_llama: Path
 ) -> None:
-    engine = make_engine(tiny_llama)
+    engine = make_engine(tiny_llama, **KEPT)
     release = threading.Event()
     is_held = threading.Event()
 
     def hold() -> None:
-        with engine.generate(PROMPT, max_tokens=100, **STEERED, **GREEDY) as holder:
-            next(holder)
-            is_held.set()
-            release.wait(20)
+        holders = keep_slot(engine, PROMPT)
+        is_held.set()
+        release.wait(20)
+        for one in holders:
+            one.close()
 
     holding = Thread(hold)
     assert is_held.wait(20)
-    waiting = engine.generate(PROMPT, max_tokens=3, **GREEDY)
+    waiting = engine.generate(PROMPT, max_tokens=3, **REFUSED, **GREEDY)
     timer = threading.Timer(0.3, release.set)
     timer.start()
     assert len(list(waiting)) == 3
@@ -349,16 +354,16 @@ def test_closing_the_engine_ends_generations_after_the_tokens_already_there(
 def test_closing_the_engine_wakes_threads_that_wait(
     make_engine: MakeEngine, tiny_llama: Path
 ) -> None:
-    engine = make_engine(tiny_llama)
-    holder = engine.generate(PROMPT, max_tokens=100, **STEERED, **GREEDY)
-    next(holder)
-    waiting = [engine.generate(PROMPT, **GREEDY) for _ in range(3)]
+    engine = make_engine(tiny_llama, **KEPT)
+    holders = keep_slot(engine, PROMPT)
+    waiting = [engine.generate(PROMPT, **REFUSED, **GREEDY) for _ in range(3)]
     threads = [Thread(lambda g=generation: next(g)) for generation in waiting]
     threading.Event().wait(0.1)
     engine.close()
     for thread in threads:
         with pytest.raises(errors.ClosedError):
             thread.get()
+    del holders
 
 
 def test_engine_that_is_dropped_ends_when_its_last_generation_does(tiny_llama: Path) -> None:

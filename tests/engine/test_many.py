@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 import kqview
-from kqview import Capture, Engine, Finished, Token, errors
+from kqview import Capture, Engine, Finished, Sampling, Token, errors
+from kqview.submission import GENERATE_NAMES
 from tests.support import tiny_gguf
 
 if TYPE_CHECKING:
@@ -132,6 +133,67 @@ def test_map_takes_back_what_mods_take_back(engine: Engine) -> None:
     [result] = engine.map(PROMPTS[:1], mods=[retry], **GREEDY)
     ids = [token.id for token in result.tokens]
     assert result.text == engine.detokenize(ids)
+
+
+def resumed(engine: Engine, folder: Path, prompts: Any) -> dict[str, list[int]]:
+    """What `map` makes of *prompts* with a folder of results, to which it is added."""
+    made: dict[str, list[int]] = {}
+    for result in engine.map(prompts, skip=kqview.SavedFolder(folder), **GREEDY):
+        kqview.save(folder, result)
+        made[result.id] = result.prompt_ids
+    return made
+
+
+def test_run_is_resumed_by_what_its_prompts_are(engine: Engine, tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    ids = engine.tokenize("One day")
+    chat = [{"role": "user", "content": "Who are you?"}]
+    prompts: list[Any] = ["Anna is a", ids, chat, "They saw", "They saw"]
+    first = resumed(engine, tmp_path, prompts[:3])
+    assert list(first) == ["0", "1", "2"]
+    # One more in front and one between; ids as an array, the messages with another order of keys.
+    again: list[Any] = [
+        "Mirelda", np.array(ids), "Anna is a", "Tom found", [dict(reversed(chat[0].items()))],
+        "They saw", "They saw",
+    ]  # fmt: skip
+    made = resumed(engine, tmp_path, again)
+    assert list(made) == ["3", "4", "5", "6"]
+    texts = ["Mirelda", "Tom found", "They saw", "They saw"]
+    assert list(made.values()) == [engine.tokenize(text) for text in texts]
+    kept = kqview.SavedFolder(tmp_path)
+    assert [kept[str(i)].prompt_ids for i in range(3)] == list(first.values())
+    assert resumed(engine, tmp_path, [*again, "They saw"]) == {"7": engine.tokenize("They saw")}
+    assert resumed(engine, tmp_path, iter(again)) == {}
+    # Ids of one's own decide alone, and so do plain ids.
+    assert list(resumed(engine, tmp_path, {"0": "The bird", "x": "Anna is a"})) == ["x"]
+    assert [one.id for one in engine.map(["a", "b"], skip={"0"}, **GREEDY)] == ["1"]
+
+
+def test_folder_of_an_older_version_is_resumed_by_numbers(engine: Engine, tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    path = kqview.save(tmp_path / "0.safetensors", next(engine.map(["Anna is a"], **GREEDY)))
+    path.write_bytes(path.read_bytes().replace(b"prompt_key", b"prompt_ley"))
+    assert list(resumed(engine, tmp_path, ["anything", "Tom found"])) == ["1"]
+
+
+@pytest.mark.parametrize(
+    "name", sorted(GENERATE_NAMES - {"max_tokens"} | set(Sampling.__dataclass_fields__))
+)
+def test_option_that_is_none_is_not_set(engine: Engine, name: str) -> None:
+    expected = engine.generate(PROMPTS[0], **GREEDY).read()
+    given: Any = {**GREEDY, name: None}
+    if name in GREEDY:
+        given["logit_bias"] = {5: 100.0, engine.model.eos_token_id: -100.0}  # decides as well
+        expected = engine.detokenize([5] * 5)
+    assert engine.generate(PROMPTS[0], **given).read() == expected
+    [result] = engine.map(PROMPTS[:1], skip=None, progress=None, on_error=None, **given)
+    assert result.text == expected
+    message = [{"role": "user", "content": "Who are you?"}]
+    told = engine.chat(message, parallel_tool_calls=None, continue_final_message=None, **given)
+    assert len(list(told)) == 5
+    if name in Sampling.__dataclass_fields__:
+        assert Sampling(**{name: None}) == Sampling()
+        assert engine.generate([1], sampling=Sampling(temperature=0), **{name: None}, max_tokens=1)
 
 
 # ---- stack, save and load
@@ -374,6 +436,64 @@ def test_path_that_cannot_be_saved_to_is_refused_before_a_token_is_taken(
     assert kqview.load(saved).ids == generation.tokens != []
 
 
+@pytest.mark.parametrize("capture", [None, Capture("probs", layers=[1]), Capture(top_k=2)])
+def test_tokens_alone_are_saved_and_read_back(
+    engine: Engine, tmp_path: Path, capture: Capture | None
+) -> None:
+    pytest.importorskip("safetensors")
+    tokens = list(engine.generate(PROMPTS[0], capture=capture, top_logprobs=2, **GREEDY))
+    saved = kqview.load(kqview.save(tmp_path / "x.safetensors", tokens))
+    assert saved.ids == [token.id for token in tokens]
+    assert saved.text == "".join(token.text for token in tokens)
+    assert saved.prompt_ids == engine.tokenize(PROMPTS[0])
+    assert saved.capture == tokens[0].capture
+    for token, read in zip(tokens, saved.tokens(), strict=True):
+        assert (read.id, read.text, read.top_logprobs) == (token.id, token.text, token.top_logprobs)
+        assert read.column_ids == token.column_ids
+        if capture:
+            assert np.array_equal(read.rows, token.rows)
+    assert kqview.load(kqview.save(tmp_path / "y.safetensors", saved.tokens())).ids == saved.ids
+
+
+@pytest.mark.parametrize("suffix", [".npz", ".safetensors"])
+@pytest.mark.parametrize(
+    "capture",
+    [
+        Capture("scores", layers=[2, 0], heads=[3], dtype="float16"), Capture(top_k=3),
+        Capture(reduce="mean"), Capture(spans=[(0, 2), (2, None)]),
+    ],
+)  # fmt: skip
+def test_attention_of_a_prompt_is_saved_and_read_back(
+    engine: Engine, tmp_path: Path, capture: Capture, suffix: str
+) -> None:
+    pytest.importorskip("safetensors")
+    found = engine.attend(PROMPTS[1], capture, last=3)
+    saved = kqview.load(kqview.save(tmp_path / f"x{suffix}", found))
+    assert (saved.prompt_ids, saved.ids) == (found.column_ids, [])
+    assert (saved.capture, saved.heads, saved.layers) == (found.capture, found.heads, found.layers)
+    again = engine.attend(PROMPTS[1], capture, last=3)
+    rows, positions = again.top_k() if capture.top_k else (again.array(), None)
+    block = saved.prompt_attention
+    assert block is not None
+    assert (block.start, block.n_rows) == (found.start, 3)
+    assert np.array_equal(block.rows, rows)
+    assert (block.positions is None) == (positions is None)
+    assert positions is None or np.array_equal(block.positions, positions)
+
+
+def test_what_is_no_generation_is_not_saved(engine: Engine, tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    tokens = list(engine.generate("a", **GREEDY))
+    for wrong in ([], [1, 2], "text", 5, None, [*tokens, None], tokens[0]):
+        with pytest.raises(errors.RequestError, match="generation is"):
+            kqview.save(tmp_path / "x.safetensors", wrong)  # pyright: ignore[reportArgumentType]
+    for unnamed in (tokens, engine.attend("a b")):
+        for path in (tmp_path, tmp_path / "x.txt"):
+            with pytest.raises(errors.RequestError, match="a file of your own name"):
+                kqview.save(path, unnamed)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_folder_that_exists_may_have_any_name(
     engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -391,10 +511,21 @@ def test_damaged_and_foreign_files_are_refused(engine: Engine, tmp_path: Path) -
     path = kqview.save(tmp_path / "x.safetensors", results_of(engine)[0])
     data = path.read_bytes()
     foreign = numpy_files.save({"ids": np.zeros(2)})
-    for bad in (b"", data[:50], data[:-9], foreign, data.replace(b'"schema\\"', b'"schemb\\"', 1)):
+    huge = b"\xff" * 7 + b"\x7f" + data[8:]  # the length of its header
+    for bad in (
+        huge,
+        b"",
+        data[:50],
+        data[:-9],
+        foreign,
+        data.replace(b'"schema\\"', b'"schemb\\"', 1),
+    ):
         path.write_bytes(bad)
         with pytest.raises(errors.StateFormatError, match=r"x\.safetensors"):
             kqview.load(path)
+    path.write_bytes(huge)
+    with pytest.raises(errors.StateFormatError, match=r"x\.safetensors"):
+        list(engine.map(["a"], skip=kqview.SavedFolder(tmp_path), **GREEDY))
     path.write_bytes(data.replace(b'schema\\": 2', b'schema\\": 9', 1))
     with pytest.raises(errors.StateFormatError, match="schema 9"):
         kqview.load(path)

@@ -15,6 +15,8 @@ import pytest
 
 from tests.unit.test_coloured import Still, data_of
 
+pytestmark = pytest.mark.full
+
 ROOT = Path(__file__).parents[2]
 NOTEBOOK = ROOT / "src" / "kqview" / "viz" / "first_hour.ipynb"
 WITHIN_S = 600

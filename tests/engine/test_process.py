@@ -21,6 +21,7 @@ import kqview
 from tests.support.processes import FORK, output_of, wait_until_asleep
 
 SOURCE = Path(kqview.__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 STRICT = ["-X", "dev", "-W", "error"]
 START = """
 import atexit, builtins, gc, os, signal, sys, threading, time
@@ -46,7 +47,7 @@ def start(
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(SOURCE), "PYTHONUNBUFFERED": "1"},
+        env={**os.environ, "PYTHONPATH": f"{SOURCE}{os.pathsep}{ROOT}", "PYTHONUNBUFFERED": "1"},
     )
 
 
@@ -73,6 +74,7 @@ ALIVE_AT_EXIT = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("script", ALIVE_AT_EXIT.values(), ids=ALIVE_AT_EXIT)
 def test_interpreter_exits_cleanly_with_what_is_still_alive(tiny_llama: Path, script: str) -> None:
     run(f"{script}\nprint('end')", tiny_llama)
@@ -305,23 +307,23 @@ def test_interrupted_wait_ends_its_generation_and_a_handler_that_returns_does_no
     tiny_llama: Path,
 ) -> None:
     script = """
-        engine = open_engine()
+        from tests.support.engines import KEPT, REFUSED, keep_slot
+        engine = open_engine(**KEPT)
         want = [t.id for t in engine.generate(PROMPT, max_tokens=20, **GREEDY)]
-        # Steered: another one would leave its slot to those that wait.
-        holder = engine.generate(PROMPT, max_tokens=100, stopping=lambda *_: False, **GREEDY)
-        thread = threading.Thread(target=lambda: next(holder))
+        held = []
+        thread = threading.Thread(target=lambda: held.extend(keep_slot(engine, PROMPT)))
         thread.start(), thread.join()
         kept = []
         for _ in range(3):
-            kept.append(engine.generate(PROMPT, max_tokens=20, **GREEDY))
+            kept.append(engine.generate(PROMPT, max_tokens=20, **REFUSED, **GREEDY))
             signal.signal(signal.SIGALRM, signal.default_int_handler)
             try:
                 signal.setitimer(signal.ITIMER_REAL, 0.3)
                 next(kept[-1])
             except KeyboardInterrupt:
                 print("interrupted", kept[-1].finish_reason, end=" ")
-        waiting = engine.generate(PROMPT, max_tokens=20, **GREEDY)
-        signal.signal(signal.SIGALRM, lambda *_: holder.close())
+        waiting = engine.generate(PROMPT, max_tokens=20, **REFUSED, **GREEDY)
+        signal.signal(signal.SIGALRM, lambda *_: [one.close() for one in held])
         signal.setitimer(signal.ITIMER_REAL, 0.1)  # a handler that returns: the wait goes on
         assert [t.id for t in waiting] == want
         print(waiting.finish_reason)

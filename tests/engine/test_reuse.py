@@ -627,9 +627,7 @@ def demo_engine(make_engine: MakeEngine) -> Engine:
     "options",
     [
         {"reuse": "other"},
-        {"reuse": None},
         {"reuse": True},
-        {"cache_prompt": None},
         {"cache_prompt": "no"},
         {"reuse_min_tokens": 0},
         {"reuse_min_tokens": -1},

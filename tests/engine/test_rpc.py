@@ -17,7 +17,7 @@ import pytest
 from numpy.typing import NDArray
 
 from kqview import Capture, Engine, errors
-from tests.support import stock, tiny_gguf
+from tests.support import tiny_gguf
 from tests.support.processes import free_port
 from tests.support.rpc_server import HOST, RpcServer, serving
 
@@ -28,21 +28,13 @@ if TYPE_CHECKING:
     from kqview import Generation, Token
     from tests.engine.conftest import MakeEngine
 
-pytestmark = pytest.mark.peers
+pytestmark = pytest.mark.needs("peers")
 
 PROMPT = list(range(65, 80))
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "top_logprobs": 0}
 EXACT: dict[str, Any] = {"kv_type": "f32", "flash_attn": False}
 LOGPROB_TOLERANCE = 1e-4  # two builds of llama.cpp: kernels may differ
 PROMPT_S = 20.0  # "soon" on a loaded machine; what is tested for would take minutes or never end
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _has_server() -> None:
-    try:
-        stock.find_binary("ggml-rpc-server")
-    except stock.PeersMissing as missing:
-        pytest.skip(str(missing))
 
 
 @pytest.fixture
@@ -404,10 +396,6 @@ F32 = NDArray[np.float32]
 
 @pytest.fixture(scope="module")
 def servers() -> Iterator[list[RpcServer]]:
-    try:
-        stock.find_binary("ggml-rpc-server")
-    except stock.PeersMissing as missing:
-        pytest.skip(str(missing))
     with serving() as first, serving() as second:
         yield [first, second]
 

@@ -23,7 +23,7 @@ import pytest
 
 import kqview
 from kqview import Engine, errors
-from tests.support import rpc_server, stock
+from tests.support import rpc_server
 from tests.support.processes import FORK, free_port, output_of, wait_until_asleep
 from tests.support.rpc_server import HOST, RpcServer, impostor, serving
 
@@ -259,10 +259,6 @@ class Relay:
 
 @pytest.fixture
 def endpoints() -> Iterator[tuple[Relay, list[str]]]:
-    try:
-        stock.find_binary("ggml-rpc-server")
-    except stock.PeersMissing as missing:
-        pytest.skip(str(missing))
     with serving() as first, serving() as second:
         relay = Relay(first)
         yield relay, [relay.endpoint, second.endpoint]
@@ -281,7 +277,7 @@ def live(model: Path, endpoints: list[str], **options: Any) -> None:
         engine.generate(list(range(65, 90)), max_tokens=5, slot=0, **GREEDY).read()
 
 
-@pytest.mark.peers
+@pytest.mark.needs("peers")
 @pytest.mark.parametrize(
     "options",
     [{}, {"n_gpu_layers": 2}, {"kv_type": "f32", "flash_attn": False}],
@@ -317,15 +313,11 @@ PROMPT = list(range(65, 80))
 
 @pytest.fixture
 def servers() -> Iterator[list[RpcServer]]:
-    try:
-        stock.find_binary("ggml-rpc-server")
-    except stock.PeersMissing as missing:
-        pytest.skip(str(missing))
     with serving() as first, serving() as second:
         yield [first, second]
 
 
-@pytest.mark.peers
+@pytest.mark.needs("peers")
 def test_server_that_vanishes_while_rows_are_captured_ends_all_its_requests_in_time(
     make_engine: MakeEngine, tiny_llama: Path, servers: list[RpcServer]
 ) -> None:
@@ -351,7 +343,7 @@ def test_server_that_vanishes_while_rows_are_captured_ends_all_its_requests_in_t
     assert time.monotonic() - began < SOON_S
 
 
-@pytest.mark.peers
+@pytest.mark.needs("peers")
 def test_server_that_vanishes_while_the_model_is_loaded_is_named_in_time(
     tiny_llama: Path, servers: list[RpcServer]
 ) -> None:
@@ -389,10 +381,6 @@ def ids_of(engine, n=20):
 
 @pytest.fixture
 def server() -> Iterator[RpcServer]:
-    try:
-        stock.find_binary("ggml-rpc-server")
-    except stock.PeersMissing as missing:
-        pytest.skip(str(missing))
     with serving() as one:
         yield one
 
@@ -411,7 +399,7 @@ def start(script: str, model: Path, server: RpcServer) -> subprocess.Popen[str]:
     )
 
 
-@pytest.mark.peers
+@pytest.mark.needs("peers")
 def test_forked_child_neither_hangs_nor_disturbs_its_parents_server(
     tiny_llama: Path, server: RpcServer
 ) -> None:
@@ -441,7 +429,7 @@ def test_forked_child_neither_hangs_nor_disturbs_its_parents_server(
     assert output_of(start(script, tiny_llama, server)) == "parent"
 
 
-@pytest.mark.peers
+@pytest.mark.needs("peers")
 def test_forked_child_leaves_through_the_interpreter(tiny_llama: Path, server: RpcServer) -> None:
     script = """
         engine = open_engine()
@@ -456,7 +444,7 @@ def test_forked_child_leaves_through_the_interpreter(tiny_llama: Path, server: R
     assert output_of(start(script, tiny_llama, server)) == "20"
 
 
-@pytest.mark.peers
+@pytest.mark.needs("peers")
 @pytest.mark.parametrize(
     "body",
     [
@@ -477,7 +465,7 @@ def test_interpreter_exits_with_an_engine_on_a_server(
     assert time.monotonic() - began < 30
 
 
-@pytest.mark.peers
+@pytest.mark.needs("peers")
 def test_interrupt_ends_a_wait_for_a_server_that_hangs(tiny_llama: Path, server: RpcServer) -> None:
     script = """
         engine = open_engine()

@@ -229,3 +229,8 @@ def test_closed_engine_says_so(make_engine: MakeEngine, tiny_llama: Path) -> Non
     engine.close()
     with pytest.raises(ClosedError):
         engine.score([1, 2])
+
+
+async def test_options_of_the_async_twin_may_be_none(engine: Engine) -> None:
+    none: dict[str, Any] = {"priority": None, "add_special": None, "parse_special": None}
+    assert (await engine.ascore("Tom", **none)).ids == engine.score("Tom").ids

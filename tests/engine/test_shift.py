@@ -364,7 +364,6 @@ def test_positions_of_the_largest_values_map_back(
         {"n_keep": 40, "n_discard": 25},
         {"n_keep": 2**31 - 1, "n_discard": 2**31 - 1},
         {"context_shift": 1},
-        {"context_shift": None},
         {"context_shift": False, "n_keep": 1},
         {"context_shift": False, "n_discard": 5},
     ],

@@ -143,6 +143,7 @@ CHANGES = st.lists(
 )
 
 
+@pytest.mark.full
 @settings(
     max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )

@@ -50,6 +50,7 @@ def test_engine_on_the_host_captures_without_a_copy(
     assert info.keys() >= kqview.system_info().keys()
 
 
+@pytest.mark.needs("developer build")
 def test_engine_on_devices_says_that_rows_are_copied(
     make_engine: MakeEngine, tiny_llama: Path
 ) -> None:

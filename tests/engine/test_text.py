@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import gguf
 import pytest
 
-from kqview import Engine
+from kqview import Engine, errors
 from kqview.errors import RequestError
 from tests.support import tiny_gguf
 from tests.support.engines import load_vocabulary
@@ -210,6 +210,56 @@ def test_stop_sequence_ends_the_text_before_it(
     assert generation.usage.completion_tokens == len(tokens) == len(joined.encode())
 
 
+@pytest.mark.parametrize("is_steered", [False, True])
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize(
+    ("stop", "expected"),
+    [
+        (["silver key"], ["a", " ", "o", " "]),
+        ([" oh", "silver"], ["a", " o", " "]),
+        (["silver keys"], ["a", " ", "o", " ", "silver key!"]),
+        ([], [*"a o silver key!"]),
+    ],
+)
+async def test_deltas_never_show_what_may_become_a_stop_sequence(
+    make_engine: MakeEngine,
+    tiny_llama: Path,
+    stop: list[str],
+    expected: list[str],
+    is_async: bool,
+    is_steered: bool,
+) -> None:
+    mods = [lambda event: None] if is_steered else []
+    generation = say(make_engine(tiny_llama), "a o silver key!", stop=stop, mods=mods)
+    found = [text async for text in generation.adeltas()] if is_async else [*generation.deltas()]
+    assert "".join(found) == generation.text
+    assert found == expected
+
+
+def test_deltas_are_whole_characters(make_engine: MakeEngine, tiny_llama: Path) -> None:
+    engine = make_engine(tiny_llama)
+    assert list(say(engine, "Ω😀!").deltas()) == ["Ω", "😀", "!"]
+    # The last token is in the middle of a character.
+    assert list(say(engine, "Ω😀!", max_tokens=4).deltas()) == ["Ω", "�"]
+
+
+async def test_deltas_go_on_where_others_have_stopped(
+    make_engine: MakeEngine, tiny_llama: Path
+) -> None:
+    generation = say(make_engine(tiny_llama), "one two three", stop=["th!"])
+    first = next(generation.deltas())
+    tokens = [next(generation).text for _ in range(2)]
+    second = next(generation.deltas())
+    third = await anext(generation.adeltas())
+    assert (first, tokens, second, third) == ("o", ["n", "e"], "ne ", "tw")
+    for _ in range(3):
+        next(generation)
+    assert (generation.take_delta(), generation.take_delta()) == ("o ", "")
+    generation.cancel()
+    assert [*generation.deltas()] == ["t"]  # it cannot become a stop sequence any more
+    assert first + second + third + "o " + "t" == generation.text
+
+
 def test_stop_sequence_inside_one_token_is_found(qwen2: Engine) -> None:
     generation = say(qwen2, "The capital", stop=["api"])
     assert "".join(token.text for token in generation).startswith("The capi")
@@ -288,6 +338,7 @@ def expressions(llama_cpp_dir: Path) -> list[list[str]]:
     return found
 
 
+@pytest.mark.full
 def test_every_pre_tokenizer_takes_long_runs_on_a_small_stack(tmp_path: Path, llama_cpp_dir: Path):
     """In a process of its own: where this fails, it fails with SIGSEGV."""
     names = pre_tokenizers(llama_cpp_dir)
@@ -321,10 +372,9 @@ def test_every_pre_tokenizer_takes_long_runs_on_a_small_stack(tmp_path: Path, ll
     assert (run.returncode, run.stdout.strip()) == (0, str(len(names))), run.stderr[-2000:]
 
 
+@pytest.mark.needs("developer build")
 def test_words_are_those_of_std_regex(llama_cpp_dir: Path):
-    words = sys.modules.get("kqview._words")
-    if words is None:
-        pytest.skip("only developer builds have a second copy of llama.cpp's unicode.cpp")
+    words: Any = sys.modules["kqview._words"]
     lists = expressions(llama_cpp_dir)
     assert len(lists) >= 31
     seed = random.randrange(1 << 32)
@@ -337,6 +387,7 @@ def test_words_are_those_of_std_regex(llama_cpp_dir: Path):
             assert words.split(text, expression) == expected, (seed, expression, text)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name", ["baichuan", "bert-bge", "deepseek-coder", "falcon", "gpt-2", "gpt-neox", "llama-spm",
              "mpt", "phi-3", "qwen2", "refact", "starcoder"]
@@ -363,6 +414,7 @@ def cpu_seconds(call: Callable[[], object]) -> float:
     return time.thread_time() - start
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "unit"),
     [("llama-spm", "\n"), ("phi-3", "<|end|>"), ("gpt-2", "a"), ("falcon", "x>>TITLE<<")],
@@ -379,6 +431,7 @@ def test_time_is_in_proportion_to_length(name: str, unit: str, llama_cpp_dir: Pa
     assert seconds(400_000) < 9 * seconds(100_000)
 
 
+@pytest.mark.full
 def test_megabytes_of_ordinary_text_are_tokenized(demo_engine: Engine):
     text = "Anna gave the red ball to Tom. Tom put it into the box, and went home.\n" * 43_000
     assert len(text) > 3_000_000
@@ -393,15 +446,15 @@ def test_a_text_over_the_limit_is_refused(demo_engine: Engine):
         demo_engine.generate("a" * ((16 << 20) + 1))
 
 
+@pytest.mark.needs("developer build")
 def test_an_expression_that_takes_too_long_is_refused():
-    words = sys.modules.get("kqview._words")
-    if words is None:
-        pytest.skip("only developer builds have a second copy of llama.cpp's unicode.cpp")
+    words: Any = sys.modules["kqview._words"]
     assert words.split("aaab", ["(?:a|aa)*b"]) == ["aaab"]
     with pytest.raises(RequestError, match="longest words"):
         words.split("a" * 1_000, ["(?:a|aa)*b"])
 
 
+@pytest.mark.full
 def test_a_vocabulary_that_llama_cpp_aborts_at_is_a_typed_error(tmp_path: Path):
     """A space where it knows none; in a process of its own, which it ended before.
 
@@ -420,3 +473,21 @@ def test_a_vocabulary_that_llama_cpp_aborts_at_is_a_typed_error(tmp_path: Path):
         [sys.executable, "-c", program, str(path)], capture_output=True, text=True, timeout=60
     )
     assert (run.returncode, run.stdout) == (0, "typed\n"), run.stderr[-1000:]
+
+
+def test_special_tokens_are_left_out_if_asked() -> None:
+    with Engine.demo(n_threads=1) as engine:
+        ids = engine.tokenize("<|im_start|>user\nTom<|im_end|>", add_special=True)
+        assert engine.detokenize(ids).count("<|im_") == 2
+        for skipped in (
+            engine.detokenize(ids, skip_special_tokens=True),
+            engine.detokenize(iter(ids), skip_special_tokens=True),
+        ):
+            assert skipped == "user\nTom"
+        assert engine.detokenize(ids, skip_special_tokens=None) == engine.detokenize(ids)  # pyright: ignore
+        only = [engine.model.bos_token_id or 0, ids[0]]
+        assert engine.detokenize(only, skip_special_tokens=True) == ""
+        with pytest.raises(errors.RequestError, match="skip_special_tokens"):
+            engine.detokenize(ids, skip_special_tokens="yes")  # pyright: ignore
+        with pytest.raises(errors.InvalidToken):
+            engine.detokenize([10**6], skip_special_tokens=True)

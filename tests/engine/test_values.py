@@ -52,12 +52,7 @@ def stock_rows(
     **options: int,
 ) -> stock.Run:  # fmt: skip
     """The stock build's rows of the same sequence, flash attention off."""
-    try:
-        return stock.read_generation(
-            model, prompt, forced_ids, kv_type=kv_type, n_ctx=512, **options
-        )
-    except stock.PeersMissing as missing:
-        pytest.skip(str(missing))
+    return stock.read_generation(model, prompt, forced_ids, kv_type=kv_type, n_ctx=512, **options)
 
 
 # ---- float64 reference
@@ -253,7 +248,7 @@ def test_text_that_goes_on_after_an_early_close_has_right_columns(
 # ---- stock build
 
 
-@pytest.mark.peers
+@pytest.mark.needs("peers")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("kv_type", ["f32", "f16"])
 def test_rows_equal_the_stock_builds_tensors(
@@ -272,7 +267,7 @@ def test_rows_equal_the_stock_builds_tensors(
     assert error <= near(EXACT)
 
 
-@pytest.mark.peers
+@pytest.mark.needs("peers")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("kv_type", ["f32", "f16"])
 def test_flash_attention_rows_equal_the_stock_builds_tensors_without_it(
@@ -293,7 +288,7 @@ def test_flash_attention_rows_equal_the_stock_builds_tensors_without_it(
     assert above <= FLASH_SUMS
 
 
-@pytest.mark.peers
+@pytest.mark.needs("peers")
 def test_chunked_prompt_equals_the_stock_builds_tensors(
     make_engine: MakeEngine, tiny_llama: Path
 ) -> None:
@@ -304,7 +299,7 @@ def test_chunked_prompt_equals_the_stock_builds_tensors(
     assert largest_stock_error(tokens, other, "scores") <= near(EXACT)
 
 
-@pytest.mark.peers
+@pytest.mark.needs("peers")
 @pytest.mark.parametrize("kind", KINDS)
 def test_quantised_cache_is_near_the_stock_build(
     make_engine: MakeEngine,

@@ -86,6 +86,7 @@ def test_pool_is_full_again_when_views_are_dropped(
     assert engine.stats().pool.leased_bytes == 0
 
 
+@pytest.mark.full
 def test_tokens_that_nobody_took_give_their_blocks_back(
     make_engine: MakeEngine, tiny_llama: Path
 ) -> None:
@@ -293,6 +294,7 @@ kept = [tokens[3].attention[1], memoryview(tokens[4].attention)]
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "ending",
     [

@@ -31,7 +31,9 @@ def server() -> Iterator[postgres.Postgres]:
         yield one
 
 
-@pytest.fixture(params=["sqlite", "postgresql"])
+@pytest.fixture(
+    params=["sqlite", pytest.param("postgresql", marks=pytest.mark.needs("postgresql"))]
+)
 def database(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """The URL of an empty database, of each kind in turn."""
     if request.param == "sqlite":

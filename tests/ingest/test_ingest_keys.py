@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+pytestmark = pytest.mark.full
+
 OPERATOR, POSTER, ANN, BOB = "operator-key", "post-key", "ann-key", "bob-key"
 
 

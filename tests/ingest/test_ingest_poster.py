@@ -20,6 +20,8 @@ from tests.support.receiving import Receiving, receiving, sqlite_url
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+pytestmark = pytest.mark.full
+
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     hypothesis = pytest.importorskip("hypothesis")

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
     from tests.support.receiving import Receiving
 
+pytestmark = pytest.mark.full
+
 
 def put(client: httpx.Client, request_id: str, **request: Any) -> None:
     body = {"request": {"request_id": request_id, **request}}

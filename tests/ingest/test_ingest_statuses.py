@@ -10,6 +10,7 @@ import pytest
 
 from kqview.ingest import IngestSettings
 from kqview.ingest.settings import web_settings
+from tests.server.clients import check_browser_headers
 from tests.support.receiving import Receiving, receiving, sqlite_url
 
 if TYPE_CHECKING:
@@ -177,6 +178,12 @@ def test_body_has_to_be_called_json(received: Receiving, kind: str, status: int)
 
 def test_compressed_body_is_refused(received: Receiving) -> None:
     assert post(received, b"x", **{"content-encoding": "gzip"})[0] == 415
+
+
+@pytest.mark.parametrize("path", ["/", "/static/page.js", "/v1/traces", "/v1/traces/none", "/no"])
+def test_no_reply_may_be_framed_or_taken_for_another_type(received: Receiving, path: str) -> None:
+    with received.client() as client:
+        check_browser_headers(client.get(path))
 
 
 def test_body_above_75_mib_is_refused_before_it_is_sent(received: Receiving) -> None:

@@ -13,7 +13,7 @@ from kqview import Engine, Mod
 from kqview.ingest import IngestSettings
 from kqview.ingest.settings import web_settings
 from kqview.trace import Trace, final_ids
-from tests.support.browser import PHONE, needs_browser, sync_api, violations
+from tests.support.browser import PHONE, sync_api, violations
 from tests.support.receiving import Receiving, receiving, sqlite_url
 from tests.support.traces import SHORT, cut, long_trace, short_trace
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from kqview.mods import Added
 
-pytestmark = needs_browser
+pytestmark = [pytest.mark.full, pytest.mark.needs("chromium")]
 
 expect = sync_api.expect
 LONG = {"middle": 250, "long": 3500}  # steps; half as many tokens again

@@ -10,13 +10,13 @@ import pytest
 
 import kqview.ingest
 from kqview.trace import Trace, final_ids
-from tests.support.browser import needs_browser, open_tab
+from tests.support.browser import open_tab
 from tests.support.traces import SHORT, cut, long_trace, short_trace
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-pytestmark = needs_browser
+pytestmark = [pytest.mark.full, pytest.mark.needs("chromium")]
 
 SOURCE = (Path(kqview.ingest.__path__[0]) / "static" / "timeline.js").read_text(encoding="utf-8")
 IMPORT = (

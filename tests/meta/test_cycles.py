@@ -12,6 +12,8 @@ import pytest
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+pytestmark = pytest.mark.full
+
 PACKAGE = Path(__file__).parents[2] / "src" / "kqview"
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support.pages import ROOT, has_examples, node, pages, run_page
+from tests.support.pages import ROOT, has_examples, pages, run_page
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -29,7 +29,15 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title).strip().replace(" ", "-") for title in titles}
 
 
-@pytest.mark.parametrize("name", [name for name in PAGES if has_examples(PAGES[name])])
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.needs("node")] if "```js\n" in text else [])
+        for name, page in PAGES.items()
+        if has_examples(page) and (text := page.read_text(encoding="utf-8"))
+    ],
+)
 def test_examples_of_a_page_print_what_it_shows(name: str) -> None:
     for module in (
         "typer",
@@ -44,8 +52,6 @@ def test_examples_of_a_page_print_what_it_shows(name: str) -> None:
         "matplotlib",
     ):
         pytest.importorskip(module)
-    if "```js\n" in PAGES[name].read_text(encoding="utf-8") and node() is None:
-        pytest.skip("no node with a WebSocket")
     wrong = [
         f"{name}:{outcome.line}\n{outcome.code}\nprinted:\n{outcome.printed}"
         for outcome in run_page(PAGES[name])

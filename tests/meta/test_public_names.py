@@ -50,6 +50,7 @@ GENERATE_DEFAULTS = {
     "stopping": None,
     "forcing": None,
     "mod_time_limit_s": None,
+    "mods_strict": False,
     "trace": None,
     "request_id": None,
     "priority": 0,
@@ -111,6 +112,10 @@ GENERATION_MEMBERS = {
         "trace",
         "mods",
         "tool_calls",
+        "mod_errors",
+        "deltas",
+        "adeltas",
+        "take_delta",
         "n_removed",
     ),
     *("__iter__", "__next__", "__aiter__", "__anext__", "__enter__", "__exit__"),
@@ -125,6 +130,7 @@ ERROR_NAMES = {
     *("CapacityError", "PoolExhausted", "QueueFull", "OutOfMemory", "StateError"),
     *("StateFormatError", "StateMismatch", "ClosedError", "BusyError", "DecodeError"),
     *("InternalError", "InvalidActionError", "EmittedError", "UnknownOption"),
+    *("InvalidMod", "ModFailed", "ModFileError"),
 }
 
 

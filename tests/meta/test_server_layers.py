@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.full
+
 SERVER = Path(__file__).parents[2] / "src" / "kqview" / "server"
 API = SERVER / "api"
 DIALECTS = sorted(path.parent.name for path in API.glob("*/routes.py"))

@@ -51,6 +51,7 @@ struct fake_options {
     int n_chunk = 8;
     int n_outputs = 1024;
     bool can_truncate = true;
+    bool can_save = true;
     bool can_split_embedding = false;
     bool can_mix_embeddings = false;
     // The token that follows those of a cache.
@@ -321,6 +322,7 @@ public:
 
     std::size_t state_bytes(slot_id slot) override {
         check_thread();
+        if (!model_->options.can_save) throw error(errc::unsupported_model, "not saved");
         const std::lock_guard lock(model_->mutex_);
         return bytes_of(cache_of(slot), slot).size();
     }

@@ -34,6 +34,14 @@ inline ids make_prompt(token_id first, int n) {
     return prompt;
 }
 
+// For fake_options::on_decode: once the first step is decoded, `n` allocations of the engine thread
+// succeed and the next one fails.
+inline std::function<void(std::span<const step_token>)> allocation_failure(long n) {
+    return [=, is_first = true](std::span<const step_token>) mutable {
+        if (std::exchange(is_first, false)) n_allocations_left = n;
+    };
+}
+
 // What the fake model generates after `prompt` with these scales of its adapters.
 inline ids continuation(ids prompt, int n, const lora_scales& lora = {}) {
     for (auto& id : prompt) id = cached(id, lora);
@@ -147,15 +155,15 @@ private:
 class test_engine {
 public:
     explicit test_engine(fake_options options = {}, std::size_t budget_bytes = mib,
-                         int n_queue = 64, std::shared_ptr<host_allocator> allocator = nullptr)
+                         int n_queue = 64, std::shared_ptr<host_allocator> allocator = nullptr,
+                         std::chrono::milliseconds least_turn = std::chrono::milliseconds(0))
         : model(std::make_shared<fake_model>(std::move(options))) {
         block_pool_options pool_options;
         pool_options.budget_bytes = budget_bytes;
         pool_options.allocator = std::move(allocator);
         pool_options.poison = true;
         pool = block_pool::create(pool_options);
-        sched.reset(new scheduler(std::make_unique<fake_runner>(model), pool, n_queue,
-                                  std::chrono::milliseconds(0)));
+        sched.reset(new scheduler(std::make_unique<fake_runner>(model), pool, n_queue, least_turn));
     }
     ~test_engine() {
         model->allow_all();

@@ -5,6 +5,7 @@
 
 #include <memory>
 #include <random>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -111,6 +112,7 @@ TEST_CASE("parking: consumers that take at random get exactly their own tokens")
             const auto wanted = engine.submit(prompt, 30, [&](request& r) {
                 r.run_ahead = below(5);
                 r.priority = below(2);
+                r.owner = std::string(1, static_cast<char>('a' + below(3)));
                 r.is_alone = below(4) == 0;
                 r.cache_prompt = below(3) > 0;
                 r.lora = lora;
@@ -236,30 +238,64 @@ TEST_CASE("parking: a request whose consumer keeps up keeps its slot") {
     CHECK(taker.rest().size() == 29);
 }
 
-TEST_CASE("parking: steered requests and those that discarded tokens keep their slots") {
-    for (const bool is_steered : {true, false}) {
-        CAPTURE(is_steered);
-        test_engine engine({.n_ctx = 24});
-        const auto holder = engine.submit(make_prompt(1, 20), 60, [=](request& r) {
-            r.is_steered = is_steered;
+TEST_CASE("parking: requests that discarded tokens go on where they were") {
+    const auto submit = [](test_engine& engine, token_id first) {
+        return engine.submit(make_prompt(first, 20), 60, [](request& r) {
+            r.n_keep = 4;
             r.n_discard = 8;
-            r.run_ahead = 1;
+            r.run_ahead = 2;
+            r.capture = make_plan();
         });
-        consumer taker(holder);
-        if (is_steered) {
-            REQUIRE(taker.take_item().forward);
-        } else {
-            while (taker.next()->n_discarded == 0) continue;
-        }
-        const auto late = engine.submit(make_prompt(2, 5), 2);
-        const auto waiter = std::make_shared<wake_handle>();
-        (void)late->box->arm(waiter);
-        engine.pass_round();
-        CHECK(late->box->take_stall() == std::vector{holder->id});
-        CHECK(engine.sched->counters().n_parkings == 0);
-        engine.cancel(holder);
-        CHECK(consumer(late).rest().size() == 2);
+    };
+    test_engine engine({.n_ctx = 24}), undisturbed({.n_ctx = 24});
+    std::vector<consumer> takers, alone;
+    for (token_id i = 1; i <= 3; ++i) {
+        takers.emplace_back(submit(engine, i));
+        alone.emplace_back(submit(undisturbed, i));
     }
+    for (int round = 0; round < 60; ++round) {
+        for (auto& taker : takers) {
+            const auto found = taker.next();
+            const auto wanted = alone[static_cast<std::size_t>(&taker - takers.data())].next();
+            REQUIRE(found);
+            REQUIRE(wanted);
+            REQUIRE(found->id == wanted->id);
+            REQUIRE(is_row_of(*found));
+            REQUIRE(found->n_discarded == wanted->n_discarded);
+        }
+    }
+    CHECK(engine.sched->counters().n_parkings > 20);
+    CHECK(engine.model->n_discards() > 6);
+}
+
+TEST_CASE("parking: rows that find no room in the pool hold up nobody") {
+    constexpr std::size_t block_bytes = 4096;
+    test_engine engine({.n_ctx = 64}, 4 * block_bytes);
+    const auto prompt = make_prompt(1, 5);
+    const auto holder = engine.submit(prompt, 20, [](request& r) { r.capture = make_plan(); });
+    consumer taker(holder);
+    taker.take(1);
+    engine.pass_round();
+    REQUIRE(engine.sched->slots()[0].state == slot_state::starved);
+    CHECK(consumer(engine.submit(make_prompt(2, 5), 3)).rest().size() == 3);
+    CHECK(taker.rest() == generated(prompt, 1, 19));
+}
+
+TEST_CASE("parking: a request whose cells are needed and cannot be saved keeps its slot") {
+    test_engine engine({.can_save = false});
+    const auto holder = engine.submit(make_prompt(1, 20), 60, [](request& r) {
+        r.is_steered = true;
+        r.is_alone = true;
+    });
+    REQUIRE(consumer(holder).take_item().forward);
+    const auto late = engine.submit(make_prompt(2, 5), 2);
+    const auto waiter = std::make_shared<wake_handle>();
+    (void)late->box->arm(waiter);
+    while (!waiter->wait(20'000)) continue;  // the holder's turn ends first
+    CHECK(late->box->take_stall() == std::vector{holder->id});
+    CHECK(engine.sched->counters().n_parkings == 0);
+    engine.cancel(holder);
+    CHECK(consumer(late).rest().size() == 2);
 }
 
 TEST_CASE("parking: of several the one with the lowest priority leaves its slot") {
@@ -398,9 +434,7 @@ TEST_CASE("parking: memory that runs out ends requests with their right tokens, 
         CAPTURE(i_failed);
         const int n_before = n_allocations_failed;
         fake_options options;
-        options.on_decode = [=, is_first = true](std::span<const step_token>) mutable {
-            if (std::exchange(is_first, false)) n_allocations_left = i_failed;
-        };
+        options.on_decode = allocation_failure(i_failed);
         test_engine engine(options);
         std::vector<ids> prompts;
         std::vector<consumer> takers;

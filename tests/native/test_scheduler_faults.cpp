@@ -292,9 +292,7 @@ TEST_CASE(
         CAPTURE(i_failed);
         const int n_before = n_allocations_failed;
         auto options = make_options();
-        options.on_decode = [=, is_first = true](std::span<const step_token>) mutable {
-            if (std::exchange(is_first, false)) n_allocations_left = i_failed;
-        };
+        options.on_decode = allocation_failure(i_failed);
         test_engine engine(options);
         const auto all = run(engine);
         has_failed = n_allocations_failed > n_before;

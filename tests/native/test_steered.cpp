@@ -310,16 +310,225 @@ TEST_CASE("steered: a slot that has waited longest takes the others along in its
     CHECK(engine.model->decodes()[n_before].size() == 4);
 }
 
-TEST_CASE("steered: a request that waits for its slot is told of the consumer") {
-    test_engine engine;
-    auto steered = drive(engine, make_prompt(1, 5), 60);
+// ---- parked: the consumer's pass is answered while the request has no slot
+
+namespace {
+
+// A steered request whose consumer has a pass and which has given its slot to another request.
+driver park(test_engine& engine, const ids& prompt,
+            const std::function<void(request&)>& adjust = {}) {
+    auto steered = drive(engine, prompt, 60, adjust);
     REQUIRE(steered.next());
-    const auto queued = engine.submit(make_prompt(2, 5), 3);
-    const auto waiter = std::make_shared<wake_handle>();
-    REQUIRE_FALSE(queued->box->arm(waiter));
-    while (!waiter->wait(20'000)) {
+    steered.answer(0, {steered.pick()});
+    REQUIRE(steered.next());
+    const auto other = make_prompt(77, 9);
+    CHECK(consumer(engine.submit(other, 3)).rest() == continuation(other, 3));
+    REQUIRE(engine.sched->n_parked() == 1);
+    REQUIRE(steered.wanted()->slot == -1);
+    return steered;
+}
+
+// Answers at random, and knows what the text must be.
+class random_author {
+public:
+    random_author(driver one, unsigned seed) : driver_(std::move(one)), random_(seed) {}
+
+    // False: it has ended.
+    bool write() {
+        if (!driver_.next()) return false;
+        const auto& prompt = driver_.wanted()->prompt;
+        const auto n_generated = static_cast<int>(text_.size() - prompt.size());
+        REQUIRE(driver_.pick() == hash_of(text_));
+        REQUIRE(driver_.known().n_tokens == static_cast<int>(text_.size()));
+        REQUIRE(driver_.known().n_removable == n_generated);
+        if (const auto& rows = driver_.event().rows; rows.block) {
+            REQUIRE(is_row_of({hash_of(text_), 0, {}, rows}));
+            REQUIRE(rows.layout.n_columns == static_cast<int>(text_.size()));
+        }
+        const int n_removed = static_cast<int>(random_() % 3) * n_generated / 3;
+        ids added = make_prompt(static_cast<token_id>(50 + random_() % 50),
+                                static_cast<int>(random_() % 6));
+        if (random_() % 2 == 0) added = {hash_of(text_)};
+        added.resize(std::min(added.size(),
+                              static_cast<std::size_t>(driver_.known().n_left + n_removed - 1)));
+        driver_.answer(n_removed, added);
+        text_.resize(text_.size() - static_cast<std::size_t>(n_removed));
+        text_ = text_ + added;
+        return true;
     }
-    CHECK(queued->box->take_stall() == std::vector{steered.wanted()->id});
+    const std::shared_ptr<request>& wanted() const { return driver_.wanted(); }
+
+private:
+    driver driver_;
+    std::mt19937 random_;
+    ids text_ = driver_.wanted()->prompt;
+};
+
+}  // namespace
+
+TEST_CASE("steered: a pass is answered as before after its request has left its slot") {
+    for (const bool can_truncate : {true, false}) {
+        CAPTURE(can_truncate);
+        test_engine engine(with(can_truncate));
+        const auto prompt = make_prompt(1, 20);
+        auto steered = park(engine, prompt, [](request& r) { r.capture = make_plan(); });
+        const auto first = continuation(prompt, 1);
+        CHECK(is_row_of({hash_of(prompt + first), 0, {}, steered.event().rows}));
+        CHECK(steered.refused(2, {}) == errc::request);
+        const auto second = steered.pick();
+        CHECK(second == hash_of(prompt + first));
+        engine.pass_round();
+        CHECK(engine.sched->n_parked() == 1);  // it waits for its answer, not for a slot
+        steered.answer(1, {7, 8});
+        REQUIRE(steered.next());
+        CHECK(steered.wanted()->slot == 0);
+        CHECK(steered.pick() == hash_of(prompt + ids{7, 8}));
+        CHECK(steered.event().rows.layout.n_columns == 22);
+        CHECK(engine.model->cache(0) == prompt + ids{7, 8});
+        steered.answer(0, {}, finish_reason::stop);
+        CHECK_FALSE(steered.next());
+        CHECK(steered.from().usage().completion_tokens == 2);
+        CHECK(engine.sched->counters().n_requests == 2);
+    }
+}
+
+TEST_CASE("steered: the answer that ends a parked request ends it at once") {
+    test_engine engine;
+    const auto ends_with = [&](const ids& added, std::optional<finish_reason> end, int n_tokens,
+                               finish_reason reason) {
+        auto steered = park(engine, make_prompt(1, 20), [](request& r) { r.stop_tokens = {8}; });
+        steered.answer(0, added, end);
+        CHECK_FALSE(steered.next());
+        CHECK(engine.sched->n_parked() == 0);
+        CHECK(steered.from().reason() == reason);
+        CHECK(steered.from().usage().completion_tokens == n_tokens);
+    };
+    ends_with({7}, finish_reason::stop, 2, finish_reason::stop);
+    ends_with({7, end_token, 9}, {}, 2, finish_reason::stop);
+    ends_with({7, 8, 9}, {}, 2, finish_reason::stop_token);
+    ends_with(make_prompt(3, 59), {}, 60, finish_reason::length);
+    CHECK(engine.sched->counters().n_finished == 8);
+}
+
+TEST_CASE("steered: a parked request is cancelled, and ends with its engine") {
+    for (const bool is_closed : {false, true}) {
+        test_engine engine;
+        auto steered = park(engine, make_prompt(1, 20));
+        if (is_closed) {
+            engine.sched->close();
+        } else {
+            engine.cancel(steered.wanted());
+        }
+        CHECK(engine.sched->n_parked() == 0);
+        CHECK(steered.refused(0, {7}) == errc::closed);
+        CHECK_THROWS_AS(steered.pick(), error);
+        CHECK_FALSE(steered.next());
+        if (is_closed) CHECK(steered.from().code() == errc::closed);
+        CHECK((steered.from().reason() == finish_reason::cancelled) != is_closed);
+    }
+}
+
+TEST_CASE("steered: a deterministic request gets back the very cells that it had") {
+    test_engine engine;
+    auto steered = park(engine, make_prompt(1, 20), [](request& r) {
+        r.is_alone = true;
+        r.cache_prompt = false;
+    });
+    const auto n_before = engine.sched->counters().n_prompt_tokens.load();
+    const auto id = steered.pick();
+    steered.answer(0, {id});
+    REQUIRE(steered.next());
+    CHECK(engine.sched->counters().n_prompt_tokens == n_before);
+    CHECK(steered.pick() == continuation(make_prompt(1, 20), 3).back());
+}
+
+TEST_CASE("steered: a consumer that answers in time keeps its slot") {
+    test_engine engine({}, mib, 64, nullptr, std::chrono::hours(1));
+    const auto prompt = make_prompt(1, 5);
+    auto steered = drive(engine, prompt, 50);
+    REQUIRE(steered.next());
+    const auto late = engine.submit(make_prompt(2, 5), 3);
+    const auto waiter = std::make_shared<wake_handle>();
+    REQUIRE_FALSE(late->box->arm(waiter));
+    steered.answer(0, {steered.pick()});
+    CHECK(steered.rest().size() == 49);
+    CHECK(engine.sched->counters().n_parkings == 0);
+    CHECK(consumer(late).rest().size() == 3);
+}
+
+TEST_CASE("steered: passes answered at random in few slots follow from their texts alone") {
+    for (const unsigned seed : {1u, 2u, 3u, 4u, 5u, 6u, 7u, 8u}) {
+        CAPTURE(seed);
+        std::mt19937 random(seed);
+        const auto below = [&](int n) {
+            return static_cast<int>(random() % static_cast<unsigned>(n));
+        };
+        const int n_slots = 1 + below(2);
+        test_engine engine(
+            {.n_slots = n_slots, .n_chunk = 1 + below(16), .can_truncate = below(4) > 0});
+        std::vector<std::unique_ptr<random_author>> authors;
+        for (unsigned i = 0; i < 5; ++i) {
+            const auto prompt = make_prompt(1 + below(3), 1 + below(40));
+            auto one = drive(engine, prompt, 60, [&](request& r) {
+                r.run_ahead = below(3);
+                r.is_alone = below(3) == 0;
+                r.cache_prompt = below(3) > 0;
+                r.priority = below(2);
+                if (below(2) == 0) r.capture = make_plan();
+                if (below(4) == 0) r.wanted_slot = below(n_slots);
+            });
+            authors.push_back(std::make_unique<random_author>(std::move(one), seed * 10 + i));
+        }
+        for (int n_left = 300; n_left > 0 && !authors.empty(); --n_left) {
+            const auto i = static_cast<std::size_t>(below(static_cast<int>(authors.size())));
+            if (below(60) > 0 && authors[i]->write()) continue;
+            engine.cancel(authors[i]->wanted());  // wherever it is
+            authors.erase(authors.begin() + static_cast<std::ptrdiff_t>(i));
+        }
+        CHECK(engine.sched->counters().n_parkings > 0);
+        for (const auto& author : authors) engine.cancel(author->wanted());
+        CHECK(engine.sched->n_parked() == 0);
+    }
+}
+
+TEST_CASE("steered: memory that runs out around a parked request ends requests, and none waits") {
+    for (const bool is_alone : {false, true}) {
+        long i_failed = 0;
+        for (bool has_failed = true; has_failed; ++i_failed) {
+            CAPTURE(i_failed);
+            const int n_before = n_allocations_failed;
+            fake_options options;
+            options.on_decode = allocation_failure(i_failed);
+            test_engine engine(options);
+            std::vector<driver> drivers;
+            std::vector<ids> texts;
+            for (token_id i = 0; i < 2; ++i) {
+                texts.push_back(make_prompt(i + 1, 9));
+                drivers.push_back(
+                    drive(engine, texts.back(), 4, [=](request& r) { r.is_alone = is_alone; }));
+            }
+            for (int round = 0; round < 5; ++round) {
+                for (std::size_t i = 0; i < 2; ++i) {
+                    if (!drivers[i].next()) continue;
+                    try {
+                        const auto picked = drivers[i].pick();
+                        CHECK(picked == hash_of(texts[i]));
+                        drivers[i].answer(0, {picked});
+                        texts[i].push_back(picked);
+                    } catch (const error& failure) {  // it has ended since
+                        CHECK(failure.code() == errc::closed);
+                    }
+                }
+            }
+            has_failed = n_allocations_failed > n_before;
+            for (std::size_t i = 0; i < 2; ++i) {
+                const bool is_whole = drivers[i].from().reason() == finish_reason::length;
+                CHECK((texts[i].size() == 13 || !is_whole));
+                if (!is_whole) CHECK(drivers[i].from().code() == errc::out_of_memory);
+            }
+        }
+        CHECK(i_failed > 20);
+    }
 }
 
 TEST_CASE("steered: closing the engine ends a request that waits for its answer") {
@@ -345,50 +554,53 @@ TEST_CASE("steered: a pass outlives its request") {
 }
 
 TEST_CASE("steered: many at once beside plain requests, cancelled at random") {
-    test_engine engine(with(true, 4, 4096));
-    std::atomic<int> n_wrong{0};
-    std::vector<std::thread> threads;
-    for (unsigned seed = 1; seed <= 6; ++seed) {
-        threads.emplace_back([&, seed] {
-            std::mt19937 random(seed);
-            for (int round = 0; round < 20; ++round) {
-                const auto prompt = make_prompt(static_cast<token_id>(seed * 100) + round, 12);
-                if (seed % 3 == 0) {
-                    consumer plain(engine.submit(prompt, 15));
-                    if (plain.rest() != continuation(prompt, 15)) ++n_wrong;
-                    continue;
-                }
-                auto steered =
-                    drive(engine, prompt, 30, [](request& r) { r.capture = make_plan(); });
-                ids text = prompt;
-                const auto n_passes = random() % 12;
-                for (unsigned n = 0; n < n_passes && steered.next(); ++n) {
-                    const auto picked = steered.pick();
-                    if (picked != hash_of(text)) ++n_wrong;
-                    const auto n_removable = static_cast<unsigned>(steered.known().n_removable);
-                    if (random() % 4 == 0) {
-                        const auto n_removed = random() % (1 + n_removable);
-                        steered.answer(static_cast<int>(n_removed), {});
-                        text.resize(text.size() - n_removed);
-                    } else {
-                        steered.answer(0, {picked, 7});
-                        text = text + ids{picked, 7};
+    for (const int n_slots : {4, 1}) {
+        test_engine engine(with(true, n_slots, 4096));
+        std::atomic<int> n_wrong{0};
+        std::vector<std::thread> threads;
+        for (unsigned seed = 1; seed <= 6; ++seed) {
+            threads.emplace_back([&, seed] {
+                std::mt19937 random(seed);
+                for (int round = 0; round < 20; ++round) {
+                    const auto prompt = make_prompt(static_cast<token_id>(seed * 100) + round, 12);
+                    if (seed % 3 == 0) {
+                        consumer plain(engine.submit(prompt, 15));
+                        if (plain.rest() != continuation(prompt, 15)) ++n_wrong;
+                        continue;
                     }
-                }
-                if (random() % 2 == 0 && steered.next()) {
-                    // From another thread, while this one answers.
-                    std::thread other([&] { engine.sched->cancel(steered.wanted()); });
-                    try {
-                        steered.pick();
-                        steered.answer(0, {7});
-                    } catch (const error&) {
+                    auto steered =
+                        drive(engine, prompt, 30, [](request& r) { r.capture = make_plan(); });
+                    ids text = prompt;
+                    const auto n_passes = random() % 12;
+                    for (unsigned n = 0; n < n_passes && steered.next(); ++n) {
+                        const auto picked = steered.pick();
+                        if (picked != hash_of(text)) ++n_wrong;
+                        const auto n_removable = static_cast<unsigned>(steered.known().n_removable);
+                        if (random() % 4 == 0) {
+                            const auto n_removed = random() % (1 + n_removable);
+                            steered.answer(static_cast<int>(n_removed), {});
+                            text.resize(text.size() - n_removed);
+                        } else {
+                            steered.answer(0, {picked, 7});
+                            text = text + ids{picked, 7};
+                        }
                     }
-                    other.join();
+                    if (random() % 2 == 0 && steered.next()) {
+                        // From another thread, while this one answers.
+                        std::thread other([&] { engine.sched->cancel(steered.wanted()); });
+                        try {
+                            steered.pick();
+                            steered.answer(0, {7});
+                        } catch (const error&) {
+                        }
+                        other.join();
+                    }
+                    engine.cancel(steered.wanted());
                 }
-                engine.cancel(steered.wanted());
-            }
-        });
+            });
+        }
+        for (auto& thread : threads) thread.join();
+        CHECK(n_wrong == 0);
+        if (n_slots == 1) CHECK(engine.sched->counters().n_parkings > 0);
     }
-    for (auto& thread : threads) thread.join();
-    CHECK(n_wrong == 0);
 }

@@ -99,6 +99,18 @@ def reset(sock: socket.socket) -> None:
     sock.close()
 
 
+def check_browser_headers(reply: httpx.Response) -> None:
+    """Browsers neither frame the reply, nor guess its type, nor tell others where it was."""
+    policy = dict(
+        one.strip().split(" ", 1) for one in reply.headers["content-security-policy"].split(";")
+    )
+    assert policy["frame-ancestors"] == "'none'"
+    assert policy["default-src"] == "'self'"
+    assert reply.headers.get_list("x-frame-options") == ["DENY"]
+    assert reply.headers.get_list("x-content-type-options") == ["nosniff"]
+    assert reply.headers["referrer-policy"] == "same-origin"
+
+
 def n_files() -> int:
     """Open files of this process, the server's sockets among them."""
     return len(os.listdir("/proc/self/fd"))

@@ -14,7 +14,7 @@ import pytest
 
 from kqview import Engine
 from kqview.server import Settings
-from tests.support.browser import WITHIN_MS, needs_browser
+from tests.support.browser import WITHIN_MS
 from tests.support.serving import serving
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from tests.support.serving import Served
 
-pytestmark = needs_browser
+pytestmark = pytest.mark.needs("chromium")
 
 README = Path(__file__).parents[2] / "src/kqview/server/README.md"
 PAGES = Path(__file__).with_name("pages")
@@ -141,3 +141,15 @@ def test_name_that_somebody_points_at_this_machine_reads_nothing(page: Any, serv
     assert reply.status == 403
     script = "async () => { const r = await fetch('/api/v1/model'); return [r.status, r.type]; }"
     assert page.evaluate(script) == [403, "basic"]  # of its own origin, to the browser
+
+
+def test_page_of_the_server_is_not_shown_inside_that_of_another(
+    page: Any, served: Served, origin: str
+):
+    page.goto(f"{served.url}/chat")
+    assert page.get_by_role("textbox").count()
+    result(page, f"{origin}/frame.html")
+    [shown] = page.main_frame.child_frames
+    assert shown.url.startswith("chrome-error:")
+    assert shown.get_by_role("textbox").count() == 0
+    assert any("frame-ancestors 'none'" in line for line in page.logged)

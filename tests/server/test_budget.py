@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+pytestmark = pytest.mark.full
+
 MIB = 2**20
 KEY = "Bearer secret"
 

@@ -18,7 +18,7 @@ from kqview.server.api.mia4 import routes
 from kqview.server.api.mia4.turn import Turn
 from kqview.server.config import Config, Llm, Model, Persona, SystemPrompt, Ui
 from kqview.server.served import Served as ServedModel
-from tests.support.browser import PHONE, needs_browser, sync_api, violations
+from tests.support.browser import PHONE, sync_api, violations
 from tests.support.serving import serving
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from tests.support.serving import Served
 
-pytestmark = needs_browser
+pytestmark = [pytest.mark.full, pytest.mark.needs("chromium")]
 expect = sync_api.expect
 
 SYSTEM = "You tell stories."

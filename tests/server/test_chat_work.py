@@ -128,12 +128,12 @@ CALL = '<tool_call>\n{"name": "stop", "arguments": {}}\n</tool_call>'
     ("wanted", "good", "bad"),
     [
         (
-            Wanted(calls=TOOLS, needs_call=True),
+            Wanted(calls=TOOLS),
             [CALL, f"{CALL}\n{CALL}"],
             ["", "text", f"<think>a</think>{CALL}", CALL.replace("stop", "other")],
         ),
         (
-            Wanted(calls=TOOLS, needs_call=True, is_parallel=False, reasoning="may"),
+            Wanted(calls=TOOLS, is_parallel=False, reasoning="may"),
             [CALL, f"<think>a < b</think>\n\n{CALL}"],
             [f"{CALL}\n{CALL}", f"a</think>{CALL}"],
         ),
@@ -162,13 +162,13 @@ def test_grammar_of_harmony_has_its_channels():
     call = "<|channel|>commentary to=functions.stop <|constrain|>json<|message|>{}"
     answer = grammar(Wanted(schema={"const": [1]}), "harmony", literal)
     assert [accepts(answer, one) for one in (final, thoughts + final, call)] == [True, True, False]
-    calls = grammar(Wanted(calls=TOOLS, needs_call=True), "harmony", literal)
+    calls = grammar(Wanted(calls=TOOLS), "harmony", literal)
     assert [accepts(calls, one) for one in (call, thoughts + call, final)] == [True, True, False]
 
 
 def test_grammar_of_elements_and_of_deepseek_have_their_marks():
     call = XML % ("look_up", "<parameter=word>\na <b\n</parameter>\n")
-    elements = grammar(Wanted(calls=TOOLS, needs_call=True), "xml", literal)
+    elements = grammar(Wanted(calls=TOOLS), "xml", literal)
     good = [call, XML % ("stop", ""), f"{call}\n{call}"]
     bad = [XML % ("look_up", ""), XML % ("other", ""), "text"]
     assert [accepts(elements, one) for one in good] == [True] * 3
@@ -176,7 +176,7 @@ def test_grammar_of_elements_and_of_deepseek_have_their_marks():
     one = f"{ONE}stop{SEP}{{}}{ONE_END}"
     fenced = f"{ONE}function{SEP}stop\n```json\n{{}}\n```{ONE_END}"
     for form, text in (("deepseek", one), ("deepseek_fenced", fenced)):
-        calls = grammar(Wanted(calls=TOOLS, needs_call=True), form, literal)
+        calls = grammar(Wanted(calls=TOOLS), form, literal)
         assert accepts(calls, f"{BEGIN}{text}{text}{END}")
         assert not accepts(calls, text)
 
@@ -376,6 +376,13 @@ def test_any_cutting_of_an_answer_reads_the_same(form: Any, text: str, cuts: lis
         ("xml", "Hi.\n" + XML % ("f", "<parameter=a>\n[1]\n</parameter>\n") + "\n"
          + XML % ("g", '<parameter=b>\n[1]\n</parameter>\n<parameter=c>\n"x\n</parameter>\n'),
          "Hi.\n", [("f", {"a": "[1]"}), ("g", {"b": [1], "c": '"x'})]),
+        ("xml", XML % ("g", r'<parameter=b>["\ud800", NaN]</parameter>'
+                       "<parameter=c>1e999</parameter>"),
+         "", [("g", {"b": ["\ufffd", "NaN"], "c": "1e999"})]),
+        ("hermes", r'<tool_call>{"name": "f", "arguments": {"a": NaN, "b": "\ud800",}}</tool_call>',
+         "", [("f", {"a": "NaN", "b": "\ufffd"})]),
+        ("mistral", r'[TOOL_CALLS][{"name": "f", "arguments": {"a": [1e999, "\ud800"]}}]', "",
+         [("f", {"a": ["1e999", "\ufffd"]})]),
         ("xml", "<function=f>\n<parameter=a>one\ntwo</parameter></function> Done.", " Done.",
          [("f", {"a": "one\ntwo"})]),
         ("xml", "<tool_call>no call</tool_call>", "<tool_call>no call</tool_call>", []),
@@ -393,7 +400,8 @@ def test_calls_are_read_and_everything_else_stays_text(
     form: Any, text: str, content: str, calls: list[tuple[str, Any]]
 ):
     answer = answer_of(Reading(calls=form, texts={"f": frozenset("a")}), text)
-    assert [(one.name, json.loads(one.arguments)) for one in answer.calls] == calls
+    assert [(one.name, msgspec.json.decode(one.arguments)) for one in answer.calls] == calls
+    assert msgspec.json.encode(answer)
     assert answer.content == content
     assert len({one.id for one in answer.calls}) == len(calls)
 
@@ -441,6 +449,17 @@ def test_template_without_tools_reads_its_own_calls_and_those_it_was_told_of(eng
     work = prepare(engine, chat(tools=TOOLS, chat_template=source))
     for text in (f"{BEGIN}{ONE}stop{SEP}{{}}{ONE_END}{END}", CALL):
         assert [one.name for one in answer_of(work.reading, text).calls] == ["stop"]
+
+
+@pytest.mark.parametrize(
+    ("written", "arguments"),
+    [("", "{}"), ("hello", '"hello"'), ('json {"a": NaN}', '{"a": "NaN"}'), ('{"a"', '{"a"')],
+)
+def test_arguments_in_a_channel_are_json(written: str, arguments: str):
+    text = f"<|channel|>commentary to=functions.f<|message|>{written}"
+    for end in ("", "<|call|>", "<|end|><|start|>assistant to=functions.g<|message|>{}"):
+        answer = answer_of(Reading(Split(mode="harmony")), text + end)
+        assert answer.calls[0].arguments.strip() == arguments
 
 
 def test_calls_of_harmony_have_channels_of_their_own():

@@ -438,3 +438,35 @@ async def test_fifty_sessions_share_four_slots_while_clients_leave(folder: Path)
             for i in range(n_sessions):
                 await talk.saved(f"{i}", owner=f"{i % 7}")
             assert talk.service.conversations.states.n_waiting(engine) == 0
+
+
+async def test_owner_without_a_seat_gets_one_where_another_has_all(engine: Engine, folder: Path):
+    config = config_of(Settings(max_queued=2), states_dir=str(folder))
+    async with chats(engine, config) as talk:
+        model = talk.service.pool.default
+        conversations = talk.service.conversations
+        entered: list[str] = []
+
+        async def sit(owner: str, name: str, leaves: asyncio.Event) -> None:
+            caller = conversation_states.Caller("x", owner=owner)
+            with talk.service.budget.hold(name) as hold:
+                async with (
+                    conversations.turn(owner, name, hold) as turn,
+                    turn.seat(model, caller, [1] * 100),
+                ):
+                    entered.append(name)
+                    await leaves.wait()
+
+        leaves, other_leaves = asyncio.Event(), asyncio.Event()
+        greedy = [asyncio.create_task(sit("greedy", f"{i}", leaves)) for i in range(4)]
+        await until(lambda: conversations.states.n_waiting(model.engine) == 2)
+        with pytest.raises(QueueFull, match="2 turns of your sessions"):
+            await sit("greedy", "4", leaves)
+        other = [asyncio.create_task(sit("other", name, other_leaves)) for name in "ab"]
+        await until(lambda: entered == ["0", "1", "a"])
+        other_leaves.set()
+        await until(lambda: "b" in entered)
+        assert len(entered) == 4
+        leaves.set()
+        await asyncio.gather(*greedy, *other)
+        assert sorted(entered) == ["0", "1", "2", "3", "a", "b"]

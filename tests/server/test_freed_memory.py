@@ -10,6 +10,8 @@ import pytest
 
 from kqview.cli import serving
 
+pytestmark = pytest.mark.full
+
 # Rows are copied in worker threads; a page is 4 KiB, so fresh memory for one row faults 2048 times.
 SCRIPT = """
 import resource, threading

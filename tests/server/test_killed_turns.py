@@ -18,6 +18,8 @@ import pytest
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+pytestmark = pytest.mark.full
+
 WITHIN_S = 60.0
 ROOT = Path(__file__).parents[2]
 PROMPT = "Tell me about the baker, the silver key and the old bridge of the village. " * 3

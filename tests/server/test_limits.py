@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
     from tests.support.serving import Served
 
+pytestmark = pytest.mark.full
+
 KIB = 1024
 LONG = {"prompt": "Tom has", "max_tokens": 8000, "attention": False}
 

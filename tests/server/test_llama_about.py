@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from kqview import Engine
+from kqview.chat import rendering
 from kqview.errors import RequestError, UnsupportedModel
 from kqview.server import Settings
+from tests.support.chat_templates import HOSTILE
 from tests.support.serving import serving
 
 if TYPE_CHECKING:
@@ -125,8 +130,47 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({}, "messages"),
     ({"messages": [{"role": "user"}]}, "messages"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "image_url"),
-    ({"messages": MESSAGES, "chat_template": "{% for"}, "template"),
+    ({"messages": MESSAGES, "chat_template": "{{ 1 }}"}, "chat_template"),
 ]
+
+
+@pytest.fixture(scope="module")
+def templated() -> Iterator[httpx.Client]:
+    """A client of a server that lets requests bring templates, and stops them early."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(rendering, "CPU_S_MAX", 1.0)
+        settings = Settings(demo=True, n_threads=1, request_chat_template=True)
+        with serving(settings) as served, served.client() as client:
+            yield client
+
+
+def test_template_of_a_request_needs_the_setting(client: httpx.Client, templated: httpx.Client):
+    body = {"messages": MESSAGES, "chat_template": "{{ messages[0].content }}!"}
+    refused = client.post("/apply-template", json=body)
+    assert refused.status_code == 400
+    assert "--request-chat-template" in refused.json()["error"]["message"]
+    expected = {"prompt": "Who are you? <|im_end|>!"}
+    assert templated.post("/apply-template", json=body).json() == expected
+    body["chat_template"] = "{% for"
+    assert templated.post("/apply-template", json=body).status_code == 400
+
+
+@pytest.mark.parametrize("name", ["comparison", "tojson", "kept texts"])
+def test_health_answers_while_a_template_takes_all(templated: httpx.Client, name: str):
+    body = {"messages": MESSAGES, "chat_template": HOSTILE[name]}
+    with ThreadPoolExecutor(1) as other:
+        hostile = other.submit(templated.post, "/apply-template", json=body, timeout=60)
+        answered_s: list[float] = []
+        while not hostile.done():
+            start_s = time.monotonic()
+            assert templated.get("/health").status_code == 200
+            answered_s.append(time.monotonic() - start_s)
+    assert hostile.result().status_code == 400
+    assert "stopped" in hostile.result().json()["error"]["message"]
+    assert median(answered_s) < 0.5
+    assert max(answered_s) < max(0.5, sum(answered_s) / 2)  # else it was one wait, with a busy GIL
+    body["chat_template"] = "{{ messages[0].role }}"
+    assert templated.post("/apply-template", json=body).json() == {"prompt": "user"}
 
 
 @pytest.mark.parametrize(("body", "fact"), REFUSED)

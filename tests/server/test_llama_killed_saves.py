@@ -17,6 +17,8 @@ import pytest
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+pytestmark = pytest.mark.full
+
 WITHIN_S = 60.0
 ROOT = Path(__file__).parents[2]
 # Kills itself in the call of `durable` that the file KILL_AT names, once that file is there.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import shutil
 import stat
 import subprocess
 import sys
@@ -520,7 +519,7 @@ curl -X POST "$URL/sessions/1?action=restore&slot=1" \
 """
 
 
-@pytest.mark.skipif(shutil.which("curl") is None, reason="no curl on this machine")
+@pytest.mark.needs("curl")
 def test_workflow_of_the_seed_with_curl(
     served: Served, client: httpx.Client, folder: Path, tmp_path: Path
 ):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -12,12 +13,12 @@ import httpx
 import pytest
 from websockets.sync.client import connect
 
+from kqview.generation.text import ShownText
 from kqview.server import Settings
 from kqview.server.api.chat_work import Answer, Reading
-from kqview.server.api.held_text import ShownText
 from kqview.server.api.mods_field import calls_of
 from kqview.server.run import Removal
-from kqview.trace import Trace, final_ids
+from kqview.trace import Trace, final_ids, post
 from tests.support.trace_receiver import receiving
 
 if TYPE_CHECKING:
@@ -76,13 +77,23 @@ import time
 import kqview
 @kqview.mod
 def slow(event, actions, tokenizer):
-    time.sleep(3600)
+    time.sleep(20)
 """,
     "fails": """
 import kqview
 @kqview.mod
 def fails(event, actions, tokenizer):
     raise KeyError("inside")
+""",
+    "guard": """
+from kqview.mods import Mod
+class Guard(Mod):
+    required = True
+    def __init__(self, step=0):
+        self.step = step
+    def __call__(self, event, actions, tokenizer):
+        if event.step == self.step:
+            raise KeyError("inside")
 """,
     "broken": "1/0",
     "leaves": """
@@ -386,17 +397,22 @@ def test_tool_calls_of_a_mod_are_those_of_the_api(steered: Served, api: Api):
 
 
 @pytest.mark.parametrize("api", APIS.values(), ids=APIS)
-def test_error_of_a_mod_is_a_400_before_the_first_token_and_an_event_after_it(
-    steered: Served, api: Api
+@pytest.mark.parametrize(
+    ("name", "status", "said"),
+    [("refuse", 400, "not today"), ("guard", 500, "mod Guard failed at")],
+)
+def test_error_of_a_mod_is_a_status_before_the_first_token_and_an_event_after_it(
+    steered: Served, api: Api, name: str, status: int, said: str
 ):
     for path, more in ((api.path, {}), (api.stream_path or api.path, api.streams)):
         with steered.client() as client:
-            body = {**api.body(), "temperature": 0, "mods": ["refuse"], **more}
+            body = {**api.body(), "temperature": 0, "mods": [name], **more}
             response = client.post(path, json=body)
-        assert response.status_code == 400
-        assert "not today" in response.text
-    late = [{"name": "refuse", "step": 3}]
-    assert asked(steered, api, late).status_code == 400
+        assert response.status_code == status
+        assert said in response.text
+        assert "inside" not in response.text  # only the log has what a mod raised
+    late = [{"name": name, "step": 3}]
+    assert asked(steered, api, late).status_code == status
     body = {**api.body(), "temperature": 0, "mods": late, **api.streams}
     lines: list[str] = []
     with steered.client() as client, contextlib.suppress(httpx.RemoteProtocolError):
@@ -405,7 +421,8 @@ def test_error_of_a_mod_is_a_400_before_the_first_token_and_an_event_after_it(
             assert response.status_code == 200
             for line in response.iter_lines():
                 lines.append(line)
-    assert "not today" in "".join(lines)
+    assert said in "".join(lines)
+    assert "inside" not in "".join(lines)
     steered.wait_idle()
 
 
@@ -605,8 +622,19 @@ def test_mod_that_hangs_costs_its_time_limit_and_holds_up_nobody(serve: Serve, m
 def test_mod_that_raises_changes_nothing(steered: Served, caplog: pytest.LogCaptureFixture):
     plain = asked(steered, APIS["chat"], []).json()["choices"][0]["message"]
     assert asked(steered, APIS["chat"], ["fails"]).json()["choices"][0]["message"] == plain
-    assert "mod fails failed in" in caplog.text
-    assert "KeyError: 'inside'" in caplog.text
+    records = [one for one in caplog.records if one.name == "kqview.mods"]
+    assert [one.levelname for one in records] == ["WARNING"]  # of as many failures as events
+    assert "mod fails failed at Prefilled of step 0: KeyError: 'inside'" in caplog.text
+    assert "Traceback" in caplog.text
+
+
+def test_strict_server_ends_requests_whose_mods_fail(serve: Serve, mods_dir: Path):
+    served = serve(Settings(mods_dir=str(mods_dir), mods_strict=True))
+    for api in (APIS["chat"], APIS["kobold plain"]):
+        failed = asked(served, api, ["fails"])
+        assert (failed.status_code, "mod fails failed at" in failed.text) == (500, True)
+        assert asked(served, api, ["lead"]).status_code == 200
+    served.wait_idle()
 
 
 @pytest.mark.parametrize("api", APIS.values(), ids=APIS)
@@ -736,3 +764,52 @@ def test_receiver_that_is_gone_holds_up_no_request(serve: Serve, mods_dir: Path)
         for _ in range(3):
             assert asked(served, APIS["completions"], ["lead"]).status_code == 200
         receiver.wait(lambda: len(receiver.posts) == 1)
+
+
+def test_client_hears_of_an_end_once_the_spool_has_its_trace(
+    serve: Serve, mods_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    write = post.durable.write_whole
+
+    def write_late(*args: Any, **options: Any) -> Any:
+        time.sleep(0.3)  # longer than a reply takes that does not wait
+        return write(*args, **options)
+
+    monkeypatch.setattr(post.durable, "write_whole", write_late)
+    spool = tmp_path / "spool"
+    with receiving() as receiver:
+        receiver.may_answer.clear()  # what is sent stays in the spool until it is answered
+        served = serve(
+            Settings(
+                mods_dir=str(mods_dir), trace_url=receiver.url, trace_spool=str(spool),
+                trace="all",
+            )
+        )  # fmt: skip
+        n_ended = 0
+
+        def check_stored() -> None:
+            nonlocal n_ended
+            n_ended += 1
+            assert len(list(spool.glob("*.json"))) == n_ended
+
+        with served.client() as client:
+            api = APIS["completions"]
+            for more, status in (
+                ({}, 200),
+                ({"stream": True}, 200),
+                ({"mods": ["canned"]}, 200),
+                ({"mods": ["refuse"]}, 400),
+                ({"mods": ["call"], "stream": True}, 200),
+            ):
+                assert client.post(api.path, json={**api.body(), **more}).status_code == status
+                check_stored()
+            reply = client.post(api.path, json={**api.body(), "n": 3})
+            n_ended += 2
+            assert reply.status_code == 200
+            check_stored()
+            with client.stream("POST", api.path, json={**api.body(), "stream": True}) as reply:
+                for line in reply.iter_lines():
+                    if line == "data: [DONE]":  # before the connection says so
+                        check_stored()
+            assert line == ""
+        receiver.may_answer.set()

@@ -18,8 +18,8 @@ import pytest
 from kqview import Engine
 from kqview.cli import serving as cli_serving
 from kqview.errors import QueueFull, RequestError
+from kqview.generation.text import HeldText
 from kqview.server import Settings, create_app
-from kqview.server.api.held_text import HeldText
 from kqview.server.endpoint import check_values, json_in_slices
 from kqview.server.errors import TimedOut, TooLarge
 from kqview.server.run import GenerateRequest
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from tests.support.serving import Served
+
+pytestmark = pytest.mark.full
 
 WITHIN_S = 30.0
 

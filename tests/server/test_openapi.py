@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from kqview.server.endpoint import Operation
     from tests.support.serving import Served
 
+pytestmark = pytest.mark.full
+
 
 jsonschema = pytest.importorskip("jsonschema")
 with warnings.catch_warnings():

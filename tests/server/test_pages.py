@@ -13,12 +13,12 @@ import pytest
 
 from kqview.server import Settings
 from tests.support import pages
-from tests.support.browser import PHONE, needs_browser, sync_api, violations
+from tests.support.browser import PHONE, sync_api, violations
 
 if TYPE_CHECKING:
     from tests.support.serving import Serve, Served
 
-pytestmark = needs_browser
+pytestmark = [pytest.mark.full, pytest.mark.needs("chromium")]
 expect = sync_api.expect
 
 

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import socket
 import ssl
 import subprocess
@@ -23,6 +22,7 @@ import pytest
 from websockets.sync.client import connect
 
 from tests.server.clients import read_to_close, sse_events
+from tests.support.needs import program
 from tests.support.processes import free_port
 
 if TYPE_CHECKING:
@@ -36,7 +36,10 @@ CLIENT = "127.0.0.7"  # another address of this machine than the proxy's
 STREAM = "/api/extra/generate/stream"
 TEXT = "Mirelda found a silver key near the old bridge."
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="wants all of 127.0.0.0/8")
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(sys.platform != "linux", reason="wants all of 127.0.0.0/8"),
+]
 
 
 def block(language: str) -> str:
@@ -51,13 +54,6 @@ def replaced(text: str, *pairs: tuple[str, str]) -> str:
         assert old in text, f"PROXY.md has no {old!r}"
         text = text.replace(old, new)
     return text
-
-
-def program(name: str) -> str:
-    found = shutil.which(name, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin")
-    if found is None:
-        pytest.skip(f"there is no {name}; .ci/run installs it")
-    return found
 
 
 @contextlib.contextmanager
@@ -173,7 +169,13 @@ def caddy(folder: Path, server: Server, port: int, files: dict[str, Path]) -> li
     return [found, "run", "--adapter", "caddyfile", "--config", str(folder / "Caddyfile")]
 
 
-@pytest.fixture(scope="module", params=[nginx, caddy], ids=["nginx", "caddy"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(one, id=one.__name__, marks=pytest.mark.needs(one.__name__))
+        for one in (nginx, caddy)
+    ],
+)
 def proxied(
     request: pytest.FixtureRequest, server: Server, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Proxied]:

@@ -13,6 +13,7 @@ import signal
 import ssl
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,13 +32,15 @@ from kqview.server.config_file import load
 from kqview.server.live import Live, reloaded
 from tests.server.clients import WAITS_S, read_to_close, websocket
 from tests.support import mia4
-from tests.support.serve_process import WITHIN_S, started, until
+from tests.support.serve_process import WITHIN_S, Parent, started, until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from kqview.server.app import App
     from tests.support.serving import Serve
+
+pytestmark = pytest.mark.full
 
 PAGE = Path(__file__).parents[2] / "src/kqview/server/README.md"
 
@@ -504,6 +507,50 @@ def test_twenty_reloads_under_load_change_keys_and_stop_no_request(tmp_path: Pat
         assert parent.workers() == workers
         parent.process.terminate()
         assert parent.process.wait(WITHIN_S) == 0
+
+
+def hears(parent: Parent, number: int) -> bool:
+    """Whether the program has got so far that it has a handler for the signal."""
+    with contextlib.suppress(OSError):
+        text = Path(f"/proc/{parent.process.pid}/status").read_text()
+        return bool(int(re.findall(r"SigCgt:\s*(\w+)", text)[0], 16) >> (number - 1) & 1)
+    return False
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
+@pytest.mark.parametrize("words", [(), ("--no-supervise",)], ids=["supervised", "alone"])
+def test_hangups_while_the_server_starts_end_nothing_and_are_not_lost(
+    tmp_path: Path, words: tuple[str, ...]
+):
+    path = tmp_path / "kqview.toml"
+    path.write_text("[server]\ndemo = true\nn_threads = 1\n")
+    with started(kqview_serve(path, *words)) as parent:
+        assert until(lambda: hears(parent, signal.SIGHUP))
+        while not any("serves" in line for line in list(parent.said)):
+            assert parent.process.poll() is None, parent.said
+            parent.process.send_signal(signal.SIGHUP)
+            time.sleep(0.01)
+        parent.wait_for("read again: nothing changed")
+        assert httpx.get(f"{parent.url}/health").status_code == 200
+        parent.process.terminate()
+        assert parent.process.wait(WITHIN_S) == 0
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
+@pytest.mark.parametrize("words", [(), ("--no-supervise",)], ids=["supervised", "alone"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_server_that_is_stopped_while_it_starts_ends_at_once_by_that_signal(
+    tmp_path: Path, words: tuple[str, ...], number: signal.Signals
+):
+    path = tmp_path / "kqview.toml"
+    path.write_text("[server]\ndemo = true\nn_threads = 1\n")
+    with started(kqview_serve(path, *words)) as parent:
+        begins = (lambda: hears(parent, signal.SIGHUP)) if words else parent.workers
+        assert until(lambda: bool(begins()))
+        parent.process.send_signal(number)
+        status = parent.process.wait(WITHIN_S)
+    assert status in (128 + number, -number)
+    assert not any("Traceback" in line or "worker" in line for line in parent.said), parent.said
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="this system has no SIGHUP")

@@ -18,6 +18,7 @@ from kqview.server.errors import ShuttingDown, TimedOut
 from kqview.server.run import GenerateRequest, Run
 from kqview.server.service import Service
 from kqview.types import Sampling
+from tests.support.engines import KEPT, keep_slot
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -131,20 +132,17 @@ async def test_first_reason_for_an_end_is_kept(engine: Engine):
     assert isinstance(run.error, TimedOut)
 
 
-async def test_end_reaches_a_run_that_waits_for_a_slot(engine: Engine):
-    service = Service(engine, Settings())
-    # Steered: other generations would leave their slots to the one that waits.
-    held = [engine.generate("Tom", max_tokens=400, stopping=lambda *_: False) for _ in "ab"]
-    for generation in held:
-        await asyncio.to_thread(next, generation)
-    run = await service.start(request())
-    async with run, asyncio.timeout(WITHIN_S):
-        asyncio.get_running_loop().call_later(0.05, run.end, TimedOut("late"))
-        with pytest.raises(TimedOut):
-            await anext(run)
-    for generation in held:
-        await asyncio.to_thread(generation.close)
-    assert busy(engine) == 0
+async def test_end_reaches_a_run_that_waits_for_a_slot():
+    with Engine.demo(n_threads=1, n_ctx=1024, **KEPT) as engine:
+        held = await asyncio.to_thread(keep_slot, engine, engine.tokenize("Tom has"))
+        run = await Service(engine, Settings()).start(request(attention=AttentionWanted()))
+        async with run, asyncio.timeout(WITHIN_S):
+            asyncio.get_running_loop().call_later(0.05, run.end, TimedOut("late"))
+            with pytest.raises(TimedOut):
+                await anext(run)
+        for generation in held:
+            await asyncio.to_thread(generation.close)
+        assert busy(engine) == 0
 
 
 async def test_error_of_the_engine_is_raised_and_kept(engine: Engine):

@@ -13,6 +13,7 @@ from kqview.server.errors import Forbidden, RateLimited, Unauthorized
 from kqview.server.security import Gate
 from tests.server.clients import (
     WAITS_S,
+    check_browser_headers,
     raw_connection,
     read_to_close,
     read_until,
@@ -568,6 +569,22 @@ def test_every_reply_may_be_read_by_an_allowed_page_alone(
         other = client.request(method, path, json=body, headers={"origin": "http://evil.example"})
         assert "access-control-allow-origin" not in other.headers
         assert other.status_code in (400, 403, 404, 405, 204)
+
+
+PAGE_PATHS = ["/", "/chat", "/docs", "/static/chat/page.js", "/static/style.css", "/openapi.json"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status"),
+    [*REPLIES, *(("GET", path, None, 200) for path in PAGE_PATHS)],
+)
+def test_no_reply_may_be_framed_or_taken_for_another_type(
+    open_to_all: Any, method: str, path: str, body: Any, status: int
+):
+    with open_to_all.client() as client:
+        reply = client.request(method, path, json=body)
+    assert reply.status_code == status
+    check_browser_headers(reply)
 
 
 @pytest.mark.parametrize("path", ["/toy/generate", "/toy/stream", "/health", "/nowhere"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import logging
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from tests.server.clients import (
     raw_connection,
     read_all,
     read_to_close,
+    read_until,
     request_bytes,
     sse_events,
     websocket,
@@ -146,7 +148,7 @@ def test_figures_of_an_answer_are_part_of_the_body():
         (b'{"prompt": "\\ud800"}', "truncated"),
         (b'{"prompt": "a\x00b"}', "malformed"),
         (b"\xef\xbb\xbf{}", "malformed"),
-        (b'{"a":' * 100_000, "recursion"),
+        (b'{"a":' * 100_000, "100000 deep, the limit is 128"),
         (b'{"prompt": "a"} trailing', "malformed"),
         (b"", "missing required field `prompt`"),
         (b"\x00" * 1000, "malformed"),
@@ -267,3 +269,62 @@ def test_bytes_that_are_no_request_are_answered_and_closed(toy: Served, raw: byt
     assert not any(part.encode() in reply for part in PATHS)
     with toy.client() as client:
         assert client.get("/health").status_code == 200
+
+
+BODY = b'{"text": "hello"}'
+CHUNKS = b"11\r\n" + BODY + b"\r\n0\r\n\r\n"
+NEXT = request_bytes("GET", "/health")  # would be answered if the server went on reading
+
+
+@pytest.mark.parametrize(
+    ("head", "version"),
+    [
+        (head, "1.1")
+        for head in (
+            "transfer-encoding: chunked\r\ntransfer-encoding: chunked",
+            "transfer-encoding: gzip\r\ntransfer-encoding: chunked",
+            "transfer-encoding: identity\r\ntransfer-encoding: chunked",
+            "transfer-encoding: gzip, chunked", "transfer-encoding: identity, chunked",
+            "transfer-encoding: , chunked", "transfer-encoding: chunked, chunked",
+            "transfer-encoding: chunked, gzip", "transfer-encoding: xchunked",
+            "transfer-encoding: chunked;q=1", "transfer-encoding: identity", "transfer-encoding:",
+            "transfer-encoding : chunked", "transfer-encoding:\r\n chunked", "x: y\r\n z",
+            "transfer-encoding: \x0bchunked", "x: y\ntransfer-encoding: chunked",
+            "transfer-encoding: chunked\r\ncontent-length: 17",
+            "content-length: 17\r\ntransfer-encoding: chunked",
+            "content-length: 17\r\ncontent-length: 17", "content-length: 17, 17",
+            "content-length: +17", "content-length: 17\r\n 0",
+        )
+    ]
+    + [("transfer-encoding: chunked", "1.0")],
+)  # fmt: skip
+def test_request_whose_end_is_in_doubt_is_refused_and_the_connection_closed(
+    toy: Served, head: str, version: str
+):
+    lines = f"POST /toy/tokenize HTTP/{version}\r\nhost: 127.0.0.1\r\n{head}\r\n\r\n"
+    with raw_connection(toy) as sock:
+        sock.sendall(lines.encode() + CHUNKS + NEXT)
+        reply = read_all(sock)  # ends where the server closes
+    assert reply.startswith(b"HTTP/1.1 400 ")
+    assert b" 200 OK" not in reply
+    assert b"connection: close" in reply
+    assert b"nosniff" in reply
+
+
+def test_one_coding_ends_a_request_without_a_doubt(toy: Served):
+    for coding in ("chunked", "CHUNKED", "\tchunked "):
+        with raw_connection(toy) as sock:
+            head = request_bytes("POST", "/toy/tokenize", transfer_encoding=coding)
+            sock.sendall(head + CHUNKS + NEXT)
+            assert read_until(sock, b'"ok"').count(b"HTTP/1.1 200 ") == 2
+
+
+@pytest.mark.parametrize("coding", ["gzip", "deflate", "br", "zstd", "x", "identity, gzip"])
+def test_compressed_body_is_refused_with_what_is_read(toy: Served, coding: str):
+    data = gzip.compress(BODY) if "gzip" in coding else BODY
+    with toy.client() as client:
+        for given, status in ((coding, 415), ("identity", 200), ("", 200)):
+            body = data if status == 415 else BODY
+            reply = client.post("/toy/tokenize", content=body, headers={"content-encoding": given})
+            assert reply.status_code == status
+            assert reply.headers.get("accept-encoding") == ("identity" if status == 415 else None)

@@ -41,7 +41,10 @@ LONG = {"prompt": "Tom has", "max_tokens": 8000, "attention": True}
 SHORT = {"prompt": "Tom has", "max_tokens": 20, "attention": True}
 MOST_RSS_GROWTH_BYTES = 24 * 2**20
 
-pytestmark = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts /proc/self/fd")
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts /proc/self/fd"),
+]
 
 
 @pytest.fixture(scope="module")

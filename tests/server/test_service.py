@@ -164,7 +164,7 @@ async def test_no_more_than_the_limit_are_admitted_while_prompts_are_tokenized(e
 
 
 async def test_deadline_ends_a_run(engine: Engine):
-    service = Service(engine, Settings(request_timeout_s=0.5))
+    service = Service(engine, Settings(request_timeout_s=0.1))
     async with await service.start(request(n_samples=8)) as run, asyncio.timeout(WITHIN_S):
         with pytest.raises(TimedOut):
             async for _ in run:

@@ -162,6 +162,7 @@ def test_every_client_is_told_and_the_process_ends_with_zero(served: Process):
     assert rest == b""
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("served", [SHORT_GRACE_S], indirect=True)
 def test_clients_that_do_not_read_do_not_hold_the_end_up(served: Process):
     with contextlib.ExitStack() as stack:

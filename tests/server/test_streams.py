@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
     from tests.support.serving import Served
 
+pytestmark = pytest.mark.full
+
 LONG = {"prompt": "Tom has", "max_tokens": 8000, "seed": 3}
 ROWS = {**LONG, "attention": True}
 BARE = {**LONG, "attention": False}

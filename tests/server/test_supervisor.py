@@ -20,7 +20,10 @@ from kqview.server.worker import STALLED
 from kqview.state import SessionStore
 from tests.support.serve_process import WITHIN_S, started, until
 
-pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc"),
+]
 
 
 def status_of(url: str) -> int:

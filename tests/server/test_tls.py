@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
     from tests.support.serving import Served
 
+pytestmark = pytest.mark.full
+
 trustme = pytest.importorskip("trustme")
 
 BODY = {"prompt": "Tom has", "max_tokens": 3}

@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
     from tests.support.serving import Served
 
+pytestmark = pytest.mark.full
+
 
 CLOSED = b"\x88\x02\x03\xe8"  # a close frame with code 1000
 NAMED = b"x-request-id: same\r\n"

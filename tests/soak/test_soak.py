@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 MINUTES = 1.0
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_everything_at_once_for_a_minute_leaves_nothing_behind() -> None:
     # It watches over itself, and pytest's limit for one test is a minute.
     faulthandler.cancel_dump_traceback_later()

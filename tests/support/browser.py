@@ -1,4 +1,4 @@
-"""Debian's chromium, driven by playwright, for tests of pages; without it they are skipped.
+"""Debian's chromium, driven by playwright, for tests of pages.
 
 ``apt-get install chromium``; playwright's own browsers are not needed.
 """
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 sync_api = pytest.importorskip("playwright.sync_api")
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
 WITHIN_MS = 30_000
 sync_api.expect.set_options(timeout=WITHIN_MS)
 PHONE = {"width": 360, "height": 720}

@@ -164,3 +164,34 @@ LOOK_UP: dict[str, Any] = {
 }
 STOP = {"type": "function", "function": {"name": "stop"}}
 TOOLS = [LOOK_UP, STOP]
+
+# Programs that would never end, or take all memory; each in few bytes, most in one call of C.
+_DOUBLED = (
+    "{% set n = namespace(a=[], b=[], t='a') %}{% for i in range(40) %}"
+    "{% set n.a = [n.a, n.a] %}{% set n.b = [n.b, n.b] %}{% set n.t = n.t ~ n.t %}{% endfor %}"
+)
+_NESTED = _DOUBLED.replace("{% set n.t = n.t ~ n.t %}", "")
+HOSTILE = {
+    "comparison": _NESTED + "{{ n.a == n.b }}",
+    "sort": _NESTED + "{{ [n.a, n.b] | sort | length }}",
+    "groupby": _NESTED + "{{ [{'x': n.a}, {'x': n.b}] | groupby('x') | length }}",
+    "tojson": _NESTED + "{{ n.a | tojson | length }}",
+    "string": _NESTED + "{{ n.a | string | length }}",
+    "urlize": "{{ (')' * 10 ** 6 ~ 'a)') | urlize | length }}",
+    "power": "{{ 9 ** (9 ** 9) > 0 }}",
+    "loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "macros": (
+        "{% macro m(n) %}{% for i in range(9) %}{{ m(n + 1) if n < 99 }}{% endfor %}{% endmacro %}"
+        "{{ m(0) }}"
+    ),
+    "doubled text": _DOUBLED + "{{ n.t | length }}",
+    "kept texts": (
+        "{% set n = namespace(a=[]) %}{% for i in range(9999) %}"
+        "{% set n.a = n.a + ['a' * (9999999 + i)] %}{% endfor %}{{ n.a | length }}"
+    ),
+    "long text": "{{ 'a' * 10 ** 9 }}",
+    "long list": "{{ [0] * 10 ** 9 }}",
+    "wide format": "{{ '%1000000000d' % 1 }}",
+    "join": "{{ range(99999) | join('a' * 100000) }}",
+    "long output": "{% for i in range(99999) %}{{ 'a' * 99999 }}{% endfor %}",
+}

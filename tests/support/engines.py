@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from kqview import Engine, _core
+from kqview import Capture, Engine, Generation, _core, errors
 from kqview.engine_options import context_options
 
 if TYPE_CHECKING:
@@ -37,6 +37,31 @@ def open_engine(
 
     with mock.patch("kqview.engine.context_options", with_faults):
         return Engine(model, **options)
+
+
+KEPT: dict[str, Any] = {"attention_budget_bytes": 15 * 2**12, "run_ahead": 8}
+"""Options of an Engine with one slot for `keep_slot`."""
+REFUSED: dict[str, Any] = {"capture": Capture("probs", on_full="wait")}
+"""Options of a generation that waits for that slot."""
+
+
+def keep_slot(engine: Engine, prompt: Sequence[int]) -> list[Generation]:
+    """Held generations, the last of which is not parked for one that captures attention.
+
+    The rows ahead of the others take more than half of the budget.
+    """
+    held: list[Generation] = []
+    while True:
+        one = engine.generate(
+            list(prompt), request_id=f"holder-{len(held)}", temperature=0, ignore_eos=True,
+            capture=Capture("probs", on_full="wait", wait_s=60),
+        )  # fmt: skip
+        try:
+            next(one)
+        except errors.BusyError:
+            one.close()
+            return held
+        held.append(one)
 
 
 def load_vocabulary(path: str | os.PathLike[str]) -> _core.Model:

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 from tests.support import tiny_gguf
 
 if TYPE_CHECKING:
+    import random
+    from collections.abc import Callable
     from pathlib import Path
 
 SPACES = tuple(" " * n for n in (2, 3, 4, 8, 16, 24, 32, 64))
@@ -87,7 +89,76 @@ def _nested(n: int) -> dict[str, Any]:
     return schema
 
 
+_STEPS: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "properties": lambda ref: {"type": "object", "properties": {"a": ref}, "required": ["a"]},
+    "plain": lambda ref: ref,
+    "items": lambda ref: {"type": "array", "items": ref},
+    "allOf": lambda ref: {"allOf": [ref]},
+    "anyOf": lambda ref: {"anyOf": [ref, {"type": "null"}]},
+    "oneOf": lambda ref: {"oneOf": [ref]},
+    "prefixItems": lambda ref: {"type": "array", "prefixItems": [ref]},
+    "additionalProperties": lambda ref: {"type": "object", "additionalProperties": ref},
+}
+STEPS = tuple(_STEPS)
+"""How a definition of `chained_schema` may refer to the next."""
+
+
+def chained_schema(n: int, step: str) -> dict[str, Any]:
+    """A schema of *n* definitions, each referring to the next; a compiler follows them all."""
+    definitions = {f"d{i}": _STEPS[step]({"$ref": f"#/$defs/d{i + 1}"}) for i in range(n)}
+    return {"$defs": {**definitions, f"d{n}": {"type": "string"}}, "$ref": "#/$defs/d0"}
+
+
+def chained_lark(n: int, name: str) -> str:
+    """A grammar for llguidance of *n* rules ("r") or terminals ("T"), each of the next."""
+    links = "".join(f"{name}{i}: {name}{i + 1}\n" for i in range(n))
+    return f'%llguidance {{}}\nstart: {name}0\n{links}{name}{n}: "x"\n'
+
+
+def inlined_lark(schema: dict[str, Any]) -> str:
+    """A grammar for llguidance that is *schema*."""
+    return f"%llguidance {{}}\nstart: %json {json.dumps(schema)}\n"
+
+
+def joined_schema(pattern: str, n: int) -> dict[str, Any]:
+    """Few bytes: a text that matches *pattern*, with each number to *n* for its ``#``."""
+    return {
+        "allOf": [{"type": "string", "pattern": pattern.replace("#", str(i))} for i in range(1, n)]
+    }
+
+
+def joined_lark(pattern: str, n: int) -> str:
+    """The same in llguidance's language, by ``&``."""
+    parts = " & ".join(f"/{pattern.replace('#', str(i))}/" for i in range(1, n))
+    return f"%llguidance {{}}\nstart: T\nT: {parts}\n"
+
+
+LATE = "q(x.*a.{#})?"
+"""Joined, it compiles at once; what may follow a q takes any time and memory to find out."""
+
+
+def random_constraint(rng: random.Random) -> dict[str, Any]:
+    """A constraint of llguidance that recurses, or that joins patterns, of any size."""
+    n = int(10 ** rng.uniform(1, 3.8))
+    pattern = rng.choice((LATE, ".*a.{#}", "a.{#}b", "[a-#]*x.{#,900}", "(a|b.{#})*c"))
+    joined = joined_schema if rng.random() < 0.5 else joined_lark
+    one: Any = rng.choice(
+        (
+            lambda: chained_schema(n, rng.choice(STEPS)),
+            lambda: chained_lark(n * 9, rng.choice("rT")),
+            lambda: inlined_lark(chained_schema(n, rng.choice(STEPS))),
+            lambda: joined(pattern, rng.choice((3, 9, 15, 30, 300))),
+        )
+    )()
+    return {"grammar" if isinstance(one, str) else "json_schema": one}
+
+
 CONSTRAINTS: dict[str, dict[str, Any]] = {
+    **{f"chain of {step}": {"json_schema": chained_schema(5000, step)} for step in STEPS},
+    "chain of rules": {"grammar": chained_lark(4000, "r")},
+    "chain of terminals": {"grammar": chained_lark(4000, "T")},
+    "deeper than any stack": {"grammar": chained_lark(60_000, "r")},
+    "chain inside a rule": {"grammar": inlined_lark(chained_schema(1000, "properties"))},
     "counts of counts": {"regex": "(a{1000}){1000}"},
     "subsets": {"regex": "(.*a){60}b"},
     "long window": {"regex": "(.*a.{500})*"},
@@ -123,4 +194,10 @@ CONSTRAINTS: dict[str, dict[str, Any]] = {
         }
     },
 }
-assert all(len(json.dumps(one)) < 1 << 20 for one in CONSTRAINTS.values())
+# Each takes seconds of CPU time, its limit, or the memory that it may have.
+COSTLY: dict[str, dict[str, Any]] = {
+    "joined patterns": {"json_schema": joined_schema("a.{#}b", 31)},
+    "joined terminals": {"grammar": joined_lark(".*a.{#}", 301)},
+    "joined late": {"json_schema": joined_schema(f"^{LATE}$", 29)},
+}
+assert all(len(json.dumps(one)) < 1 << 20 for one in (CONSTRAINTS | COSTLY).values())

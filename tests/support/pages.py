@@ -181,7 +181,7 @@ def _node(code: str) -> str:
 def _shell(command: str) -> str:
     # Of this Python, whether or not its scripts are on the path.
     python = f"{shlex.quote(sys.executable)} -m kqview "
-    return _output(["bash", "-c", re.sub(r"^kqview ", python, command)])
+    return _output(["bash", "-c", re.sub(r"(^|\| )kqview ", rf"\1{python}", command)])
 
 
 def _output(command: list[str]) -> str:

@@ -96,7 +96,7 @@ class Pin:
 
     def run(self, *args: str, fake_pip: str = "serve") -> tuple[int, str, str]:
         process = self.start(*args, fake_pip=fake_pip)
-        out, err = process.communicate(timeout=50)
+        out, err = process.communicate(timeout=150)
         return process.returncode, out, err
 
     def fails(self, *args: str, fake_pip: str = "serve") -> str:

@@ -11,18 +11,12 @@ import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import pytest
+from tests.support.needs import postgres_program
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
 _STARTS_WITHIN_S = 120
-_DEBIAN = Path("/usr/lib/postgresql")  # where Debian has them, one folder for each version
-
-
-def _program(name: str) -> str | None:
-    versions = sorted(_DEBIAN.glob(f"*/bin/{name}"), key=lambda path: float(path.parts[-3]))
-    return str(versions[-1]) if versions else shutil.which(name)
 
 
 class Postgres:
@@ -64,11 +58,10 @@ class Postgres:
 
 @contextlib.contextmanager
 def running() -> Generator[Postgres]:
-    """Start a server, and end it; skips the test where there is none to start."""
-    pytest.importorskip("psycopg")
-    initdb, pg_ctl = _program("initdb"), _program("pg_ctl")
-    if initdb is None or pg_ctl is None:
-        pytest.skip("no PostgreSQL server here: apt-get install postgresql")
+    """Start a server, and end it."""
+    initdb, pg_ctl = postgres_program("initdb"), postgres_program("pg_ctl")
+    assert initdb is not None
+    assert pg_ctl is not None
     # It refuses to run as root. Sockets need a short path.
     user = "postgres" if os.getuid() == 0 else None
     with tempfile.TemporaryDirectory(prefix="kqview-pg-", dir="/tmp") as name:

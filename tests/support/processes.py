@@ -1,8 +1,9 @@
-"""Programs that tests run in processes of their own: ports, ends of scripts, forked children."""
+"""Programs that tests run in processes of their own: ports, ends, forked children, their memory."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import socket
 import subprocess
@@ -59,3 +60,35 @@ def wait_until_asleep(process: subprocess.Popen[str]) -> None:
     status = Path(f"/proc/{process.pid}/task/{process.pid}/stat")
     while process.poll() is None and status.read_text().rpartition(")")[2].split()[0] != "S":
         time.sleep(0.001)
+
+
+# ---- the processes below one; Linux
+
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+def processes_below(pid: int) -> list[int]:
+    """*pid* and every process that it started, directly or not."""
+    found = [pid]
+    for one in found:
+        with contextlib.suppress(OSError):
+            for tasks in Path(f"/proc/{one}/task").iterdir():
+                found += map(int, (tasks / "children").read_text().split())
+    return found
+
+
+def rss_bytes(pid: int) -> int:
+    """Memory in use by *pid* and the processes below it."""
+    total = 0
+    for one in processes_below(pid):
+        with contextlib.suppress(OSError, IndexError):
+            total += int(Path(f"/proc/{one}/statm").read_text().split()[1]) * PAGE_BYTES
+    return total
+
+
+def command_of(pid: int) -> str:
+    """Its command line; empty if it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return ""

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import ModuleType
 
+pytestmark = pytest.mark.full
+
 BENCH = Path(report.__file__).parent
 ABOUT: dict[str, Any] = {
     "date": "2025-01-02T03:04:05+00:00", "machine": "x86_64", "system": "Linux", "cpu": "some cpu",

@@ -14,6 +14,8 @@ from kqview.chat import Reply, ToolCall, parse_tool_calls
 from kqview.chat.messages import checked_messages, checked_options, checked_tools
 from kqview.errors import RequestError
 
+pytestmark = pytest.mark.full
+
 
 @pytest.mark.parametrize(
     ("messages", "words"),

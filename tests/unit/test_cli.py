@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from kqview.server.app import App
     from kqview.server.settings import Settings
 
+pytestmark = pytest.mark.full
+
 TEXTS = ["<s>", "Anna", " has", " a", " red", " ball", "\n", "é"]
 MODEL = ModelInfo(
     name="toy", architecture="llama", n_vocab=len(TEXTS), n_layer=3, n_head=2, n_head_kv=1,
@@ -59,7 +61,13 @@ class FakeGeneration:
     def __init__(self, engine: FakeEngine, ids: list[int], options: dict[str, Any]) -> None:
         self.engine, self.ids, self.options = engine, ids, options
         self.finish_reason = "length"
+        self.prompt_ids, self.model, self.request_id, self.text = ids, MODEL, "generate-1", ""
         self.closed = False
+        self.delta = ""
+
+    def take_delta(self) -> str:
+        delta, self.delta = self.delta, ""
+        return delta
 
     def __iter__(self) -> Iterator[Token]:
         capture = self.options["capture"]
@@ -67,6 +75,7 @@ class FakeGeneration:
             if i == self.engine.fail_at:
                 raise self.engine.failure
             token = Token(id=1 + i % 7, text=TEXTS[1 + i % 7], index=i)
+            self.delta = token.text
             if capture is not None:
                 shape = (len(capture.layers or (0, 2)), 2, len(self.ids) + i)
                 attention = np.full(shape, 1 / shape[2], np.float32)
@@ -273,7 +282,7 @@ def test_generate_saves_each_row_as_it_was(engine_class: type[FakeEngine], tmp_p
             assert row.dtype == np.float32
             assert (row[..., 1:3] == i).all()
             assert (row[..., 3:] == np.float32(1 / (4 + i))).all()
-        assert len(rows.files) == 5 + 3
+        assert len(rows.files) == 6 + 3
     assert "captured 120 bytes of probs" in result.stderr
 
 
@@ -653,7 +662,9 @@ def test_info_json_without_a_model_is_system_info(monkeypatch: pytest.MonkeyPatc
 # ---- the file of generate --save
 
 
-ROWS_ENGINE: Any = SimpleNamespace(model=SimpleNamespace(attention_layers=(0, 1)))
+ROWS_ENGINE: Any = SimpleNamespace(
+    model=SimpleNamespace(attention_layers=(0, 1)), token_text=lambda id: f"t{id}"
+)
 
 
 def row_token(index: int) -> Any:
@@ -664,7 +675,8 @@ def row_token(index: int) -> Any:
 
 
 def rows_file(path: Path) -> RowsFile:
-    return RowsFile(path, ROWS_ENGINE, Capture("probs"), [1, 2, 3])
+    generation: Any = FakeGeneration(ROWS_ENGINE, [1, 2, 3], {"max_tokens": 1, "capture": None})
+    return RowsFile(path, ROWS_ENGINE, Capture("probs"), generation)
 
 
 def write_until(path: Path, n_tokens: int, error: BaseException | None = None) -> None:

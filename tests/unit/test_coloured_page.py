@@ -9,12 +9,12 @@ import pytest
 
 from kqview.coloured.html import document
 from kqview.viz import coloured, to_html
-from tests.support.browser import PHONE, needs_browser, sync_api, violations
+from tests.support.browser import PHONE, sync_api, violations
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = needs_browser
+pytestmark = [pytest.mark.full, pytest.mark.needs("chromium")]
 expect = sync_api.expect
 
 TEXTS = ["<s>", " Anna", " has", " a", " red", " ball"]

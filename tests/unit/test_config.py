@@ -278,7 +278,25 @@ mode = "root"
         (b"#" * (4 * 2**20 + 1), "the file has more than 4194304 bytes"),
         (b"server = 3", "1: server is 3; write a table, [server]"),
         (b"[models]\nbig = 3", "2: models.big is 3; write a table, [models.big]"),
+        # What Python's numbers, and its recursion, have limits for.
+        (b"[server]\nport = " + b"9" * 4300, "2: server.port: the number is too large"),
+        (b"[server]\nport = " + b"9" * 4301, "2: the number is too large"),
+        (b"[server]\nport = -" + b"9_" * 9000 + b"9", "2: the number is too large"),
+        (b"[ui]\nmode = [\n1,\n" + b"9" * 10**6 + b"]", "4: the number is too large"),
+        (b"[server]\nport = 0x" + b"f" * 5000, "2: server.port: the number is too large"),
+        (b"[server]\nrequest_timeout_s = 0b" + b"1" * 2000, "request_timeout_s: the number is too"),
+        (b"[server]\nhost = -9223372036854775809", "2: server.host: the number is too large"),
+        (b"[server]\nport = 9223372036854775807", "2: port is 9223372036854775807; use a port"),
+        (b"[server]\nrequest_timeout_s = 1e999", "2: request_timeout_s is inf; pass a number"),
+        (b"[server]\nport = 0000-01-01T00:00:00Z", "2: Invalid date or datetime (TOML)"),
+        (b"[server]\nport = 9999-12-31", "2: port is datetime.date(9999, 12, 31); pass an int"),
+        (b"[server.port" + b".a" * 3000 + b"]", "tables are nested"),
+        (b"[server]\nport" + b".a" * 3000 + b" = 1", "tables are nested"),
+        (b"[server]\nport = " + b"[" * 300 + b"]" * 300, "tables are nested"),
+        (b"[server]\nport = " + b"{a=" * 250 + b"1" + b"}" * 250, "tables are nested"),
+        (b'[server]\napi_keys = {file = "a\\u0000b"}', "2: server.api_keys: "),
     ],
+    ids=lambda value: value[:60] if isinstance(value, bytes) else None,
 )
 def test_text_that_is_no_configuration_is_refused_with_its_line(
     raw: bytes, error: str, tmp_path: Path
@@ -289,6 +307,18 @@ def test_text_that_is_no_configuration_is_refused_with_its_line(
     assert error in found
     if error[0].isdigit():
         assert found.startswith(error.partition(":")[0] + ":")
+
+
+def test_first_of_very_many_errors_are_named_and_the_others_counted(write: Write):
+    found = errors_of(write("[server]\n" + "".join(f"key_{i} = 1\n" for i in range(3000))))
+    assert 50 < len(found) < 200
+    assert found[0].startswith('2: no key "key_0" in [server]; ')
+    assert f"and {3000 - len(found) + 1} more errors" in found[-1]
+
+
+def test_home_of_a_user_that_there_is_not_is_a_name_like_any_other(write: Write):
+    path = write('[server]\ndemo = true\nmodels_dir = "~no-such-user/models"\n')
+    assert load(path).config.settings.models_dir == str(path.parent / "~no-such-user/models")
 
 
 @pytest.mark.parametrize(

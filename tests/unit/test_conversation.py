@@ -49,7 +49,7 @@ class Chat(Conversation):
         self._core = cast("_core.Engine", OpenCore())
         self._model = cast("_core.Model", MergingModel())
         self._info = MODEL
-        self._open_conversation()
+        self._open_conversation(trusts_template=True)
 
 
 @pytest.mark.parametrize("content", ["<s>", "a<s><s>b</s>", "<<s>>", "<s>" * 20_000, "</s>"])

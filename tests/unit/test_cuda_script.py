@@ -1,7 +1,7 @@
 """bench/cuda.sh and cuda_kit.py: what they refuse, and what they leave behind.
 
 No GPU, network or compiler: packages are wheels of a few lines, and llama.cpp's source is the files
-without which fetch.py refuses a tree. CI runs the benchmarks themselves with --device cpu --quick.
+without which fetch.py refuses a tree. .ci/full runs the benchmarks, with --device cpu --quick.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from vendor import fetch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+pytestmark = [pytest.mark.full, pytest.mark.needs("build tools")]
 
 BENCH = Path(report.__file__).parent
 MIB = 2**20
@@ -319,7 +321,6 @@ NVCC = r"""case "$*" in
 esac"""
 
 
-@pytest.mark.skipif(shutil.which("cmake") is None, reason="no cmake on the PATH")
 @pytest.mark.parametrize(
     ("has_cublas", "cub", "words"),
     [

@@ -35,6 +35,8 @@ def test_by_code_reaches_every_class_that_has_no_subclass():
     not_of_the_core = {
         errors.InvalidActionError,
         errors.EmittedError,
+        errors.InvalidMod,
+        errors.ModFailed,
         errors.ModFileError,
         errors.UnknownOption,
     }

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+pytestmark = pytest.mark.full
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "tests" / "examples").glob("*.py"))
@@ -29,9 +30,8 @@ def test_first_loop_is_that_of_the_readme() -> None:
     assert block[1] == (ROOT / "tests" / "examples" / "first_loop.py").read_text("utf-8")
 
 
+@pytest.mark.needs("mypy")
 def test_mypy_accepts_the_examples(tmp_path: Path) -> None:
-    if importlib.util.find_spec("mypy") is None:
-        pytest.skip("mypy is not installed; it is in kqview's extra dev")
     done = subprocess.run(
         [sys.executable, "-m", "mypy", "--cache-dir", tmp_path],
         cwd=ROOT, capture_output=True, text=True, timeout=600,

@@ -135,8 +135,7 @@ def test_white_space_is_what_the_schema_says():
 
 @pytest.mark.parametrize(
     "text",
-    ["nope", "[1]", "1", '{"items":' * 5000 + "{}" + "}" * 5000, '{"const": NaN',
-     " " * N_BYTES_MAX + "{}"],
+    ["nope", "[1]", "1", '{"const": NaN', " " * N_BYTES_MAX + "{}"],
     ids=lambda text: text[:12],
 )  # fmt: skip
 def test_what_is_no_schema_is_left_to_llguidance(text: str):

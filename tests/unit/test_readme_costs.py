@@ -5,6 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.full
+
 ROOT = Path(__file__).parents[2]
 ROW = re.compile(
     r"^\| .+ \| (?P<ratio>[0-9.]+) \| `(?P<file>\w+\.py) --row (?P<row>[\w-]+)` \|$", re.M

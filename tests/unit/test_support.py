@@ -69,10 +69,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def stock_rows(model: Path, **options: object) -> stock.Run:
-    try:
-        return stock.read_rows(model, PROMPT, n_predict=N_DECODE + 1, **options)  # type: ignore[arg-type]
-    except stock.PeersMissing as error:
-        pytest.skip(str(error))
+    return stock.read_rows(model, PROMPT, n_predict=N_DECODE + 1, **options)  # type: ignore[arg-type]
 
 
 def forward_all(model: Path, run: stock.Run, **options: object) -> Result:
@@ -92,21 +89,21 @@ def row_errors(run: stock.Run, want: Result, n_prompt: int = len(PROMPT)) -> dic
     return errors
 
 
-@pytest.mark.peers
+@pytest.mark.needs("peers")
 def test_reference_with_f32_cache_matches_stock_to_rounding(model: Path) -> None:
     run = stock_rows(model, kv_type="f32")
     errors = row_errors(run, forward_all(model, run))
     assert max(errors.values()) <= 1e-5, errors
 
 
-@pytest.mark.peers
+@pytest.mark.needs("peers")
 def test_reference_with_f16_cache_matches_stock_f16_cache(model: Path) -> None:
     run = stock_rows(model, kv_type="f16")
     errors = row_errors(run, forward_all(model, run, kv_type="f16", operand_type="f16"))
     assert max(errors.values()) <= 2e-3, errors
 
 
-@pytest.mark.peers
+@pytest.mark.needs("peers")
 def test_reference_matches_every_prompt_row_across_ubatches(model: Path) -> None:
     run = stock_rows(model, kv_type="f32", n_ubatch=8, rows="all")
     want = forward_all(model, run)
@@ -120,19 +117,16 @@ def test_reference_matches_every_prompt_row_across_ubatches(model: Path) -> None
         assert relative_error(got, np.where(causal, want.kq[layer.layer, :, :n, :n], 0)) <= 1e-5
 
 
-@pytest.mark.peers
+@pytest.mark.needs("peers")
 def test_reference_with_float32_angles_matches_stock_at_long_context(model: Path) -> None:
     prompt = (PROMPT * 60)[:1200]
-    try:
-        run = stock.read_rows(model, prompt, n_predict=2, kv_type="f32")
-    except stock.PeersMissing as error:
-        pytest.skip(str(error))
+    run = stock.read_rows(model, prompt, n_predict=2, kv_type="f32")
     want = Reference.load(model).forward(prompt + run.tokens[:-1], angle_type="f32")
     errors = row_errors(run, want, n_prompt=len(prompt))
     assert max(errors.values()) <= 1e-5, errors
 
 
-@pytest.mark.peers
+@pytest.mark.needs("peers")
 def test_stock_feeds_forced_ids_instead_of_greedy_ones(model: Path) -> None:
     forced = [5, 6, 7]
     run = stock_rows(model, kv_type="f32", forced_ids=forced)
@@ -141,7 +135,7 @@ def test_stock_feeds_forced_ids_instead_of_greedy_ones(model: Path) -> None:
     assert max(errors.values()) <= 1e-5, errors
 
 
-@pytest.mark.peers
+@pytest.mark.needs("peers")
 def test_stock_with_flash_attention_gives_logits_and_no_rows(model: Path) -> None:
     run = stock_rows(model, kv_type="f16", flash_attn=True)
     assert all(step.layers == [] for step in run.steps)
@@ -150,14 +144,11 @@ def test_stock_with_flash_attention_gives_logits_and_no_rows(model: Path) -> Non
     assert relative_error(run.logits[:1], want.logits[-1:]) <= 5e-3
 
 
-@pytest.mark.peers
+@pytest.mark.needs("peers")
 def test_stock_names_the_file_that_is_no_model(tmp_path: Path) -> None:
     path = tiny_gguf.write_not_gguf(tmp_path / "text.gguf")
-    try:
-        with pytest.raises(ValueError, match=r"cannot load .*text\.gguf"):
-            stock.read_rows(path, PROMPT)
-    except stock.PeersMissing as error:
-        pytest.skip(str(error))
+    with pytest.raises(ValueError, match=r"cannot load .*text\.gguf"):
+        stock.read_rows(path, PROMPT)
 
 
 def test_random_model_layers_and_heads_attend_differently(model: Path) -> None:

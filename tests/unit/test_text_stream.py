@@ -4,7 +4,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kqview.generation.text import TextStream
+from kqview.generation.text import Mark, TextStream
 
 
 @st.composite
@@ -101,6 +101,61 @@ def test_text_looked_at_again_stays_bounded_by_the_longest_stop():
         stream.feed(b"some words ")
     assert len(stream._tail) == 9
     assert len(stream.text) == 11_000
+
+
+def safe(stream: TextStream, stops: list[str], *, is_over: bool) -> int:
+    """How many characters may be shown, found by trying every place."""
+    whole, text = stream.text, stream.text_before_stop
+    if is_over or stream.stop_match is not None:
+        return len(text)
+    places = (i for i in range(len(whole)) for stop in stops if stop.startswith(whole[i:]))
+    return next(places, len(whole))
+
+
+@given(
+    st.data(),
+    st.lists(st.text("abc€", min_size=1, max_size=4), max_size=3),
+    st.text("abc€", max_size=20),
+)
+def test_deltas_are_all_of_the_text_that_is_safe_and_nothing_else(
+    data: st.DataObject, stops: list[str], text: str
+):
+    stream, shown = TextStream(stops), ""
+    encoded = text.encode()
+    while encoded and stream.stop_match is None:
+        n = data.draw(st.integers(1, 6))
+        stream.feed(encoded[:n])
+        encoded = encoded[n:]
+        if data.draw(st.booleans()):  # not every token is followed by a delta
+            shown += stream.take_delta(is_over=False)
+            assert shown == stream.text[: safe(stream, stops, is_over=False)]
+    stream.flush()
+    assert shown + stream.take_delta(is_over=True) == stream.text_before_stop
+    assert stream.take_delta(is_over=True) == ""
+
+
+@given(
+    st.data(),
+    st.lists(st.text("abc", min_size=1, max_size=4), max_size=3),
+    st.lists(st.text("abc", min_size=1, max_size=3), max_size=12),
+)
+def test_deltas_go_on_behind_what_was_shown_after_a_reset(
+    data: st.DataObject, stops: list[str], pieces: list[str]
+):
+    stream, marks, n_shown = TextStream(stops), list[Mark](), 0
+    for piece in pieces:
+        marks.append(stream.mark())
+        stream.feed(piece.encode())
+        if stream.stop_match is not None:
+            break
+        if data.draw(st.booleans()):
+            n_kept = data.draw(st.integers(0, len(marks) - 1))
+            stream.reset(marks[n_kept])
+            del marks[n_kept:]
+            n_shown = min(n_shown, len(stream.text))
+        n_safe = safe(stream, stops, is_over=False)
+        assert stream.take_delta(is_over=False) == stream.text[n_shown:n_safe]
+        n_shown = max(n_shown, n_safe)
 
 
 def test_empty_stop_strings_are_ignored():

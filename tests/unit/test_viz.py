@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+pytestmark = pytest.mark.full
+
 PROMPT = ["<s>", "Anna", " has", " a", " red", " ball", "."]
 
 

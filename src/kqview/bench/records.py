@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from kqview import __version__, _core
+from kqview import __version__, _core, json_input
 from kqview.bench.pairs import Pairs, Spread
 from kqview.state.durable import append_line
 
@@ -165,8 +165,8 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     records: list[dict[str, Any]] = []
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
+            record = json_input.loads(line)
+        except ValueError:
             continue
         if isinstance(record, dict):
             records.append(record)  # pyright: ignore[reportUnknownArgumentType]

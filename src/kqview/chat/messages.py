@@ -6,20 +6,19 @@ to the template. Checking copies everything to plain dicts, lists and scalars, s
 can neither modify nor call anything that belongs to the caller.
 """
 
-import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final, Literal, cast
 
+from kqview import json_input
 from kqview.arguments import invalid
+from kqview.chat.json_text import decoded
+from kqview.chat.spans import ROLES
 from kqview.errors import RequestError
 from kqview.types.reply import Reply, ToolCall
 
 Message = Mapping[str, Any]
-
-# Roles that templates write into special tokens, such as '<|' + role + '|>'.
-ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function")
 
 _ROLE: Final = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
 _NESTING_MAX: Final = 64
@@ -127,8 +126,8 @@ def _arguments(where: str, value: object) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value) if value.strip() else {}
-    except (ValueError, RecursionError):
+        return json_input.loads(value) if value.strip() else {}
+    except ValueError:
         raise RequestError(
             f"{where}: arguments is {_shown(value)}; pass an object or JSON text"
         ) from None
@@ -218,7 +217,9 @@ Family = Literal["hermes", "llama", "mistral"]
 def parse_tool_calls(text: str, family: Family | None = None) -> Reply:
     """Split *text*, such as ``Generation.text``, into content and tool calls.
 
-    What does not parse stays text: the answer of a model is never an error.
+    What does not parse stays text: the answer of a model is never an error. In arguments, a number
+    that JSON does not have, such as NaN or 1e999, is the string that the model wrote, and half of a
+    surrogate pair is U+FFFD.
 
     Args:
         text: The whole answer.
@@ -252,7 +253,6 @@ _HERMES_END: Final = "</tool_call>"
 _MISTRAL: Final = "[TOOL_CALLS]"
 _MISTRAL_NAMED: Final = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\]([\w-]+))?\[ARGS\]")
 _PYTHON_TAG: Final = "<|python_tag|>"
-_JSON: Final = json.JSONDecoder()
 
 
 def _hermes(text: str) -> Reply:
@@ -321,7 +321,7 @@ _PARSERS: Final[Mapping[Family, Callable[[str], Reply]]] = MappingProxyType(
 def _read_json(text: str, start: int) -> tuple[object, int]:
     """The JSON value at *start* and its end; None and *start* if there is none."""
     try:
-        return _JSON.raw_decode(text, _skip_space(text, start))
+        return decoded(text, _skip_space(text, start))
     except (ValueError, RecursionError):
         return None, start
 

@@ -9,6 +9,9 @@ from typing import Any, Final, NamedTuple, Protocol
 
 from kqview.errors import RequestError
 
+ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function")
+"""Roles that templates write into special tokens, such as ``'<|' + role + '|>'``."""
+
 _OTHER: Final = "\u241fother\u241f"
 
 

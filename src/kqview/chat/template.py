@@ -1,12 +1,15 @@
 """A model's chat template: jinja2 in a sandbox, with special tokens that contents cannot forge.
 
-The template is trusted, the contents it is filled with are not. In the parsed template, the text of
-each special token is replaced by an unguessable placeholder (private-use characters with 128 random
-bits). After rendering, placeholders are special tokens and everything else is ordinary text.
-Contents pass through untouched, so a template may cut, trim, compare and search them; a damaged
-placeholder is read as text, never as a token. A template that assembles a token from pieces while
-it runs is detected by a second run, see `ChatTemplate.render`. `kqview.chat.sandbox` bounds what a
-template may use.
+The contents that a template is filled with cannot make special tokens. In the parsed template, the
+text of each special token is replaced by an unguessable placeholder (private-use characters with
+128 random bits). After rendering, placeholders are special tokens and everything else is ordinary
+text. Contents pass through untouched, so a template may cut, trim, compare and search them; a
+damaged placeholder is read as text, never as a token. A template that assembles a token from pieces
+while it runs is detected by a second run, see `ChatTemplate.render`.
+
+A template is a program. jinja2's sandbox keeps it from Python's objects, but nothing in Python can
+interrupt one long comparison in C, so `kqview.chat.rendering` runs this file in processes with
+limits, as a program of `kqview.confined`. In process it serves templates that the operator chose.
 
 Two alternatives were rejected. Marks around contents break templates that test the start or end of
 a content. A str subclass that remembers its origin loses it in jinja2's filters, and then fails
@@ -18,19 +21,27 @@ import re
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from typing import Any, Final, NoReturn, cast
 
 import jinja2
 from jinja2 import nodes
 from jinja2.exceptions import TemplateError
 from jinja2.ext import Extension
+from jinja2.optimizer import optimize
 from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from kqview.chat.messages import ROLES
-from kqview.chat.sandbox import Exhausted, Sandbox
-from kqview.chat.spans import Part
-from kqview.errors import RequestError, UnsupportedModel
+from kqview.chat.spans import ROLES, Part, message_ends, role_headers
+from kqview.errors import OutOfMemory, RequestError, UnsupportedModel
 
+SOURCE_MAX: Final = 1 << 20
+"""Maximum number of characters of a template."""
+LENGTH_MAX: Final = 16 << 20
+"""Maximum number of characters that a template may produce."""
+
+_N_KEPT: Final = 16  # compiled templates
+_N_SHOWN: Final = 1000  # characters of what a template says of itself
 _NONCE_PLANE: Final = 0x100000  # the two planes of private use beyond the first
 _INDEX_PLANE: Final = 0xF0000
 # Names of special tokens in GGUF that differ from those of transformers.
@@ -46,7 +57,7 @@ class ChatTemplate:
         control_texts: Texts of all control tokens, which contents must not produce.
 
     Raises:
-        UnsupportedModel: The template does not parse.
+        UnsupportedModel: The template does not parse, or is too long.
     """
 
     def __init__(
@@ -60,20 +71,25 @@ class ChatTemplate:
             f"{_VARIABLES.get(name, name)}_token": self._marks.mark(text)
             for name, text in special_tokens.items()
         }
-        self._environment = environment = _environment()
+        if len(source) > SOURCE_MAX:
+            raise UnsupportedModel(
+                f"the chat template has {len(source)} characters, the limit is {SOURCE_MAX}; "
+                "pass another as chat_template"
+            )
+        environment = _environment()
         try:
-            tree = environment.bounded(source)
+            tree = cast("nodes.Template", optimize(environment.parse(source), environment))
             for node in tree.find_all((nodes.TemplateData, nodes.Const)):
                 if isinstance(node, nodes.TemplateData):
                     node.data = self._marks.mark(node.data)
                 else:
                     node.value = self._marks.mark_all(node.value)
             code = environment.compile(tree)
-        except RecursionError:
+        except (RecursionError, MemoryError):  # the latter also from Python's own parser
             raise UnsupportedModel(
-                "the chat template is nested too deeply; pass another as chat_template"
+                "the chat template is nested too deeply or too large; pass another as chat_template"
             ) from None
-        except (TemplateError, SyntaxError, ValueError, MemoryError) as error:
+        except (TemplateError, SyntaxError, ValueError) as error:
             raise UnsupportedModel(
                 f"the chat template does not parse: {error}; pass another as chat_template"
             ) from error
@@ -89,6 +105,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         options: Mapping[str, Any] | None = None,
+        shows_tools_for: str | None = None,
     ) -> list[Part]:
         """Render the chat as pieces whose joined texts are what the model reads.
 
@@ -101,19 +118,57 @@ class ChatTemplate:
         objects, or JSON text for a template that fails on objects.
 
         Raises:
-            RequestError: The template rejects the messages or fails on them.
+            RequestError: The template rejects the messages or fails on them, or renders the same
+                without *tools* although it is to show them for the model *shows_tools_for*.
         """
+        parts = self._parts(messages, tools, add_generation_prompt, options or {})
+        if shows_tools_for is not None and tools:
+            try:
+                bare = self._parts(messages, None, add_generation_prompt, options or {})
+            except RequestError:  # it insists on tools
+                return parts
+            if _text_of(bare) == _text_of(parts):
+                raise RequestError(
+                    f"the chat template of {shows_tools_for} ignores tools, so the model would not "
+                    "know them; pass a chat_template that shows them, or put them into the "
+                    "messages with kqview.chat.tools_as_text",
+                    parameter="tools",
+                )
+        return parts
+
+    def ends(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None,
+        options: Mapping[str, Any],
+        text: str,
+        ends_of_turn: Sequence[str],
+    ) -> list[int]:
+        """As `kqview.chat.spans.message_ends`."""
+        render = partial(self.render, tools=tools, options=options)
+        return message_ends(text, messages, render, ends_of_turn=ends_of_turn)
+
+    def headers(self, *, ends_of_turn: Sequence[str]) -> dict[str, list[Part]]:
+        """As `kqview.chat.spans.role_headers`."""
+        return role_headers(self.render, ends_of_turn=ends_of_turn)
+
+    def _parts(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        add_generation_prompt: bool,
+        options: Mapping[str, Any],
+    ) -> list[Part]:
         wanted = [self._fitted(message) for message in messages]
         try:
-            text = self._render(wanted, tools, add_generation_prompt, options or {})
+            text = self._render(wanted, tools, add_generation_prompt, options)
         except RequestError as error:
-            if isinstance(error.__cause__, _Refusal | Exhausted) or not any(
-                map(_has_calls, wanted)
-            ):
+            if isinstance(error.__cause__, _Refusal) or not any(map(_has_calls, wanted)):
                 raise
             try:
                 wanted = [_with_json_arguments(message) for message in wanted]
-                text = self._render(wanted, tools, add_generation_prompt, options or {})
+                text = self._render(wanted, tools, add_generation_prompt, options)
             except RequestError:
                 raise error from error.__cause__
         parts = self._marks.split(text)
@@ -125,7 +180,7 @@ class ChatTemplate:
                 [disguise.message(message) for message in wanted],
                 disguise.of(tools),
                 add_generation_prompt,
-                disguise.of(options or {}),
+                disguise.of(options),
             )
         except RequestError:
             return parts  # no token can be attributed to the template
@@ -156,28 +211,28 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            with self._environment.limits():
-                return self._template.render(variables)
-        except Exhausted as error:
-            raise RequestError(
-                f"the chat template was stopped: {error}; "
-                "pass another chat_template or shorter messages"
-            ) from error
+            text = self._template.render(variables)
+        except MemoryError as error:
+            raise OutOfMemory("the chat template takes too much memory") from error
         except _Refusal as error:
             raise RequestError(f"the chat template rejects these messages: {error}") from error
         except Exception as error:  # a template is a program: it can fail in any way
             raise RequestError(
-                f"the chat template fails on these messages with {type(error).__name__}: {error}; "
-                "change them or pass another chat_template"
+                f"the chat template fails on these messages with {type(error).__name__}: "
+                f"{str(error)[:_N_SHOWN]}; change them or pass another chat_template"
             ) from error
+        if len(text) > LENGTH_MAX:
+            raise RequestError(
+                f"the chat template makes {len(text)} characters, the limit is {LENGTH_MAX}; "
+                "pass another chat_template or shorter messages"
+            )
+        return text
 
     def _takes(self, content: object) -> bool:
         message = {"role": "user", "content": content}
         try:
             text = self._render([message], None, True, {})
-        except RequestError as error:
-            if isinstance(error.__cause__, Exhausted):
-                raise UnsupportedModel(str(error)) from error.__cause__
+        except RequestError:
             return False
         return _PROBE in text and "'text'" not in text
 
@@ -355,9 +410,15 @@ class _GenerationTag(Extension):
         return nodes.Scope(body, lineno=line)
 
 
-def _environment() -> Sandbox:
+def _environment() -> ImmutableSandboxedEnvironment:
     """The dialect of transformers' apply_chat_template."""
-    return Sandbox([_GenerationTag, "jinja2.ext.loopcontrols"], {"tojson": _to_json})
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_GenerationTag, "jinja2.ext.loopcontrols"],
+    )
+    environment.filters["tojson"] = _to_json
+    return environment
 
 
 def _to_json(
@@ -378,7 +439,7 @@ def _to_json(
 
 
 def _refuse(message: object = "") -> NoReturn:
-    raise _Refusal(str(message))
+    raise _Refusal(str(message)[:_N_SHOWN])
 
 
 def _now(form: str) -> str:
@@ -386,3 +447,19 @@ def _now(form: str) -> str:
 
 
 _GLOBALS: Final = {"raise_exception": _refuse, "strftime_now": _now}
+
+
+# ---- the program of a helper process
+
+_kept: dict[str, ChatTemplate] = {}
+
+
+def answer(request: Any) -> Any:
+    """What a method returns of the template with this definition: its arguments as JSON."""
+    definition, method, arguments = request
+    if (template := _kept.get(definition)) is None:
+        template = ChatTemplate(*json.loads(definition))
+        if len(_kept) >= _N_KEPT:
+            del _kept[next(iter(_kept))]
+        _kept[definition] = template
+    return None if method is None else getattr(template, method)(**arguments)

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, cast
 
+from kqview.chat.json_text import JsonText
+from kqview.chat.json_text import literal as json_literal
 from kqview.chat.messages import parse_tool_calls
 from kqview.chat.reasoning import CHANNEL, MESSAGE, THINK_TAGS, Marks
 from kqview.types.json_schema import COMPACT, LINES, held
@@ -156,16 +158,14 @@ class Wanted:
 
     Attributes:
         calls: Functions that may be called.
-        needs_call: Whether one has to be.
         is_parallel: Whether there may be several calls.
-        schema: JSON schema of an answer without calls, as text too; None for any text.
+        schema: JSON schema of an answer without calls, as text too; None if it has to be a call.
         reasoning: Whether it precedes the answer: "may", with its opening mark; "open", because the
             prompt ends with that mark.
         tag: The opening mark, one of `THINK_TAGS`.
     """
 
     calls: Sequence[Tool] = ()
-    needs_call: bool = False
     is_parallel: bool = True
     schema: Mapping[str, Any] | str | None = None
     reasoning: Literal["no", "may", "open"] = "no"
@@ -184,7 +184,7 @@ def grammar(wanted: Wanted, form: Format, mark: Mark) -> str:
     choices: list[str] = []
     if wanted.calls:
         choices.append(_calls(wanted, form, mark, rules))
-    if wanted.schema is not None and not wanted.needs_call:
+    if wanted.schema is not None:
         rules.append(f"answer: {_json(wanted.schema, COMPACT)}")
         final = f'{mark(CHANNEL)} "final" {mark(MESSAGE)} ' if form == "harmony" else ""
         choices.append(f"{final}answer")
@@ -415,7 +415,7 @@ class CallReader:
         self._marks = Marks([*self._syntaxes, *self._silent])
         self._mark = ""  # of the call that is read
         self._buffer = ""
-        self._value = _JsonEnd()
+        self._value = JsonText()
         self._has_begun = False  # whether a word of the answer came, for Llama's
         self._elements = _XmlCalls(self, texts or {}) if form == "xml" else None
 
@@ -429,6 +429,23 @@ class CallReader:
     def arguments(self, text: str) -> CallDelta:
         """Further arguments of the call that began last."""
         return CallDelta(self._n_calls - 1, text)
+
+    def channel(self, text: str, name: str) -> list[str | CallDelta]:
+        """Add text of a call in a channel of its own; the first one of each call is empty."""
+        if not text:
+            found = [*self.end_channel(), self.begin(name)]
+            self._state, self._value = "value", JsonText()
+            return found
+        valid, _ = self._value.feed(text)
+        return [self.arguments(valid)] if valid else []
+
+    def end_channel(self) -> list[str | CallDelta]:
+        """End a call in a channel, if there is one."""
+        if self._form != "harmony" or self._state != "value":
+            return []
+        self._state = "text"
+        rest = self._value.end()
+        return [self.arguments(rest)] if rest else []
 
     def feed(self, text: str) -> list[str | CallDelta]:
         """Add content; returns text and calls in their order."""
@@ -475,7 +492,7 @@ class CallReader:
                 head = syntax.head.match(self._buffer)
                 if head is not None:
                     found.append(self.begin(head[head.lastindex or 1]))
-                    self._state, self._value = "value", _JsonEnd()
+                    self._state, self._value = "value", JsonText()
                     text = self._buffer[head.end() :]
                 elif self._mark == _MISTRAL and self._buffer.lstrip().startswith(("[", "{")):
                     self._state, self._buffer, text = "held", self._mark + self._buffer, ""
@@ -486,9 +503,9 @@ class CallReader:
                 else:
                     return found
             elif self._state == "value":
-                n = self._value.feed(text)
-                if text[:n]:
-                    found.append(self.arguments(text[:n]))
+                valid, n = self._value.feed(text)
+                if valid:
+                    found.append(self.arguments(valid))
                 if not self._value.is_over:
                     return found
                 text, self._state, self._buffer = text[n:], "tail", ""
@@ -516,16 +533,16 @@ class CallReader:
             begun = self.begin(call.name)
             id_ = call.id if call.id and _is_utf8(call.id) else begun.id
             found.append(CallDelta(begun.index, "", id_, call.name))
-            arguments = json.dumps(dict(call.arguments), ensure_ascii=False)
-            if not _is_utf8(arguments):  # then as escapes
-                arguments = json.dumps(dict(call.arguments))
-            found.append(self.arguments(arguments))
+            written = json.dumps(dict(call.arguments), ensure_ascii=False)
+            found.append(self.arguments(JsonText().feed(written)[0]))
         return found
 
     def flush(self) -> list[str | CallDelta]:
         """What is clear only when the answer is complete."""
         if self._elements is not None:
             return self._elements.flush()
+        if self._form == "harmony":
+            return self.end_channel()
         text = self._marks.take()
         buffer, self._buffer = self._buffer, ""
         if self._form == "llama":
@@ -538,7 +555,6 @@ class CallReader:
 
 
 _XML_NAME: Final = re.compile(r"([^<>\n]+)>\n?")
-_WORDS: Final[Mapping[str, object]] = {"True": True, "False": False, "None": None}
 
 
 class _XmlCalls:
@@ -638,7 +654,11 @@ class _XmlCalls:
         if self._state == "value":
             self._go("call")
             value, self._buffer = self._buffer, ""
-            return [self._calls.arguments('"' if self._is_text else _as_json(value))]
+            return [
+                self._calls.arguments(
+                    '"' if self._is_text else json_literal(value.removesuffix("\n"))
+                )
+            ]
         if self._state == "call":
             self._go("closing" if mark == "</function>" else "text")
             return [self._calls.arguments("}" if self._n_arguments else "{}")]
@@ -662,18 +682,6 @@ class _XmlCalls:
         return self._between(rest)
 
 
-def _as_json(text: str) -> str:
-    """What a model wrote for a value that need not be text."""
-    word = text.strip()
-    if word in _WORDS:
-        return json.dumps(_WORDS[word])
-    try:
-        value = json.loads(word)
-    except (ValueError, RecursionError):
-        value = text.removesuffix("\n")
-    return json.dumps(value, ensure_ascii=False)
-
-
 def _is_utf8(text: str) -> bool:
     """Whether *text* has UTF-8, which JSON's escapes of lone surrogates do not."""
     try:
@@ -681,32 +689,3 @@ def _is_utf8(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-class _JsonEnd:
-    """Finds the end of an object or list in JSON that comes in pieces."""
-
-    def __init__(self) -> None:
-        self.is_over = False
-        self._depth = 0
-        self._in_string = False
-        self._is_escaped = False
-
-    def feed(self, text: str) -> int:
-        """How many characters of *text* belong to the value."""
-        for i, char in enumerate(text):
-            if self._is_escaped:
-                self._is_escaped = False
-            elif self._in_string:
-                self._is_escaped = char == "\\"
-                self._in_string = char != '"'
-            elif char == '"':
-                self._in_string = True
-            elif char in "{[":
-                self._depth += 1
-            elif char in "}]":
-                self._depth -= 1
-                if self._depth <= 0:
-                    self.is_over = True
-                    return i + 1
-        return len(text)

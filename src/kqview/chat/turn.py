@@ -5,11 +5,11 @@ to look like; `constrained` makes sampling options of it, `Parts` and `reply_of`
 Shared by `Engine.chat` and every API of the server. Pure.
 """
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal, NamedTuple, TypedDict, cast
 
+from kqview import json_input
 from kqview.chat import tool_format
 from kqview.chat.reasoning import THINK_TAGS, Piece, Split, opened_by
 from kqview.chat.tool_format import CallDelta, CallReader, Format, Tool, Wanted
@@ -37,8 +37,8 @@ class NamedTool(TypedDict):
     function: NamedFunction
 
 
-ToolChoice = Literal["auto", "none", "required"] | NamedTool
-"""Whether functions may be called: "required" asks for a call, a NamedTool for one of it."""
+ToolChoice = Literal["auto", "none", "required"] | str | NamedTool
+"""Whether functions may be called: "required" asks for a call, a name or NamedTool for that one."""
 
 
 class Choice(NamedTuple):
@@ -58,6 +58,8 @@ class Choice(NamedTuple):
 def choice_of(tools: Sequence[Tool], tool_choice: object) -> Choice:
     """The choice among *tools* in the terms of OpenAI's ``tool_choice``, None for "auto".
 
+    The name of a tool alone is one too, unless it is one of OpenAI's words.
+
     Raises:
         RequestError: It is none of them, or names a function that is not among *tools*.
     """
@@ -65,13 +67,13 @@ def choice_of(tools: Sequence[Tool], tool_choice: object) -> Choice:
         needs_call = tool_choice == "required"
         chosen = [] if tool_choice == "none" else chosen_tools(tools, needs_call=needs_call)
         return Choice(chosen, needs_call, is_named=False)
-    name, got = None, shown(tool_choice)
+    name, got = tool_choice, shown(tool_choice)
     if isinstance(tool_choice, Mapping):
         given = cast("Mapping[str, object]", tool_choice)
         name = tool_format.object_of(given.get("function", given)).get("name")
     if not isinstance(name, str):
         raise RequestError(
-            f"tool_choice is {got}; pass 'auto', 'none', 'required' or "
+            f"tool_choice is {got}; pass 'auto', 'none', 'required', the name of a tool or "
             '{"type": "function", "function": {"name": "..."}}',
             parameter="tool_choice",
         )
@@ -79,6 +81,7 @@ def choice_of(tools: Sequence[Tool], tool_choice: object) -> Choice:
 
 
 _CHOICES: Final = ("auto", "none", "required")
+_LISTED: Final = 500  # characters of names in a message
 
 
 def chosen_tools(
@@ -113,11 +116,12 @@ def chosen_tools(
         )
     if allowed is None:
         return list(tools)
-    known = {tool["function"]["name"] for tool in tools}
+    known = [tool["function"]["name"] for tool in tools]
     for name in allowed:
         if name not in known:
             raise RequestError(
-                f"tool_choice names {name[:80]!r}, which is not among the tools; name one of them",
+                f"tool_choice names {shown(name)}, which is not among the tools; name one of "
+                f"{', '.join(known)[:_LISTED]}",
                 parameter="tool_choice",
             )
     return [tool for tool in tools if tool["function"]["name"] in allowed]
@@ -226,7 +230,8 @@ def constrained(
         mark: How a grammar says the text of a mark.
 
     Raises:
-        InvalidSampling: *sampling* has a constraint of its own.
+        InvalidSampling: *sampling* has a constraint of its own, or there are both a schema and a
+            call that has to be made.
     """
     has_tools = bool(choice.tools)
     own = "grammar" if sampling.grammar is not None else "regex"
@@ -236,13 +241,18 @@ def constrained(
             f"{own} cannot be combined with {what}; send one of them", parameter=own
         )
     needs_call = has_tools and choice.needs_call
+    if needs_call and schema is not None:
+        raise InvalidSampling(
+            "json_schema cannot be combined with a tool_choice that asks for a call: no text of "
+            "the answer could follow it; send one of them",
+            parameter="json_schema",
+        )
     if not needs_call and schema is None:
         return sampling
     if not has_tools and reasoning.how == "no" and form != "harmony":
         return replace(sampling, json_schema=schema)
     wanted = Wanted(
         calls=choice.tools,
-        needs_call=needs_call,
         is_parallel=is_parallel and not choice.is_named,
         schema=schema,
         reasoning=reasoning.how,
@@ -281,6 +291,8 @@ class Parts:
         """The deltas of further pieces."""
         deltas: list[Delta] = []
         for piece in pieces:
+            if self._calls is not None and piece.kind != "call":
+                deltas += self._of_calls(self._calls.end_channel())
             if piece.kind == "mark":
                 pass
             elif piece.kind == "reasoning":
@@ -288,11 +300,7 @@ class Parts:
             elif self._calls is None:
                 deltas.append(Delta(content=piece.text))
             elif piece.kind == "call":
-                is_new = not piece.text
-                call = self._calls
-                deltas += self._of_calls(
-                    [call.begin(piece.name) if is_new else call.arguments(piece.text)]
-                )
+                deltas += self._of_calls(self._calls.channel(piece.text, piece.name))
             else:
                 deltas += self._of_calls(self._calls.feed(piece.text))
         return deltas
@@ -319,7 +327,7 @@ class Parts:
 
 @dataclass(slots=True)
 class Call:
-    """A tool call of an answer; ``arguments`` is JSON as the model wrote it."""
+    """A tool call of an answer; ``arguments`` is JSON, incomplete if the answer was cut off."""
 
     id: str
     name: str
@@ -373,8 +381,8 @@ def reader_of(source: str, opened: str | None, tools: Sequence[Tool]) -> Callabl
 def _call_of(call: Call) -> ToolCall | None:
     """None for a call that was cut off."""
     try:
-        arguments: object = json.loads(call.arguments) if call.arguments.strip() else {}
-    except (ValueError, RecursionError):
+        arguments: object = json_input.loads(call.arguments) if call.arguments.strip() else {}
+    except ValueError:
         return None
     if not isinstance(arguments, dict):
         return None

@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, cast
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import numpy as np
 import typer
@@ -19,8 +19,9 @@ from kqview.cli.options import (
     PromptChoice,
     SpecialOption,
 )
-from kqview.cli.outputs import ARRAYS, PAGE, PICTURES, check_drawn, check_output, write_arrays
+from kqview.cli.outputs import ARRAYS, PAGE, PICTURES, check_drawn, check_output
 from kqview.errors import RequestError
+from kqview.saved import save_prompt, write_arrays
 from kqview.viz.figures import heatmap, save_figure
 from kqview.viz.heads import N_LATEST, probabilities
 from kqview.viz.terminal import label, terminal_heatmap
@@ -118,7 +119,7 @@ class _Shown:
     def __init__(
         self, engine: "Engine", text: str, plan: "Capture", *, add_special: bool, last: int | None
     ) -> None:
-        found = engine.attend(text, plan, last=last, add_special=add_special)
+        self._found = found = engine.attend(text, plan, last=last, add_special=add_special)
         assert found.capture is not None
         self._model = engine.model
         self._capture = found.capture
@@ -243,18 +244,14 @@ class _Shown:
             kind = self._capture.kind
             save_figure(heatmap(picked.matrix, self._texts, kind=kind, title=title), path)
             return
-        arrays: dict[str, Any] = {}
-        for name, values in (("attention", self._values), ("positions", self._positions)):
-            if isinstance(values, tuple):
-                layers = cast("tuple[Values, ...]", values)
-                arrays |= {f"{name}_layer_{i:03d}": one for i, one in enumerate(layers)}
-            elif values is not None:
-                arrays[name] = values
-        arrays["ids"] = np.array(self._ids, np.int32)
-        arrays["layers"] = np.array(self._layers, np.int32)
-        arrays["heads"] = np.array(self._heads, np.int32)
-        arrays["start"] = np.array(self._start, np.int32)
-        write_arrays(path, "attention", arrays, {"texts": self._texts, "kind": self._capture.kind})
+        if path.suffix.lower() == ".npy":
+            if isinstance(self._values, tuple):
+                raise RequestError(
+                    "--output ends in .npy, but the layers differ in heads; use .npz"
+                )
+            write_arrays(path, "attention", {"attention": self._values}, {})
+            return
+        save_prompt(path, self._found, self._values, self._positions)
 
 
 def _chosen(name: str, wanted: int | None, known: Sequence[int], n: int) -> Sequence[int]:

@@ -14,8 +14,9 @@ import numpy as np
 import typer
 from rich.console import Console
 
+from kqview import json_input
 from kqview.chat.messages import checked_messages
-from kqview.cli.terminal import decoded, read_text, shown
+from kqview.cli.terminal import decoded, read_text, show_delta, shown
 from kqview.errors import KqviewError, PromptTooLong, RequestError
 from kqview.state.durable import write_whole
 from kqview.types.sampling import OPTIONS
@@ -56,11 +57,11 @@ def load_messages(path: Path) -> list[dict[str, Any]]:
         OSError: It cannot be read.
     """
     try:
-        content: Any = json.loads(read_text(path))
+        content: Any = json_input.loads(read_text(path))
         with contextlib.suppress(TypeError):  # a list of messages
             content = content["messages"]
         return checked_messages(content)
-    except (ValueError, KeyError, RecursionError) as error:
+    except (ValueError, KeyError) as error:
         raise RequestError(f"{path} is not a conversation: {error}") from None
 
 
@@ -215,8 +216,9 @@ class Chat:
         goes_on = self._is_terminal and self._is_running
         with _interrupting(generation, is_wanted=goes_on), generation:
             for token in generation:
-                typer.echo(shown(token.text, sys.stdout), nl=False)
+                show_delta(generation)
                 tokens.append(token)
+            show_delta(generation)
         typer.echo()
         self._messages.append({"role": "assistant", "content": generation.text})
         self._last = generation, tokens
@@ -290,7 +292,7 @@ class Chat:
         if name not in _SETTABLE:
             raise RequestError(f"there is no option {name}; /set lists them")
         try:
-            given = json.loads(value.lower() if value.lower() in ("true", "false") else value)
+            given = json_input.loads(value.lower() if value.lower() in ("true", "false") else value)
         except ValueError:
             raise RequestError(f"{name} is {value!r}; write a number, true or false") from None
         self._sampling = replace(self._sampling, **{name: given})

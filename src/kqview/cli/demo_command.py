@@ -12,7 +12,7 @@ from rich.table import Table
 
 from kqview.cli.options import DEMO, ThreadsOption, open_engine
 from kqview.cli.outputs import PAGE, PICTURES, check_drawn, check_output
-from kqview.cli.terminal import argument_text
+from kqview.cli.terminal import argument_text, show_delta
 from kqview.errors import RequestError
 from kqview.types.capture import Kind
 from kqview.viz import heatmap, to_html
@@ -140,7 +140,7 @@ def _generate(
     typer.echo(text, nl=False)
     with engine.generate(ids, max_tokens=max_tokens, temperature=0.0, capture=capture) as stream:
         for token in stream:
-            typer.echo(token.text, nl=False)
+            show_delta(stream)
             if token.attention is not None:
                 tokens.append(token)
                 rows.append(token.attention)

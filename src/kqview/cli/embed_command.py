@@ -10,7 +10,8 @@ import typer
 
 from kqview.cli.option_groups import with_groups
 from kqview.cli.options import EngineChoice, JsonOption, SpecialOption, TextsChoice
-from kqview.cli.outputs import ARRAYS, check_output, write_arrays
+from kqview.cli.outputs import ARRAYS, check_output
+from kqview.saved import write_arrays
 from kqview.viz.terminal import label
 
 if TYPE_CHECKING:

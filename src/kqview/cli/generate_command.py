@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import sys
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Protocol, Self
@@ -20,7 +19,7 @@ from kqview.cli.options import (
 )
 from kqview.cli.outputs import PAGE, check_drawn, check_output
 from kqview.cli.rows_file import RowsFile
-from kqview.cli.terminal import shown
+from kqview.cli.terminal import show_delta
 
 if TYPE_CHECKING:
     from kqview import Capture, Engine, Generation, Token
@@ -42,8 +41,8 @@ def generate(
             "--output",
             "-o",
             metavar="FILE",
-            help="Write the captured attention as .npz, .safetensors (kqview.load reads it) or "
-            ".html (a page).",
+            help="Write the captured attention as .npz or .safetensors (kqview.load reads both) "
+            "or .html (a page).",
         ),
     ] = None,
     capture: CaptureChoice,
@@ -72,17 +71,19 @@ def generate(
     with source.open(model) as engine:
         ids = engine.tokenize(text, add_special=True, parse_special=True)
         generation = engine.generate(ids, max_tokens=max_tokens, sampling=options, capture=plan)
-        with _rows(output, engine, plan, ids, generation) as file, generation:
+        with _rows(output, engine, plan, generation) as file, generation:
             tokens: list[dict[str, Any]] = []
             n_bytes = 0
             for token in generation:
                 if as_json:
                     tokens.append(_to_json(token))
                 else:
-                    typer.echo(shown(token.text, sys.stdout), nl=False)
+                    show_delta(generation)
                 n_bytes += _n_bytes(token)
                 if file is not None:
                     file.add(token)
+            if not as_json:
+                show_delta(generation)
     usage = generation.usage
     if as_json:
         content = {
@@ -136,7 +137,6 @@ def _rows(
     path: Path | None,
     engine: "Engine",
     plan: "Capture | None",
-    ids: list[int],
     generation: "Generation",
 ) -> AbstractContextManager[_File | None]:
     """What takes the rows of *generation*: a file of the format that *path* names."""
@@ -144,7 +144,7 @@ def _rows(
         return nullcontext()
     if path.suffix.lower() in (".safetensors", PAGE):
         return _SavedFile(path, generation)
-    return RowsFile(path, engine, plan, ids)
+    return RowsFile(path, engine, plan, generation)
 
 
 class _SavedFile:

@@ -1,6 +1,5 @@
 """Options that several commands share, and the engine they open."""
 
-import json
 import os
 import re
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -13,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
+from kqview import json_input
 from kqview.cli.model_file import check_model_file
 from kqview.cli.option_groups import OptionGroup
 from kqview.cli.terminal import argument_text, is_piped, read_stdin, read_text
@@ -617,7 +617,7 @@ def text_or_file(value: str | None) -> str | None:
 
 def _check_json(name: str, text: str) -> None:
     try:
-        json.loads(text)
+        json_input.loads(text)
     except ValueError as error:
         raise RequestError(
             f"{name} is not JSON: {error}; write a schema, or @FILE to read it from a file"

@@ -1,18 +1,12 @@
 """Files that commands write: checked before any work, then written whole or not at all."""
 
-import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
-
-import numpy as np
-from numpy.lib import format as npy_format
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Final
 
 from kqview.errors import RequestError
 from kqview.saved import require_safetensors
-from kqview.state.durable import WholeFile
 from kqview.types.capture import RAW_KINDS
 
 if TYPE_CHECKING:
@@ -70,35 +64,3 @@ def check_drawn(path: Path | None, capture: "Capture | None") -> None:
         raise RequestError(
             f"--output is {str(path)!r}, which shows probabilities; use --capture probs or scores"
         )
-
-
-def write_arrays(
-    path: Path,
-    main: str,
-    arrays: Mapping[str, NDArray[Any]],
-    texts: Mapping[str, str | Sequence[str]],
-) -> None:
-    """Write arrays as .npz or .safetensors, or the one of them named *main* as .npy.
-
-    Args:
-        path: The file, whose suffix `check_output` has accepted; what has none of them, such as
-            ``/dev/stdout``, gets .npz.
-        main: Name of the array that an .npy file holds.
-        arrays: Arrays by name.
-        texts: Strings by name: string arrays in .npz, JSON in the metadata of .safetensors.
-
-    Raises:
-        OSError: The file cannot be written; an old file stays.
-    """
-    suffix = path.suffix.lower()
-    with WholeFile(path) as file:
-        if suffix == ".npy":
-            npy_format.write_array(file.stream, arrays[main], allow_pickle=False)
-        elif suffix == ".safetensors":
-            metadata = {name: json.dumps(text, ensure_ascii=False) for name, text in texts.items()}
-            whole = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
-            file.stream.write(require_safetensors(suffix).save(whole, metadata))
-        else:
-            strings = {name: np.array(text, np.str_) for name, text in texts.items()}
-            members: dict[str, Any] = {**arrays, **strings}
-            np.savez(file.stream, **members)

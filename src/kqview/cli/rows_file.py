@@ -10,10 +10,11 @@ import numpy as np
 from numpy.lib import format as npy_format
 from numpy.typing import NDArray
 
+from kqview.saved import streamed_metadata
 from kqview.state.durable import WholeFile, remove_leftovers
 
 if TYPE_CHECKING:
-    from kqview import Capture, Engine, Token
+    from kqview import Capture, Engine, Generation, Token
 
 
 class RowsFile:
@@ -23,14 +24,16 @@ class RowsFile:
     ``_layer_000`` appended where layers differ in heads); ``positions_00000`` likewise with
     ``top_k``; ``ids`` int32 and ``texts`` of the generated tokens; ``prompt_ids`` int32; ``layers``
     int32, the model layer of each index; ``spans`` int32, -1 for an open end; ``kind`` and
-    ``reduce``. A token without attention has no member.
+    ``reduce``. A token without attention has no member. ``kqview`` is what `kqview.load` reads.
 
     Memory holds only ids and texts. The file appears under its name when it is closed; after an
     interruption it holds the rows so far. If the disk fills up, or an error comes before the first
     token, an old file of that name stays.
     """
 
-    def __init__(self, path: Path, engine: "Engine", capture: "Capture", prompt: list[int]) -> None:
+    def __init__(
+        self, path: Path, engine: "Engine", capture: "Capture", generation: "Generation"
+    ) -> None:
         """Start the file that is going to be *path*.
 
         Raises:
@@ -42,8 +45,9 @@ class RowsFile:
         self._is_discarded = False
         self._ids: list[int] = []
         self._texts: list[str] = []
-        capture = capture.resolved(engine.model)
-        self._write("prompt_ids", np.array(prompt, dtype=np.int32))
+        self._engine, self._generation = engine, generation
+        self._capture = capture = capture.resolved(engine.model)
+        self._write("prompt_ids", np.array(generation.prompt_ids, dtype=np.int32))
         self._write("layers", np.array(capture.layers, dtype=np.int32))
         self._write("kind", np.array(capture.kind))
         if capture.reduce is not None:
@@ -75,6 +79,10 @@ class RowsFile:
         """
         self._write("ids", np.array(self._ids, dtype=np.int32))
         self._write("texts", np.array(self._texts, dtype=np.str_))
+        known = {*self._generation.prompt_ids, *self._ids}
+        column_texts = {one: self._engine.token_text(one) for one in known}
+        about = streamed_metadata(self._texts, self._generation, self._capture, column_texts)
+        self._write("kqview", np.array(about))
         with self._discarding():
             self._zip.close()
             self._file.commit()

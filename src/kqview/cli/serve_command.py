@@ -3,6 +3,7 @@
 import inspect
 import logging
 import os
+import signal
 import socket
 import sys
 from functools import partial
@@ -10,6 +11,7 @@ from typing import Any, Final, NoReturn
 
 import typer
 
+from kqview.cli import hangups
 from kqview.cli.model_file import check_model_file
 from kqview.cli.options import fetch
 from kqview.cli.server_options import needing_server, parameters, reader_of
@@ -39,6 +41,8 @@ def serve(*, context: typer.Context, config: str | None = None, **given: Any) ->
     - `kqview serve -m model.gguf -c 16384 -np 4 --port 8080`
     - `kqview serve --config kqview.toml`
     """
+    if config is None:
+        hangups.release()
     read = reader_of(context, config, given)
     loaded = read()
     settings = loaded.config.settings
@@ -90,6 +94,8 @@ def _become_supervisor(
     script = [sys.executable, "-I", "-S", supervisor.__file__]
     # "-m" alone would import from the current folder first.
     worker = [sys.executable, "-I" if sys.flags.isolated else "-P", "-m", "kqview", *sys.argv[1:]]
+    # They are kept for the supervisor's handlers: until it has them, any would just end it.
+    signal.pthread_sigmask(signal.SIG_BLOCK, supervisor.STOPS)
     os.execv(sys.executable, [*script, *map(str, limits), *worker])
 
 

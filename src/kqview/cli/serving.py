@@ -20,6 +20,7 @@ from typing import Final
 
 import uvicorn
 
+from kqview.cli import hangups
 from kqview.cli.options import load_progress
 from kqview.errors import KqviewError
 from kqview.server.app import App
@@ -141,8 +142,8 @@ class Reloads:
                 self.ask()
 
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, hung_up)
-        if self._is_wanted:
-            self.ask()
+        if self._is_wanted or hangups.has_come:  # while the server started
+            hung_up()
 
     def ask(self) -> None:
         """Read the configuration again soon."""

@@ -4,9 +4,14 @@ import os
 import re
 import sys
 from pathlib import Path
-from typing import Final, TextIO
+from typing import TYPE_CHECKING, Final, TextIO
+
+import typer
 
 from kqview.errors import RequestError
+
+if TYPE_CHECKING:
+    from kqview import Generation
 
 # Control characters except tab, newline and carriage return.
 _CONTROL: Final = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
@@ -100,3 +105,8 @@ def shown(text: str, stream: TextIO) -> str:
     if not stream.isatty():
         return text
     return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+
+
+def show_delta(generation: "Generation") -> None:
+    """Write the text of *generation* that is safe to show and was not written yet to stdout."""
+    typer.echo(shown(generation.take_delta(), sys.stdout), nl=False)

@@ -19,6 +19,7 @@ from kqview.errors import BusyError, ClosedError, RequestError
 from kqview.generation.stream import Generation, GenerationFacts
 from kqview.generation.waiting import Taker
 from kqview.mods.events import Dialogue
+from kqview.mods.failures import ModFailure
 from kqview.mods.steering import Decision, Steering, Steps
 from kqview.trace import Trace
 from kqview.types import PromptBlock, Token
@@ -44,6 +45,7 @@ class _Unsubmitted:
 
     end = None
     slot = -1
+    is_parked = False
     n_cached = 0
 
     def cancel(self) -> None: ...
@@ -262,7 +264,8 @@ class SteeredGeneration(Generation):
         self._tool_calls = decision.tool_calls
         for i, token_id in enumerate(decision.ids):
             token = self._new_token(token_id, is_forced=i >= decision.n_sampled)
-            if i == 0 and event is not None and not decision.n_removed:
+            token._has_pass = i == 0 and event is not None and not decision.n_removed  # pyright: ignore[reportPrivateUsage]
+            if event is not None and token._has_pass:  # pyright: ignore[reportPrivateUsage]
                 self._add_row(token, decision, event)
         if decision.end is not None and decision.ids:
             self._ready[-1].text += self._text.flush()
@@ -333,6 +336,10 @@ class SteeredGeneration(Generation):
     @property
     def mods(self) -> tuple[Any, ...]:
         return tuple(one.mod for one in self._steering.mods)
+
+    @property
+    def mod_errors(self) -> tuple[ModFailure, ...]:
+        return self._steering.failures
 
     @property
     def tool_calls(self) -> Any:

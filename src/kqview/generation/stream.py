@@ -14,7 +14,7 @@ import contextlib
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any, Final, Self, TypedDict, cast
 
 from kqview import _core
@@ -23,7 +23,8 @@ from kqview.errors import BusyError, InvalidCapture, KqviewError, RequestError
 from kqview.generation.display import N_REMEMBERED, generation_html, generation_rows
 from kqview.generation.prompt import PromptAttention
 from kqview.generation.text import TextStream
-from kqview.generation.waiting import HANDOVER_S, LoopWaker, Taker, Turns
+from kqview.generation.waiting import HANDOVER_S, LoopWaker, SlotWait, Taker, Turns
+from kqview.mods.failures import ModFailure
 from kqview.trace import Trace
 from kqview.types import Capture, ModelInfo, PromptBlock, Reply, Token, Usage
 from kqview.types.json_schema import parsed
@@ -72,11 +73,13 @@ class Generation:
     Raises (while iterating):
         PoolExhausted: The attention still held fills the budget, and ``on_full`` does not allow
             continuing; tokens and views handed out so far stay valid.
-        BusyError: Another thread or task is iterating at this moment, or the generation waits for a
-            slot that only the caller can free. Iterate again when that has changed.
+        BusyError: Another thread or task is iterating at this moment; or the generation waits for
+            a slot, which others keep until their tokens are taken: at once if only the caller can
+            do that, else when nobody has done it for 10 s. Iterate again when that has changed.
         ClosedError: The engine was closed.
         DecodeError: llama.cpp failed; the engine continues with other requests.
         EmittedError: A mod refused the request.
+        ModFailed: A mod failed that the request needs.
     """
 
     def __init__(
@@ -200,14 +203,17 @@ class Generation:
         if time.monotonic() > self._turn_ends:
             await asyncio.sleep(0)
             self._turn_ends = time.monotonic() + _TURN_S
-        has_waited = False
+        has_waited, wait = False, None
         while self._reason is None:
             event = self._handle.try_next(has_waited)
             if isinstance(event, _core.WaitEvent):
                 if event.holders:
                     self._turns.check_task(event.holders, self._request_id, asyncio.current_task())
-                has_waited = True
-                await self._waker().wait(self._handle, self._handle.arm)
+                    wait = wait or SlotWait(self._turns, self._taker)
+                    wait.note(event.holders)
+                limit_s = wait.left_s if wait else None
+                # When the time is over, the core is asked anew who keeps the slots.
+                has_waited = await self._waker().wait_for(self._handle, self._handle.arm, limit_s)
                 continue
             if has_waited:
                 self._turn_ends = time.monotonic() + _TURN_S
@@ -222,13 +228,20 @@ class Generation:
             )
 
     def _wait_turn(self, waits: _core.WaitEvent) -> _Event:
-        """Wait for the first event while generations with slow consumers hold every slot."""
+        """Wait for the next event while generations that cannot be parked hold every slot."""
+        wait = SlotWait(self._turns, self._taker)
         holders: list[int] = []
         while True:
             holders = waits.holders or holders
             is_late = not waits.holders and self.slot is None
             is_ours = self._turns.is_of_thread(holders, self._request_id, is_late=is_late)
-            event = self._handle.next(HANDOVER_S if is_ours else None, True)
+            if waits.holders:
+                wait.note(waits.holders)
+            left_s = wait.left_s
+            if left_s is None:  # the core is asked anew who keeps the slots
+                event = self._handle.next()
+            else:
+                event = self._handle.next(min(left_s, HANDOVER_S) if is_ours else left_s, True)
             if not isinstance(event, _core.WaitEvent):
                 return event
             waits = event
@@ -334,6 +347,39 @@ class Generation:
         async for _ in self:
             pass
         return self.text
+
+    def deltas(self) -> Iterator[str]:
+        """Iterate, yielding text that is safe to show instead of tokens.
+
+        Whole characters, never a stop string nor text that may become part of one. They join to
+        `text`, also those of several calls: each goes on behind the last delta, and text of tokens
+        that you take in between is in the next one. Of a chat, that is the text as the model writes
+        it, with reasoning and calls; `reply` takes it apart.
+
+        A mod may take text back after it was yielded. Then the deltas go on with the text in its
+        place; to follow such changes take tokens, see ``Token.n_removed``.
+        """
+        while next(self, None) is not None:  # the token is not kept: its attention holds memory
+            if delta := self.take_delta():
+                yield delta
+        if rest := self.take_delta():
+            yield rest
+
+    async def adeltas(self) -> AsyncIterator[str]:
+        """Like `deltas`, without blocking the event loop."""
+        while await anext(self, None) is not None:
+            if delta := self.take_delta():
+                yield delta
+        if rest := self.take_delta():
+            yield rest
+
+    def take_delta(self) -> str:
+        """The text for the next delta, often "", of what was taken so far; takes no token.
+
+        For a loop over tokens that also shows their text. Call it once more at the end: only then
+        is text safe that looks like the beginning of a stop string.
+        """
+        return self._text.take_delta(is_over=self._reason is not None)
 
     def __reduce__(self) -> Any:
         """Refused: a generation runs in its engine.
@@ -454,7 +500,8 @@ class Generation:
     def text(self) -> str:
         """Text handed out so far, up to the stop sequence if one was found.
 
-        ``Token.text`` is never cut there: the texts of the tokens join to the exact output.
+        ``Token.text`` is never cut there: the texts of the tokens join to the exact output. For
+        text to show while it comes, see `deltas`.
         """
         return self._text.text_before_stop
 
@@ -546,6 +593,11 @@ class Generation:
         return None
 
     @property
+    def mod_errors(self) -> tuple[ModFailure, ...]:
+        """The calls of mods that failed, in order; the first 100, the trace has all."""
+        return ()
+
+    @property
     def tool_calls(self) -> Any:
         """The payload of a mod's ToolCalls, with finish reason "tool_calls"; otherwise None."""
         return None
@@ -589,6 +641,11 @@ class Generation:
 def count_copied(generation: Generation, n_bytes: int) -> None:
     """Add to `EngineStats.copied_bytes`; for code of kqview that copies attention out of a view."""
     generation._handle.count_copied(n_bytes)  # pyright: ignore[reportPrivateUsage]
+
+
+def is_parked(generation: Generation) -> bool:
+    """Whether it gave its slot up because nobody takes its tokens."""
+    return generation._handle.is_parked  # pyright: ignore[reportPrivateUsage]
 
 
 def all_rows(generation: Generation) -> tuple[Rows, list[str]]:

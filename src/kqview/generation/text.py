@@ -2,10 +2,14 @@
 
 Belongs to one generation, and to one thread at a time. It never reads finished text again: a call
 costs its own bytes plus a tail as long as the longest stop string.
+
+What may be shown is held back by `Stops`: for `Generation.deltas` in the TextStream, for what a
+server sends in `HeldText`, and in `ShownText`, which also counts what was shown.
 """
 
 import codecs
-from collections.abc import Iterable
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -19,6 +23,31 @@ class Mark:
     tail: str
 
 
+class Stops:
+    """Stop strings, and where one may begin."""
+
+    __slots__ = ("_sorted", "longest_first", "n_most")
+
+    def __init__(self, stops: Iterable[str]) -> None:
+        """Watch for *stops*; empty ones are ignored."""
+        self._sorted = sorted(stop for stop in stops if stop)
+        self.longest_first = sorted(self._sorted, key=len, reverse=True)
+        self.n_most = max(map(len, self._sorted), default=0)
+        """Characters of the longest one."""
+
+    def n_clear(self, text: str, end: int | None = None) -> int:
+        """How many characters of *text*, at most *end*, come before what may become a stop."""
+        if end is None:
+            end = len(text)
+        for at in range(max(0, len(text) - self.n_most + 1), end):
+            rest = text[at:]
+            # In this order, those that begin with a text follow it.
+            i = bisect_left(self._sorted, rest)
+            if i < len(self._sorted) and self._sorted[i].startswith(rest):
+                return at
+        return end
+
+
 class TextStream:
     """Incremental UTF-8 decoder that looks for stop strings.
 
@@ -27,25 +56,24 @@ class TextStream:
     """
 
     __slots__ = (
-        "_decoder", "_n_characters", "_n_tail", "_parts", "_stop_start", "_stops", "_tail",
+        "_decoder", "_n_characters", "_n_shown", "_parts", "_stop_start", "_stops", "_tail",
         "stop_match",
     )  # fmt: skip
 
     stop_match: str | None
     """The stop string that was found, None until then. Once set, it does not change."""
 
-    def __init__(self, stop: Iterable[str] = ()) -> None:
+    def __init__(self, stop: Iterable[str] | Stops = ()) -> None:
         """Start without text.
 
         Args:
-            stop: Strings to look for; empty ones are ignored.
+            stop: Strings to look for.
         """
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._parts: list[str] = []
         self._n_characters = 0
-        # Longest first, so that the first match at a position is the longest one there.
-        self._stops = sorted((s for s in stop if s), key=len, reverse=True)
-        self._n_tail = len(self._stops[0]) - 1 if self._stops else 0
+        self._n_shown = 0
+        self._stops = stop if isinstance(stop, Stops) else Stops(stop)
         self._tail = ""
         self._stop_start: int | None = None
         self.stop_match = None
@@ -64,7 +92,7 @@ class TextStream:
     @property
     def has_stops(self) -> bool:
         """Whether there are stop strings to look for."""
-        return bool(self._stops)
+        return self._stops.n_most > 0
 
     def mark(self) -> Mark:
         """The end of the text so far."""
@@ -74,6 +102,7 @@ class TextStream:
         """Remove what came after *mark*; a stop string must not have been found before it."""
         self._parts = [self.text[: mark.n_characters]]
         self._n_characters = mark.n_characters
+        self._n_shown = min(self._n_shown, mark.n_characters)
         self._decoder.setstate(mark.decoder)
         self._tail = mark.tail
         self._stop_start = self.stop_match = None
@@ -97,9 +126,32 @@ class TextStream:
         """The text before the stop string; all text if none was found."""
         return self.text if self._stop_start is None else self.text[: self._stop_start]
 
+    def take_delta(self, *, is_over: bool) -> str:
+        """The text since the last call that is no part of a stop string, and cannot become one.
+
+        Once *is_over*, what was held back is safe too. After `reset`, text that was taken and
+        removed is not taken back: what follows comes next.
+        """
+        n_safe = self._stop_start
+        if n_safe is None:
+            n_held = 0 if is_over else len(self._tail) - self._stops.n_clear(self._tail)
+            n_safe = self._n_characters - n_held
+        if n_safe <= self._n_shown:
+            return ""
+        parts: list[str] = []
+        start = self._n_characters
+        for part in reversed(self._parts):
+            if start <= self._n_shown:
+                break
+            parts.append(part)
+            start -= len(part)
+        delta = "".join(reversed(parts))[self._n_shown - start : n_safe - start]
+        self._n_shown = n_safe
+        return delta
+
     def _add(self, text: str) -> str:
         if text:
-            if self._stops and self.stop_match is None:
+            if self.has_stops and self.stop_match is None:
                 self._search(text)
             self._parts.append(text)
             self._n_characters += len(text)
@@ -109,9 +161,59 @@ class TextStream:
         # The tail is one character shorter than the longest stop string, so every match in here is
         # new: it was incomplete before.
         window = self._tail + text
-        found = [(start, stop) for stop in self._stops if (start := window.find(stop)) >= 0]
+        found = [
+            (start, stop)
+            for stop in self._stops.longest_first  # so that of two at one place the longer is first
+            if (start := window.find(stop)) >= 0
+        ]
         if found:
             start, self.stop_match = min(found, key=lambda match: match[0])
             self._stop_start = self._n_characters - len(self._tail) + start
-        elif self._n_tail:
-            self._tail = window[-self._n_tail :]
+        else:
+            self._tail = window[max(0, len(window) - self._stops.n_most + 1) :]
+
+
+class HeldText:
+    """Text without what may still become a stop string."""
+
+    def __init__(self, stops: Iterable[str]) -> None:
+        """Watch for *stops*."""
+        self._stops = Stops(stops)
+        self._held = ""
+
+    def feed(self, text: str) -> str:
+        """Add *text*; returns what can no longer be part of a stop string."""
+        if not self._stops.n_most:
+            return text
+        whole = self._held + text
+        found = [at for stop in self._stops.longest_first if (at := whole.find(stop)) >= 0]
+        n_clear = self._stops.n_clear(whole, min(found, default=None))
+        self._held = whole[n_clear:]
+        return whole[:n_clear]
+
+
+class ShownText:
+    """The text of a stream, and how much of it the client has."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        """Do not show *stops*."""
+        self._stops = stops
+        self._held = HeldText(stops)
+        self.n_shown = 0
+        """Characters that the client has."""
+
+    def feed(self, text: str) -> str:
+        """Add *text*; returns what to show."""
+        text = self._held.feed(text)
+        self.n_shown += len(text)
+        return text
+
+    def rest(self, whole: str) -> str:
+        """What is left to show of the text, which is *whole* at its end."""
+        return whole[self.n_shown :]
+
+    def take_back(self, text: str) -> int:
+        """Go on after *text*, all that is left; returns how many characters the client drops."""
+        self._held = HeldText(self._stops)
+        n_before, self.n_shown = self.n_shown, len(self._held.feed(text))
+        return n_before - self.n_shown

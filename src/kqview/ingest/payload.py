@@ -13,8 +13,10 @@ from typing import Any, Final, TypeVar
 import msgspec
 from msgspec import Raw
 
+from kqview._core import count_values
 from kqview.errors import RequestError
 from kqview.ingest.schema import TIMES, Action, Event, ModCall, ModLog, Payload, Request
+from kqview.json_input import DEPTH_MAX, TooDeep
 from kqview.server.errors import Unprocessable
 from kqview.server.security import key_digest
 
@@ -71,6 +73,8 @@ class Posted:
         self.counts = Counts()
         if b"\\u0000" in body:
             body = _NUL.sub(rb"\1", body)
+        if (depth := count_values(body, packs=False).depth) > DEPTH_MAX:
+            raise RequestError(f"the JSON of the body cannot be read: {TooDeep(depth)}")
         self._parts = _decoded(_PAYLOAD, body, "$")
         self.request = _decoded(_REQUEST, self._parts.request, "$.request")
         self._orders: set[int] = set()
@@ -209,7 +213,7 @@ def _decoded(decoder: "msgspec.json.Decoder[_T]", raw: bytes | Raw, place: str) 
         at = message.rpartition(" - at `$")
         where = f"{at[0]} - at `{place}{at[2]}" if at[1] else f"{message} - at `{place}`"
         raise Unprocessable(f"the trace cannot be read: {where}; correct it") from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise RequestError(f"the body is not JSON: {error}; correct it") from None
 
 

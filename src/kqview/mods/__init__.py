@@ -11,7 +11,8 @@ before any of their actions is applied:
 - Logits that one mod has adjusted are what the next mod sees, and what is sampled from.
 
 If a mod raises, or returns an action that the event does not allow, that counts as Noop: the
-generation continues, and the trace has the traceback.
+generation continues, a `ModWarning` says so, and `Generation.mod_errors` has the traceback. A mod
+with ``required = True`` ends the request instead, as all do with ``mods_strict=True``.
 """
 
 from kqview.mods.actions import (
@@ -36,6 +37,7 @@ from kqview.mods.events import (
     RequestEnd,
     Sampled,
 )
+from kqview.mods.failures import ModFailure, ModWarning
 from kqview.mods.tokenizer import ModTokenizer
 
 __all__ = [
@@ -53,7 +55,9 @@ __all__ = [
     "ForwardPass",
     "FunctionMod",
     "Mod",
+    "ModFailure",
     "ModTokenizer",
+    "ModWarning",
     "Noop",
     "Prefilled",
     "RequestEnd",

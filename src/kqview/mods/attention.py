@@ -216,7 +216,7 @@ class _AttentionMod(Mod):
             )
         except InvalidCapture as error:
             return actions.emit_error(f"{self.name}: {error}")
-        return self.on_rows(rows, event, actions, tokenizer)
+        return self.handle_rows(rows, event, actions, tokenizer)
 
     def on_added(
         self, event: Added, actions: "ActionBuilder", tokenizer: "ModTokenizer"
@@ -225,7 +225,7 @@ class _AttentionMod(Mod):
         self._ids += event.added_tokens
         return None
 
-    def on_rows(
+    def handle_rows(
         self, rows: Row, event: ForwardPass, actions: "ActionBuilder", tokenizer: "ModTokenizer"
     ) -> Action | None:
         """Handle the rows of a forward pass, shape ``(n_rows, n_context)``."""
@@ -275,7 +275,7 @@ class AlignAtt(_AttentionMod):
         self.is_stopped = False
         """Whether the frontier was reached."""
 
-    def on_rows(
+    def handle_rows(
         self, rows: Row, event: ForwardPass, actions: "ActionBuilder", tokenizer: "ModTokenizer"
     ) -> Action | None:
         """See Mod."""
@@ -362,7 +362,7 @@ class LookbackGuard(_AttentionMod):
         self._banned: dict[int, list[int]] = {}  # first ids of windows taken back, by place
         self._n_kept = 0  # tokens that are never taken back
 
-    def on_rows(
+    def handle_rows(
         self, rows: Row, event: ForwardPass, actions: "ActionBuilder", tokenizer: "ModTokenizer"
     ) -> Action | None:
         """See Mod."""
@@ -459,7 +459,7 @@ class ReRead(_AttentionMod):
         self._latest: deque[float] = deque(maxlen=self._window)
         self._due: list[int] = []  # ids that the last action forces
 
-    def on_rows(
+    def handle_rows(
         self, rows: Row, event: ForwardPass, actions: "ActionBuilder", tokenizer: "ModTokenizer"
     ) -> Action | None:
         """See Mod."""

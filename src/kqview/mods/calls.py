@@ -14,9 +14,8 @@ import contextlib
 import inspect
 import threading
 import time
-import traceback
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any, Final, Protocol, cast
 
@@ -24,6 +23,7 @@ from kqview.errors import RequestError
 from kqview.mods.actions import ActionBuilder
 from kqview.mods.decorator import BoundMod
 from kqview.mods.events import Event, RequestEnd
+from kqview.mods.failures import describe, traceback_of
 from kqview.mods.logs import Captured, Log
 from kqview.mods.tokenizer import ModTokenizer
 
@@ -54,32 +54,19 @@ class Outcome:
         time_ms: Duration in milliseconds.
         error: Why it failed, as "ValueError: text"; None if it returned.
         traceback: Traceback of the exception, "" without one.
+        exception: The exception; None without one.
     """
 
     answer: object = None
     time_ms: float = 0.0
     error: str | None = None
     traceback: str = ""
-
-    @property
-    def place(self) -> str:
-        """Where the exception was raised, as " (file, line, function)"; "" without one."""
-        frames = [line for line in self.traceback.splitlines() if line.startswith('  File "')]
-        return f" ({frames[-1].strip()})" if frames else ""
+    exception: BaseException | None = field(default=None, compare=False)
 
 
 def failure(error: BaseException, time_ms: float = 0.0) -> Outcome:
     """The outcome of a call that raised *error*."""
-    return Outcome(None, time_ms, describe(error), "".join(traceback.format_exception(error)))
-
-
-def describe(error: BaseException) -> str:
-    """Class and message of *error*, as a trace has them."""
-    try:
-        text = str(error)
-    except Exception:  # a class of the mod's own may fail here
-        text = "<no message>"
-    return f"{type(error).__name__}: {text}"
+    return Outcome(None, time_ms, describe(error), traceback_of(error), error)
 
 
 class _Running(Protocol):

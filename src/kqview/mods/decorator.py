@@ -5,17 +5,19 @@ gets the first ones; its signature is read once, so that a TypeError from its ow
 mistaken for a wrong number of arguments.
 """
 
+import contextlib
 import copy
+import difflib
 import functools
 import inspect
-import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final, cast, overload
 
-from kqview.arguments import invalid
-from kqview.errors import shown
+from kqview.arguments import flag, invalid
+from kqview.errors import InvalidMod, shown
 from kqview.mods.actions import Action, ActionBuilder
 from kqview.mods.events import Added, Event, ForwardPass, Prefilled, RequestEnd, Sampled
+from kqview.mods.failures import Failures, ModFailure, ModWarning, describe, traceback_of
 from kqview.mods.tokenizer import ModTokenizer
 from kqview.types.capture import Capture
 
@@ -23,7 +25,6 @@ Answer = Action | None
 ModFunction = Callable[..., "Answer | Awaitable[Answer]"]
 EndHook = Callable[[RequestEnd], object]
 
-_log: Final = logging.getLogger("kqview.mods")
 _POSITIONAL: Final = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _N_ARGUMENTS: Final = 3
 
@@ -37,7 +38,20 @@ class Mod:
     ``__init__`` and the state of a request in `begin`. `Generation.mods` has the copies.
 
     One request calls its copy from one thread at a time.
+
+    Attributes:
+        required: Whether a call that fails ends the request with ModFailed. False lets the text go
+            on without what the mod does, which is wrong for a safety filter.
+
+    Raises:
+        InvalidMod: A subclass has another name that begins with ``on_``, which no event calls.
     """
+
+    required: bool = False
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        _check_hooks(cls.__name__, cls)
 
     @property
     def name(self) -> str:
@@ -78,8 +92,8 @@ class Mod:
     def on_end(self, end: RequestEnd) -> None:
         """Clean up after the request; called once, however it ends.
 
-        What it raises is logged as an error of ``kqview.mods``: the request has its result already,
-        and the end hooks of other mods are still due.
+        What it raises ends nothing, even if the mod is required: the request has its result
+        already, and the end hooks of other mods are still due.
         """
 
     def __call__(
@@ -104,13 +118,17 @@ class FunctionMod:
         name: Name of the mod in the trace.
         function: The decorated function.
         on_end: Called once when a request ends, however it does; None for nothing.
+        required: As of `Mod`.
     """
 
-    def __init__(self, function: ModFunction, name: str, on_end: EndHook | None) -> None:
+    def __init__(
+        self, function: ModFunction, name: str, on_end: EndHook | None, *, required: bool = False
+    ) -> None:
         functools.update_wrapper(self, function)
         self.function = function
         self.name = name
         self.on_end = on_end
+        self.required = required
 
     def __call__(self, *arguments: Any) -> "Answer | Awaitable[Answer]":
         return self.function(*arguments)
@@ -123,7 +141,7 @@ class FunctionMod:
 def mod(function: ModFunction, /) -> FunctionMod: ...
 @overload
 def mod(
-    *, name: str | None = None, on_end: EndHook | None = None
+    *, name: str | None = None, on_end: EndHook | None = None, required: bool = False
 ) -> Callable[[ModFunction], FunctionMod]: ...
 def mod(
     function: ModFunction | None = None,
@@ -131,6 +149,7 @@ def mod(
     *,
     name: str | None = None,
     on_end: EndHook | None = None,
+    required: bool = False,
 ) -> FunctionMod | Callable[[ModFunction], FunctionMod]:
     """Make a mod from a function ``(event, actions, tokenizer)`` that returns an action or None.
 
@@ -142,16 +161,18 @@ def mod(
         function: The function.
         name: Name of the mod in the trace; None for the function's name.
         on_end: Called with a `RequestEnd` once for each request, however it ends.
+        required: As of `Mod`.
 
     Raises:
         RequestError: An argument is not callable, or the function cannot take an event.
     """
+    is_required = flag("required", required)
 
     def wrap(function: ModFunction) -> FunctionMod:
         n_arguments_of(function)
         if on_end is not None and not callable(on_end):
             raise invalid("on_end", "a function or None", shown(on_end))
-        return FunctionMod(function, name or _name_of(function), on_end)
+        return FunctionMod(function, name or _name_of(function), on_end, required=is_required)
 
     return wrap if function is None else wrap(function)
 
@@ -159,24 +180,36 @@ def mod(
 class BoundMod:
     """A mod in one request: how to call it, what it is called, and its end hook."""
 
-    __slots__ = ("call", "is_async", "mod", "n_arguments", "name", "on_end")
+    __slots__ = ("call", "failures", "given", "is_async", "mod", "n_arguments", "name", "on_end")
 
-    def __init__(self, mod: Any, name: str, on_end: EndHook | None) -> None:
+    def __init__(self, mod: Any, given: Any, failures: Failures) -> None:
         self.mod = mod
-        self.name = name
-        self.on_end = on_end
+        self.given = given  # the caller's own object, of which *mod* may be a copy
+        self.failures = failures
+        is_named = isinstance(mod, Mod | FunctionMod)
+        self.name = mod.name if is_named else _name_of(mod)
+        self.on_end: EndHook | None = getattr(mod, "on_end", None)
         self.call = mod.function if isinstance(mod, FunctionMod) else mod
         self.n_arguments = n_arguments_of(mod)
         self.is_async = _is_async(mod)
 
+    @property
+    def is_required(self) -> bool:
+        """Whether the request ends if it fails."""
+        return bool(getattr(self.mod, "required", False))
+
     def end(self, end: RequestEnd) -> None:
-        """Call the end hook, if there is one; an exception is logged, see `Mod.on_end`."""
+        """Call the end hook, if there is one; see `Mod.on_end` for its exceptions."""
         if self.on_end is None:
             return
         try:
             self.on_end(end)
-        except Exception:
-            _log.exception("the end hook of mod %s failed for %s", self.name, end.request_id)
+        except Exception as error:
+            failure = ModFailure(
+                self.name, "RequestEnd", None, describe(error), traceback_of(error)
+            )
+            with contextlib.suppress(ModWarning):
+                self.failures.add(self.given, failure, error)
 
 
 def begin(mods: Sequence[Any], request_id: str, tokenizer: ModTokenizer) -> list[BoundMod]:
@@ -185,16 +218,14 @@ def begin(mods: Sequence[Any], request_id: str, tokenizer: ModTokenizer) -> list
     Exceptions of a `Mod.begin` reach the caller, after the end hooks of the mods before it.
     """
     bound: list[BoundMod] = []
+    failures = Failures(request_id)
     try:
         for given in mods:
+            one = given
             if _is_mod_class(given) or isinstance(given, Mod):
-                one: Mod = given() if isinstance(given, type) else copy.copy(given)
+                one = given() if isinstance(given, type) else copy.copy(given)
                 one.begin(request_id, tokenizer)
-                bound.append(BoundMod(one, one.name, one.on_end))
-            elif isinstance(given, FunctionMod):
-                bound.append(BoundMod(given, given.name, given.on_end))
-            else:
-                bound.append(BoundMod(given, _name_of(given), getattr(given, "on_end", None)))
+            bound.append(BoundMod(one, given, failures))
     except BaseException as error:
         for ready in bound:
             ready.end(RequestEnd(request_id, "error", error=error))
@@ -206,13 +237,14 @@ def check_mods(mods: object) -> Sequence[Any]:
     """*mods* as a sequence of mods.
 
     Raises:
-        RequestError: It is not a sequence, or an item is not a mod.
+        RequestError: It is not a sequence, or an item is not a mod. May be InvalidMod.
     """
     if not isinstance(mods, Sequence) or isinstance(mods, str | bytes):
         raise invalid("mods", "a sequence of mods", shown(mods))
     given = cast("Sequence[object]", mods)
     for i, one in enumerate(given):
         if _is_mod_class(one) or isinstance(one, Mod):
+            _check_hooks(f"mods[{i}]", one)
             continue
         if isinstance(one, type):
             raise invalid(f"mods[{i}]", "a mod; call the class", shown(cast("object", one)))
@@ -233,6 +265,25 @@ def check_capture(mods: Sequence[Any], capture: Capture | None) -> None:
 
 def _is_mod_class(given: object) -> bool:
     return isinstance(given, type) and issubclass(given, Mod)
+
+
+_HOOK: Final = "on_"
+_HOOKS: Final = tuple(name for name in vars(Mod) if name.startswith(_HOOK))
+
+
+def _check_hooks(name: str, mod: object) -> None:
+    """Refuse names of *mod*, a class or an instance, that look like a hook and are none."""
+    for attribute in dir(mod):
+        if not attribute.startswith(_HOOK) or attribute in _HOOKS:
+            continue
+        words = [hook.removeprefix(_HOOK) for hook in _HOOKS]
+        meant = difflib.get_close_matches(attribute.removeprefix(_HOOK), words, n=1)
+        advice = f"call it {_HOOK}{meant[0]}" if meant else "give it a name without on_"
+        raise InvalidMod(
+            f"{name} has {attribute}, which no event calls; {advice}; the hooks of mods are "
+            f"{', '.join(_HOOKS)}",
+            parameter=None if isinstance(mod, type) else "mods",
+        )
 
 
 def n_arguments_of(function: object, parameter: str = "mod") -> int:

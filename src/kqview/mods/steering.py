@@ -11,7 +11,6 @@ the text ends: at an end-of-text token, at the limit of tokens, or after a stop 
 """
 
 import asyncio
-import logging
 import threading
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,6 +27,7 @@ from kqview.errors import (
     EmittedError,
     InvalidActionError,
     InvalidToken,
+    ModFailed,
     RequestError,
 )
 from kqview.mods.actions import (
@@ -45,7 +45,7 @@ from kqview.mods.actions import (
     check_size,
     to_logits,
 )
-from kqview.mods.calls import Call, Caller, Outcome, describe, failure
+from kqview.mods.calls import Call, Caller, Outcome, failure
 from kqview.mods.decorator import BoundMod
 from kqview.mods.events import (
     Added,
@@ -57,13 +57,13 @@ from kqview.mods.events import (
     RequestEnd,
     Sampled,
 )
+from kqview.mods.failures import ModFailure, describe
 from kqview.mods.logs import Log
 from kqview.trace import TraceAction, TraceEvent, TraceRecorder
 from kqview.trace.record import Object
 from kqview.trace.recorder import INPUT_CHARACTERS
 from kqview.types import Usage
 
-_log: Final = logging.getLogger("kqview.mods")
 _TOP_TOKENS: Final = 20
 # Limit of steps of a request, so that mods that keep backtracking cannot run forever.
 _STEPS_PER_TOKEN: Final = 16
@@ -194,6 +194,7 @@ class Steering:
         attention: The row of a forward pass as the trace keeps it; None to leave it out.
         picks_slowly: Whether sampling may take long, as with a grammar; then an event loop does not
             wait for it.
+        is_strict: Whether a mod that fails ends the request.
     """
 
     def __init__(
@@ -214,6 +215,7 @@ class Steering:
         is_end: Callable[[int], bool],
         attention: Callable[[ForwardPass], Object | None],
         picks_slowly: bool = False,
+        is_strict: bool = False,
     ) -> None:
         self.mods = mods
         self.recorder = recorder
@@ -230,9 +232,9 @@ class Steering:
         self._is_end = is_end
         self._attention = attention
         self._picks_slowly = picks_slowly
+        self._is_strict = is_strict
         self._prompt: list[int] = []
         self._prompt_text = ""
-        self._warned: set[int] = set()  # ids of mods
         self._n_steps = 0
         self._n_steps_max = 0
         self._records: list[TraceEvent | TraceAction] = []  # of this step, about the text
@@ -245,6 +247,11 @@ class Steering:
     def is_async(self) -> bool:
         """Whether a mod must be awaited."""
         return any(one.is_async for one in self.mods)
+
+    @property
+    def failures(self) -> tuple[ModFailure, ...]:
+        """The calls of mods that failed, the first 100."""
+        return tuple(self.mods[0].failures.kept) if self.mods else ()
 
     # ---- before the first step
 
@@ -422,8 +429,6 @@ class Steering:
                     action = self._checked(event, outcome.answer)
                 except RequestError as error:
                     outcome = failure(error, outcome.time_ms)
-            if outcome.error is not None:
-                self._warn(one, outcome)
             if self.recorder is not None:
                 self.recorder.end_call(
                     called,
@@ -431,6 +436,8 @@ class Steering:
                     error=outcome.error,
                     traceback=outcome.traceback,
                 )
+            if outcome.error is not None:
+                self._fail(one, event, outcome.error, outcome)
             answers.append((action, called))
             if isinstance(action, AdjustedLogits) and isinstance(event, ForwardPass):
                 event = replace(event, logits=_read_only(action.logits))
@@ -438,18 +445,18 @@ class Steering:
         for action, called in answers:
             is_open = self._apply(action, called, type(event) is Added, so_far, is_open)
 
-    def _warn(self, mod: BoundMod, outcome: Outcome) -> None:
-        """Log the first failure of *mod*, which otherwise only the trace shows."""
-        if id(mod) in self._warned:
-            return
-        self._warned.add(id(mod))
-        advice = "generation.trace has the calls that failed"
-        if self.recorder is None:
-            advice = "pass trace=True, and generation.trace has them"
-        _log.warning(
-            "mod %s failed for %s and its calls that fail count as Noop: %s%s; %s",
-            mod.name, self._request_id, outcome.error, outcome.place, advice,
-        )  # fmt: skip
+    def _fail(self, mod: BoundMod, event: Event, error: str, outcome: Outcome) -> None:
+        """Note that a call of *mod* failed; raises ModFailed if the request needs it."""
+        failed = ModFailure(mod.name, type(event).__name__, event.step, error, outcome.traceback)
+        is_fatal = self._is_strict or mod.is_required
+        mod.failures.add(mod.given, failed, outcome.exception, is_raised=is_fatal)
+        if is_fatal:
+            kind = error.partition(":")[0]  # its text is not for the clients of a server
+            why = "mods_strict" if self._is_strict else "its required = True"
+            raise ModFailed(
+                f"mod {mod.name} failed at {failed.place} with {kind}, and {why} ends the request",
+                mod=mod.name,
+            ) from outcome.exception
 
     def _log_of(self, called: int | None) -> Log:
         recorder = self.recorder

@@ -1,7 +1,8 @@
 """Access: what every request passes through, whatever app answers it.
 
-`Door` finds out who calls; `with_cors` puts CORS headers on every reply; `AccessLog` names, counts,
-logs and limits requests; `no_route` answers what the router refused.
+`Door` finds out who calls, and tells browsers what they may do with a reply; `with_cors` puts CORS
+headers on every reply; `AccessLog` names, counts, logs and limits requests, and refuses those whose
+end is in doubt; `no_route` answers what the router refused.
 """
 
 import logging
@@ -22,13 +23,26 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kqview.errors import CapacityError, KqviewError
+from kqview.errors import CapacityError, KqviewError, RequestError
 from kqview.server import pages
 from kqview.server.endpoint import UNKNOWN, Connection, error_reply, frames_of
 from kqview.server.errors import MethodNotAllowed, NotFound, RateLimited, answer_of
 from kqview.server.live import Live
 from kqview.server.security import LOOPBACK_ORIGIN, Peers, client_name
 from kqview.server.settings import Settings
+
+BROWSER_HEADERS: Final = (
+    (
+        b"content-security-policy",
+        b"default-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'self'; "
+        b"frame-ancestors 'none'; object-src 'none'",
+    ),
+    (b"x-content-type-options", b"nosniff"),
+    (b"x-frame-options", b"DENY"),  # for browsers that do not know frame-ancestors
+    # With "no-referrer" a form of a page would be sent with an origin of "null".
+    (b"referrer-policy", b"same-origin"),
+)
+"""Go with every reply: a browser may show any of them as a page."""
 
 _PREFLIGHT_S: Final = 24 * 3600
 _access: Final = logging.getLogger("kqview.access")
@@ -64,8 +78,14 @@ class Door:
         # "/x/" is "/x"; in "/x%2F" the slash belongs to a name.
         if len(scope["path"]) > 1 and not scope.get("raw_path", b"").lower().endswith(b"%2f"):
             scope["path"] = scope["path"].rstrip("/") or "/"
+
+        async def guarded(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message["headers"], *BROWSER_HEADERS]}
+            await send(message)
+
         try:
-            await self._asgi(scope, receive, send)
+            await self._asgi(scope, receive, guarded)
         finally:
             connection.watch(self._live.settings.idle_timeout_s)
 
@@ -225,6 +245,8 @@ class AccessLog:
                 )
             elif self._n_of[client] > self._live.settings.max_connections_per_client:
                 await _refuse(scope, hear, watch, RateLimited(_TOO_MANY))
+            elif scope["type"] == "http" and (why := _doubtful_end(scope)) is not None:
+                await _failure(RequestError(why), {"connection": "close"})(scope, hear, watch)
             else:
                 await self._app(scope, hear, watch)
         except OSError:
@@ -257,6 +279,24 @@ class AccessLog:
             line["method"] = scope.get("method", "WS")
             line["path"] = path[:_MOST_PATH]
             _access.info(msgspec.json.encode(line).decode())
+
+
+def _doubtful_end(scope: Scope) -> str | None:
+    """Why a proxy in front may see another end of the request than the server; None if it cannot.
+
+    Parsers differ in what they make of several codings, or of one where there is none (HTTP/1.0).
+    What one takes for the rest of a body is the next request to another.
+    """
+    names = [name for name, _ in scope["headers"]]
+    codings = [value for name, value in scope["headers"] if name == b"transfer-encoding"]
+    if not codings:
+        return None
+    if [one.strip().lower() for one in codings] != [b"chunked"]:
+        given = b", ".join(codings).decode("latin-1")
+        return f"the Transfer-Encoding is {given!r}; send chunked, once, or a Content-Length"
+    if b"content-length" in names or scope["http_version"] == "1.0":
+        return "Transfer-Encoding is for HTTP/1.1 and goes without Content-Length; send one of them"
+    return None
 
 
 def _sent_id(scope: Scope) -> str | None:

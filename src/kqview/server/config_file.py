@@ -37,6 +37,12 @@ _INVALID_LINE: Final = re.compile(r" \(at (?:line (\d+), column \d+|end of docum
 _INVALID_AT: Final = re.compile(r" - at `\$(.*)`$")
 _MOST_ID: Final = 128  # characters
 _MOST_NAMES: Final = 20  # in a message
+_MOST_LEVELS: Final = 64
+_INTEGER_BITS: Final = 63  # beside the sign
+_DIGITS: Final = re.compile(r"[\d_]+")
+_TOO_DEEP: Final = "tables are nested too deeply"
+_TOO_LARGE: Final = f"the number is too large; the limit is {2**_INTEGER_BITS - 1}"
+_MOST_PROBLEMS: Final = 100
 _ALL_KEYS: Final = "kqview config init prints all keys"
 _WRONG: Final = object()
 
@@ -61,7 +67,7 @@ class WrongConfig(RequestError):
     """A configuration has errors.
 
     Attributes:
-        problems: All of them, in the order of their lines.
+        problems: They, in the order of their lines; of very many the first, and how many more.
     """
 
     def __init__(self, problems: Sequence[Problem]) -> None:
@@ -199,18 +205,29 @@ class _Reader:
             raise WrongConfig([Problem(f"the file has more than {_MOST_BYTES} bytes", str(path))])
         try:
             text = raw.decode("utf-8-sig")
-            data = tomllib.loads(text)
         except UnicodeDecodeError as error:
             line = raw.count(b"\n", 0, error.start) + 1
             raise WrongConfig([Problem("the file is no UTF-8", f"{path}:{line}")]) from None
+        try:
+            data = tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
             match = _INVALID_LINE.search(str(error))
             line = int((match and match[1]) or raw.count(b"\n") + 1)
             reason = _INVALID_LINE.sub("", str(error))
             raise WrongConfig([Problem(f"{reason} (TOML)", f"{path}:{line}")]) from None
         except RecursionError:
-            raise WrongConfig([Problem("tables are nested too deeply", str(path))]) from None
+            raise WrongConfig([Problem(_TOO_DEEP, str(path))]) from None
+        except ValueError:  # a number of more digits than Python reads; it does not say where
+            longest = max(_DIGITS.finditer(text), key=lambda one: len(one[0]))
+            line = text.count("\n", 0, longest.start()) + 1
+            raise WrongConfig([Problem(_TOO_LARGE, f"{path}:{line}")]) from None
+        too_large = _too_large(data, path)
         self._lines = lines_of(text)
+        if too_large:
+            wheres = [(self._lines[key], name_of(key)) for key in too_large]
+            raise WrongConfig(
+                [Problem(f"{name}: {_TOO_LARGE}", f"{path}:{n}") for n, name in wheres]
+            )
         self._origins = {key: Origin("file", f"{path}:{line}") for key, line in self._lines.items()}
         return data
 
@@ -242,7 +259,10 @@ class _Reader:
         config = Config(settings=settings, models=models, **tables)
         self._check(config)
         if self._found:  # in the order of the lines; what has none comes last
-            raise WrongConfig([problem for _, problem in sorted(self._found, key=lambda x: x[0])])
+            found = [problem for _, problem in sorted(self._found, key=lambda x: x[0])]
+            if n_more := len(found[_MOST_PROBLEMS:]):
+                found[_MOST_PROBLEMS:] = [Problem(f"and {n_more} more errors", str(self._path))]
+            raise WrongConfig(found)
         return Loaded(config, self._path, self._origins, self._places)
 
     # ---- [server]
@@ -386,7 +406,10 @@ class _Reader:
 
     def _path_of(self, text: str) -> str:
         assert self._path is not None
-        path = Path(text).expanduser()
+        try:
+            path = Path(text).expanduser()
+        except RuntimeError:  # "~somebody", who has no home: a name like any other
+            path = Path(text)
         return text if path == Path(text) and path.is_absolute() else str(self._path.parent / path)
 
     def _texts(self, value: Any, key: Key, *, is_list: bool) -> Any:
@@ -423,8 +446,9 @@ class _Reader:
     def _content(self, path: str, key: Key) -> str | None:
         try:
             return Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "it is no UTF-8"
+        except (OSError, ValueError) as error:  # ValueError: NUL in the name, or no UTF-8
+            is_utf8 = not isinstance(error, UnicodeDecodeError)
+            reason = (getattr(error, "strerror", "") or error) if is_utf8 else "it is no UTF-8"
             self._say(key, f"{name_of(key)}: {path} cannot be read: {reason}")
             return None
 
@@ -493,7 +517,8 @@ class _Reader:
     def _unknown(self, key: Key, names: Mapping[str, Any] | Sequence[str]) -> None:
         *table, name = key
         where = f"[{name_of(tuple(table))}]" if table else "the file"
-        hint = _hint(str(name), names, is_server=table == ["server"])
+        is_told = len(self._found) < _MOST_PROBLEMS  # looking for names like it takes time
+        hint = _hint(str(name), names, is_server=table == ["server"]) if is_told else _ALL_KEYS
         self._say(key, f"no key {shown_text(str(name))} in {where}; {hint}")
 
     def _say(self, key: Key, text: str, origin: Origin | None = None) -> None:
@@ -510,6 +535,28 @@ class _Reader:
         while key and key not in self._origins:
             key = key[:-1]
         return self._origins.get(key, _DEFAULT)
+
+
+def _too_large(data: Mapping[str, Any], path: Path) -> list[Key]:
+    """The keys of whole numbers that have more bits than TOML's.
+
+    Raises:
+        WrongConfig: Tables are nested too deeply, which dotted keys can be at any depth.
+    """
+    found: list[Key] = []
+    waiting: list[tuple[Key, Any]] = [((), data)]
+    while waiting:
+        key, value = waiting.pop()
+        if len(key) > _MOST_LEVELS:
+            raise WrongConfig([Problem(_TOO_DEEP, str(path))])
+        if isinstance(value, dict):
+            items = cast("dict[str, Any]", value).items()
+            waiting += (((*key, name), one) for name, one in items)
+        elif isinstance(value, list):
+            waiting += (((*key, i), one) for i, one in enumerate(cast("list[Any]", value)))
+        elif isinstance(value, int) and value.bit_length() > _INTEGER_BITS:
+            found.append(key)
+    return found
 
 
 def _hint(name: str, names: Mapping[str, Any] | Sequence[str], *, is_server: bool) -> str:

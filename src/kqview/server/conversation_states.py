@@ -18,7 +18,8 @@ tail (recurrent ones).
 A turn has a seat while it is generated and until its slot has been copied. There are as many seats
 as slots, so that turns wait for each other here: of requests that wait in the engine, the next one
 would have the slot before it could be copied. Requests of other dialects take no seats and may do
-that; the copy is then dropped, as it is when the disk is behind or memory is short.
+that, and so may a key without a seat where another one has several; the copy is then dropped, as it
+is when the disk is behind or memory is short.
 
 Belongs to one event loop; copies, checks and files are the work of other threads.
 """
@@ -32,7 +33,7 @@ import os
 import re
 import threading
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -193,14 +194,14 @@ class ConversationStates:
         seats = self._seats.get(engine)
         if seats is None:
             seats = self._seats[engine] = _Seats(len(engine.slots))
-        await seats.take(self._live.settings.max_queued)
+        await seats.take(caller.owner, self._live.settings.max_queued)
         try:
             await self._bring(model, caller, key, ids)
             yield seat
         finally:
             # Others that wait for its memory would close it before its slot is copied.
             stays = contextlib.ExitStack()
-            stays.callback(seats.put)
+            stays.callback(seats.put, caller.owner)
             stays.enter_context(model.used())
             copy = asyncio.create_task(self._keep(model, caller, key, ids, seat.run))
             copy.add_done_callback(lambda _: stays.close())
@@ -367,28 +368,60 @@ class ConversationStates:
 
 
 class _Seats:
-    """As many turns at a time as an engine has slots, in the order of their coming."""
+    """As many turns at a time as an engine has slots, and others of owners who were left none.
+
+    Where one owner has several seats, or all, an owner without gets one at once, as the engine
+    gives it a slot.
+    """
 
     def __init__(self, n: int) -> None:
-        self._free = asyncio.Semaphore(n)
-        self.n_waiting = 0
+        self._n = n
+        self._held: Counter[str] = Counter()
+        self._waiting: list[tuple[str, asyncio.Future[None]]] = []
 
-    async def take(self, most_waiting: int) -> None:
+    @property
+    def n_waiting(self) -> int:
+        """Turns that wait."""
+        return len(self._waiting)
+
+    def _may_sit(self, owner: str) -> bool:
+        most = max(self._held.values(), default=0)
+        has_none = not self._held[owner] and (most > 1 or most == self._n)
+        return has_none or self._held.total() < self._n
+
+    async def take(self, owner: str, most_waiting: int) -> None:
         """Wait for a seat; raises QueueFull."""
-        if self._free.locked() and self.n_waiting >= most_waiting:
+        if self._may_sit(owner):
+            self._held[owner] += 1
+            return
+        n_own = sum(one == owner for one, _ in self._waiting)
+        if n_own >= most_waiting:
             raise QueueFull(
-                f"{self.n_waiting} turns of sessions wait, the limit is {most_waiting} "
+                f"{n_own} turns of your sessions wait, the limit is {most_waiting} "
                 "(max_queued); try again later"
             )
-        self.n_waiting += 1
+        seat = owner, asyncio.get_running_loop().create_future()
+        self._waiting.append(seat)
         try:
-            await self._free.acquire()
-        finally:
-            self.n_waiting -= 1
+            await seat[1]
+        except asyncio.CancelledError:
+            if seat in self._waiting:
+                self._waiting.remove(seat)
+            else:  # it came too late
+                self.put(owner)
+            raise
 
-    def put(self) -> None:
-        """Give a seat back."""
-        self._free.release()
+    def put(self, owner: str) -> None:
+        """Give a seat back: to who has waited longest of the owners with fewest."""
+        self._held -= Counter((owner,))
+        while self._waiting:
+            seat = min(self._waiting, key=lambda one: self._held[one[0]])
+            if not self._may_sit(seat[0]):
+                return
+            self._waiting.remove(seat)
+            self._held[seat[0]] += 1
+            if not seat[1].done():
+                seat[1].set_result(None)
 
 
 def _n_common(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:

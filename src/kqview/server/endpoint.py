@@ -39,10 +39,11 @@ from starlette.datastructures import Headers, QueryParams
 from starlette.types import Message, Receive, Scope, Send
 
 from kqview._core import count_values
-from kqview.errors import EmittedError, InternalError, KqviewError, RequestError
+from kqview.errors import EmittedError, InternalError, KqviewError, ModFailed, RequestError
+from kqview.json_input import DEPTH_MAX, TooDeep
 from kqview.server.attention import split_json
 from kqview.server.budget import Body, Budget, Hold
-from kqview.server.errors import Answer, SlowBody, TooLarge, answer_of
+from kqview.server.errors import Answer, SlowBody, TooLarge, UnsupportedMedia, answer_of
 from kqview.server.lenient import LenientDecoder
 from kqview.server.run import Removal, Run, Step
 from kqview.server.security import Access, Caller, Gate
@@ -66,7 +67,6 @@ _FIELD: Final = re.compile(r"(?:`\$\.|required field `)(\w+)")  # in a message o
 # Most values and members of objects in a request, and the size of one that cannot have so many.
 _MOST_VALUES: Final = 2**20
 _MOST_MEMBERS: Final = 2**18
-_FEW_BYTES: Final = 32 * 1024
 _SLICE: Final = 4096  # elements of a list that are encoded in one call
 _SSE_HEADERS: Final = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -165,11 +165,15 @@ class Upload:
         """The whole body, which lives until the reply is sent and is counted until then.
 
         Raises:
+            UnsupportedMedia: It is compressed.
             TooLarge: It has more than *most_bytes*.
             SlowBody: It does not arrive in time.
             ClientGone: The client left.
             KqviewError: It does not fit into the memory that the client may hold.
         """
+        coding = ", ".join(self._headers.getlist("content-encoding")).strip()
+        if coding.lower() not in ("", "identity"):
+            raise UnsupportedMedia(f"the body is encoded as {coding!r}; send it uncompressed")
         limit_s = self._settings.request_timeout_s
         try:
             async with asyncio.timeout(limit_s or None):
@@ -688,6 +692,8 @@ def error_reply(answer: Answer, error_body: Callable[[Answer], Any]) -> HttpRepl
         headers["www-authenticate"] = "Bearer"
     if answer.status == 408:  # the rest of the body is not worth waiting for
         headers["connection"] = "close"
+    if answer.status == 415:  # a decoder would have to be bounded, and no client asks for one
+        headers["accept-encoding"] = "identity"
     return HttpReply(msgspec.json.encode(error_body(answer)), status=answer.status, headers=headers)
 
 
@@ -740,21 +746,23 @@ def empty(items: list[Any]) -> None:
 
 
 def check_values(raw: bytes | str, *, packs: bool = False) -> None:
-    """Refuse input that would decode to more objects than can be made in the time of a few tokens.
+    """Refuse input that is nested too deeply, or would decode to too many objects.
 
-    Making them holds the GIL, in any thread. A text of any length is one value.
+    Making more than can be made in the time of a few tokens holds the GIL for too long, in any
+    thread. A text of any length is one value.
 
     Raises:
+        RequestError: It is nested too deeply.
         TooLarge: The JSON, or with *packs* the MessagePack, has too many values.
     """
-    if len(raw) < _FEW_BYTES:
-        return
     data = raw.encode("utf-8", "surrogatepass") if isinstance(raw, str) else raw
-    n_values, n_members = count_values(data, packs)
-    if n_values > _MOST_VALUES or n_members > _MOST_MEMBERS:
+    counts = count_values(data, packs)
+    if counts.depth > DEPTH_MAX:
+        raise RequestError(f"the request cannot be read: {TooDeep(counts.depth)}")
+    if counts.n_values > _MOST_VALUES or counts.n_members > _MOST_MEMBERS:
         raise TooLarge(
-            f"the request has {n_values} values, {n_members} of them members of objects; limits "
-            f"are {_MOST_VALUES} and {_MOST_MEMBERS}; send shorter lists"
+            f"the request has {counts.n_values} values, {counts.n_members} of them members of "
+            f"objects; limits are {_MOST_VALUES} and {_MOST_MEMBERS}; send shorter lists"
         )
 
 
@@ -774,7 +782,7 @@ def decoded(decoder: Decoder, raw: bytes | str) -> Any:
 def _reading() -> Generator[None]:
     try:
         yield
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         named = _FIELD.search(str(error))
         raise RequestError(
             f"the request cannot be read: {error}; correct it",
@@ -856,7 +864,7 @@ async def pump(
     Raises:
         ClientGone: Nobody reads; the run is closed.
         asyncio.CancelledError: It was cancelled from outside; the run is closed.
-        EmittedError: See *raises_first*.
+        EmittedError, ModFailed: See *raises_first*.
     """
     has_sent = False
 
@@ -877,7 +885,7 @@ async def pump(
             await send(await service.offload(n_sent + n_repeated, renderer.done, run))
         except ClientGone:
             raise
-        except EmittedError as error:
+        except (EmittedError, ModFailed) as error:
             if raises_first and not has_sent:
                 raise
             failure = error

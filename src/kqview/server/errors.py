@@ -53,7 +53,7 @@ class TooLarge(ServerError):
 
 
 class UnsupportedMedia(ServerError):
-    """The body is of a media type that the operation does not read."""
+    """The body is compressed, or of a media type that the operation does not read."""
 
 
 class Unprocessable(ServerError):
@@ -145,6 +145,7 @@ STATUS: Final[Mapping[type[Exception], _Row]] = MappingProxyType(
         errors.ModelError: _Row(500, "NO_MODEL"),
         errors.UnsupportedModel: _Row(400, "INVALID_REQUEST"),
         errors.ModFileError: _Row(503, "INTERNAL", 10),
+        errors.ModFailed: _Row(500, "INTERNAL"),
         errors.CapacityError: _Row(503, "BUSY", 1),
         errors.PoolExhausted: _Row(503, "OOM", 1),
         errors.OutOfMemory: _Row(503, "OOM", 10),

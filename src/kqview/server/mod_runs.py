@@ -4,8 +4,11 @@ Mods come only from the folder ``mods_dir``. Their calls run on threads with a t
 that a mod that hangs holds up neither the event loop nor, for long, its request.
 """
 
+import asyncio
+import contextlib
 import hashlib
 import logging
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,8 +21,9 @@ from kqview.server.settings import Settings
 from kqview.trace import Trace
 from kqview.trace.post import Poster, PosterStats
 
-_log: Final = logging.getLogger("kqview.mods")
+_log: Final = logging.getLogger("kqview.server")
 _MOST_QUEUED: Final = 64  # traces of long requests take tens of megabytes
+_STORED_S: Final = 10.0  # for the spool's disk to take a trace before its client hears the end
 _OWNER_CHARACTERS: Final = 16  # of the digest of a key
 _LONGEST_ID: Final = 128  # with the digest it is well below what receivers take
 
@@ -33,7 +37,7 @@ class ModWanted:
 
 
 class ModRuns:
-    """The mods and the poster of a server; any thread, except for `close`."""
+    """The mods and the poster of a server; any thread, but `stored` for an event loop."""
 
     def __init__(self, settings: Settings | Live) -> None:
         """Use what *settings* name.
@@ -61,7 +65,8 @@ class ModRuns:
             self._poster = Poster(
                 settings.trace_url,
                 spool=settings.trace_spool,
-                max_queued=_MOST_QUEUED,
+                # With a spool requests wait for it, and hold the memory of their traces meanwhile.
+                max_queued=_MOST_QUEUED if settings.trace_spool is None else sys.maxsize,
                 headers={} if key is None else {"authorization": f"Bearer {key}", "x-api-key": key},
             )
 
@@ -106,27 +111,18 @@ class ModRuns:
             RequestError: There is no such mod, or it does not take these options.
             ModFileError: A mod's file is broken.
         """
-        options: dict[str, Any] = {}
+        options: dict[str, Any] = {"trace": False}
         settings, folder = self._live.settings, self._folder()
         if wanted and folder is not None:
             options["mods"] = [folder.get(one.name, one.options) for one in wanted]
             options["mod_time_limit_s"] = settings.mod_time_limit_s
-        # Without a poster, a trace still says which mods failed.
-        if wanted or (self._poster is not None and settings.trace == "all"):
-            options["trace"] = partial(self._ended, owner, model)
+            options["mods_strict"] = settings.mods_strict
+        if self._poster is not None and (wanted or settings.trace == "all"):
+            options["trace"] = partial(self._ended, self._poster, owner, model)
         return options
 
-    def _ended(self, owner: str, model: str, trace: Trace) -> None:
+    def _ended(self, poster: Poster, owner: str, model: str, trace: Trace) -> None:
         """A request that was traced has ended; any thread."""
-        failed = [one for one in trace.mod_calls if one.exception_occurred]
-        for name in sorted({one.mod_name for one in failed}):
-            calls = [one for one in failed if one.mod_name == name]
-            _log.warning(
-                "mod %s failed in %d calls of %s, first: %s",
-                name, len(calls), trace.request.request_id, calls[0].exception_message,
-            )  # fmt: skip
-        if self._poster is None:
-            return
         trace.request.model = model
         if owner:
             # A receiver replaces traces of one id: nobody may replace those of another key.
@@ -136,7 +132,30 @@ class ModRuns:
                 trace.request.request_id = hashlib.sha256(named).hexdigest()
             trace.request.user_api_key = f"sha256:{owner}"  # `kqview ingest` shows it to its owner
             trace.request.request_id = f"{trace.request.request_id}@{digest}"
-        self._poster.post(trace)
+        poster.post(trace)
+
+    async def stored(self) -> None:
+        """Wait until the spool has the traces of what has ended; at once without a spool.
+
+        Clients hear of the end of a request only then, so that a crash loses no trace of one that a
+        client has seen to its end.
+        """
+        if self._poster is None or self._live.settings.trace_spool is None:
+            return
+        loop, done = asyncio.get_running_loop(), asyncio.Event()
+
+        def tell() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                loop.call_soon_threadsafe(done.set)
+
+        self._poster.when_stored(tell)
+        try:
+            async with asyncio.timeout(_STORED_S):
+                await done.wait()
+        except TimeoutError:
+            _log.warning(
+                "the trace spool took no trace for %g s; a crash now may lose some", _STORED_S
+            )
 
     def trace_stats(self) -> PosterStats | None:
         """What became of traces; None if none are posted."""

@@ -31,7 +31,7 @@ _ERRORS: Final[Mapping[str, str]] = {
     "408": "The body came too slowly.",
     "409": "What it needs is in use.",
     "413": "The body is too large.",
-    "415": "The body is of another media type.",
+    "415": "The body is compressed, or of another media type.",
     "422": "The body is JSON of another form.",
     "429": "Too many requests; Retry-After says when to try again.",
     "500": "The server failed; its log says more.",
@@ -366,9 +366,9 @@ def _event(sample: Sample, types: _Types) -> Schema:
 
 def _errors(one: Operation, types: _Types, failures: dict[str, Any]) -> dict[str, Any]:
     """References to the replies to what goes wrong, which are added to *failures*."""
-    left_out: set[str] = set() if one.body is not None else {"408", "413"}
+    left_out: set[str] = set() if one.body is not None else {"408", "413", "415"}
     if one.upload is None or isinstance(one.upload, OneOf):
-        left_out |= {"415", "422"}
+        left_out.add("422")
     if one.body is None and not one.parameters:
         left_out.add("400")
     found: dict[str, Any] = {}

@@ -59,6 +59,8 @@ class PhraseBan(Mod):
     `watch` has to be called before its first token.
     """
 
+    required = True
+
     def __init__(self, phrases: Phrases, token_bytes: Callable[[int], bytes]) -> None:
         """Ban *phrases*; *token_bytes* gives the bytes of an id."""
         self._phrases = phrases

@@ -17,6 +17,7 @@ import copy
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -505,6 +506,10 @@ class Pool:
     def n_busy(self) -> int:
         """Requests that run or wait for a slot, on all models."""
         return sum(served.n_busy for served in self._all())
+
+    def busy_owners(self) -> Counter[str]:
+        """Number of each owner's requests of `n_busy`."""
+        return sum((one.busy_owners(has_parked=True) for one in self._all()), Counter[str]())
 
     @property
     def is_ready(self) -> bool:

@@ -8,9 +8,10 @@ Belongs to one event loop. `Service` starts runs and owns them until they end; k
 """
 
 import asyncio
+import math
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final, TypedDict
@@ -19,7 +20,7 @@ import numpy as np
 
 from kqview.engine import Engine
 from kqview.errors import KqviewError
-from kqview.generation.stream import Generation, count_copied
+from kqview.generation.stream import Generation, count_copied, is_parked
 from kqview.mods.events import Dialogue
 from kqview.mods.steering import Forcing
 from kqview.server.attention import AttentionWanted, Encoder
@@ -30,6 +31,7 @@ from kqview.submission import Reuse
 from kqview.types import PromptBlock, Sampling, Token, Usage
 
 _STEPS_AHEAD: Final = 1
+_UNREAD_S: Final = 0.5  # that a client takes for a token, if it reads at all
 _LOGPROB_BYTES: Final = 128  # an id and a number in a tuple, and their place in a list
 _WRITTEN_BYTES: Final = 4096
 _TRACED_BYTES: Final = 10 * 1024  # of a token in a trace: its events, with the most probable ones
@@ -199,6 +201,7 @@ class Run:
         label: str | None = None,
         n_truncated: int = 0,
         token_bytes: Callable[[int], bytes] = lambda id_: b"",
+        traces_stored: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self.request = request
         self.owner = owner
@@ -217,6 +220,7 @@ class Run:
         """If the request wants them; of each token the best `MOST_TOP`."""
         self.error: BaseException | None = None
         self.deadline: asyncio.TimerHandle | None = None
+        self._handed_out_s = math.inf  # the last token, to a client that was not back for the next
         self._is_over = False
         self._on_close = on_close
         self._token_bytes = token_bytes
@@ -232,6 +236,7 @@ class Run:
         self._n_dropped = [0] * len(self.generations)  # tokens that were held at the end
         self._kept = hold.part()
         self._is_traced = any(one.trace is not None for one in self.generations)
+        self._traces_stored = traces_stored
         self._logprob_at: list[int] = []  # index of the token of each of `logprobs`
         self._n_left = len(self.generations)
         self._steps: asyncio.Queue[Step | BaseException | None] = asyncio.Queue(_STEPS_AHEAD)
@@ -242,6 +247,7 @@ class Run:
         return self
 
     async def __anext__(self) -> Step:
+        self._handed_out_s = math.inf
         try:
             step = await self._next_clear() if self._held else await self._next()
         except StopAsyncIteration:
@@ -253,7 +259,7 @@ class Run:
         except KqviewError as error:
             # A closed engine says only that; whoever closed it gave the reason.
             self.error = self.error or error
-            self._finish()
+            await self.aclose()  # the client hears of it as of any other end
             raise self.error from error
         if self.error is not None:
             raise self.error
@@ -268,6 +274,7 @@ class Run:
             self.hold.take(_LOGPROB_BYTES * (1 + len(top)))
             self.logprobs.append(TokenLogprobs(token.id, token.logprob, top))
             self._logprob_at.append(token.index)
+        self._handed_out_s = time.monotonic()
         return step
 
     async def _next_clear(self) -> Step:
@@ -358,6 +365,7 @@ class Run:
                 yield held.pop()
         except KqviewError as error:
             self.error = self.error or error
+            await self.aclose()
             raise self.error from error
         if self.error is not None:
             raise self.error
@@ -410,9 +418,12 @@ class Run:
             self._finish()
 
     async def _settle(self) -> None:
-        # Only then are the slots free, and is the usage of a stopped run complete.
+        # Only then are the slots free, is the usage of a stopped run complete, and are the traces
+        # where a crash does not lose them.
         for generation in self.generations:
             await generation.aclose()
+        if self._is_traced and self._traces_stored is not None and not self._is_over:
+            await self._traces_stored()
 
     def _finish(self) -> None:
         if not self._is_over:
@@ -441,6 +452,12 @@ class Run:
     def is_over(self) -> bool:
         """Whether it has ended."""
         return self._is_over
+
+    @property
+    def is_parked(self) -> bool:
+        """Whether its client reads nothing, and it neither holds nor waits for a slot."""
+        is_unread = time.monotonic() - self._handed_out_s > _UNREAD_S
+        return is_unread and all(map(is_parked, self.generations))
 
     @property
     def finish_reason(self) -> str:

@@ -9,9 +9,11 @@ import contextlib
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -38,6 +40,7 @@ from kqview.server.live import Live
 from kqview.server.run import Run
 from kqview.server.slots import Slots
 from kqview.server.workers import Workers
+from kqview.submission import owned_by
 from kqview.types import EngineStats
 
 Options = Mapping[str, int | None]
@@ -134,8 +137,9 @@ class Served:
         self._switches: set[asyncio.Task[Engine]] = set()
         # Of engines that were closed: all but the last one together, and the last one.
         self._past: list[EngineStats] = []
-        # What uses the engine without a run, by the limit of its time; and why that ended early.
-        self._works: dict[asyncio.Timeout, KqviewError | None] = {}
+        # What uses the engine without a run, by the limit of its time: its owner, and why it ended
+        # early.
+        self._works: dict[asyncio.Timeout, tuple[str, KqviewError | None]] = {}
 
     # ---- what it is
 
@@ -196,6 +200,11 @@ class Served:
     def n_busy(self) -> int:
         """Requests that run on it, or wait for a slot."""
         return len(self.runs) + len(self._works)
+
+    def busy_owners(self, *, has_parked: bool) -> Counter[str]:
+        """Number of each owner's requests of `n_busy`, with or without parked runs."""
+        runs = (run.owner for run in self.runs.values() if has_parked or not run.is_parked)
+        return Counter(chain(runs, (owner for owner, _ in self._works.values())))
 
     def stats(self) -> list[EngineStats]:
         """Counters of all engines that it had, the current one last."""
@@ -282,17 +291,18 @@ class Served:
             self._on_idle()
 
     @contextlib.asynccontextmanager
-    async def working(self) -> AsyncGenerator[Engine]:
+    async def working(self, owner: str) -> AsyncGenerator[Engine]:
         """As `Service.working`, which checks the limits."""
         engine, limit_s = self.engine, self._live.settings.request_timeout_s
         limit = asyncio.timeout(limit_s or None)
         try:
             async with limit:
-                self._works[limit] = None
-                yield engine
+                self._works[limit] = owner, None
+                with owned_by(owner):
+                    yield engine
         except TimeoutError:
             raise (
-                self._works[limit] or too_late(limit_s) if limit.expired() else TimeoutError
+                self._works[limit][1] or too_late(limit_s) if limit.expired() else TimeoutError
             ) from None
         except ClosedError:
             if engine is not self.engine:
@@ -314,7 +324,7 @@ class Served:
             run.end(error)
         for limit in self._works:
             if not limit.expired():
-                self._works[limit] = error
+                self._works[limit] = self._works[limit][0], error
                 limit.reschedule(asyncio.get_running_loop().time())
 
     # ---- its engine

@@ -7,7 +7,6 @@ block the loop goes to `Workers`.
 import asyncio
 import contextlib
 import logging
-import threading
 import time
 import uuid
 from collections import Counter
@@ -17,11 +16,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Final, TypeVar
 
+from kqview._core import StopFlag
 from kqview.engine import Engine
 from kqview.errors import ClosedError, PromptTooLong, QueueFull, RequestError
 from kqview.generation.stream import Generation
 from kqview.machine import physical_memory_bytes
 from kqview.mods.events import conversation_of
+from kqview.mods.failures import logging_failures
 from kqview.mods.folder import ModInfo
 from kqview.server.budget import Budget, Hold, uncounted
 from kqview.server.cancelling import Cancelling
@@ -41,6 +42,7 @@ from kqview.server.sessions import Sessions, StateFiles
 from kqview.server.settings import Settings
 from kqview.server.truncation import truncated
 from kqview.server.workers import Workers
+from kqview.submission import owned_by, unless
 from kqview.types import Score
 
 _T = TypeVar("_T")
@@ -209,7 +211,7 @@ class Service:
         run = Run(
             request, generations, hold.part(), on_close=partial(self._ended, model),
             owner=caller.owner, label=label, n_truncated=n_truncated,
-            token_bytes=model.engine.token_bytes,
+            token_bytes=model.engine.token_bytes, traces_stored=self.mod_runs.stored,
         )  # fmt: skip
         self.runs[name] = model.runs[name] = run
         self.n_runs += 1
@@ -240,7 +242,7 @@ class Service:
             for one in ids:
                 _check_prompt(one, request, model.max_context)
             hold.take((1 + top_logprobs) * _SCORE_BYTES * sum(map(len, ids)))
-            async with self.working(model) as engine:
+            async with self.working(model, caller) as engine:
                 return await engine.ascore(ids, top_logprobs=top_logprobs, lora=request.lora)
         except RequestError as error:
             raise renamed(error, {"texts": "prompt", **request.names}) from None
@@ -270,8 +272,8 @@ class Service:
             steered = partial(
                 self.mod_runs.options, request.mods, owner=caller.owner, model=model.name
             )
-            build = partial(self._build, engine, request, prompts, steered)
-            is_gone = threading.Event()
+            build = partial(self._build, engine, request, prompts, caller.owner, steered)
+            is_gone = StopFlag()
             if _is_small(request, prompts):
                 return build(is_gone), n_truncated
             try:
@@ -309,8 +311,9 @@ class Service:
         engine: Engine,
         request: GenerateRequest,
         prompts: Sequence[Sequence[int]],
+        owner: str,
         steered: Callable[[], dict[str, Any]],
-        is_gone: threading.Event,
+        is_gone: StopFlag,
     ) -> list[Generation]:
         """Any thread; once *is_gone* is set, nobody waits for the result any more."""
         wanted = request.attention
@@ -324,7 +327,10 @@ class Service:
                 # One prompt's rows are enough.
                 rows = replace(capture, prompt=False) if capture and i else capture
                 forcing = None if request.forcing is None else request.forcing(engine)
-                with conversation_of(request.dialogue):
+                with (
+                    conversation_of(request.dialogue), owned_by(owner), logging_failures(),
+                    unless(is_gone),
+                ):  # fmt: skip
                     generation = engine.generate(
                         prompts[i_prompt],
                         max_tokens=min(request.max_tokens, self.settings.max_tokens),
@@ -372,7 +378,7 @@ class Service:
         # Another owner's name is free: refusing it would reveal that it is in use.
         if not request.shares_name and self._is_used(caller, request.request_id):
             raise RequestError(f"request_id {request.request_id!r} is in use; send another one")
-        self._check_room(model)
+        self._check_room(model, caller)
 
     def _is_used(self, caller: Caller, name: str) -> bool:
         return (caller.owner, name) in self.runs or (caller.owner, name) in self._starting
@@ -384,17 +390,27 @@ class Service:
             name = f"{label}-{uuid.uuid4().hex[:8]}"
         return name
 
-    def _check_room(self, model: Served) -> None:
-        """Refuse a request where too many run or wait, on *model* or on all together."""
-        starting = list(self._starting.values())
-        most_here = len(model.engine.slots) + self.settings.max_queued
-        for n_runs, limit in (
-            (model.n_busy + starting.count(model), most_here),
-            (self.pool.n_busy + len(starting), self.settings.max_running),
+    def _check_room(self, model: Served, caller: Caller) -> None:
+        """Refuse a request where too many run or wait, on *model* or on all together.
+
+        An owner with less than its share of the places is let in though others have taken them; so
+        one alone may have all of them. Streams that nobody reads are no part of *model*'s queue.
+        """
+        starting = [(owner, one) for (owner, _), one in self._starting.items()]
+        here = model.busy_owners(has_parked=False)
+        here.update(owner for owner, one in starting if one is model)
+        everywhere = self.pool.busy_owners()
+        everywhere.update(owner for owner, _ in starting)
+        for busy, limit, name in (
+            (here, len(model.engine.slots) + self.settings.max_queued, "slots + max_queued"),
+            (everywhere, self.settings.max_running, "max_running"),
         ):
-            if n_runs >= limit:
+            n_own = busy[caller.owner]
+            share = max(1, limit // len(busy.keys() | {caller.owner}))
+            if busy.total() >= limit and n_own >= share:
                 raise QueueFull(
-                    f"{n_runs} requests run or wait, the limit is {limit}; try again later"
+                    f"{n_own} of your requests run or wait, your share of {limit} ({name}) is "
+                    f"{share} now; let one of them end and try again"
                 )
 
     def _note_idle(self) -> None:
@@ -414,8 +430,8 @@ class Service:
         self.on_end(run)
 
     @contextlib.asynccontextmanager
-    async def working(self, model: Served) -> AsyncGenerator[Engine]:
-        """*model*'s engine, for a request that generates nothing, such as an embedding.
+    async def working(self, model: Served, caller: Caller) -> AsyncGenerator[Engine]:
+        """*model*'s engine, for a request of *caller* that generates nothing, such as an embedding.
 
         The limits of a run apply to it, and what ends runs ends it.
 
@@ -425,8 +441,8 @@ class Service:
             ModelChanged: The model was switched meanwhile.
             TimedOut: It took longer than ``request_timeout_s``.
         """
-        self._check_room(model)
-        async with model.working() as engine:
+        self._check_room(model, caller)
+        async with model.working(caller.owner) as engine:
             yield engine
 
     def find(
@@ -522,7 +538,7 @@ def _with_ban(options: dict[str, Any], phrases: Sequence[str], engine: Engine) -
         return options
     engine.token_bytes(0)  # a model without a vocabulary is refused here
     ban = PhraseBan(Phrases(phrases), engine.token_bytes)
-    return {"trace": False, **options, "mods": [*options.get("mods", ()), ban]}
+    return {**options, "mods": [*options.get("mods", ()), ban]}
 
 
 def _for_sample(request: GenerateRequest, i: int) -> Any:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from types import NoneType
 from typing import Any, Final, Literal, Self, get_args, get_origin, get_type_hints
 
-from kqview.errors import RequestError
+from kqview.errors import RequestError, shown
 from kqview.types.sampling import OPTIONS
 
 AttentionValues = Literal["logits", "scores", "probs"]
@@ -125,6 +125,11 @@ class Settings:
         "--chat-template-file FILE reads it from a file",
         is_text=True,
     )
+    request_chat_template: bool = _setting(
+        False,
+        "let requests bring a chat_template of their own, which is rendered with limits on its "
+        "time and memory",
+    )
     pooling: Pooling | None = _setting(
         None,
         "how a text becomes a vector, for models whose file does not say: none (a vector for each "
@@ -199,6 +204,9 @@ class Settings:
     max_mods: int = _setting(8, "maximum number of mods in one request")
     mod_time_limit_s: float = _setting(
         5.0, "time limit of each call of a mod; a call that takes longer has no effect", low=0.001
+    )
+    mods_strict: bool = _setting(
+        False, "end a request whose mod fails with an error, instead of going on without the mod"
     )
     trace_url: str | None = _setting(
         None,
@@ -282,8 +290,12 @@ class Settings:
     max_tokens: int = _setting(8192, "most tokens that a request may generate")
     max_context: int | None = _setting(None, "longest prompt in tokens; without it, a slot's size")
     max_samples: int = _setting(16, "most samples of one request")
-    max_running: int = _setting(64, "most requests at a time, waiting ones included")
-    max_queued: int = _setting(32, "most requests that wait for a slot", low=0)
+    max_running: int = _setting(
+        64, "most requests at a time, waiting ones included; more for keys below their share"
+    )
+    max_queued: int = _setting(
+        32, "most requests that wait for a slot; more for keys below their share", low=0
+    )
     max_connections: int = _setting(1024, "most connections at a time", restart=True)
     max_connections_per_client: int = _setting(
         128, "most connections of one address, trusted proxies excepted"
@@ -426,7 +438,7 @@ def _checked(spec: "dataclasses.Field[Any]", value: Any) -> Any:
 
 def _checked_number(spec: "dataclasses.Field[Any]", kind: Any, value: Any) -> float:
     kinds = (int, float) if kind is float else (int,)
-    if isinstance(value, bool) or not isinstance(value, kinds) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, kinds) or not -math.inf < value < math.inf:
         raise _wrong(spec.name, value, "pass a number" if kind is float else "pass an int")
     if value < spec.metadata["low"]:
         raise _wrong(spec.name, value, f"the minimum is {spec.metadata['low']:g}")
@@ -518,8 +530,8 @@ def _read(name: str, text: str) -> Any:
 
 
 def _wrong(name: str, value: object, limit: str) -> RequestError:
-    shown = "***" if _FIELDS[name].metadata["is_secret"] else repr(value)
-    return RequestError(f"{name} is {shown}; {limit}")
+    is_secret = _FIELDS[name].metadata["is_secret"]
+    return RequestError(f"{name} is {'***' if is_secret else shown(value)}; {limit}")
 
 
 def _kind(annotation: Any) -> Any:

@@ -42,13 +42,15 @@ _KILL_AFTER_S = 2.0  # after SIGABRT, which lets the worker print its stacks
 _GRACE_MARGIN_S = 3.0  # beyond its own grace, after which the worker is killed
 _TICK_S = 1.0
 _HANGUP = getattr(signal, "SIGHUP", None)
-_STOPS = (signal.SIGTERM, signal.SIGINT, *([_HANGUP] if _HANGUP is not None else []))
+STOPS = (signal.SIGTERM, signal.SIGINT, *([_HANGUP] if _HANGUP is not None else []))
+"""Signals that ask for the end; SIGHUP does so where there is no configuration to read again."""
 
 
 def refusal(retry_after_s: int) -> bytes:
     """The answer while there is no worker."""
     head = (
         "HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\n"
+        "x-content-type-options: nosniff\r\n"
         f"retry-after: {retry_after_s}\r\ncontent-length: {len(_REFUSAL_BODY)}\r\n"
         "connection: close\r\n\r\n"
     )
@@ -179,17 +181,20 @@ class Supervisor:
         self._selector.register(self._wakes, selectors.EVENT_READ, _drain)
         signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, _woken)
-        for number in _STOPS:
+        for number in STOPS:
             if number == _HANGUP and self._hangup is not None:
                 signal.signal(number, self._hung_up)
             elif signal.getsignal(number) is not signal.SIG_IGN:  # as nohup leaves it
                 signal.signal(number, self._asked)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)  # whoever started it held them back
         while True:
             self._start()
             pid, status = self._pid, self._watch()
             if not self._goes_on(pid, status):
                 self._refusals.drop_all()
-                return os.waitstatus_to_exitcode(status)
+                # A worker that was starting ended as its signal says, however it was told.
+                is_early = self._stop and status and not self._is_ready
+                return -self._stop if is_early else os.waitstatus_to_exitcode(status)
             if not self._pause():
                 self._refusals.drop_all()
                 return 0
@@ -206,13 +211,13 @@ class Supervisor:
         self._kill_at_s = None
         # A signal that comes now is held back until the worker's handlers are the default ones, and
         # until this process knows the worker: its handler forwards it and sets the time limit.
-        signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
         try:
             self._pid = os.fork()
             if self._pid == 0:
                 self._become_worker(inherited)
         finally:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPS)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
         if self._stop:  # the signal came between the last worker and this one
             self._signal(signal.SIGTERM)
             self._kill_at_s = time.monotonic() + self._grace_s + _GRACE_MARGIN_S
@@ -227,12 +232,12 @@ class Supervisor:
             # Ctrl-C reaches the terminal's whole group; the worker shall hear of it once, from us.
             os.setsid()
             signal.set_wakeup_fd(-1)
-            for number in (signal.SIGCHLD, *_STOPS):
-                if number == _HANGUP and self._hangup is not None:
-                    signal.signal(number, signal.SIG_IGN)  # until it has a handler
-                elif signal.getsignal(number) is not signal.SIG_IGN:
+            for number in (signal.SIGCHLD, *STOPS):
+                if signal.getsignal(number) is not signal.SIG_IGN:
                     signal.signal(number, signal.SIG_DFL)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPS)
+            # One that reads its configuration again hears SIGHUP once it has a handler.
+            heard = STOPS if self._hangup is None else set(STOPS) - {_HANGUP}
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, heard)
             for descriptor in inherited:
                 os.set_inheritable(descriptor, True)
             environment = {**os.environ, ENVIRONMENT: ",".join(map(str, inherited))}
@@ -292,7 +297,7 @@ class Supervisor:
         code = os.waitstatus_to_exitcode(status)
         after_s = time.monotonic() - self._started_s
         if self._stop:
-            if code != 0:
+            if code != 0 and self._is_ready:
                 _say(f"worker {pid} ended {_how(code)} on its way out")
             return False
         if code == 0:
@@ -351,8 +356,10 @@ class Supervisor:
             return
         self._stop = number
         self._kill_at_s = time.monotonic() + self._grace_s + _GRACE_MARGIN_S
-        # A terminal that closes is an end like any other.
-        self._signal(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
+        # A terminal that closes is an end like any other; a worker that loads a model would hear
+        # SIGINT only after that.
+        is_interrupt = number == signal.SIGINT and self._is_ready
+        self._signal(signal.SIGINT if is_interrupt else signal.SIGTERM)
 
     def _hung_up(self, number: int, frame: FrameType | None) -> None:
         """Handler of SIGHUP where the worker reads its configuration again."""

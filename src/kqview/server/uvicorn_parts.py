@@ -56,7 +56,12 @@ _TOO_MANY_TEXT: Final = (
 )
 _TOO_MANY: Final = (
     b"HTTP/1.1 429 Too Many Requests\r\nretry-after: 1\r\ncontent-type: text/plain\r\n"
-    b"content-length: %d\r\nconnection: close\r\n\r\n%b" % (len(_TOO_MANY_TEXT), _TOO_MANY_TEXT)
+    b"x-content-type-options: nosniff\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%b"
+    % (len(_TOO_MANY_TEXT), _TOO_MANY_TEXT)
+)
+_INVALID: Final = (
+    b"HTTP/1.1 400 Bad Request\r\ncontent-type: text/plain\r\n"
+    b"x-content-type-options: nosniff\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%b"
 )
 _TOO_LONG: Final = (
     b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\n"
@@ -457,6 +462,10 @@ class _BoundedHttpProtocol(HttpToolsProtocol):
                 self.transport.close()
             else:
                 self.transport.abort()
+
+    def send_400_response(self, msg: str) -> None:
+        self.transport.write(_INVALID % (len(msg), msg.encode()))
+        self.transport.close()
 
     def on_message_begin(self) -> None:
         self._is_in_head = True

@@ -77,7 +77,8 @@ class Watchdog:
             if (why := self._verdict()) is not None:
                 self._end(why)
             if self._limit_s:
-                faulthandler.dump_traceback_later(self._limit_s + _TICK_S, exit=True, file=_STDERR)
+                limit_s = min(self._limit_s + _TICK_S, threading.TIMEOUT_MAX)
+                faulthandler.dump_traceback_later(limit_s, exit=True, file=_STDERR)
             self._on_tick()
 
     def _verdict(self) -> str | None:

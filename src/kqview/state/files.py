@@ -26,6 +26,7 @@ from typing import Any, BinaryIO, Final, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from kqview import json_input
 from kqview.errors import StateFormatError, StateMismatch
 from kqview.state import ses1
 from kqview.state.durable import FileIdentity, write_whole
@@ -212,8 +213,8 @@ def _to_json(content: Mapping[str, Any]) -> bytes:
 
 def _content(text: bytes) -> Mapping[str, Any]:
     try:
-        content = json.loads(text)
-    except (ValueError, RecursionError):
+        content = json_input.loads(text)
+    except ValueError:
         content = None
     fields = cast("dict[str, Any]", content) if isinstance(content, dict) else None
     if fields is None or any(isinstance(value, dict | list) for value in fields.values()):

@@ -4,7 +4,8 @@
 and puts it into the spool: a folder in which each trace is a file until the receiver has it, or
 memory if there is no folder. The sender posts what is in the spool, oldest first. A trace may be
 sent more than once, such as after a crash; receivers replace an older one with the same
-``request_id``.
+``request_id``. `Poster.when_stored` tells when a crash can no longer lose a trace: a server that
+answers only then loses none of which a client has seen the end.
 
 Several processes may share a folder: each sends what it finds there when it starts.
 
@@ -23,7 +24,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final, NamedTuple, Self
@@ -133,6 +134,8 @@ class Poster:
         self._changed = threading.Condition()
         self._queue: deque[Trace] = deque()
         self._waiting: deque[_Item] = deque()
+        self._n_stored = 0  # or dropped: posted ones that the queue has let go of
+        self._unstored: deque[tuple[int, Callable[[], object]]] = deque()
         self._n_in_hand = 0  # taken from one of them and on its way
         self._n_bytes = 0
         self._n_made = 0
@@ -163,12 +166,26 @@ class Poster:
             self._n_posted += 1
             if self._is_closing:
                 self._n_dropped += 1
+                self._n_stored += 1
                 return
             if len(self._queue) >= self._max_queued:
                 self._queue.popleft()
                 self._n_dropped += 1
+                self._n_stored += 1
             self._queue.append(trace)
             self._changed.notify_all()
+
+    def when_stored(self, call: Callable[[], object]) -> None:
+        """Call *call* once all traces that were posted until now are in the spool.
+
+        That is now and on this thread, or later and on another one. What is dropped, or kept in
+        memory because its file cannot be written, counts as well; both are logged or counted.
+        """
+        with self._changed:
+            if self._n_stored < self._n_posted:
+                self._unstored.append((self._n_posted, call))
+                return
+        call()
 
     def stats(self) -> PosterStats:
         """Return the current counters."""
@@ -261,11 +278,17 @@ class Poster:
                 _log.exception("the trace of %s is lost", trace.request.request_id)
             with self._changed:
                 self._n_in_hand -= 1
+                self._n_stored += 1
                 if item is None:
                     self._n_dropped += 1
                 else:
                     self._add(item)
                 self._changed.notify_all()
+                calls: list[Callable[[], object]] = []
+                while self._unstored and self._unstored[0][0] <= self._n_stored:
+                    calls.append(self._unstored.popleft()[1])
+            for call in calls:
+                call()
 
     def _stored(self, trace: Trace) -> _Item:
         data = b"".join(part.encode("ascii") for part in trace.json_parts())

@@ -22,6 +22,7 @@ from typing import Any, Final, Literal, Self, cast, get_args, get_origin, get_ty
 
 import numpy as np
 
+from kqview import json_input
 from kqview.errors import RequestError
 
 Json = Any
@@ -317,8 +318,8 @@ class Trace:
             RequestError: It is not JSON, or as for `from_payload`.
         """
         try:
-            payload = json.loads(text)
-        except (ValueError, RecursionError) as error:
+            payload = json_input.loads(text)
+        except ValueError as error:
             raise RequestError(f"the trace is not JSON: {error}", parameter="text") from None
         return cls.from_payload(payload)
 

@@ -30,6 +30,7 @@ class Finished:
         fingerprint: Computes the fingerprint of the model's files; reads them once per process.
         reply: As `Generation.reply`.
         schema: Text of the ``json_schema``, None without one.
+        prompt_key: Digest of the prompt as it was given, by which `Engine.map` finds it again.
     """
 
     id: str
@@ -43,6 +44,7 @@ class Finished:
     fingerprint: Callable[[], str] = field(default=str, repr=False)
     reply: Reply = field(default=Reply(""), repr=False)
     schema: str | None = field(default=None, repr=False)
+    prompt_key: str | None = field(default=None, repr=False)
 
     @property
     def parsed(self) -> Any:

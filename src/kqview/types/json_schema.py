@@ -16,6 +16,7 @@ from importlib import import_module
 from typing import Any, Final, Protocol, TypeGuard, cast
 from urllib.parse import unquote
 
+from kqview import json_input
 from kqview.errors import InvalidSampling, RequestError, shown
 
 N_BYTES_MAX: Final = 2**20
@@ -95,10 +96,10 @@ def parsed(schema: str | None, text: str, finish_reason: str | None) -> Any:
             "parsed is known when the generation has ended; call read() or iterate to the end"
         )
     try:
-        value = json.loads(text)
+        value = json_input.loads(text)
         # Further digits may have been to come.
         is_whole = finish_reason != "length" or not isinstance(value, int | float)
-    except (ValueError, RecursionError):
+    except ValueError:
         value, is_whole = None, False
     if not is_whole:
         raise RequestError(
@@ -111,7 +112,10 @@ def parsed(schema: str | None, text: str, finish_reason: str | None) -> Any:
 def _dumped(schema: Mapping[str, object]) -> str:
     try:
         return json.dumps(schema, ensure_ascii=False, allow_nan=False)
-    except (TypeError, ValueError, RecursionError) as error:
+    except RecursionError:
+        limit = json_input.DEPTH_MAX
+        raise _invalid(f"json_schema is nested too deep, the limit is {limit}") from None
+    except (TypeError, ValueError) as error:
         raise _invalid(f"json_schema cannot be written as JSON: {error}") from error
 
 
@@ -183,16 +187,16 @@ def _invalid(message: str) -> InvalidSampling:
 def held(schema: str, space: Mapping[str, Any] = COMPACT) -> str:
     """*schema* as a model is held to it: `closed`, with white space as *space* unless it says how.
 
-    A schema that is not JSON, or too long or deep for llguidance, is returned as it is: llguidance
-    says what is wrong.
+    A schema that is not JSON, or too long for llguidance, is returned as it is: llguidance says
+    what is wrong.
 
     Raises:
-        InvalidSampling: Closing it takes too much work.
+        InvalidSampling: It is nested too deeply, or closing it takes too much work.
     """
     if len(schema) > N_BYTES_MAX:
         return schema
     try:
-        value: object = json.loads(schema)
+        value: object = json_input.loads(schema)
         if value is True:
             value = {}
         if not _is_object(value):
@@ -203,7 +207,9 @@ def held(schema: str, space: Mapping[str, Any] = COMPACT) -> str:
         if _is_object(given) and not any(key in given for key in _SPACES):
             root[_GUIDANCE] = {**space, **given}
         text = json.dumps(root, ensure_ascii=False, separators=(",", ":"))
-    except (ValueError, RecursionError) as error:
+    except json_input.TooDeep as error:
+        raise _invalid(f"json_schema cannot be read: {error}") from None
+    except ValueError as error:
         if isinstance(error, InvalidSampling):
             raise
         return schema

@@ -66,11 +66,9 @@ class SamplingOption:
         Raises:
             InvalidSampling: *value* is out of range or has the wrong type.
         """
-        if value is None and self.default in (None, (), {}):
-            value = self.default  # as if it were not given
-        if value is None and self.default is None:
-            return None
-        return self._check(self, value)
+        if value is None:  # as if it were not given
+            value = self.default
+        return None if value is None else self._check(self, value)
 
     @property
     def allowed(self) -> str:
@@ -228,42 +226,42 @@ def _invalid(name: str, value: object, allowed: str, doc: str = "") -> RequestEr
 
 
 class SamplingOptions(TypedDict, total=False):
-    """The fields of Sampling as keyword arguments of `Engine.generate`."""
+    """The fields of Sampling as keyword arguments of `Engine.generate`; None is "not given"."""
 
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    typical_p: float
-    top_n_sigma: float
-    min_keep: int
-    dynatemp_range: float
-    dynatemp_exponent: float
-    repeat_penalty: float
-    repeat_last_n: int
-    presence_penalty: float
-    frequency_penalty: float
-    dry_multiplier: float
-    dry_base: float
-    dry_allowed_length: int
-    dry_penalty_last_n: int
-    dry_sequence_breakers: Sequence[str]
-    xtc_probability: float
-    xtc_threshold: float
-    mirostat: int
-    mirostat_tau: float
-    mirostat_eta: float
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    typical_p: float | None
+    top_n_sigma: float | None
+    min_keep: int | None
+    dynatemp_range: float | None
+    dynatemp_exponent: float | None
+    repeat_penalty: float | None
+    repeat_last_n: int | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    dry_multiplier: float | None
+    dry_base: float | None
+    dry_allowed_length: int | None
+    dry_penalty_last_n: int | None
+    dry_sequence_breakers: Sequence[str] | None
+    xtc_probability: float | None
+    xtc_threshold: float | None
+    mirostat: int | None
+    mirostat_tau: float | None
+    mirostat_eta: float | None
     seed: int | None
     logit_bias: Mapping[int, float] | None
     banned_tokens: Ids | None
     stop: str | Sequence[str] | None
     stop_tokens: Ids | None
-    ignore_eos: bool
+    ignore_eos: bool | None
     grammar: str | None
     json_schema: SchemaLike | None
     regex: str | re.Pattern[str] | None
     top_logprobs: int | None
-    post_sampling_probs: bool
+    post_sampling_probs: bool | None
 
 
 @names_fields

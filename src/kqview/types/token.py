@@ -116,7 +116,9 @@ class Token:
             C-contiguous. If layers differ in heads, a tuple with one ``(n_heads, n_context)`` per
             layer. With ``reduce``: ``(n_layers, n_context)`` or ``(n_context,)``. With ``top_k``:
             the k largest values of each row, best first, instead of ``n_context``; with ``spans``:
-            a sum for each span. None without capture, or if ``on_full="drop"`` dropped it.
+            a sum for each span. None without capture, if ``on_full="drop"`` dropped it, and for
+            what a mod adds without a forward pass of its own: the ids behind the first of a run,
+            and those in place of ids that it took back.
         attention_positions: With ``top_k``: int32 positions of the values, in the shape of
             attention.
         hidden: With ``Capture(hidden=[...])``: output of these layers for the query that produced
@@ -148,6 +150,7 @@ class Token:
     discarded: range = _NONE
     _context: Context | None = None
     _n_before: int = 0
+    _has_pass: bool = True  # False: no forward pass was read for it
 
     @property
     def rows(self) -> Array:
@@ -162,6 +165,9 @@ class Token:
                 "this token has no attention; pass capture= to generate"
                 if self.capture is None
                 else "this token's attention was dropped (on_full='drop')"
+                if self._has_pass
+                else "this token has no attention: a mod added it without a forward pass; "
+                "engine.attend(generation.prompt_ids + generation.tokens) has the rows of all"
             )
         if isinstance(self.attention, tuple):
             raise InvalidCapture(
@@ -169,6 +175,12 @@ class Token:
                 "use token.attention, a tuple with one array per layer, or capture with reduce"
             )
         return self.attention
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        """Ids of the prompt of its generation."""
+        context = self._context
+        return [] if context is None else context.ids[: context.n_prompt]
 
     @property
     def column_ids(self) -> list[int]:

@@ -71,6 +71,14 @@ def test_answer_that_the_request_begins_goes_on(demo: Served) -> None:
         ),
         ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "watch"}}, "'watch'"),
         ({"tool_choice": {"type": "any"}}, "there are no tools"),
+        (
+            {
+                "tools": [TOOL],
+                "tool_choice": {"type": "any"},
+                "output_config": {"format": {"type": "json_schema", "schema": {"const": 1}}},
+            },
+            "output_config.format cannot be combined with a tool_choice",
+        ),
         ({"tool_choice": {"type": "tool"}}, "tool_choice has no name"),
         ({"temperature": "hot"}, "temperature"),
         ({"stop_sequences": "x"}, "stop_sequences"),

@@ -224,6 +224,7 @@ def test_engine_of_the_caller_is_not_closed_by_a_switch(serve: Serve, folder: Pa
         assert engine.generate("Anna", max_tokens=2, ignore_eos=True).read()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "status"),
     [

@@ -13,9 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kqview.errors import PoolExhausted
-from kqview.generation.text import TextStream
+from kqview.generation.text import HeldText, TextStream
 from kqview.server.api.attention_protocol import RowFacts
-from kqview.server.api.held_text import HeldText
 from kqview.server.api.kobold.convert import PlainEvents, SocketFrames, TypedEvents
 from kqview.server.attention import AttentionWanted, Encoder
 from kqview.server.endpoint import EVENT_HEAD, EVENT_TAIL, NEXT_EVENT

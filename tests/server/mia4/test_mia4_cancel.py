@@ -64,18 +64,6 @@ def test_running_request_ends_with_what_it_produced(serve: Serve, at: int):
         assert kept.status_code == 404
 
 
-def test_request_that_waits_for_a_slot_ends(serve: Serve):
-    served = serve(mia4.config(settings={"n_slots": 1}))
-    # Steered: another one would leave its slot to the request that waits.
-    held = served.engine.generate("Tom", max_tokens=400, stopping=lambda *_: False)
-    with held as busy:
-        next(busy)
-        with mia4.streaming(served, request_id=NAME) as frames:
-            cancelled(served)
-            assert check_cancelled(list(frames))["output_tokens"] == 0
-    served.wait_idle()
-
-
 def test_request_that_waits_for_its_model_ends(serve: Serve):
     served = serve(mia4.config({"one": {}, "two": {}}))
     with mia4.loading() as gate, ThreadPoolExecutor(1) as pool:

@@ -107,6 +107,7 @@ def test_events_are_the_golden(chat: Served):
 # ---- what is sent
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("llm", "text", "thought", "answer"),
     [

@@ -31,6 +31,16 @@ class Rewrite(Mod):
             return actions.backtrack(self.back, tokenizer.encode(self.text, False))
 """
 
+REQUIRED = """
+from kqview.mods import Mod
+
+class Guard(Mod):
+    required = True
+    def on_sampled(self, event, actions, tokenizer):
+        if event.step == 3:
+            raise KeyError("inside")
+"""
+
 
 def applied(frames: list[mia4.Frame], name: str = "token", lost: str = "characters") -> str:
     """The text that a client has which drops what was taken back."""
@@ -110,3 +120,13 @@ def test_model_may_be_named_with_a_mod_and_its_rows_are_those_of_the_final_text(
     # Tokens that a mod wrote have no rows.
     assert "".join(one["text"] for one in kept) == applied(frames).replace(" XY", "")
     assert mia4.post(served, model="b/none").status_code == 400
+
+
+def test_required_mod_that_fails_ends_the_turn_with_an_error(serve: Serve, tmp_path: Path):
+    (tmp_path / "guard.py").write_text(REQUIRED)
+    served = serve(mia4.config(settings={"mods_dir": str(tmp_path)}))
+    frames = mia4.generate(served, overrides=mia4.GREEDY, mods=["guard"])
+    [error] = mia4.named(frames, "error")
+    assert "mod Guard failed at Sampled of step 3 with KeyError" in error["message"]
+    assert "inside" not in str(frames)
+    assert mia4.check_end(frames)["status"] == "error"

@@ -377,6 +377,11 @@ def test_echo_beyond_the_context_is_refused_by_the_name_of_the_field(demo: Serve
          "logit_bias"),
         (CHAT_PATH, {**api.CHAT, "tools": TOOLS, "tool_choice": "perhaps"}, 400,
          "invalid_request_error", "tool_choice"),
+        (CHAT_PATH, {**api.CHAT, "tools": TOOLS, "tool_choice": "required",
+                     "response_format": {"type": "json_object"}},
+         400, "invalid_request_error", "response_format"),
+        (CHAT_PATH, {**api.CHAT, "tools": TOOLS, "tool_choice": "required", "json_schema": {}},
+         400, "invalid_request_error", "json_schema"),
         (CHAT_PATH, {**api.CHAT, "grammar": "root"}, 400, "invalid_request_error", "grammar"),
         (CHAT_PATH, {**api.CHAT, "response_format": {
             "type": "json_schema", "json_schema": {"schema": {"type": "foo"}}}},

@@ -56,6 +56,14 @@ def test_reasoning_that_the_request_opens_is_a_reasoning_item(demo: Served) -> N
         ),
         ({"tool_choice": {"type": "web_search"}}, "tool_choice"),
         ({"tool_choice": "required"}, "there are no tools"),
+        (
+            {
+                "tools": [{"type": "function", "name": "f"}],
+                "tool_choice": "required",
+                "text": {"format": {"type": "json_object"}},
+            },
+            "text.format cannot be combined with a tool_choice",
+        ),
         ({"tool_choice": {"type": "allowed_tools", "mode": "auto"}}, "tool_choice"),
         (
             {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"name": "x"}]}},

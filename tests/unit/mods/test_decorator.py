@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import kqview
-from kqview.errors import RequestError
+from kqview.errors import InvalidMod, RequestError
 from kqview.mods import (
     ActionBuilder,
     Added,
@@ -124,6 +124,30 @@ def test_class_that_is_no_mod_is_refused():
 def test_end_hook_that_is_no_function_is_refused():
     with pytest.raises(RequestError, match="on_end must be a function"):
         mod(on_end=5)(lambda event: None)  # type: ignore[arg-type]
+
+
+def test_misspelt_hook_is_refused_where_the_class_is_defined():
+    with pytest.raises(InvalidMod, match=r"on_forwardpass.*call it on_forward_pass"):
+
+        class Guard(Mod):  # pyright: ignore[reportUnusedClass]
+            def on_forwardpass(self, event: Any, actions: Any, tokenizer: Any) -> None: ...
+
+    class Mixin:
+        on_token = None
+
+    with pytest.raises(TypeError, match=r"on_token.*without on_"):
+        type("Mixed", (Mixin, Mod), {})
+
+
+@pytest.mark.parametrize("is_of_the_class", [False, True])
+def test_misspelt_hook_that_was_set_later_is_refused_where_the_mod_is_passed(is_of_the_class: bool):
+    class Late(Mod): ...
+
+    late: Any = Late()
+    (type(late) if is_of_the_class else late).on_add = print
+    with pytest.raises(InvalidMod, match=r"mods\[1\] has on_add, .*call it on_added") as caught:
+        check_mods([three, late])
+    assert caught.value.parameter == "mods"
 
 
 def test_mods_before_one_that_cannot_begin_are_ended():

@@ -8,16 +8,27 @@ import io
 import logging
 import sys
 import threading
+import time
 from typing import TYPE_CHECKING
 
+import pytest
+
+from kqview.mods import logs
 from kqview.mods.logs import Captured
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    import pytest
-
 Lines = list[tuple[str, str]]
+
+
+@pytest.fixture(autouse=True)
+def _no_mod_of_another_test_runs() -> None:
+    """One that hangs keeps the streams redirected until it ends."""
+    ends_s = time.monotonic() + 50
+    while logs._n_calls:
+        assert time.monotonic() < ends_s
+        time.sleep(0.1)
 
 
 def collector() -> tuple[Lines, Callable[[str, str], None]]:

@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import pytest
 
-from kqview.errors import BusyError, EmittedError, InvalidToken, RequestError
+from kqview.errors import (
+    BusyError,
+    EmittedError,
+    InvalidActionError,
+    InvalidToken,
+    ModFailed,
+    RequestError,
+)
 from kqview.mods import (
     Added,
     AdjustedLogits,
@@ -25,6 +32,8 @@ from kqview.mods import (
     ForceTokens,
     ForwardPass,
     Mod,
+    ModFailure,
+    ModWarning,
     Noop,
     Prefilled,
     Sampled,
@@ -33,6 +42,7 @@ from kqview.mods import (
 )
 from kqview.mods.calls import Caller
 from kqview.mods.decorator import begin
+from kqview.mods.failures import Failures, logging_failures
 from kqview.mods.steering import Decision, Steering
 from kqview.trace import Trace, TraceRecorder, TraceRequest, final_ids
 
@@ -260,7 +270,8 @@ def test_first_adjusted_prefill_applies():
 
 
 def test_prompt_that_the_engine_refuses_is_a_noop_with_the_reason():
-    ran = run(at(Prefilled, lambda event: AdjustedPrefill([1] * 21)))
+    with pytest.warns(ModWarning, match="more than 20 tokens"):
+        ran = run(at(Prefilled, lambda event: AdjustedPrefill([1] * 21)))
     assert ran.ids == PLAIN
     assert "more than 20 tokens" in (ran.trace.mod_calls[0].exception_message or "")
 
@@ -550,9 +561,11 @@ def test_first_terminal_action_applies_and_ends_the_step():
 # ---- mods that fail
 
 
+quiet = pytest.mark.filterwarnings("ignore::kqview.mods.ModWarning")
 NONSENSE = [0, "text", [Noop()], object, {"tokens": [1]}, ForceTokens, Backtrack(1)]
 
 
+@quiet
 @pytest.mark.parametrize("event_type", [Prefilled, ForwardPass, Sampled, Added])
 @pytest.mark.parametrize("answer", [*NONSENSE, ValueError("bad day"), TypeError("own")])
 def test_mod_that_fails_is_a_noop_and_others_go_on(event_type: type, answer: Any):
@@ -577,6 +590,7 @@ def test_mod_that_fails_is_a_noop_and_others_go_on(event_type: type, answer: Any
         assert "in make" in (failed[0].exception_traceback or "")
 
 
+@quiet
 def test_type_error_of_a_mod_is_not_answered_with_a_second_call():
     n_calls = 0
 
@@ -590,6 +604,7 @@ def test_type_error_of_a_mod_is_not_answered_with_a_second_call():
     assert n_calls == len(ran.trace.events) == 4
 
 
+@quiet
 def test_exception_whose_text_fails_is_recorded():
     class Mute(Exception):
         def __str__(self) -> str:
@@ -738,55 +753,119 @@ def test_forcing_that_returns_nonsense_is_refused(given: Any):
 # ---- failures
 
 
-@pytest.mark.parametrize(
-    ("options", "advice"),
-    [({}, "generation.trace has the calls"), ({"recorder": None}, "pass trace=True")],
-)
-def test_first_failure_of_each_mod_is_logged(
-    caplog: pytest.LogCaptureFixture, options: Any, advice: str
-):
-    def fails(event: Any) -> None:
+class Broken(Mod):
+    def on_prefilled(self, event: Any, actions: Any, tokenizer: Any) -> None:
+        raise KeyError("of the mod")
+
+
+def prefilled_twice(mods: Sequence[Any], request_id: str, **options: Any) -> Steering:
+    steering = steer(mods, [], request_id, **options)
+    for _ in range(2):
+        steering.run(steering.prefill([1, 2], max_tokens=4))
+    return steering
+
+
+@pytest.mark.parametrize("recorder", [{}, {"recorder": None}])
+def test_each_mod_warns_once_whatever_requests_have_it(recorder: Any):
+    def raises(event: Any) -> None:
         raise KeyError("of the mod")
 
     def answers_wrongly(event: Any) -> Any:
         return 5
 
-    mods = [mod(fails), mod(answers_wrongly), mod(lambda event: None)]
-    for request_id in ("r1", "r2"):
-        steering = steer(mods, [], request_id, **options)
-        for _ in range(2):
-            steering.run(steering.prefill([1, 2], max_tokens=4))
+    broken = Broken()
+    mods = [mod(raises), broken, answers_wrongly, mod(lambda event: None)]
+    with pytest.warns(ModWarning) as caught:
+        steered = [prefilled_twice(mods, request_id, **recorder) for request_id in ("r1", "r2")]
+    for steering in steered:
+        kept = [(one.mod, one.event, one.step, one.error[:9]) for one in steering.failures]
+        assert kept == 2 * [
+            ("raises", "Prefilled", 0, "KeyError:"),
+            ("Broken", "Prefilled", 0, "KeyError:"),
+            ("answers_wrongly", "Prefilled", 0, "InvalidAc"),
+        ]
+        assert "in raises" in steering.failures[0].traceback
+    # They point at the line that raised; an answer has none, so that is the consumer's.
+    lines = [
+        raises.__code__.co_firstlineno + 1,
+        Broken.on_prefilled.__code__.co_firstlineno + 1,
+        prefilled_twice.__code__.co_firstlineno + 3,
+    ]
+    assert [(one.filename, one.lineno) for one in caught] == [(__file__, line) for line in lines]
+
+
+def test_failures_that_are_logged_warn_of_nothing(caplog: pytest.LogCaptureFixture):
+    broken = Broken()
+    with logging_failures():
+        for request_id in ("r1", "r2"):
+            prefilled_twice([broken], request_id)
     records = [record for record in caplog.records if record.name == "kqview.mods"]
-    assert [record.levelname for record in records] == ["WARNING"] * 4
-    for request_id, (first, second) in (("r1", records[:2]), ("r2", records[2:])):
-        text = first.getMessage()
-        assert text.startswith(f"mod fails failed for {request_id} and")
-        assert "KeyError: 'of the mod'" in text
-        assert f'{__file__}", line {fails.__code__.co_firstlineno + 1}, in fails' in text
-        assert advice in text
-        assert "mod answers_wrongly failed" in second.getMessage()
+    assert [record.levelname for record in records] == ["WARNING"] * 2
+    assert ["r1" in records[0].getMessage(), "r2" in records[1].getMessage()] == [True, True]
+    assert caplog.text.count("in on_prefilled") == 2  # with the traceback
+
+
+def test_failures_of_a_long_request_are_kept_within_bounds():
+    with logging_failures():
+        failures = Failures("r")
+    for step in range(200):
+        failures.add(steer, ModFailure("steer", "Sampled", step, "KeyError: 1"), None)
+    assert [one.step for one in failures.kept] == list(range(100))
+
+
+@pytest.mark.parametrize("how", ["strict", "instance", "class", "function"])
+@pytest.mark.parametrize("answer", [None, 5])
+def test_mod_that_is_needed_ends_the_request_with_its_failure(how: str, answer: Any):
+    def fails(event: Any) -> Any:
+        if answer is None:
+            raise KeyError("of the mod")
+        return answer
+
+    class Guard(Mod):
+        required = how == "class"
+
+        def on_sampled(self, event: Any, actions: Any, tokenizer: Any) -> Any:
+            return fails(event)
+
+    guard: Any = Guard()
+    if how == "instance":
+        guard.required = True
+    elif how == "function":
+        guard = mod(name="Guard", required=True)(
+            lambda event: fails(event) if isinstance(event, Sampled) else None
+        )
+    later: list[Any] = []
+    with pytest.raises(ModFailed, match="Guard failed at Sampled of step 1 with") as raised:
+        run(guard, mod(later.append), is_strict=how == "strict")
+    assert raised.value.mod == "Guard"
+    assert type(raised.value.__cause__) is (KeyError if answer is None else InvalidActionError)
+    assert [type(event) for event in later] == [Prefilled, ForwardPass]
 
 
 # ---- the end
 
 
-def test_end_hooks_are_called_once_with_the_final_ids(caplog: pytest.LogCaptureFixture):
+@pytest.mark.parametrize("is_error", [False, True])
+def test_end_hooks_are_called_once_with_the_final_ids(is_error: bool):
     ends: list[Any] = []
 
     class Ends(Mod):
+        required = True
+
         def on_end(self, end: Any) -> None:
             ends.append(end)
             raise RuntimeError("of the hook")
 
     ids: list[int] = [3, 4]
     steering = steer([Ends, mod(on_end=ends.append)(lambda event: None)], ids)
-    steering.finish("cancelled")
+    if is_error:  # as all warnings are here
+        steering.finish("cancelled")
+    else:
+        with pytest.warns(ModWarning, match="RuntimeError: of the hook"):
+            steering.finish("cancelled")
     steering.finish("length")
     assert [(end.finish_reason, end.ids) for end in ends] == [("cancelled", (3, 4))] * 2
-    assert [record.getMessage()[:28] for record in caplog.records] == [
-        "the end hook of mod Ends fai"
-    ]
-    assert "RuntimeError: of the hook" in caplog.text
+    assert [(one.event, one.step) for one in steering.failures] == [("RequestEnd", None)]
 
 
 def test_request_that_ends_while_a_mod_runs_calls_the_hooks_after_it():
@@ -838,6 +917,8 @@ def random_mod(seed: int) -> Any:
     return mod(name=f"random {seed}")(answer)
 
 
+@pytest.mark.full
+@quiet
 def test_trace_of_random_mods_rebuilds_the_ids():
     # `run` compares what the trace rebuilds with the ids that the decisions have made.
     n_steps = n_requests = 0

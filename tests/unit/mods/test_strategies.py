@@ -26,10 +26,13 @@ from kqview.mods.kit import (
     UntilEndType,
     UntilStrat,
 )
+from tests.support.hostile_grammars import chained_schema, joined_schema
 from tests.support.mods import Words
 
 if TYPE_CHECKING:
     from kqview.mods.kit import Strategy
+
+pytestmark = pytest.mark.full
 
 WORDS = Words(
     "hi", "it", "cat", "dog", "do", ", ", '", "', '"', '."', ".\n", "</", "</a>!", "a>b", "12",
@@ -239,7 +242,16 @@ def test_grammar_forces_what_has_no_choice_and_refuses_the_rest():
 
 
 @pytest.mark.parametrize(
-    "described", [RegexStrat("[a-"), JsonSchemaStrat("{"), JsonSchemaStrat({"type": "nothing"})]
+    "described",
+    [
+        RegexStrat("[a-"),
+        JsonSchemaStrat("{"),
+        JsonSchemaStrat({"type": "nothing"}),
+        # Recursion overflows the stack; and seconds of CPU time.
+        JsonSchemaStrat(chained_schema(5000, "properties")),
+        pytest.param(JsonSchemaStrat(joined_schema("a.{#}b", 31)), marks=pytest.mark.full),
+    ],
+    ids=lambda described: repr(described)[:40],
 )
 def test_grammar_that_does_not_parse_is_refused(described: Any):
     pytest.importorskip("llguidance")

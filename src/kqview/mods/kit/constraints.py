@@ -1,17 +1,23 @@
 """Strategies by regular expression and by JSON schema, computed by llguidance.
 
-llguidance is optional: ``pip install 'kqview[constraints]'``. Only this file imports it.
+llguidance is optional: ``pip install 'kqview[constraints]'``. It recurses, and its limits bound
+neither memory nor time, so a grammar is first tried in a helper process: what it crashes there, or
+costs more than it may, is refused. What a grammar costs after its first tokens has no other bound
+than llguidance's own.
 """
 
+import functools
 import json
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, cast
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import numpy as np
 
+from kqview.confined import Confined, Stopped
 from kqview.errors import InvalidSampling, KqviewError
 from kqview.mods.actions import Backtrack, ForceTokens
 from kqview.mods.kit.strategies import Strategy
@@ -36,7 +42,7 @@ class RegexStrat:
         """Compile it for *tokenizer*.
 
         Raises:
-            InvalidSampling: The pattern does not parse.
+            InvalidSampling: The pattern does not parse, or costs too much.
             KqviewError: llguidance is not installed.
         """
         grammar = _llguidance().LLMatcher.grammar_from_regex(self.pattern)
@@ -61,7 +67,8 @@ class JsonSchemaStrat:
         """Compile it for *tokenizer*.
 
         Raises:
-            InvalidSampling: The schema is not JSON, or uses what llguidance does not support.
+            InvalidSampling: The schema is not JSON, uses what llguidance does not support, or costs
+                too much.
             KqviewError: llguidance is not installed.
         """
         text = self.schema if isinstance(self.schema, str) else json.dumps(self.schema)
@@ -138,14 +145,44 @@ class GrammarStrategy(Strategy[GrammarState]):
         return cast("bytes", state.matcher.compute_ff_bytes()).decode("utf-8", "ignore")
 
     def _new_matcher(self) -> Any:
-        matcher = _llguidance().LLMatcher(self._vocabulary, self._grammar)
-        if matcher.is_error():
-            reason = " ".join(matcher.get_error().split())[:300]
+        try:
+            reason = _trial(self._grammar)
+        except Stopped as stopped:
+            limit = "it makes llguidance crash" if stopped.reason == "died" else stopped
             raise InvalidSampling(
-                f"{self._name} is not accepted by llguidance: {reason}; correct it",
+                f"{self._name} is too large or nested too deeply: {limit}; simplify it",
+                parameter=self._name,
+            ) from None
+        matcher: Any = None
+        if not reason:
+            matcher = _llguidance().LLMatcher(self._vocabulary, self._grammar, log_level=0)
+            reason = matcher.get_error()
+        if reason:
+            if reason.startswith("panic"):
+                reason = "it fails"
+            raise InvalidSampling(
+                f"{self._name} is not accepted by llguidance: {' '.join(reason.split())[:300]}; "
+                "correct it",
                 parameter=self._name,
             )
         return matcher
+
+
+@functools.cache
+def _helpers() -> Confined:
+    return Confined(
+        Path(__file__).with_name("constraint_trial.py"), memory_bytes=_MEMORY_MAX, cpu_s=_CPU_S_MAX
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _trial(grammar: str) -> str:
+    """Why llguidance refuses *grammar*; empty if it does not."""
+    return cast("str", _helpers().call(grammar))
+
+
+_MEMORY_MAX: Final = 256 << 20
+_CPU_S_MAX: Final = 5.0
 
 
 def _llguidance() -> Any:

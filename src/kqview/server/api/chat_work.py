@@ -27,8 +27,8 @@ from kqview.chat.turn import (
 )
 from kqview.engine import Engine
 from kqview.errors import RequestError
+from kqview.generation.text import HeldText
 from kqview.mods.events import Dialogue
-from kqview.server.api.held_text import HeldText
 from kqview.server.api.mods_field import calls_of, removed
 from kqview.server.api.reasoning_cap import ReasoningCap, cap_of
 from kqview.server.attention import AttentionWanted
@@ -133,15 +133,18 @@ def prepare(engine: Engine, chat: ChatRequest) -> ChatWork:
     if chat.split is not None:
         split = chat.split(source, end, split)
     reasoning = reasoning_of(source, end, opened)
-    sampling = constrained(
-        chat.sampling,
-        choice=Choice(tools, chat.tool_choice == "required", chat.tool_name is not None),
-        schema=chat.schema,
-        form=form,
-        reasoning=reasoning,
-        is_parallel=chat.parallel_calls,
-        mark=partial(tool_format.said, engine.control_tokens),
-    )
+    try:
+        sampling = constrained(
+            chat.sampling,
+            choice=Choice(tools, chat.tool_choice == "required", chat.tool_name is not None),
+            schema=chat.schema,
+            form=form,
+            reasoning=reasoning,
+            is_parallel=chat.parallel_calls,
+            mark=partial(tool_format.said, engine.control_tokens),
+        )
+    except RequestError as error:
+        raise renamed(error, chat.names) from None
     names = dict(chat.names)
     if sampling.grammar is not chat.sampling.grammar:
         names["grammar"] = "tools" if tools else names.get("json_schema", "response_format")

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Final, cast
 
 import msgspec
 
+from kqview import json_input
 from kqview.errors import RequestError
 from kqview.generation.stream import Generation
 from kqview.server.mod_runs import ModWanted
@@ -97,8 +98,8 @@ def calls_of(payload: object) -> list[ModCallOut]:
     call of a function with an empty name.
     """
     if isinstance(payload, str):
-        with contextlib.suppress(ValueError, RecursionError):
-            payload = json.loads(payload)
+        with contextlib.suppress(ValueError):
+            payload = json_input.loads(payload)
     given = cast("list[object]", payload) if isinstance(payload, list) else [payload]
     return [_call(one) for one in given]
 

@@ -14,8 +14,10 @@ from typing import Any, Final, cast
 
 import msgspec
 
+from kqview._core import count_values
 from kqview.errors import RequestError
 from kqview.generation.stream import Generation
+from kqview.json_input import DEPTH_MAX
 from kqview.server.api.attention_protocol import (
     Logprobs,
     LogprobsWriter,
@@ -229,18 +231,22 @@ def message_of(raw: bytes | str, *, packs: bool) -> tuple[schema.ClientMessage, 
     try:
         message = decoder.decode(raw)
         return message, decoder.unknown(raw, message)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise RequestError(f"the message cannot be read: {error}; correct it") from None
 
 
 def name_in(raw: bytes | str, *, packs: bool) -> str | None:
     """The ``request_id`` of an invalid message, None if not even that can be read."""
+    is_packed = packs and isinstance(raw, bytes)
+    data = raw if isinstance(raw, bytes) else raw.encode("utf-8", "surrogatepass")
+    if count_values(data, is_packed).depth > DEPTH_MAX:
+        return None
     try:
-        if isinstance(raw, bytes) and packs:
-            named = msgspec.msgpack.decode(raw, type=schema.Named)
+        if is_packed:
+            named = msgspec.msgpack.decode(data, type=schema.Named)
         else:
             named = msgspec.json.decode(raw, type=schema.Named)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except (msgspec.DecodeError, UnicodeDecodeError):
         return None
     return named.request_id if isinstance(named.request_id, str) else None
 

@@ -11,6 +11,7 @@ from typing import Any, Final
 import msgspec
 
 from kqview.errors import RequestError
+from kqview.generation.text import ShownText
 from kqview.server.api.attention_protocol import (
     Object,
     RowFacts,
@@ -30,7 +31,6 @@ from kqview.server.api.attention_protocol import (
     sampling_for,
     start_event,
 )
-from kqview.server.api.held_text import ShownText
 from kqview.server.api.kobold import schema
 from kqview.server.api.mods_field import mods_of, removed, tool_calls_of
 from kqview.server.attention import Dense, Shaped, shaped

@@ -100,7 +100,7 @@ async def classify(call: Call, body: ClassifyBody) -> HttpReply:
     call.hold.take(_PREDICTION_BYTES * engine.n_classes * len(texts))
     ids = await call.model.ids_of_each(texts, parse_special=False, hold=call.hold)
     n_tokens = sum(map(len, ids))
-    async with service.working(call.model) as engine:
+    async with service.working(call.model, call.caller) as engine:
         model = call.model.name
         try:
             if isinstance(body.inputs, str):

@@ -252,12 +252,18 @@ def generation_settings(
 # ---- chats without an answer
 
 
-def chat_of(body: schema.TemplateBody, *, request_id: str) -> ChatRequest:
+def chat_of(body: schema.TemplateBody, settings: Settings, *, request_id: str) -> ChatRequest:
     """The chat whose prompt is wanted.
 
     Raises:
-        RequestError: There are no messages.
+        RequestError: There are no messages, or a chat_template, which is off.
     """
+    if body.chat_template is not None and not settings.request_chat_template:
+        raise RequestError(
+            "chat_template is off for requests; leave it out, or let the operator set "
+            "request_chat_template (--request-chat-template)",
+            parameter="chat_template",
+        )
     if body.messages is None:
         raise RequestError("messages is missing; send a list of them", parameter="messages")
     return ChatRequest(

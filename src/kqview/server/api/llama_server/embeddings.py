@@ -110,7 +110,7 @@ async def embed(call: Call, body: EmbeddingBody) -> HttpReply:
     n_vectors = sum(map(len, ids)) if per_token else len(ids)
     n_bytes = _NUMBER_BYTES * call.model.engine.model.n_embd * n_vectors
     call.hold.take(n_bytes)
-    async with service.working(call.model) as engine:
+    async with service.working(call.model, call.caller) as engine:
         try:
             found = await engine.aembed(ids, normalize=False)
         except RequestError as error:

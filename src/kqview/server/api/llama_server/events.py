@@ -9,7 +9,7 @@ from typing import Any, Final
 import msgspec
 from msgspec import UNSET
 
-from kqview.server.api.held_text import ShownText
+from kqview.generation.text import ShownText
 from kqview.server.api.llama_fields import Timings, error_body, timings
 from kqview.server.api.llama_server import schema
 from kqview.server.api.llama_server.convert import Plan, fields_of, stop_type

@@ -144,7 +144,7 @@ async def rerank(call: Call, body: RerankBody) -> HttpReply:
     ids = await service.converted(
         n_characters, call.hold, _ids_of_pairs, call.model.engine, body.query, documents
     )
-    async with service.working(call.model) as engine:
+    async with service.working(call.model, call.caller) as engine:
         model = call.model.name
         try:
             found = await engine.aclassify(ids)

@@ -147,8 +147,8 @@ async def input_tokens(call: Call, body: schema.TemplateBody) -> schema.InputTok
 
 
 async def _chat_ids(call: Call, body: schema.TemplateBody) -> list[int]:
-    chat = convert.chat_of(body, request_id=call.request_id)
     service = call.service
+    chat = convert.chat_of(body, service.settings, request_id=call.request_id)
     # A template may take seconds, however short the body.
     ids, _ = await service.converted(OFFLOAD_BYTES, call.hold, prompt_of, call.model.engine, chat)
     return ids

@@ -93,7 +93,7 @@ class TemplateBody(Struct, kw_only=True):
         add_generation_prompt: Whether the prompt ends with the beginning of an answer; true if not
             given.
         chat_template: Another chat template, such as "{{ messages[0].content }}"; the model's if
-            not given.
+            not given. The server's setting request_chat_template allows it.
         chat_template_kwargs: Variables for the chat template, such as {"enable_thinking": false}.
     """
 

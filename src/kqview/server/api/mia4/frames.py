@@ -12,8 +12,8 @@ from typing import Any, Final
 import msgspec
 
 from kqview.chat.reasoning import Piece, TokenCounter
+from kqview.generation.text import HeldText
 from kqview.server.api.chat_work import Reading
-from kqview.server.api.held_text import HeldText
 from kqview.server.api.mia4.convert import error_type_of
 from kqview.server.api.mods_field import removed
 from kqview.server.errors import Answer

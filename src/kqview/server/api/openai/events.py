@@ -14,7 +14,7 @@ import msgspec
 
 from kqview import __version__
 from kqview.chat.tool_format import CallDelta
-from kqview.generation.text import TextStream
+from kqview.generation.text import ShownText, TextStream
 from kqview.server.api.attention_field import AttentionWriter, Lists
 from kqview.server.api.attention_protocol import (
     LOGPROB_BYTES,
@@ -24,7 +24,6 @@ from kqview.server.api.attention_protocol import (
 )
 from kqview.server.api.chat_work import Answer as ChatAnswer
 from kqview.server.api.chat_work import AnswerReader, Delta, counts_of, finish_reason
-from kqview.server.api.held_text import ShownText
 from kqview.server.api.llama_fields import Timings, error_body, timings
 from kqview.server.api.mods_field import removed, tool_calls_of
 from kqview.server.api.openai.convert import Plan, usage_of

@@ -209,7 +209,7 @@ async def embeddings(call: Call, body: schema.EmbeddingsBody) -> HttpReply:
     ids = await service.converted(_LARGE, call.hold, _ids_of_inputs, call, body)
     n_bytes = len(ids) * n_embd * _VALUE_BYTES
     call.hold.take(n_bytes)
-    async with service.working(call.model) as engine:
+    async with service.working(call.model, call.caller) as engine:
         try:
             vectors = await engine.aembed(ids)
         except RequestError as error:

@@ -1,0 +1,161 @@
+"""Hostile answers: what a model may write where a tool call is expected, in every format.
+
+Whole calls with broken arguments, and pieces of calls in any order, come in one piece and cut
+anywhere. Reading one raises nothing and gives the same either way. All texts have UTF-8. The
+arguments of a call that has an end are JSON that the strictest client reads.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import re
+import time
+from typing import TYPE_CHECKING, get_args
+
+import msgspec
+
+from kqview.chat import tool_format
+from kqview.chat.reasoning import Split
+from kqview.chat.turn import Answer, reader_of
+from kqview.server.api.chat_work import AnswerReader, Reading
+from tests.attack.summary import Summary, main
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+FORMATS: tuple[tool_format.Format, ...] = get_args(tool_format.Format)
+BEGIN, END = "<\uff5ctool\u2581calls\u2581begin\uff5c>", "<\uff5ctool\u2581calls\u2581end\uff5c>"
+ONE, ONE_END = "<\uff5ctool\u2581call\u2581begin\uff5c>", "<\uff5ctool\u2581call\u2581end\uff5c>"
+SEP = "<\uff5ctool\u2581sep\uff5c>"
+STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
+# A call with the arguments %s, which are one value in the elements of the last ones.
+CALLS: dict[tool_format.Format, Sequence[str]] = {
+    "hermes": (
+        '<tool_call>\n{"name": "f", "arguments": %s}\n</tool_call>',
+        '<tool_call>{"arguments": %s, "name": "f"}</tool_call>',
+    ),
+    "mistral": ('[TOOL_CALLS][{"name": "f", "arguments": %s}]', "[TOOL_CALLS]f[ARGS]%s"),
+    "mistral_named": ("[TOOL_CALLS]f[ARGS]%s", "[TOOL_CALLS]f[CALL_ID]1[ARGS]%s"),
+    "llama": ('{"name": "f", "parameters": %s}', '<|python_tag|>{"name": "f", "parameters": %s}'),
+    "deepseek": (f"{BEGIN}{ONE}f{SEP}%s{ONE_END}{END}",),
+    "deepseek_fenced": (f"{BEGIN}{ONE}function{SEP}f\n```json\n%s\n```{ONE_END}{END}",),
+    "harmony": (
+        "<|channel|>commentary to=functions.f <|constrain|>json<|message|>%s<|call|>",
+    ),
+    "xml": (
+        "<tool_call>\n<function=f>\n<parameter=a>\n%s\n</parameter>\n</function>\n</tool_call>",
+        "<function=f><parameter=b>%s</parameter></function>",
+    ),
+}  # fmt: skip
+WORDS = (
+    "NaN", "-Infinity", "1e999", "-1e-999", "007", "0x1F", "1_000", "9" * 400, "9" * 5000, "True",
+    "None", "undefined", "two words", "''", "'a'", '""', r'"\ud800"', r'["\ud800"]', r'"\udc00"',
+    r'"\ud83d\ude00"', r'"\ud83d\n"', r'"\x41"', r'"\u12"', '"a\nb"', '"\0"', '"\x7f"', "1", "-0",
+    "1.", ".5", "1e5", "{}", "[]", "null", '{"b": 1,}', "[1,,2]", "[" * 900 + "]" * 900,
+    '{"a":' * 90 + "1" + "}" * 90, "[" * 9000 + "]" * 9000, '"\U0001f600"', "\u2028", "\ufffe", "é",
+    "{'a': 1}", "{a: 1}", '{"a" 1}', '{1: 2}', '{"a": 1} {', "}", "]", '"', "\\", "",
+)  # fmt: skip
+PIECES = (
+    *itertools.chain(*FORMATS), "<tool_call>", "</tool_call>", "<function=f>", "</function>",
+    "<parameter=a>", "</parameter>", "<function=", "<parameter=", ">", "[TOOL_CALLS]", "[ARGS]",
+    "[CALL_ID]", BEGIN, END, ONE, ONE_END, SEP, "<|channel|>", "<|message|>", "<|call|>", "<|end|>",
+    "<|start|>", "commentary to=functions.f ", "final", "<|python_tag|>", "<think>", "</think>",
+    "```json\n", "\n```", '{"name": "f", "arguments": {', '"name": "\\ud800"', "{", "}", "[", "]",
+    '"', ":", ",", "\\", "\n", " ",
+)  # fmt: skip
+TOOLS = [
+    {"type": "function", "function": {"name": "f", "parameters": {
+        "type": "object", "properties": {"b": {"type": "string"}}}}},
+]  # fmt: skip
+READINGS = {
+    form: Reading(
+        Split(mode="harmony" if form == "harmony" else "think", may_call=True),
+        form,
+        texts=tool_format.text_parameters(TOOLS),
+    )
+    for form in FORMATS
+}
+
+
+def refuse(word: str) -> None:
+    """Called for a number that JSON does not have."""
+    raise ValueError(f"{word} is no JSON")
+
+
+def is_open(arguments: str) -> bool:
+    """Whether a string or bracket of *arguments* has no end: the answer ended before it."""
+    signs = STRING.sub("", arguments)
+    is_inside = signs.count("{") + signs.count("[") > signs.count("}") + signs.count("]")
+    return not arguments or is_inside or '"' in signs
+
+
+def read(form: tool_format.Format, pieces: Sequence[str]) -> list[object]:
+    """Reasoning, content and calls of an answer that came in *pieces*."""
+    reader: AnswerReader = READINGS[form].reader()
+    answer = Answer()
+    for piece in pieces:
+        answer.add(reader.feed(piece))
+    answer.add(reader.finish("".join(pieces)))
+    calls = [(call.name, call.arguments) for call in answer.calls]
+    return [answer.reasoning, answer.content, *calls]
+
+
+def arguments_of(form: tool_format.Format, rng: random.Random) -> str:
+    """Arguments that are broken in a few places."""
+    if form == "xml":
+        return rng.choice(WORDS)
+    items = [f'"{key}": {rng.choice(WORDS)}' for key in "abc"[: rng.randrange(4)]]
+    text = "{" + ", ".join(items) + "}"
+    for _ in range(rng.choice((0, 0, 1, 3))):
+        at = rng.randrange(1, len(text))
+        text = text[:at] + rng.choice(PIECES[-8:]) + text[at + rng.randrange(2) :]
+    return text + "]" * (text.count("{") + text.count("["))  # whatever was broken
+
+
+def once(rng: random.Random, summary: Summary) -> None:
+    """One answer, in one piece and cut."""
+    form = rng.choice(FORMATS)
+    if rng.random() < 0.6:
+        text = rng.choice(CALLS[form]) % arguments_of(form, rng)
+    else:
+        text = "".join(rng.choice((*PIECES, *WORDS)) for _ in range(rng.randrange(1, 14)))
+        if rng.random() < 0.5:
+            text = rng.choice(CALLS[form]) % text
+    cuts = sorted(rng.randrange(len(text) + 1) for _ in range(rng.randrange(9)))
+    pieces = [text[a:b] for a, b in itertools.pairwise([0, *cuts, len(text)])]
+    try:
+        found = read(form, [text])
+        if read(form, pieces) != found:
+            summary.fail(f"{form}: {pieces!r} reads otherwise than in one piece")
+        msgspec.json.encode(found)
+        reader_of("".join(CALLS[form]), None, TOOLS)(text).to_message()
+        for _, arguments in found[2:]:
+            if is_open(arguments):
+                summary.count(f"{form}, call without an end")
+                continue
+            summary.count(f"{form}, call")
+            json.loads(arguments, parse_constant=refuse)
+            msgspec.json.decode(arguments)
+        if not found[2:]:
+            summary.count("no call")
+    except Exception as error:
+        summary.fail(f"{form}: {text[:300]!r}: {type(error).__name__}: {error}")
+
+
+def run(seconds: float, seed: int) -> Summary:
+    """Read for *seconds*."""
+    summary = Summary("answers", seed)
+    rng = random.Random(seed)
+    ends_s = time.monotonic() + seconds
+    n_read = 0
+    while time.monotonic() < ends_s or n_read < 1000:
+        once(rng, summary)
+        n_read += 1
+    summary.figures["answers"] = n_read
+    return summary
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(run))

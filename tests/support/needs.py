@@ -1,0 +1,92 @@
+"""What tests need beside the extra ``test``: whether it is here, and how to get it.
+
+``@pytest.mark.needs("peers")`` on a test, or a fixture named in `FIXTURES`. A test whose need is
+missing is not collected; the last line of the run says how many there are.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import sys
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tests.support import stock
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def program(name: str) -> str | None:
+    """Path of a program; those for administrators are not on everybody's PATH."""
+    return shutil.which(name, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin")
+
+
+def postgres_program(name: str) -> str | None:
+    """Path of a program of PostgreSQL's server, of the newest version; not all are on the PATH."""
+    if path := shutil.which(name):
+        return path
+    found = Path("/usr/lib/postgresql").glob(f"*/bin/{name}")
+    return max(map(str, found), default=None, key=lambda path: float(Path(path).parts[4]))
+
+
+def _has_peers() -> bool:
+    try:
+        for name in ("kq-eval-rows", "test-llama-archs", "ggml-rpc-server"):
+            stock.find_binary(name)
+    except stock.PeersMissing:
+        return False
+    return True
+
+
+def _has_developer_build() -> bool:
+    import kqview  # noqa: F401  # registers the modules of developer builds
+
+    return "kqview._fake_device" in sys.modules
+
+
+def _has_node() -> bool:
+    from tests.support import pages
+
+    return pages.node() is not None
+
+
+def _module(*names: str) -> Callable[[], bool]:
+    return lambda: all(importlib.util.find_spec(name) is not None for name in names)
+
+
+def _program(*names: str) -> Callable[[], bool]:
+    return lambda: any(program(name) is not None for name in names)
+
+
+NEEDS: dict[str, Callable[[], bool]] = {
+    "peers": _has_peers,  # python bench/peers/build.py kq-eval-rows test-llama-archs rpc-server
+    "developer build": _has_developer_build,  # CONTRIBUTING.md
+    "chromium": _program("chromium", "chromium-browser"),
+    "nginx": _program("nginx"),
+    "caddy": _program("caddy"),
+    "postgresql": lambda: postgres_program("initdb") is not None,
+    "curl": _program("curl"),
+    "binutils": _program("readelf"),
+    "node": _has_node,  # one with the WebSocket of browsers
+    "torch": _module("torch"),
+    "transformers": _module("torch", "transformers"),
+    "build tools": _module("scikit_build_core", "nanobind", "cmake", "ninja"),  # the extra dev
+    "mypy": _module("mypy"),  # the extra dev
+    "wheel": lambda: "KQVIEW_WHEEL" in os.environ,  # .ci/run builds one
+}
+FIXTURES = {
+    "architectures": "peers",
+    "browser": "chromium",
+    "fake_devices_registered": "developer build",
+    "wheel": "wheel",
+}
+
+
+@cache
+def is_met(need: str) -> bool:
+    """Whether this machine has what `NEEDS` names so."""
+    return NEEDS[need]()
