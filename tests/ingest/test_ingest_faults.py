@@ -21,7 +21,7 @@ import sqlalchemy as sa
 from sqlalchemy import event
 
 from kqview.errors import RequestError
-from kqview.ingest import IngestSettings, migrations, tables
+from kqview.ingest import IngestSettings, tables
 from kqview.ingest.store import Filter, Reader, Store
 from tests.support import postgres
 from tests.support.receiving import Receiving, receiving, sqlite_url
@@ -347,12 +347,12 @@ def columns(engine: sa.Engine) -> dict[str, set[str]]:
     }
 
 
-def test_migrations_make_the_tables_that_the_store_uses(database: str) -> None:
+def test_store_makes_the_tables_that_it_uses(database: str) -> None:
     store = Store(database)
     store.close()
     engine = sa.create_engine(store.url)
     wanted = {table.name: {c.name for c in table.c} for table in tables.metadata.sorted_tables}
-    assert columns(engine) == {**wanted, "schema_version": {"version"}}
+    assert columns(engine) == wanted
     foreign = {
         (name, key["referred_table"])
         for name in wanted
@@ -365,48 +365,21 @@ def test_migrations_make_the_tables_that_the_store_uses(database: str) -> None:
     }  # fmt: skip
 
 
-def test_older_schema_is_migrated_with_what_it_holds(
-    database: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as older:
-        older.setattr(migrations, "STEPS", migrations.STEPS[:1])
-        old = Store(database)
-        assert old.schema_version == 1
-        old.close()
-    engine = sa.create_engine(old.url)
-    row = {c.name: 0 for c in tables.requests.c if not c.nullable}
-    row |= {"id": 1, "request_id": "a", "mods": '["m", "n"]', "search_text": "a"}
-    call = {"trace": 1, "event_sequence_order": 0, "event_type": "Added", "step": 0}
-    call |= {"exception_occurred": False}
-    with engine.begin() as db:
-        db.execute(sa.insert(tables.requests).values(row))
-        added = {"trace": 1, "sequence_order": 0, "event_type": "Added", "step": 0}
-        db.execute(sa.insert(tables.events).values(added))
-        names = ["n", "m", "n"]
-        rows = [{**call, "sequence": i, "mod_name": name} for i, name in enumerate(names)]
-        db.execute(sa.insert(tables.mod_calls), rows)
-    engine.dispose()
-    store = Store(database)
-    assert store.schema_version == len(migrations.STEPS)
-    assert store.values(Reader()).mods == ["m", "n"]
-    assert [one.request_id for one in store.summaries(Reader(), Filter(mod="m"), limit=9)[0]] == [
-        "a"
-    ]
-    store.close()
-
-
-def test_newer_schema_is_refused(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as newer:
-        newer.setattr(migrations, "STEPS", (*migrations.STEPS, "CREATE TABLE t (x INTEGER)"))
+def test_other_schema_is_refused(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as other:
+        other.setattr(tables, "VERSION", tables.VERSION + 1)
         Store(database).close()
-    with pytest.raises(RequestError, match="upgrade"):
+    with pytest.raises(RequestError, match=r"schema 2.*--database"):
         Store(database)
 
 
 def test_stores_that_open_an_empty_database_at_once_make_it_once(database: str) -> None:
     with ThreadPoolExecutor(4) as pool:
         stores = list(pool.map(Store, [database] * 4))
-    assert {one.schema_version for one in stores} == {len(migrations.STEPS)}
+    engine = sa.create_engine(stores[0].url)
+    with engine.begin() as db:
+        assert len(db.execute(sa.select(tables.counter)).all()) == 1
+    engine.dispose()
     for one in stores:
         one.close()
 

@@ -16,6 +16,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from kqview.errors import CapacityError, KqviewError
+from kqview.ingest import tables
 from kqview.ingest.schema import Health
 from kqview.ingest.settings import IngestSettings
 from kqview.ingest.store import Reader, Store
@@ -180,7 +181,7 @@ class Receiver:
 
     async def health(self) -> tuple[bool, Health]:
         """Whether the database answers."""
-        health = Health("ok", self.store.kind, self.store.schema_version)
+        health = Health("ok", self.store.kind, tables.VERSION)
         try:
             await self.read(self.store.revision)
         except KqviewError as error:

@@ -29,7 +29,6 @@ from sqlalchemy.exc import (
 
 from kqview.errors import CapacityError, KqviewError, RequestError
 from kqview.ingest import tables
-from kqview.ingest.migrations import migrate
 from kqview.ingest.payload import Posted, Row, moment
 from kqview.ingest.schema import TIMES, Action, Event, ModCall, ModLog, Request, Summary, Values
 from kqview.server.errors import Forbidden, StorageFailed, StorageFull
@@ -88,13 +87,13 @@ class Store:
     """Traces of one database."""
 
     def __init__(self, url: str) -> None:
-        """Open the database at *url*, make or migrate its tables.
+        """Open the database at *url*, make its tables if they are missing.
 
         Args:
             url: ``sqlite:///FILE``, or FILE alone, or ``postgresql://USER:PASSWORD@HOST/NAME``.
 
         Raises:
-            RequestError: The database cannot be opened, or belongs to a newer kqview.
+            RequestError: The database cannot be opened, or has another version of the schema.
             StorageFailed: The database fails.
         """
         self._engine = _engine(url)
@@ -106,7 +105,7 @@ class Store:
         self._writing = threading.Lock() if self.kind == "sqlite" else contextlib.nullcontext()
         try:
             with self._transaction() as db:
-                self.schema_version = migrate(db)
+                tables.create(db)
         except BaseException as error:
             self.close()
             if isinstance(error, (StorageFailed, CapacityError)):

@@ -1,4 +1,4 @@
-"""Tables: where traces are stored, for SQLAlchemy Core. `migrations` creates them.
+"""Tables: where traces are stored, for SQLAlchemy Core; `create` makes them.
 
 Columns have the names of the payload's fields. Times are microseconds since 1970, lists and JSON of
 any shape are JSON text, so that both databases hold the same. A part's key is the trace and the
@@ -12,14 +12,26 @@ from sqlalchemy import (
     BigInteger,
     Boolean,
     Column,
+    Connection,
     Double,
     ForeignKey,
     ForeignKeyConstraint,
+    Index,
     Integer,
     MetaData,
     Table,
     Text,
+    insert,
+    select,
+    text,
 )
+
+from kqview.errors import RequestError
+
+VERSION: Final = 1
+"""Version of the schema."""
+
+_LOCK: Final = 0x6B717669  # "kqvi": of this program, among PostgreSQL's advisory locks
 
 metadata: Final = MetaData()
 
@@ -58,6 +70,9 @@ requests: Final = Table(
     Column("finish_reason", Text),
     Column("text", Text),
     Column("search_text", Text, nullable=False),
+    Index("requests_created_at", "created_at", "id"),
+    Index("requests_revision", "revision", "n_bytes"),  # retention adds up sizes
+    Index("requests_user_key", "user_key_sha256"),
 )
 
 events: Final = Table(
@@ -79,15 +94,18 @@ events: Final = Table(
     Column("added_token_count", Integer),
     Column("forced", Boolean),
     Column("details", Text),
+    sqlite_with_rowid=False,
 )
 
-# Each mod of a trace once, in the order of their first calls.
+# Each mod of a trace once, in the order of their first calls: filtering by the calls would read all
+# of them.
 request_mods: Final = Table(
     "request_mods",
     metadata,
     Column("trace", BigInteger, ForeignKey("requests.id", ondelete="CASCADE"), primary_key=True),
     Column("sequence", Integer, primary_key=True),
     Column("mod_name", Text, nullable=False),
+    sqlite_with_rowid=False,
 )
 
 mod_calls: Final = Table(
@@ -109,6 +127,8 @@ mod_calls: Final = Table(
         ["events.trace", "events.sequence_order"],
         ondelete="CASCADE",
     ),
+    Index("mod_calls_event", "trace", "event_sequence_order"),
+    sqlite_with_rowid=False,
 )
 
 mod_logs: Final = Table(
@@ -126,6 +146,8 @@ mod_logs: Final = Table(
         ["mod_calls.trace", "mod_calls.sequence"],
         ondelete="CASCADE",
     ),
+    Index("mod_logs_mod_call", "trace", "mod_call_sequence"),
+    sqlite_with_rowid=False,
 )
 
 actions: Final = Table(
@@ -157,8 +179,32 @@ actions: Final = Table(
         ["mod_calls.trace", "mod_calls.sequence"],
         ondelete="CASCADE",
     ),
+    Index("actions_mod_call", "trace", "mod_call_sequence"),
+    sqlite_with_rowid=False,
 )
 
 # One row. Each stored trace takes the next revision as its last statement: whoever has seen one has
 # seen all before it, so that the live list asks for what came after.
 counter: Final = Table("counter", metadata, Column("revision", BigInteger, nullable=False))
+
+schema: Final = Table("schema_version", metadata, Column("version", Integer, nullable=False))
+
+
+def create(db: Connection) -> None:
+    """Make the tables that are missing in the database of *db*, which is in a transaction.
+
+    Raises:
+        RequestError: It holds another version of the schema.
+    """
+    if db.dialect.name == "postgresql":  # SQLite's transaction has locked the file
+        db.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": _LOCK})
+    metadata.create_all(db)
+    version: int | None = db.execute(select(schema.c.version)).scalar()
+    if version is None:
+        db.execute(insert(schema).values(version=VERSION))
+        db.execute(insert(counter).values(revision=0))
+    elif version != VERSION:
+        raise RequestError(
+            f"the database has schema {version}, and this kqview writes {VERSION}; name another "
+            "database (--database), or use the kqview that made this one"
+        )
