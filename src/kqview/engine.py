@@ -570,9 +570,7 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring, Many):
 
     def _state_facts(self) -> StateFacts:
         if self._facts is None:
-            self._facts = StateFacts(
-                self._files.fingerprint(), self._kv_type, self._files.sampled_fingerprint()
-            )
+            self._facts = StateFacts(self._files.fingerprint(), self._kv_type)
         return self._facts
 
     # ---- generation

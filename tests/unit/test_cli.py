@@ -998,7 +998,7 @@ def model_file(tmp_path: Path) -> Path:
 
 def saved_state(path: Path, model_file: Path, adapters: Sequence[tuple[str, float]] = ()) -> Path:
     files = ModelFiles(str(model_file), adapters)
-    facts = StateFacts(files.fingerprint(), "f16", files.sampled_fingerprint())
+    facts = StateFacts(files.fingerprint(), "f16")
     write_state(path, STATE_BLOB, facts, SlotMarks(n_exact=4))
     return path
 
@@ -1089,12 +1089,12 @@ def test_inspect_shows_what_is_in_a_file(tmp_path: Path, model_file: Path) -> No
     (shown,) = json.loads(run_state("inspect", path, "--json").stdout)
     expected = {
         **{"n_tokens": 5, "tokens": [1, 2, 3, 4, 5], "n_layer": 3, "kv_type": "f16"},
-        **{"flash_attn": True, "n_exact": 4, "trailer_version": 2, "problems": []},
+        **{"flash_attn": True, "n_exact": 4, "problems": []},
         **{"n_bytes": path.stat().st_size, "model": ModelFiles(str(model_file), []).fingerprint()},
     }
     assert expected.items() <= shown.items()
     text = run_state("inspect", path).stdout
-    for part in ("3 layers of f16", "flash attention", "trailer version 2", expected["model"]):
+    for part in ("3 layers of f16", "flash attention", expected["model"]):
         assert part in text
     path.write_bytes(STATE_BLOB[:-1])
     result = run_state("inspect", path)

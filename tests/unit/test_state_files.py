@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import stat
@@ -76,19 +75,6 @@ def trailer_of(content: dict[str, object]) -> bytes:
     return text + struct.pack("<I", len(text)) + b"KQVIEW01"
 
 
-def test_trailer_of_version_1_is_read_with_its_own_fingerprint(tmp_path: Path) -> None:
-    path = tmp_path / "old"
-    content = {"version": 1, "model": "sampled", "kv_type": "f16"}
-    path.write_bytes(BLOB + trailer_of({**content, "sha256": hashlib.sha256(BLOB).hexdigest()}))
-    assert read_state(path) == read_state(path, StateFacts("whole", "f16", "sampled")) == BLOB
-    for facts in (StateFacts("sampled", "f16", "other"), StateFacts("sampled", "f16")):
-        with pytest.raises(errors.StateMismatch, match="another model"):
-            read_state(path, facts)
-    path.write_bytes(BLOB + trailer_of({**content, "sha256": hashlib.sha256(b"").hexdigest()}))
-    with pytest.raises(errors.StateFormatError, match="checksum"):
-        read_state(path)
-
-
 def test_checksum_covers_the_fields_of_the_trailer(tmp_path: Path) -> None:
     path = tmp_path / "slot"
     write_state(path, BLOB, FACTS, SlotMarks(n_exact=12))
@@ -109,7 +95,7 @@ def test_mark_that_is_no_count_is_refused(tmp_path: Path, n_exact: object) -> No
 
 
 @pytest.mark.parametrize(
-    "content", [[], 1, None, {"version": 2, "x": []}, {"version": 2, "x": {}}, {"version": 3}, {}]
+    "content", [[], 1, None, {"version": 2, "x": []}, {"version": 2, "x": {}}, {"version": 1}, {}]
 )
 def test_trailer_of_another_kind_is_refused(tmp_path: Path, content: object) -> None:
     path = tmp_path / "slot"
@@ -280,20 +266,6 @@ def test_every_byte_counts(tmp_path: Path, small_chunks: int) -> None:
     assert len(seen) == 1 + len(places) + 3
 
 
-def test_change_between_the_samples_of_version_1_is_found(tmp_path: Path) -> None:
-    # Version 1 read 64 KiB at each of 64 places of these 20 MiB: nothing from 65,536 to 331,841.
-    path = tmp_path / "model"
-    data = bytearray(20 << 20)
-    path.write_bytes(data)
-    before = ModelFiles(str(path), [])
-    whole, sampled = before.fingerprint(), before.sampled_fingerprint()
-    data[70_000:330_000] = b"\1" * 260_000
-    path.write_bytes(data)
-    after = ModelFiles(str(path), [])
-    assert after.sampled_fingerprint() == sampled
-    assert after.fingerprint() != whole
-
-
 def test_adapters_scales_and_their_order_count(tmp_path: Path) -> None:
     model, a, b = (tmp_path / name for name in "mab")
     for path in (model, a, b):
@@ -410,4 +382,3 @@ def test_relative_paths_are_those_of_the_moment_of_opening(
     monkeypatch.chdir("/")
     adapters = [(str(tmp_path / "lora"), 0.5)]
     assert files.fingerprint() == of(tmp_path / "model", adapters)
-    assert len(files.sampled_fingerprint()) == 64

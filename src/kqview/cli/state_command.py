@@ -129,7 +129,7 @@ def _facts(report: "StateReport") -> list[tuple[str, str]]:
     if trailer := report.trailer:
         n_exact = trailer.marks.n_exact
         rows += [
-            ("checksum", f"correct (trailer version {trailer.version})"),
+            ("checksum", "correct"),
             ("exact tokens", "unknown" if n_exact is None else f"{n_exact:,}"),
             ("model", trailer.model),
         ]
@@ -152,6 +152,5 @@ def _to_json(report: "StateReport") -> dict[str, Any]:
         content["n_tokens"] = report.state.n_tokens
     if report.trailer:
         content["model"] = report.trailer.model
-        content["trailer_version"] = report.trailer.version
         content["n_exact"] = report.trailer.marks.n_exact
     return content

@@ -5,11 +5,9 @@
 The blob comes first, so any reader of SES1 can read the file. The chance that a blob itself ends
 like a trailer is one in 2**64.
 
-The JSON is one flat object. Version 2 is written; it has ``model``, ``kv_type``, the known fields
-of `SlotMarks`, and ``sha256`` over the blob and all other fields. A reader ignores fields that it
-does not know, except for the checksum; a field that must not be ignored needs a new version.
-Version 1 can be read: its ``model`` is the sampled fingerprint, and its ``sha256`` covers only the
-blob.
+The JSON is one flat object: ``version``, ``model``, ``kv_type``, the known fields of `SlotMarks`,
+and ``sha256`` over the blob and all other fields. A reader ignores fields that it does not know,
+except for the checksum; a field that must not be ignored needs a new version.
 """
 
 import contextlib
@@ -20,7 +18,7 @@ import os
 import stat
 import struct
 from collections.abc import Generator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, BinaryIO, Final, cast
 
 import numpy as np
@@ -34,6 +32,7 @@ from kqview.state.fingerprint import ModelFiles
 from kqview.state.ses1 import SavedState, inspect
 
 MAGIC: Final = b"KQVIEW01"
+_VERSION: Final = 2
 FOOTER_BYTES: Final = 4 + len(MAGIC)
 _JSON_BYTES_MAX: Final = 1 << 16
 
@@ -45,12 +44,10 @@ class StateFacts:
     Attributes:
         model: Fingerprint of the model and adapter files (`ModelFiles.fingerprint`).
         kv_type: Type of the KV cache, such as "f16".
-        sampled_model: The fingerprint in trailers of version 1; never written.
     """
 
     model: str
     kv_type: str
-    sampled_model: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +76,7 @@ def make_trailer(blob: bytes, facts: StateFacts, marks: SlotMarks = NO_MARKS) ->
     known: dict[str, object] = {} if marks.n_exact is None else {"n_exact": marks.n_exact}
     if marks.lora:
         known["lora"] = " ".join(map(repr, marks.lora))
-    content = {"version": 2, "model": facts.model, "kv_type": facts.kv_type, **known}
+    content = {"version": _VERSION, "model": facts.model, "kv_type": facts.kv_type, **known}
     content["sha256"] = _checksum(blob, content)
     text = _to_json(content)
     return text + struct.pack("<I", len(text)) + MAGIC
@@ -107,21 +104,17 @@ class Trailer:
     """A trailer whose checksum is correct.
 
     Attributes:
-        version: 1 or 2.
-        model: Fingerprint of the model; the sampled one in version 1.
+        model: Fingerprint of the model.
         kv_type: Type of the KV cache.
         marks: Facts about the slot.
     """
 
-    version: int
     model: str
     kv_type: str
     marks: SlotMarks
 
     def check(self, own: StateFacts) -> None:
         """Raise StateMismatch unless the slot was saved by an engine with *own* facts."""
-        if self.version == 1:
-            own = replace(own, model=own.sampled_model)
         check_facts(StateFacts(self.model, self.kv_type), own)
 
 
@@ -133,17 +126,17 @@ def read_trailer(blob: bytes, trailer: bytes) -> Trailer:
     """
     content = _content(trailer[:-FOOTER_BYTES])
     version = content.get("version")
-    if version not in (1, 2):
+    if version != _VERSION:
         raise StateFormatError(
-            f"the trailer has version {version!r}, this kqview reads 1 and 2; use a newer kqview"
+            f"the trailer has version {version!r}, this kqview reads {_VERSION}; use the kqview "
+            "that wrote it"
         )
-    signed = {} if version == 1 else {k: v for k, v in content.items() if k != "sha256"}
+    signed = {k: v for k, v in content.items() if k != "sha256"}
     if content.get("sha256") != _checksum(blob, signed):
         raise StateFormatError(
             "the checksum of the state file does not match; the file was altered"
         )
-    marks = NO_MARKS if version == 1 else _marks(content)
-    return Trailer(version, str(content.get("model")), str(content.get("kv_type")), marks)
+    return Trailer(str(content.get("model")), str(content.get("kv_type")), _marks(content))
 
 
 def check_trailer(blob: bytes, trailer: bytes, facts: StateFacts | None) -> SlotMarks:
@@ -202,8 +195,7 @@ def _scales(text: object) -> tuple[float, ...] | None:
 
 def _checksum(blob: bytes, signed: Mapping[str, Any]) -> str:
     digest = hashlib.sha256(blob)
-    if signed:
-        digest.update(_to_json(signed))
+    digest.update(_to_json(signed))
     return digest.hexdigest()
 
 
@@ -393,7 +385,7 @@ def check_file(path: str | os.PathLike[str], model: ModelFiles | None = None) ->
         except StateFormatError as error:
             problems.append(str(error))
     if model is not None:
-        is_of_model = trailer and trailer.model == _fingerprint(model, trailer)
+        is_of_model = trailer and trailer.model == model.fingerprint()
         if is_of_model is False:
             problems.append("it was saved with another model or other LoRA adapters")
         elif not trailer_text:
@@ -402,7 +394,3 @@ def check_file(path: str | os.PathLike[str], model: ModelFiles | None = None) ->
     return StateReport(
         name, tuple(problems), n_bytes, state, trailer, bool(trailer_text), is_of_model
     )
-
-
-def _fingerprint(model: ModelFiles, trailer: Trailer) -> str:
-    return model.sampled_fingerprint() if trailer.version == 1 else model.fingerprint()

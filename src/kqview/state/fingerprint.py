@@ -24,8 +24,6 @@ CHUNK_BYTES: Final = 1 << 23
 _N_THREADS_MAX: Final = 4
 # A file modified this shortly before it was read could change again within one clock tick.
 _CLOCK_STEP_NS: Final = 2_000_000_000
-_N_SAMPLES: Final = 64
-_SAMPLE_BYTES: Final = 1 << 16
 _PART: Final = re.compile(r"(?P<stem>.*)-(?P<i>\d{5})-of-(?P<n>\d{5})\.gguf", re.DOTALL)
 
 
@@ -50,7 +48,6 @@ class ModelFiles:
     def __init__(self, model: str, adapters: Sequence[tuple[str, float]]) -> None:
         model = os.path.abspath(model)  # the working directory may change before they are read
         adapters = [(os.path.abspath(path), scale) for path, scale in adapters]
-        self._first = [(model, 1.0), *adapters]
         self._all = [*((part, 1.0) for part in model_parts(model)), *adapters]
         # None for what is not a file: loading it reports that better.
         self._opened = {path: FileIdentity.at(path) for path, _ in self._all}
@@ -67,25 +64,6 @@ class ModelFiles:
             n_bytes, of_file = file_digest(path, self._opened[path])
             digest.update(struct.pack("<Qd", n_bytes, scale))
             digest.update(of_file)
-        return digest.hexdigest()
-
-    def sampled_fingerprint(self) -> str:
-        """Fingerprint in trailers of version 1: size, scale and 64 samples of 64 KiB per file.
-
-        It misses changes between the samples and in every part but the first.
-
-        Raises:
-            OSError: A file cannot be read.
-        """
-        digest = hashlib.sha256()
-        for path, scale in self._first:
-            with open(path, "rb") as stream:
-                n_bytes = os.fstat(stream.fileno()).st_size
-                digest.update(struct.pack("<Qd", n_bytes, scale))
-                last = max(n_bytes - _SAMPLE_BYTES, 0)
-                for at in sorted({last * i // (_N_SAMPLES - 1) for i in range(_N_SAMPLES)}):
-                    stream.seek(at)
-                    digest.update(stream.read(_SAMPLE_BYTES))
         return digest.hexdigest()
 
 
