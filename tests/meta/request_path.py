@@ -1,4 +1,4 @@
-"""The way of one request through the package: ``python tests/meta/request_path.py [NAME] [--list]``.
+"""The way of a request through the package: ``python tests/meta/request_path.py [NAME] [--list]``.
 
 Profiles one warm request of each dialect through ASGI, in every thread, and prints how many files,
 functions and calls of kqview it passes; ``--list`` names the files in the order of their first
