@@ -18,7 +18,7 @@ ORDER = (
     "attention", "kept", "workers", "mod_runs", "models", "phrases", "truncation", "run",
     "events_bus", "cancelling", "slots", "served", "pool", "sessions", "conversation_store",
     "conversation_states", "conversations", "service", "lenient", "endpoint", "uvicorn_parts",
-    "sockets", "static_files", "openapi", "pages", "access", "api", "toml_lines", "config_file",
+    "sockets", "static_files", "openapi", "pages", "access", "api", "config_file",
     "config_text", "app",
 )  # fmt: skip
 # What takes bytes from a network and gives them to it. A dialect's data is tested without.

@@ -925,8 +925,8 @@ def test_every_error_of_a_configuration_file_is_said(served: list[Settings], tmp
     path = config_file(tmp_path, "[server]\nslots = 2\nport = -1\n")
     result = serve("--config", path, "--demo")
     assert (result.exit_code, served) == (2, [])
-    assert f'{path}:2: no key "slots" in [server]; it is n_slots' in result.output
-    assert f"{path}:3: port is -1; the minimum is 0" in result.output
+    assert f'{path}: no key "slots" in [server]; it is n_slots' in result.output
+    assert f"{path}: port is -1; the minimum is 0" in result.output
     result = serve("--config", "/nowhere/kqview.toml", "--demo")
     assert (result.exit_code, served) == (1, [])
     assert "/nowhere/kqview.toml: No such file or directory" in result.output

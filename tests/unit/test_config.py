@@ -41,11 +41,11 @@ def write(tmp_path: Path) -> Write:
 
 
 def errors_of(path: Path, **given: Any) -> list[str]:
-    """``LINE: TEXT`` of each error."""
+    """The text of each error."""
     with pytest.raises(WrongConfig) as caught:
         load(path, **given)
-    found = [(str(one.where).rpartition(":")[2], one.text) for one in caught.value.problems]
-    return [f"{line}: {text}" for line, text in found]
+    assert all(one.where.startswith(str(path)) for one in caught.value.problems)
+    return [one.text for one in caught.value.problems]
 
 
 # ---- what is read
@@ -117,7 +117,7 @@ def test_flag_wins_over_environment_over_file_over_default(write: Write):
     expected = {
         "port": (100, "flag --port"),
         "n_slots": (20, "environment KQVIEW_N_SLOTS"),
-        "max_tokens": (3, f"{path}:4"),
+        "max_tokens": (3, f"{path}"),
         "n_ctx": (30, "environment KQVIEW_N_CTX"),  # wins over another program's variable
         "n_threads": (7, "environment LLAMA_ARG_THREADS"),
         "kv_type": ("q8_0", "flag --kv-type"),
@@ -131,7 +131,7 @@ def test_flag_wins_over_environment_over_file_over_default(write: Write):
 
 def test_value_of_the_file_is_checked_even_where_a_flag_wins(write: Write):
     path = write("[server]\nn_slots = 0\n")
-    assert errors_of(path, flags={"n_slots": 2}) == ["2: n_slots is 0; the minimum is 1"]
+    assert errors_of(path, flags={"n_slots": 2}) == ["n_slots is 0; the minimum is 1"]
 
 
 def test_every_setting_is_a_key_and_its_flag_is_explained(write: Write):
@@ -151,7 +151,7 @@ def test_every_setting_is_a_key_and_its_flag_is_explained(write: Write):
         word = flag_of(spec.name).removeprefix("--")
         if word != spec.name:
             [error] = errors_of(write(f"[server]\n{word} = 1"))
-            assert error == f'2: no key "{word}" in [server]; it is {spec.name}'
+            assert error == f'no key "{word}" in [server]; it is {spec.name}'
 
 
 # ---- keys and texts in files
@@ -188,9 +188,7 @@ def test_keys_that_cannot_be_used_are_refused_and_not_shown(
 ):
     (tmp_path / "empty").write_text("# none yet\n")
     [found] = errors_of(write(f"[server]\n\napi_keys = {value}\n"))
-    assert found.removeprefix("3: ").removeprefix("server.") == error.replace(
-        "{folder}", str(tmp_path)
-    )
+    assert found.removeprefix("server.") == error.replace("{folder}", str(tmp_path))
 
 
 # ---- errors
@@ -200,7 +198,7 @@ def test_system_prompt_is_read_from_its_file(write: Write, tmp_path: Path):
     path = write('[models.a]\nsystem_prompt = {file = "prompt.txt", version = 4}\n')
     [error] = errors_of(path)
     assert error == (
-        f"2: models.a.system_prompt.file: {tmp_path}/prompt.txt cannot be read: "
+        f"models.a.system_prompt.file: {tmp_path}/prompt.txt cannot be read: "
         "No such file or directory"
     )
     (tmp_path / "prompt.txt").write_text("Be brief.\n")
@@ -209,7 +207,7 @@ def test_system_prompt_is_read_from_its_file(write: Write, tmp_path: Path):
     )
 
 
-def test_all_errors_are_named_at_once_with_key_and_line(write: Write):
+def test_all_errors_are_named_at_once_with_their_keys(write: Write):
     path = write("""\
 port = 3
 [server]
@@ -239,80 +237,77 @@ mode = "root"
 [unknown]
 """)
     expected = [
-        ("1", 'no key "port" in the file; port belongs in [server]'),
-        ("3", "n_ctx is 0; the minimum is 1"),
-        ("4", 'no key "max_tokns" in [server]; is it max_tokens?'),
-        ("5", "rate_limit is 'x'; pass a number"),
-        ("6", "api_keys is ***; "),
-        ("8", "models.big.n_ctx is wrong: expected int, got str"),
-        ("10", "models.big.lora[1] is wrong: expected str, got int"),
-        ("11", 'no key "capability" in [models.big]; is it capabilities?'),
-        ("12", "models.big.system_prompt needs text or file, and not both"),
-        ("14", "models.big.passport.sampling: temperature must be a number of at least 0"),
-        ("15", "models.big.passport.sampling: top_z is no field of sampling"),
-        ("16", "models.Big and 'big' differ in case alone; rename one"),
-        ("17", "models.Big.pinned is wrong: expected bool, got int"),
-        ("19", "llm.prompt.harmony.analysis_tag is '<a b>'; write the name of a tag"),
-        ("21", "llm.reasoning_presets.fast: reasoning_max_tokens must be a whole number"),
-        ("23", "sessions.ttl_s is wrong: expected float > 0"),
-        ("25", "ui.mode is 'root'; choose from admin, user"),
-        (
-            "26",
-            'no key "unknown" in the file; known are server, models, llm, sessions, ui, persona',
-        ),
+        'no key "port" in the file; port belongs in [server]',
+        'no key "unknown" in the file; known are server, models, llm, sessions, ui, persona',
+        "n_ctx is 0; the minimum is 1",
+        'no key "max_tokns" in [server]; is it max_tokens?',
+        "rate_limit is 'x'; pass a number",
+        "api_keys is ***; ",
+        "models.big.n_ctx is wrong: expected int, got str",
+        "models.big.lora[1] is wrong: expected str, got int",
+        'no key "capability" in [models.big]; is it capabilities?',
+        "models.big.system_prompt needs text or file, and not both",
+        "models.Big.pinned is wrong: expected bool, got int",
+        "llm.prompt.harmony.analysis_tag is '<a b>'; write the name of a tag",
+        "sessions.ttl_s is wrong: expected float > 0",
+        "ui.mode is 'root'; choose from admin, user",
+        "llm.reasoning_presets.fast: reasoning_max_tokens must be a whole number",
+        "models.big.passport.sampling: temperature must be a number of at least 0",
+        "models.big.passport.sampling: top_z is no field of sampling",
+        "models.Big and 'big' differ in case alone; rename one",
     ]
-    found = [one.partition(": ")[::2] for one in errors_of(path)]
-    assert [line for line, _ in found] == [line for line, _ in expected]
-    for (_, text), (_, begin) in zip(found, expected, strict=True):
+    for text, begin in zip(errors_of(path), expected, strict=True):
         assert text.startswith(begin)
 
 
 @pytest.mark.parametrize(
     ("raw", "error"),
     [
-        (b"[server]\nport = \n", "2: Invalid value (TOML)"),
-        (b"[server]\n[server]\n", "2: Cannot declare"),
-        (b'[models.a]\npath = "a"\n[models.a]\n', "3: Cannot declare"),
-        (b"[server]\nhost = '\xff'\n", "2: the file is no UTF-8"),
+        (b"[server]\nport = \n", "Invalid value (TOML)"),
+        (b"[server]\n[server]\n", "Cannot declare"),
+        (b'[models.a]\npath = "a"\n[models.a]\n', "Cannot declare"),
+        (b"[server]\nhost = '\xff'\n", "the file is no UTF-8"),
         (b"a = " + b"[" * 100_000, "tables are nested"),
         (b"#" * (4 * 2**20 + 1), "the file has more than 4194304 bytes"),
-        (b"server = 3", "1: server is 3; write a table, [server]"),
-        (b"[models]\nbig = 3", "2: models.big is 3; write a table, [models.big]"),
+        (b"server = 3", "server is 3; write a table, [server]"),
+        (b"[models]\nbig = 3", "models.big is 3; write a table, [models.big]"),
         # What Python's numbers, and its recursion, have limits for.
-        (b"[server]\nport = " + b"9" * 4300, "2: server.port: the number is too large"),
-        (b"[server]\nport = " + b"9" * 4301, "2: the number is too large"),
-        (b"[server]\nport = -" + b"9_" * 9000 + b"9", "2: the number is too large"),
-        (b"[ui]\nmode = [\n1,\n" + b"9" * 10**6 + b"]", "4: the number is too large"),
-        (b"[server]\nport = 0x" + b"f" * 5000, "2: server.port: the number is too large"),
+        (b"[server]\nport = " + b"9" * 4300, "server.port: the number is too large"),
+        (b"[server]\nport = " + b"9" * 4301, "the number is too large"),
+        (b"[server]\nport = -" + b"9_" * 9000 + b"9", "the number is too large"),
+        (b"[ui]\nmode = [\n1,\n" + b"9" * 10**6 + b"]", "the number is too large"),
+        (b"[server]\nport = 0x" + b"f" * 5000, "server.port: the number is too large"),
         (b"[server]\nrequest_timeout_s = 0b" + b"1" * 2000, "request_timeout_s: the number is too"),
-        (b"[server]\nhost = -9223372036854775809", "2: server.host: the number is too large"),
-        (b"[server]\nport = 9223372036854775807", "2: port is 9223372036854775807; use a port"),
-        (b"[server]\nrequest_timeout_s = 1e999", "2: request_timeout_s is inf; pass a number"),
-        (b"[server]\nport = 0000-01-01T00:00:00Z", "2: Invalid date or datetime (TOML)"),
-        (b"[server]\nport = 9999-12-31", "2: port is datetime.date(9999, 12, 31); pass an int"),
+        (b"[server]\nhost = -9223372036854775809", "server.host: the number is too large"),
+        (b"[server]\nport = 9223372036854775807", "port is 9223372036854775807; use a port"),
+        (b"[server]\nrequest_timeout_s = 1e999", "request_timeout_s is inf; pass a number"),
+        (b"[server]\nport = 0000-01-01T00:00:00Z", "Invalid date or datetime (TOML)"),
+        (b"[server]\nport = 9999-12-31", "port is datetime.date(9999, 12, 31); pass an int"),
         (b"[server.port" + b".a" * 3000 + b"]", "tables are nested"),
         (b"[server]\nport" + b".a" * 3000 + b" = 1", "tables are nested"),
         (b"[server]\nport = " + b"[" * 300 + b"]" * 300, "tables are nested"),
         (b"[server]\nport = " + b"{a=" * 250 + b"1" + b"}" * 250, "tables are nested"),
-        (b'[server]\napi_keys = {file = "a\\u0000b"}', "2: server.api_keys: "),
+        (b'[server]\napi_keys = {file = "a\\u0000b"}', "server.api_keys: "),
     ],
     ids=lambda value: value[:60] if isinstance(value, bytes) else None,
 )
-def test_text_that_is_no_configuration_is_refused_with_its_line(
-    raw: bytes, error: str, tmp_path: Path
-):
+def test_text_that_is_no_configuration_is_refused(raw: bytes, error: str, tmp_path: Path):
     path = tmp_path / "kqview.toml"
     path.write_bytes(raw)
     [found] = errors_of(path)
     assert error in found
-    if error[0].isdigit():
-        assert found.startswith(error.partition(":")[0] + ":")
+
+
+def test_line_of_what_is_no_toml_is_named(write: Write):
+    path = write("[server]\nport = \n")
+    with pytest.raises(WrongConfig, match=re.escape(f"{path}:2: Invalid value")):
+        load(path)
 
 
 def test_first_of_very_many_errors_are_named_and_the_others_counted(write: Write):
     found = errors_of(write("[server]\n" + "".join(f"key_{i} = 1\n" for i in range(3000))))
     assert 50 < len(found) < 200
-    assert found[0].startswith('2: no key "key_0" in [server]; ')
+    assert found[0].startswith('no key "key_0" in [server]; ')
     assert f"and {3000 - len(found) + 1} more errors" in found[-1]
 
 
@@ -324,10 +319,10 @@ def test_home_of_a_user_that_there_is_not_is_a_name_like_any_other(write: Write)
 @pytest.mark.parametrize(
     ("server", "error"),
     [
-        ('model = "c"', "2: model is 'c', which is no id in [models]: a, b; name one of them"),
-        ("demo = true", "2: demo and [models] both say what to serve; leave demo out"),
-        ('aliases = ["x"]', "2: aliases are names of a single model"),
-        ('host = "0.0.0.0"', "2: 0.0.0.0 can be reached from other machines"),
+        ('model = "c"', "model is 'c', which is no id in [models]: a, b; name one of them"),
+        ("demo = true", "demo and [models] both say what to serve; leave demo out"),
+        ('aliases = ["x"]', "aliases are names of a single model"),
+        ('host = "0.0.0.0"', "0.0.0.0 can be reached from other machines"),
     ],
 )
 def test_settings_that_contradict_the_models_are_refused(server: str, error: str, write: Write):
@@ -351,7 +346,7 @@ def test_wrong_variables_and_flags_are_named_beside_the_errors_of_the_file(write
     with pytest.raises(WrongConfig) as caught:
         load(path, environ={"KQVIEW_N_SLOTS": "x"}, flags={"max_tokens": 0})
     assert [str(one) for one in caught.value.problems] == [
-        f"{path}:2: port is -1; the minimum is 0",
+        f"{path}: port is -1; the minimum is 0",
         "KQVIEW_N_SLOTS: n_slots is 'x'; write a number",
         "--max-tokens: max_tokens is 0; the minimum is 1",
     ]
@@ -388,9 +383,7 @@ file = "persona"
     result = run("check", str(path))
     assert result.exit_code == 1
     lines = [line.replace(f"{tmp_path}/", "") for line in result.stdout.splitlines()]
-    assert [line.partition(" ")[0] for line in lines] == [
-        f"kqview.toml:{line}:" for line in (2, 3, 4, 8, 10, 12, 14)
-    ]
+    assert [line.partition(" ")[0] for line in lines] == ["kqview.toml:"] * 7
     text = "\n".join(lines)
     assert "server.models_dir: none is no folder" in text
     assert "models.demo.lora[1]: there is no file none.gguf" in text
@@ -426,11 +419,11 @@ def test_show_has_origins_and_masks_keys(write: Write):
     assert "s3cret" not in result.output
     lines = [re.sub(" +", " ", line) for line in result.stdout.splitlines()]
     for line in (
-        f"n_slots = 2 # {path}:2", f'api_keys = ["***", "***"] # {path}:3',
+        f"n_slots = 2 # {path}", f'api_keys = ["***", "***"] # {path}',
         'trace_key = "***" # environment KQVIEW_TRACE_KEY', "port = 8080 # flag --port",
         "ubatch_size = 64 # flag --ubatch-size",
         "max_mods = 3 # environment KQVIEW_MAX_MODS", "#n_threads = # default",
-        "[models.demo]", '[llm.reasoning_presets."a b"]', f"temperature = 0.5 # {path}:6",
+        "[models.demo]", '[llm.reasoning_presets."a b"]', f"temperature = 0.5 # {path}",
     ):  # fmt: skip
         assert line in lines
     [ctx] = [line for line in lines if line.startswith("n_ctx")]
@@ -439,7 +432,7 @@ def test_show_has_origins_and_masks_keys(write: Write):
         one["key"]: one for one in json.loads(run("show", *words, "--json", **environ).stdout)
     }
     assert values["server.n_slots"] == {
-        "key": "server.n_slots", "value": 2, "origin": "file", "where": f"{path}:2",
+        "key": "server.n_slots", "value": 2, "origin": "file", "where": str(path),
     }  # fmt: skip
     assert values["server.trace_key"]["value"] == "***"
     assert "s3cret" not in json.dumps(list(values.values()))
@@ -455,7 +448,7 @@ def test_shown_values_are_a_file_of_the_same_configuration(write: Write):
 def test_file_of_the_environment_is_the_one_without_a_flag(write: Write):
     path = write("[server]\nn_slots = 5\n")
     result = run("show", KQVIEW_CONFIG=str(path))
-    assert f"# {path}:2" in result.stdout
+    assert f"# {path}\n" in result.stdout
 
 
 def test_init_prints_every_key_with_its_help_and_changes_nothing(write: Write):

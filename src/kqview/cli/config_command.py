@@ -21,7 +21,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print a JSON list of t
 def check(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="Configuration file.")],
 ) -> None:
-    """Find all errors of a configuration file, each with its line.
+    """Find all errors of a configuration file, each with its key.
 
     Checks it as kqview serve would, under the environment of this command, and also that files and
     folders exist, that models have readable headers, and that certificates can be used. Exit code
@@ -57,7 +57,7 @@ def show(
 ) -> None:
     """Print the values that kqview serve would use with these options, each with its origin.
 
-    An origin is the default, a line of the file, a variable of the environment, or a flag. Keys are
+    An origin is the default, the file, a variable of the environment, or a flag. Keys are
     masked.
 
     Examples:

@@ -1,7 +1,7 @@
 """Config file: reads a whole configuration from a TOML file, the environment and flags.
 
 A value of ``[server]`` is the flag's, else the environment's, else the file's, else the default;
-the other tables are in the file alone. All errors of a file are found at once, each with its line.
+the other tables are in the file alone. All errors of a file are found at once, each with its key.
 
 Reads the file, and the files that hold keys and templates; opens no model. May take milliseconds.
 """
@@ -24,7 +24,9 @@ from kqview.server.api.mia4.sampling import REASONING_MAX_TOKENS, check_sampling
 from kqview.server.config import Config, Model, SystemPrompt, annotations_of, facts_of
 from kqview.server.security import tls_context
 from kqview.server.settings import PREFIX, Settings, flag_of, texts_of
-from kqview.server.toml_lines import Key, lines_of
+
+Key = tuple[str | int, ...]
+"""Where a value is: names of tables and keys, and indices in arrays, such as ``("a", 0, "b")``."""
 
 ENVIRONMENT: Final = PREFIX + "CONFIG"
 """Variable that names the file, as ``--config`` does."""
@@ -39,7 +41,6 @@ _MOST_ID: Final = 128  # characters
 _MOST_NAMES: Final = 20  # in a message
 _MOST_LEVELS: Final = 64
 _INTEGER_BITS: Final = 63  # beside the sign
-_DIGITS: Final = re.compile(r"[\d_]+")
 _TOO_DEEP: Final = "tables are nested too deeply"
 _TOO_LARGE: Final = f"the number is too large; the limit is {2**_INTEGER_BITS - 1}"
 _MOST_PROBLEMS: Final = 100
@@ -53,7 +54,7 @@ class Problem:
 
     Attributes:
         text: What is wrong, and what to do.
-        where: ``FILE:LINE``, ``environment``, or "" where neither is known.
+        where: The file, with the line of what is no TOML; the variable or the flag; or "".
     """
 
     text: str
@@ -67,7 +68,7 @@ class WrongConfig(RequestError):
     """A configuration has errors.
 
     Attributes:
-        problems: They, in the order of their lines; of very many the first, and how many more.
+        problems: Each of them; of very many the first, and how many more.
     """
 
     def __init__(self, problems: Sequence[Problem]) -> None:
@@ -81,7 +82,7 @@ class Origin:
 
     Attributes:
         kind: The level that decided.
-        where: ``FILE:LINE``, the variable or the flag; "" for a default.
+        where: The file, the variable or the flag; "" for a default.
     """
 
     kind: Literal["default", "file", "environment", "flag"]
@@ -185,8 +186,7 @@ class _Reader:
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
-        self._lines: dict[Key, int] = {}
-        self._found: list[tuple[int, Problem]] = []
+        self._found: list[Problem] = []
         self._origins: dict[Key, Origin] = {}
         self._places: list[tuple[Key, str, str]] = []
 
@@ -218,17 +218,8 @@ class _Reader:
         except RecursionError:
             raise WrongConfig([Problem(_TOO_DEEP, str(path))]) from None
         except ValueError:  # a number of more digits than Python reads; it does not say where
-            longest = max(_DIGITS.finditer(text), key=lambda one: len(one[0]))
-            line = text.count("\n", 0, longest.start()) + 1
-            raise WrongConfig([Problem(_TOO_LARGE, f"{path}:{line}")]) from None
-        too_large = _too_large(data, path)
-        self._lines = lines_of(text)
-        if too_large:
-            wheres = [(self._lines[key], name_of(key)) for key in too_large]
-            raise WrongConfig(
-                [Problem(f"{name}: {_TOO_LARGE}", f"{path}:{n}") for n, name in wheres]
-            )
-        self._origins = {key: Origin("file", f"{path}:{line}") for key, line in self._lines.items()}
+            raise WrongConfig([Problem(_TOO_LARGE, str(path))]) from None
+        self._origins = dict.fromkeys(_keys(data, path), Origin("file", str(path)))
         return data
 
     def merged(
@@ -239,14 +230,16 @@ class _Reader:
         variables: Mapping[str, str],
     ) -> Loaded:
         """As `load`."""
-        for name in data.keys() - set(_TOP):
-            self._unknown((name,), _TOP)
+        for name in data:
+            if name not in _TOP:
+                self._unknown((name,), _TOP)
+        has_models = bool(data.get("models"))
+        given = self._settings(data.get("server", {}), environ, flags, variables, has_models)
         hints = annotations_of(Config)
         tables = {
             name: self._value(hints[name], data[name], (name,)) for name in _TABLES if name in data
         }
         models: dict[str, Model] = tables.pop("models", {})
-        given = self._settings(data.get("server", {}), environ, flags, variables, bool(models))
         default = given.pop("model", None) if models else None
         if models:
             self._check_choice(models, default, given)
@@ -258,8 +251,7 @@ class _Reader:
             models = {default: models[default], **models}
         config = Config(settings=settings, models=models, **tables)
         self._check(config)
-        if self._found:  # in the order of the lines; what has none comes last
-            found = [problem for _, problem in sorted(self._found, key=lambda x: x[0])]
+        if found := self._found:
             if n_more := len(found[_MOST_PROBLEMS:]):
                 found[_MOST_PROBLEMS:] = [Problem(f"and {n_more} more errors", str(self._path))]
             raise WrongConfig(found)
@@ -522,14 +514,7 @@ class _Reader:
         self._say(key, f"no key {shown_text(str(name))} in {where}; {hint}")
 
     def _say(self, key: Key, text: str, origin: Origin | None = None) -> None:
-        origin = origin or self._origin_of(key)
-        line = self._line_of(key) if origin.kind == "file" else 2**31
-        self._found.append((line, Problem(text, origin.where)))
-
-    def _line_of(self, key: Key) -> int:
-        while key and key not in self._lines:
-            key = key[:-1]
-        return self._lines.get(key, 0)
+        self._found.append(Problem(text, (origin or self._origin_of(key)).where))
 
     def _origin_of(self, key: Key) -> Origin:
         while key and key not in self._origins:
@@ -537,25 +522,31 @@ class _Reader:
         return self._origins.get(key, _DEFAULT)
 
 
-def _too_large(data: Mapping[str, Any], path: Path) -> list[Key]:
-    """The keys of whole numbers that have more bits than TOML's.
+def _keys(data: Mapping[str, Any], path: Path) -> list[Key]:
+    """Where each value is, in the order of the file.
 
     Raises:
-        WrongConfig: Tables are nested too deeply, which dotted keys can be at any depth.
+        WrongConfig: Tables are nested too deeply, which dotted keys can be at any depth, or numbers
+            have more bits than TOML's.
     """
     found: list[Key] = []
+    too_large: list[Problem] = []
     waiting: list[tuple[Key, Any]] = [((), data)]
     while waiting:
         key, value = waiting.pop()
+        found.append(key)
         if len(key) > _MOST_LEVELS:
             raise WrongConfig([Problem(_TOO_DEEP, str(path))])
         if isinstance(value, dict):
-            items = cast("dict[str, Any]", value).items()
-            waiting += (((*key, name), one) for name, one in items)
+            items = list(cast("dict[str, Any]", value).items())
+            waiting += (((*key, name), one) for name, one in reversed(items))
         elif isinstance(value, list):
-            waiting += (((*key, i), one) for i, one in enumerate(cast("list[Any]", value)))
+            parts = list(enumerate(cast("list[Any]", value)))
+            waiting += (((*key, i), one) for i, one in reversed(parts))
         elif isinstance(value, int) and value.bit_length() > _INTEGER_BITS:
-            found.append(key)
+            too_large.append(Problem(f"{name_of(key)}: {_TOO_LARGE}", str(path)))
+    if too_large:
+        raise WrongConfig(too_large)
     return found
 
 

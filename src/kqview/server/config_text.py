@@ -15,9 +15,8 @@ from typing import Any, Final, cast
 import msgspec
 
 from kqview.server.config import Config, Model, annotations_of, facts_of
-from kqview.server.config_file import Loaded, name_of, shown_text
+from kqview.server.config_file import Key, Loaded, name_of, shown_text
 from kqview.server.settings import Settings
-from kqview.server.toml_lines import Key
 
 _WIDTH: Final = 100
 _MASK: Final = "***"
