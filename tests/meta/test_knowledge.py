@@ -68,20 +68,3 @@ def test_module_cpp_only_calls_the_parts_in_order():
     )
     assert len(calls) >= 5
     assert [line for line in statements if line not in calls and not setup.match(line)] == []
-
-
-def test_files_are_written_by_one_module():
-    # Elsewhere a crash or a full disk would leave parts: writers use kqview.state.durable.
-    writes = re.compile(
-        r"write_(?:text|bytes)\(|mkstemp\(|NamedTemporaryFile\(|(?:O_WRONLY|O_RDWR|O_CREAT)\b"
-        r"|\bopen\([^()]*[\"'][wax]b?\+?[\"']|\.savefig\((?!(?:file\.)?stream)|\bos\.(?:replace|rename)\("
-    )
-    package = ROOT / "src" / "kqview"
-    found = {
-        str(path.relative_to(package))
-        for path in package.rglob("*.py")
-        for line in path.read_text(encoding="utf-8").splitlines()
-        if writes.search(line) and "_zip.open" not in line and "``" not in line
-    }
-    # bench only looks whether it may append; terminal points streams at /dev/null.
-    assert found == {"state/durable.py", "cli/bench_command.py", "cli/terminal.py"}
