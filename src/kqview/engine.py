@@ -653,7 +653,7 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring, Many):
             deterministic: Give the same answer, to the last bit, to the same ids, seed and options,
                 whatever ran before and whatever else runs. Nothing of the prompt comes from a
                 cache, and no step is shared with another request, so other requests wait longer.
-                Without it, sharing steps may change last bits; see EXACTNESS.md.
+                Without it, what shares a step changes roundings; see EXACTNESS.md.
             context_shift: When the slot is full, discard old tokens and continue instead of ending
                 with finish reason "length". As approximate as "shift". Columns then refer to the
                 tokens that remain, see ``token.discarded``.

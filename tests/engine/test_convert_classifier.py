@@ -58,10 +58,15 @@ TEXTS = {
 }
 
 
-def random_tensors() -> dict[str, NDArray[np.float32]]:
-    """Weights as transformers makes them: normal with 0.02, norms near one, biases near zero."""
-    random = np.random.default_rng(7)
-    n_embd, n_ff = CONFIG["hidden_size"], CONFIG["intermediate_size"]
+def random_tensors(
+    config: dict[str, Any] = CONFIG, spread: float = 0.02, seed: int = 7
+) -> dict[str, NDArray[np.float32]]:
+    """Weights as transformers makes them: normal with 0.02, norms near one, biases near zero.
+
+    The matrices of the layers have the standard deviation *spread* instead.
+    """
+    random = np.random.default_rng(seed)
+    n_embd, n_ff = config["hidden_size"], config["intermediate_size"]
     tensors: dict[str, NDArray[np.float32]] = {}
 
     def add(name: str, *shape: int, mean: float = 0.0) -> None:
@@ -69,6 +74,7 @@ def random_tensors() -> dict[str, NDArray[np.float32]]:
 
     def linear(name: str, n_out: int, n_in: int) -> None:
         add(f"{name}.weight", n_out, n_in)
+        tensors[f"{name}.weight"] *= np.float32(spread / 0.02)
         add(f"{name}.bias", n_out)
 
     def norm(name: str) -> None:
@@ -78,7 +84,7 @@ def random_tensors() -> dict[str, NDArray[np.float32]]:
     for name, n_rows in (("word", 40), ("position", 48), ("token_type", 2)):
         add(f"bert.embeddings.{name}_embeddings.weight", n_rows, n_embd)
     norm("bert.embeddings.LayerNorm")
-    for i in range(CONFIG["num_hidden_layers"]):
+    for i in range(config["num_hidden_layers"]):
         layer = f"bert.encoder.layer.{i}"
         for name in ("query", "key", "value"):
             linear(f"{layer}.attention.self.{name}", n_embd, n_embd)
@@ -91,7 +97,7 @@ def random_tensors() -> dict[str, NDArray[np.float32]]:
     linear("classifier", len(LABELS), n_embd)
     # A head that tells texts apart: with 0.02 all logits would be nearly zero.
     for name in ("bert.pooler.dense.weight", "classifier.weight"):
-        tensors[name] *= 20
+        tensors[name] *= np.float32(0.4 * (64 / n_embd) ** 0.5 / spread)
     return tensors
 
 
@@ -132,7 +138,9 @@ def expected_ids(tokens: Sequence[str]) -> list[int]:
     return [TOKENS.index(token) for token in ("[CLS]", *tokens, "[SEP]")]
 
 
-def hf_logits(ids: Sequence[int], tensors: dict[str, Any] = TENSORS) -> NDArray[np.float64]:
+def hf_logits(
+    ids: Sequence[int], tensors: dict[str, Any] = TENSORS, config: dict[str, Any] = CONFIG
+) -> NDArray[np.float64]:
     """Logits of transformers' BertForSequenceClassification."""
     w = {name.removeprefix("bert."): value.astype(np.float64) for name, value in tensors.items()}
 
@@ -141,17 +149,17 @@ def hf_logits(ids: Sequence[int], tensors: dict[str, Any] = TENSORS) -> NDArray[
 
     def norm(x: Any, name: str) -> Any:
         centred = x - x.mean(-1, keepdims=True)
-        scale = np.sqrt((centred**2).mean(-1, keepdims=True) + CONFIG["layer_norm_eps"])
+        scale = np.sqrt((centred**2).mean(-1, keepdims=True) + config["layer_norm_eps"])
         return centred / scale * w[f"{name}.weight"] + w[f"{name}.bias"]
 
     def gelu(x: Any) -> Any:
         return x * 0.5 * (1 + np.vectorize(math.erf)(x / math.sqrt(2)))
 
-    n_head = CONFIG["num_attention_heads"]
+    n_head = config["num_attention_heads"]
     x = w["embeddings.word_embeddings.weight"][list(ids)]
     x = x + w["embeddings.position_embeddings.weight"][: len(ids)]
     x = norm(x + w["embeddings.token_type_embeddings.weight"][0], "embeddings.LayerNorm")
-    for i in range(CONFIG["num_hidden_layers"]):
+    for i in range(config["num_hidden_layers"]):
         layer = f"encoder.layer.{i}"
         q, k, v = (
             linear(x, f"{layer}.attention.self.{name}").reshape(len(ids), n_head, -1).swapaxes(0, 1)
@@ -214,6 +222,28 @@ def test_half_precision_halves_the_matrices(
     found = make_engine(path, flash_attn=False).classify(text).raw
     want = hf_logits(expected_ids(TEXTS[text]))
     np.testing.assert_allclose(found, want, atol=5e-3, rtol=0)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("weight_type", "limit"), [("f32", 0.005), ("f16", 0.01)])
+@pytest.mark.parametrize("spread", [0.02, 0.05, 0.1])
+def test_logits_of_larger_models_are_as_near_as_the_guide_says(
+    make_engine: MakeEngine, tmp_path: Path, spread: float, weight_type: Any, limit: float
+) -> None:
+    size = {"hidden_size": 384, "num_hidden_layers": 6, "intermediate_size": 1536}
+    config = {**CONFIG, **size}
+    tensors = random_tensors(config, spread)
+    folder = write_folder(tmp_path / "model", config=config, tensors=tensors)
+    convert_classifier(folder, tmp_path / "out.gguf", weight_type=weight_type)
+    engine = make_engine(tmp_path / "out.gguf")
+    random = np.random.default_rng(1)
+    errors: list[float] = []
+    for n_tokens in (1, 5, 20, 40):
+        ids = [2, *random.integers(5, 22, n_tokens).tolist(), 3]
+        want = hf_logits(ids, tensors, config)
+        assert np.abs(want).max() > 0.5
+        errors.append(float(np.abs(engine.classify(ids).raw - want).max() / np.abs(want).max()))
+    assert max(errors) <= limit
 
 
 def test_tokenizer_json_and_old_names_of_norms_are_read(

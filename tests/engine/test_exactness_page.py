@@ -13,15 +13,18 @@ pytestmark = pytest.mark.full
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "src" / "kqview" / "EXACTNESS.md").read_text(encoding="utf-8")
-ROW = re.compile(
-    r"^\| .* \| (?:probs|logits) \| (?P<figure>[0-9.e-]+) \| `(?P<name>[\w-]+)` \|$", re.M
-)
+KINDS = "probs|logits|logprobs|texts|vectors"
+ROW = re.compile(rf"^\| .* \| (?:{KINDS}) \| (?P<figure>[0-9.e-]+) \| `(?P<name>[\w-]+)` \|$", re.M)
 FIGURE_OF = {row["name"]: float(row["figure"]) for row in ROW.finditer(PAGE)}
 FACTOR = 3.0  # other processors sum in another order
 ROUNDING = 1e-5
 # Where the kernels of a prompt and of a token happen to agree there is no difference.
 MAY_VANISH = {"parts-default"}
 
+GELU_MODELS = (
+    "gemma", "gpt2", "gptneox", "falcon", "bloom", "mpt", "phi2", "starcoder", "codeshell", "grok",
+    "t5", "bert",
+)  # fmt: skip
 # Files of llama.cpp, what to look for, and whether it is there.
 STATEMENTS: dict[str, list[tuple[str, str, bool]]] = {
     "windows": [
@@ -39,6 +42,52 @@ STATEMENTS: dict[str, list[tuple[str, str, bool]]] = {
         ("ggml/src/ggml-cpu/ops.cpp", r"q_to_vec_dot\(pq, Q_q, DK\)", True),
         ("ggml/src/ggml-cpu/ops.cpp", r"ggml_vec_mad_f16\(DV, VKQ16,", True),
         ("src/llama-graph.cpp", r"k = ggml_cast\(ctx0, k, GGML_TYPE_F16\)", True),
+    ],
+    "weights": [
+        (
+            "ggml/src/ggml-cpu/ggml-cpu.c",
+            r"\[GGML_TYPE_F16\] = \{[^}]*\.vec_dot_type\s*= GGML_TYPE_F16,",
+            True,
+        ),
+        (
+            "ggml/src/ggml-cpu/ggml-cpu.c",
+            r"\[GGML_TYPE_Q8_0\] = \{[^}]*\.vec_dot_type\s*= GGML_TYPE_Q8_0,",
+            True,
+        ),
+    ],
+    "gelu": [
+        ("ggml/src/ggml-cpu/vec.h", r"#define GGML_GELU_FP16", True),
+        ("ggml/src/ggml-cpu/vec.h", r"ggml_gelu_f32\(float x\) \{[^}]*tanhf\(", True),
+        (
+            "ggml/src/ggml-cpu/ggml-cpu.c",
+            r"ggml_table_gelu_f16\[i\] = GGML_CPU_FP32_TO_FP16\(ggml_gelu_f32\(f\)\)",
+            True,
+        ),
+        ("src/llama-graph.cpp", r"ggml_gelu_erf", False),
+        *((f"src/models/{name}.cpp", r"LLM_FFN_GELU", True) for name in GELU_MODELS),
+    ],
+    "phimoe": [
+        ("src/models/models.h", r"llama_model_phimoe(?s:.*?)graph = llama_model_phi3::graph", True),
+        ("src/models/phi3.cpp", r"LLM_NORM_RMS", True),
+        ("src/models/phi3.cpp", r"LLM_NORM,", False),
+        ("src/models/phi3.cpp", r"LLAMA_EXPERT_GATING_FUNC_TYPE_SOFTMAX", True),
+    ],
+    "smollm3": [
+        ("src/models/smollm3.cpp", r"hparams\.n_no_rope_layer_step = 4;", True),
+        ("src/models/smollm3.cpp", r"ml\.get_key\([^)]*n_no_rope|SLIDING_WINDOW", False),
+    ],
+    "exaone4": [
+        (
+            "src/models/exaone4.cpp",
+            r"if \(hparams\.n_layer\(\) == 64\) \{[^}]*swa_type = LLAMA_SWA_TYPE_STANDARD",
+            True,
+        ),
+        ("src/models/exaone4.cpp", r"swa_type = (?s:.*)swa_type = ", False),
+        (
+            "src/models/exaone4.cpp",
+            r"use_rope = hparams\.is_swa\(il\) \|\| hparams\.swa_type == LLAMA_SWA_TYPE_NONE",
+            True,
+        ),
     ],
     "experts": [
         ("src/llama-graph.cpp", r"ggml_argsort_top_k\(ctx0, selection_probs,", True),
@@ -61,6 +110,10 @@ def test_figure_of_the_page_is_what_is_measured(name: str) -> None:
 def test_a_restored_slot_is_the_saved_one_bit_for_bit() -> None:
     assert FIGURE_OF["restored"] == 0
     assert FIGURES["restored"]() == 0
+
+
+def test_page_names_the_models_with_gelu() -> None:
+    assert f"{', '.join(GELU_MODELS[:-1])} and {GELU_MODELS[-1]}" in " ".join(PAGE.split())
 
 
 @pytest.mark.parametrize("topic", STATEMENTS)

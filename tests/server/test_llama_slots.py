@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import contextlib
 import json
 import random
 import threading
 import tracemalloc
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from kqview import Engine
-from kqview.errors import RequestError
+from kqview.errors import BusyError, RequestError
 from kqview.server import Settings
 from kqview.server.api.llama_server import states
 from kqview.server.budget import Body
+from kqview.server.security import Caller
+from kqview.server.slots import Slots
 from tests.attack.blobs import changed
 from tests.engine.test_state_refused import PROMPT, REFUSED
 from tests.server.clients import raw_connection
@@ -408,6 +412,35 @@ def test_busy_slot_is_waited_for():
             served.wait_until(lambda: served.service.pool.default.slots._locks[0].locked())
             left.close()
         assert act(client, "tokens").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("owners", "refusal"), [([ANNA], None), ([ANNA, ANNA], None), ([BORIS, ANNA], BusyError)]
+)
+async def test_generation_that_is_settled_during_the_work_refuses_only_what_others_left(
+    owners: list[str], refusal: type[Exception] | None
+):
+    slot: Any = SimpleNamespace(id=0, is_busy=False)
+    engine: Any = SimpleNamespace(slots=[slot])
+    live: Any = SimpleNamespace(settings=Settings(slot_wait_s=60))
+    slots = Slots(live, {}, lambda: engine)
+    loop = asyncio.get_running_loop()
+
+    async def settle() -> None:
+        usage = SimpleNamespace(prompt_tokens=1, cached_tokens=0)
+        for owner in owners:
+            run: Any = SimpleNamespace(
+                owner=owner, generations=[SimpleNamespace(slot=0, usage=usage)]
+            )
+            slots.released(run)
+
+    def work(_: Any) -> str:
+        asyncio.run_coroutine_threadsafe(settle(), loop).result()
+        return "done"
+
+    with pytest.raises(refusal) if refusal else contextlib.nullcontext():
+        assert await slots.use(Caller("anna", owner=ANNA), 0, work) == "done"
+    slots.shutdown()
 
 
 # ---- whose it is

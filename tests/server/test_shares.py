@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from typing import TYPE_CHECKING
 
 import pytest
@@ -17,6 +18,7 @@ from tests.support.serving import serving
 if TYPE_CHECKING:
     import socket
     from collections.abc import Iterator
+    from pathlib import Path
 
     import httpx
 
@@ -25,6 +27,15 @@ if TYPE_CHECKING:
 
 STREAM = "/api/extra/generate/stream"
 ROWS = {"prompt": "Tom has", "max_length": 4000, "bypass_eos": True, "output_attentions": True}
+# A request with this mod does not end before the gate is open.
+GATE = threading.Event()
+WAITS = """
+import kqview
+from tests.server.test_shares import GATE
+@kqview.mod
+def waits(event, actions, tokenizer):
+    GATE.wait()
+"""
 SHORT = {"prompt": "Anna is a", "max_length": 2}
 TIMES_ALONE = 2.0
 N_REQUESTS = 100
@@ -58,14 +69,20 @@ def test_forty_streams_that_nobody_reads_refuse_no_request_of_another_key():
         served.wait_idle()
 
 
-def test_key_with_less_than_its_share_is_let_in_and_the_other_told_its_share():
-    settings = Settings(n_slots=1, n_ctx=8192, max_queued=3, api_keys=(GREEDY, OTHER))
+def test_key_with_less_than_its_share_is_let_in_and_the_other_told_its_share(tmp_path: Path):
+    (tmp_path / "waits.py").write_text(WAITS)
+    settings = Settings(
+        n_slots=1, n_ctx=512, max_queued=3, api_keys=(GREEDY, OTHER), mods_dir=str(tmp_path),
+        mod_time_limit_s=600,
+    )  # fmt: skip
+    GATE.clear()
     with serving(settings) as served, contextlib.ExitStack() as stack:
+        stack.callback(GATE.set)
 
         def begin(key: str) -> None:
             n = len(served.runs)
             sock = stack.enter_context(raw_connection(served))
-            body = {**ROWS, "output_attentions": False, "max_length": 8000}
+            body = {**SHORT, "mods": ["waits"]}
             sock.sendall(json_request(STREAM, body, x_api_key=key))
             served.wait_until(lambda: len(served.runs) == n + 1)
 

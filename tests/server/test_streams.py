@@ -151,8 +151,7 @@ def wait_stalled(served: Served, request_id: str) -> None:
 
     Meanwhile somebody else is served from end to end: loop and engine had their turns.
     """
-    run = served.wait_run()
-    assert run.request_id == request_id
+    run = served.wait_run(request_id)
     with served.client() as client:
 
         def is_stalled() -> bool:
@@ -171,7 +170,7 @@ STALLS = pytest.mark.parametrize("stall", [stalled_post, stalled_websocket])
 def test_client_that_does_not_read_pauses_its_own_request_only(toy: Served, stall: Any):
     with stall(toy, ROWS, "stalled"):
         wait_stalled(toy, "stalled")
-        (run,) = toy.runs
+        run = toy.wait_run("stalled")
         before = run.n_tokens
         leased = toy.engine.stats().pool.leased_bytes
         with toy.client() as client:
@@ -227,6 +226,7 @@ def test_client_that_does_not_read_holds_up_nobody_at_one_slot(one_slot: Served,
         assert run.n_tokens < n_tokens
         raw = read_to_done(sock)
     assert raw.count(b'"type":"token"') == n_tokens
+    one_slot.wait_idle()  # the next one has the same id
 
 
 def read_to_done(sock: socket.socket) -> bytes:
@@ -242,7 +242,8 @@ def read_to_done(sock: socket.socket) -> bytes:
 
 @pytest.fixture(scope="module")
 def impatient() -> Iterator[Served]:
-    with serving_toy(Settings(n_slots=2, n_ctx=8192, idle_timeout_s=0.5)) as served:
+    # Long enough for a client that a loaded machine lets wait between handshake and request.
+    with serving_toy(Settings(n_slots=2, n_ctx=8192, idle_timeout_s=2.0)) as served:
         yield served
 
 

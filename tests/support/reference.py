@@ -16,7 +16,7 @@ forward pass over the remaining ids would give.
 
 `BertReference`: learned positions, LayerNorm behind each block, attention to both sides, GELU, the
 classifier head with its tanh. GELU is a table of float16 in llama.cpp's CPU backend: its argument
-and its value are rounded here too.
+and its value are rounded here too, unless another GELU is passed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from .tiny_gguf import Reader
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from kqview.types import Token
@@ -335,7 +335,8 @@ def row_errors(result: Result, token: Token, kind: Kind) -> list[float]:
 class BertReference:
     """Weights of one model in float64."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, gelu: Callable[[F64], F64] | None = None) -> None:
+        self._gelu = gelu or _gelu
         reader = Reader(path)
         value: dict[str, Any] = {
             key.removeprefix("bert."): entry.contents()
@@ -352,7 +353,12 @@ class BertReference:
 
     def rows(self, ids: Sequence[int]) -> F64:
         """The last layer's output of every token, (n_tokens, n_embd)."""
+        return self.forward(ids)[0]
+
+    def forward(self, ids: Sequence[int]) -> tuple[F64, F64]:
+        """`rows`, and the probabilities of all layers, (n_layer, n_head, n_tokens, n_tokens)."""
         w = self._weights
+        probs: list[F64] = []
         n_tokens = len(ids)
         x = w["token_embd.weight"][np.asarray(ids)] + w["position_embd.weight"][:n_tokens]
         if "token_types.weight" in w:
@@ -361,14 +367,12 @@ class BertReference:
         for il in range(self.n_layer):
             b = f"blk.{il}."
             q, k, v = (self._heads(x, b + name) for name in ("attn_q", "attn_k", "attn_v"))
-            scores = q @ k.transpose(0, 2, 1) / np.sqrt(q.shape[-1])
-            weights = np.exp(scores - scores.max(-1, keepdims=True))
-            mixed = weights / weights.sum(-1, keepdims=True) @ v
-            mixed = mixed.transpose(1, 0, 2).reshape(n_tokens, -1)
+            probs.append(_softmax(q @ k.transpose(0, 2, 1) / np.sqrt(q.shape[-1])))
+            mixed = (probs[-1] @ v).transpose(1, 0, 2).reshape(n_tokens, -1)
             x = self._norm(x + self._linear(mixed, b + "attn_output"), b + "attn_output_norm")
-            inner = _gelu(self._linear(x, b + "ffn_up"))
+            inner = self._gelu(self._linear(x, b + "ffn_up"))
             x = self._norm(x + self._linear(inner, b + "ffn_down"), b + "layer_output_norm")
-        return x
+        return x, np.stack(probs)
 
     def logits(self, ids: Sequence[int]) -> F64:
         """What the classifier head makes of the first token, (n_classes,)."""
@@ -388,8 +392,11 @@ class BertReference:
         return centred / scale * self._weights[name + ".weight"] + self._weights[name + ".bias"]
 
 
+def gelu_tanh(x: F64) -> F64:
+    """The approximation by tanh."""
+    return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * x * (1 + 0.044715 * x * x)))
+
+
 def _gelu(x: F64) -> F64:
-    near = x.astype(np.float16).astype(np.float64)
-    inner = np.sqrt(2 / np.pi) * near * (1 + 0.044715 * near * near)
-    rounded = (0.5 * near * (1 + np.tanh(inner))).astype(np.float16).astype(np.float64)
+    rounded = _round(gelu_tanh(_round(x, "f16")), "f16")
     return np.where(x >= 10, x, np.where(x <= -10, 0.0, rounded))

@@ -51,12 +51,13 @@ class Served:
         """Requests that run, in a list that the server's thread does not change."""
         return list(self.service.runs.values())
 
-    def wait_run(self) -> Run:
-        """Wait until a request runs; the first one."""
+    def wait_run(self, request_id: str | None = None) -> Run:
+        """Wait until a request runs, the first one or that of this id."""
         found: list[Run] = []
 
         def is_running() -> bool:
-            found[:] = self.runs
+            # One before it whose client has its end may not be settled yet.
+            found[:] = (run for run in self.runs if request_id in (None, run.request_id))
             return bool(found)
 
         self.wait_until(is_running)

@@ -142,6 +142,20 @@ def write_lora(
     return finish(writer, path)
 
 
+def write_copy(path: Path, model: Path, weight_type: WeightType) -> Path:
+    """Write *model* again with its matrices in another type; norms stay as they are."""
+    reader = Reader(model)
+    fields = {key: entry for key, entry in reader.fields.items() if not key.startswith("GGUF.")}
+    writer = gguf.GGUFWriter(None, fields.pop("general.architecture").contents())
+    for key, entry in fields.items():
+        sub_type = entry.types[-1] if entry.types[0] == GGUFValueType.ARRAY else None
+        writer.add_key_value(key, entry.contents(), entry.types[0], sub_type)
+    for tensor in reader.tensors:
+        data = quants.dequantize(tensor.data, tensor.tensor_type)
+        _add_tensor(writer, tensor.name, data, weight_type)
+    return finish(writer, path)
+
+
 def write_mamba(
     path: Path, *, n_layer: int = 2, n_embd: int = 64, n_vocab: int = 320, seed: int = 0
 ) -> Path:

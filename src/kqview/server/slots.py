@@ -8,7 +8,7 @@ Belongs to one event loop. Work on a slot runs in another thread, between two st
 """
 
 import asyncio
-from collections import Counter, OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from hashlib import sha256
 from typing import Any, Final, Protocol, TypeVar
@@ -54,7 +54,7 @@ class Slots:
         self._locks: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._freed = asyncio.Event()
         self._owners: dict[int, str] = {}  # the slot used last is the last entry
-        self._n_uses: Counter[int] = Counter()
+        self._users: defaultdict[int, set[str]] = defaultdict(set)  # since work on a slot began
         self._n_processed: dict[int, int] = {}
         self._known: OrderedDict[bytes, SlotMarks] = OrderedDict()
 
@@ -151,7 +151,8 @@ class Slots:
         await self._until(end_s, slot, self._locks[slot.id].acquire())
         try:
             while not is_gone.is_set():
-                freed, n_uses = self._freed, self._n_uses[slot.id]
+                freed = self._freed
+                self._users[slot.id].clear()
                 if not fills:
                     self.check(caller, slot.id)
                 try:
@@ -164,7 +165,9 @@ class Slots:
                         self._used(slot.id, caller.owner, n_processed=0)
                     return done
                 self.check(caller, slot.id)
-                if self._n_uses[slot.id] != n_uses:  # it may be of what another request left
+                # It may be of what any of these left; a generation that has just ended is settled
+                # while the work goes on.
+                if not all(map(caller.may_see, self._users[slot.id])):
                     raise self._busy(slot)
                 return done
             raise asyncio.CancelledError
@@ -188,7 +191,7 @@ class Slots:
     def _used(self, slot_id: int, owner: str, *, n_processed: int) -> None:
         self._owners.pop(slot_id, None)
         self._owners[slot_id] = owner
-        self._n_uses[slot_id] += 1
+        self._users[slot_id].add(owner)
         self._n_processed[slot_id] = n_processed
 
     def released(self, run: UsesSlots) -> None:
