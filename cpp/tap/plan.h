@@ -31,8 +31,8 @@ struct attention_layer {
 struct capture_source {
     std::vector<attention_layer> attention;  // ascending
     std::vector<int> hidden_layers;          // layers whose output is in the graph, ascending
-    bool has_device_hidden = false;          // some of them are on a device
     int n_embd = 0;                          // of a hidden state
+    bool has_device_hidden = false;          // some of these layers are on a device
 };
 
 enum class row_kind : std::uint8_t {
@@ -129,7 +129,7 @@ struct row_layout {
     int n_columns = 0;
     int n_values = 0;  // of a row: n_columns, or fewer with top_k, or one for each span
     std::size_t positions_offset = 0;  // int32 (row, query, value), with top_k
-    std::size_t hidden_offset = 0;  // (layer, query, n_embd), in the type of the rows
+    std::size_t hidden_offset = 0;     // (layer, query, n_embd), in the type of the rows
     bool has_logits = false;
     std::size_t logits_offset = 0;  // float32 (n_vocab), one query only; the engine loop writes it
     std::size_t size_bytes = 0;

@@ -463,7 +463,8 @@ def save_prompt(
     """Write the *rows* that were taken of a prompt, as `save` does; see `write_arrays`."""
     arrays: dict[str, Array] = {}
     # Not in the protocol: Python 3.11 reads each property to check it.
-    hidden = cast("Any", of).hidden if of.capture is not None and of.capture.hidden else None
+    has_hidden = of.capture is not None and len(of.capture.hidden) > 0
+    hidden: Array | None = cast("Any", of).hidden if has_hidden else None
     for name, values in (("attention", rows), ("positions", positions), ("hidden", hidden)):
         if isinstance(values, tuple):
             arrays |= {f"{name}_layer_{i:03d}": one for i, one in enumerate(values)}

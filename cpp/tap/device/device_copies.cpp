@@ -184,10 +184,10 @@ void device_copies::add_hidden(const row_target& target, const device_part::shar
                                                    reinterpret_cast<ggml_fp16_t*>(to));
             to = reinterpret_cast<std::byte*>(wide.values.data());
         }
-        add_copy(copies, {share.way->results().offset_of(one.tensor) +
-                              static_cast<std::size_t>(first) * row_bytes,
-                          to, static_cast<std::size_t>(n_queries), row_bytes, row_bytes,
-                          row_bytes});
+        add_copy(copies,
+                 {share.way->results().offset_of(one.tensor) +
+                      static_cast<std::size_t>(first) * row_bytes,
+                  to, static_cast<std::size_t>(n_queries), row_bytes, row_bytes, row_bytes});
         table_.n_rows_written.fetch_add(n_queries, std::memory_order_relaxed);
     }
 }

@@ -200,8 +200,7 @@ transfer::sizes device_tap::sizes_of(const graph_plan& plan, const path& on) con
     sizes.n_beside += sizes.n_queries;
     for (const auto& [il, one] : hidden_) {
         if (one.on != &on || !plan.wants_hidden(il)) continue;
-        sizes.n_results +=
-            std::max(n_slots, n_rows) * one.n_cells * sizeof(float) + slack_bytes;
+        sizes.n_results += std::max(n_slots, n_rows) * one.n_cells * sizeof(float) + slack_bytes;
     }
     return sizes;
 }
