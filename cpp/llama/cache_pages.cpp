@@ -7,8 +7,9 @@
 // vendor/llama.cmake calls this where llama.cpp clears a new cache. Writing zeros would take as
 // much memory as the whole context, and seconds for a large one, though most cells are never used.
 // Pages that are handed back to Linux read as zeros too, and take no memory before they are
-// written: opening costs the same for every n_ctx (bench/opening.py). What the system refuses is
-// written as llama.cpp does.
+// written: opening costs nearly the same for every n_ctx (bench/opening.py). Without flash
+// attention values lie transposed, so that the first token writes to all their pages. What the
+// system refuses is written as llama.cpp does.
 #include <ggml-backend.h>
 
 #include <cstddef>
