@@ -400,8 +400,8 @@ class Generation:
         """Rows of the prompt's tokens, with ``Capture(prompt=True)``; an iterator of PromptBlock.
 
         They come before the first token. Each access gives a new iterator over the blocks that were
-        not taken yet: keep it to read both its `array` and its `hidden`. Rows that are not taken stay in memory for as long as the
-        generation does.
+        not taken yet: keep it to read both its `array` and its `hidden`. Rows that are not taken
+        stay in memory for as long as the generation does.
 
         Raises:
             InvalidCapture: The generation does not capture the rows of its prompt.
