@@ -26,6 +26,7 @@ import kernel
 import long_slots
 import loop
 import mods
+import opening
 import prefill
 import reuse
 import score
@@ -57,6 +58,7 @@ BENCHMARKS = {
         loop,
         slots,
         long_slots,
+        opening,
         mods,
         embed,
         engines,

@@ -4,7 +4,7 @@
 # - its RPC client gets kqview's socket (cpp/llama/rpc_transport.cpp);
 # - its aborts become exceptions (cpp/llama/backend.h);
 # - caches whose keys are not rotated are moved without the rotation (kv_cache_rotation.h);
-# - memory of caches on the host comes in huge pages (cpp/llama/huge_pages.cpp);
+# - memory of caches on the host comes in huge pages, as it is used (cpp/llama/cache_pages.cpp);
 # - kqview's matcher evaluates its regular expressions (unicode_regex.h);
 # - its graphs are computed by kqview's compute pool (cpp/llama/openmp.cpp).
 
@@ -68,8 +68,9 @@ set_source_files_properties(${KQVIEW_LLAMA_SOURCE}/src/llama-kv-cache.cpp
     COMPILE_OPTIONS "-include;${CMAKE_CURRENT_LIST_DIR}/kv_cache_rotation.h"
     OBJECT_DEPENDS ${CMAKE_CURRENT_LIST_DIR}/kv_cache_rotation.h)
 
-# A cache is cleared once it is allocated; its pages are chosen before (cpp/llama/huge_pages.cpp).
-foreach(cache kv-cache kv-cache-dsv4 memory-recurrent)
+# A cache, and the buffer of a context's outputs, is cleared once it is allocated, which would take
+# memory for all of it (cpp/llama/cache_pages.cpp).
+foreach(cache kv-cache kv-cache-dsv4 memory-recurrent context)
     set_source_files_properties(${KQVIEW_LLAMA_SOURCE}/src/llama-${cache}.cpp TARGET_DIRECTORY llama
         PROPERTIES COMPILE_DEFINITIONS ggml_backend_buffer_clear=kqview_backend_buffer_clear)
 endforeach()

@@ -35,7 +35,7 @@ nb::str to_text(std::string_view bytes);
 // queries. Only bind_rows.cpp creates ndarrays.
 nb::object attention_view(const captured_rows& rows, bool has_query_axis);
 nb::object positions_view(const captured_rows& rows, bool has_query_axis);
-nb::object hidden_view(const captured_rows& rows);
+nb::object hidden_view(const captured_rows& rows, bool has_query_axis);
 nb::object logits_view(const captured_rows& rows);
 
 // A read-only array of shape (n_vocab,), which keeps the row alive, and nothing else.

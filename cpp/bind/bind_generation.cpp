@@ -264,7 +264,7 @@ void bind_events(nb::module_& module) {
             [](const taken_token& self) { return positions_view(self.token.rows, false); },
             nb::sig("def positions(self) -> typing.Any"))
         .def_prop_ro(
-            "hidden", [](const taken_token& self) { return hidden_view(self.token.rows); },
+            "hidden", [](const taken_token& self) { return hidden_view(self.token.rows, false); },
             nb::sig("def hidden(self) -> typing.Any"))
         .def_prop_ro(
             "logits", [](const taken_token& self) { return logits_view(self.token.rows); },
@@ -309,7 +309,7 @@ void bind_events(nb::module_& module) {
             [](const taken_pass& self) { return positions_view(self.event.rows, false); },
             nb::sig("def positions(self) -> typing.Any"))
         .def_prop_ro(
-            "hidden", [](const taken_pass& self) { return hidden_view(self.event.rows); },
+            "hidden", [](const taken_pass& self) { return hidden_view(self.event.rows, false); },
             nb::sig("def hidden(self) -> typing.Any"))
         .def_prop_ro(
             "n_discarded", [](const taken_pass& self) { return self.event.n_discarded; },
@@ -368,6 +368,9 @@ void bind_events(nb::module_& module) {
         .def_prop_ro(
             "positions", [](const prompt_event& self) { return positions_view(self.rows, true); },
             nb::sig("def positions(self) -> typing.Any"))
+        .def_prop_ro(
+            "hidden", [](const prompt_event& self) { return hidden_view(self.rows, true); },
+            nb::sig("def hidden(self) -> typing.Any"))
         .def_prop_ro(
             "embedding",
             [](nb::handle_t<prompt_event> self) {

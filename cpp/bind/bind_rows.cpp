@@ -85,12 +85,14 @@ nb::object positions_view(const captured_rows& rows, bool has_query_axis) {
                      nb::dtype<std::int32_t>());
 }
 
-nb::object hidden_view(const captured_rows& rows) {
-    if (!rows.block || !rows.layout.has_hidden) return nb::none();
+nb::object hidden_view(const captured_rows& rows, bool has_query_axis) {
+    if (!rows.block || rows.plan->hidden().empty()) return nb::none();
     const auto& plan = *rows.plan;
-    return view_of(rows.block->data() + rows.layout.hidden_offset,
-                   {plan.hidden().size(), static_cast<std::size_t>(plan.n_embd())},
-                   nb::dtype<float>(), owner_of(rows.block));
+    std::vector<std::size_t> shape{plan.hidden().size()};
+    if (has_query_axis) shape.push_back(static_cast<std::size_t>(rows.layout.n_queries));
+    shape.push_back(static_cast<std::size_t>(plan.n_embd()));
+    return view_of(rows.block->data() + rows.layout.hidden_offset, shape, dtype_of(plan.type()),
+                   owner_of(rows.block));
 }
 
 nb::object logits_view(const captured_rows& rows) {

@@ -27,6 +27,10 @@ row_layout prompt_layout(const request& active, int n_rows) {
     return active.capture->layout(static_cast<int>(active.prompt.size()), n_rows, false);
 }
 
+bool needs_outputs(const request& active) {
+    return active.capture && active.capture->needs_outputs();
+}
+
 }  // namespace
 
 bool batch_builder::fill() {
@@ -209,10 +213,11 @@ bool batch_builder::add_prompt(slot& target) {
     const auto n_done = target.cache.size();
     const auto n = static_cast<std::size_t>(part.n_tokens);
     target.cache.make_place(n);
+    const int n_rows_out = needs_outputs(*target.active) ? part.n_rows : 0;
+    const auto n_outputs = static_cast<std::size_t>(std::max(n_rows_out, part.samples ? 1 : 0));
     for (std::size_t i = 0; i < n; ++i) {
-        const bool is_sampled = part.samples && i + 1 == n;
         tokens_.push_back({target.id(), prompt[n_done + i], static_cast<std::int32_t>(n_done + i),
-                           is_sampled || target.active->is_scored(n_done + i + 1)});
+                           i + n_outputs >= n || target.active->is_scored(n_done + i + 1)});
     }
     part.i_token = static_cast<int>(tokens_.size()) - 1;
     target.active->share->last_chunk = n_fills_;
@@ -252,7 +257,7 @@ void batch_builder::add_rows(const batch_part& part) {
 }
 
 // As much of the prompt as one step holds; less if a step cannot give the logits of all scored
-// tokens, or if the rows of all its tokens would fill more than a fraction of the pool, so that a
+// tokens, nor the last layer's output for all with rows, or if the rows of all its tokens would fill more than a fraction of the pool, so that a
 // consumer can hold some blocks while others are filled.
 batch_part batch_builder::next_chunk(slot& target) const {
     const auto& active = *target.active;
@@ -277,9 +282,11 @@ batch_part batch_builder::next_chunk(slot& target) const {
         const int n_before = std::max(0, n_prompt - target.n_prompt_rows - n_done);
         part.n_rows = std::max(0, part.n_tokens - n_before);
         const auto row_bytes = std::max<std::size_t>(1, prompt_layout(active, 1).size_bytes);
-        const auto n_rows_max =
-            std::min(pool_.stats().budget_bytes / n_blocks_of_budget / row_bytes,
-                     static_cast<std::size_t>(model_.n_prompt_rows()));
+        auto n_rows_max = std::min(pool_.stats().budget_bytes / n_blocks_of_budget / row_bytes,
+                                   static_cast<std::size_t>(model_.n_prompt_rows()));
+        if (needs_outputs(active)) {
+            n_rows_max = std::min(n_rows_max, static_cast<std::size_t>(model_.n_outputs()));
+        }
         if (model_.has_cache() && static_cast<std::size_t>(part.n_rows) > n_rows_max) {
             part.n_rows = std::max(1, static_cast<int>(n_rows_max));
             part.n_tokens = n_before + part.n_rows;

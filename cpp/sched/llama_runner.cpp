@@ -165,7 +165,7 @@ row_target llama_runner::target_of(std::span<const step_token> tokens,
     return {rows.plan,
             is_one_slot ? 0 : rows.i_token,
             is_one_slot ? rows.i_token : 0,
-            rows.i_token,
+            static_cast<int>(tokens.size()) - rows.i_token - rows.layout.n_queries,
             rows.n_visible,
             rows.layout,
             rows.data};

@@ -53,6 +53,8 @@ capture_plan::capture_plan(const capture_options& options, const capture_source&
     std::vector<int> available;
     for (const auto& layer : source.attention) available.push_back(layer.il);
     check_hidden(options, source);
+    has_device_hidden_ = source.has_device_hidden && !hidden().empty();
+    needs_outputs_ = !hidden().empty() && find_hidden(source.hidden_layers.back()) >= 0;
     const bool has_output = !options.hidden.empty() || options.n_vocab > 0;
     if (options.layers && options.layers->empty() && has_output) return;
     if (available.empty()) {
@@ -163,7 +165,7 @@ int capture_plan::n_rows() const {
     return reduces_layers() ? std::min(1, n_heads_total_) : static_cast<int>(layers_.size());
 }
 
-row_layout capture_plan::layout(int n_columns, int n_queries, bool with_output) const {
+row_layout capture_plan::layout(int n_columns, int n_queries, bool with_logits) const {
     row_layout where;
     where.n_queries = n_queries;
     where.n_columns = n_columns;
@@ -177,13 +179,12 @@ row_layout capture_plan::layout(int n_columns, int n_queries, bool with_output) 
         where.positions_offset = aligned(where.size_bytes);
         where.size_bytes = where.positions_offset + n_values * sizeof(std::int32_t);
     }
-    if (with_output && !hidden().empty()) {
-        where.has_hidden = true;
+    if (!hidden().empty()) {
         where.hidden_offset = aligned(where.size_bytes);
         where.size_bytes = where.hidden_offset +
-                           hidden().size() * static_cast<std::size_t>(n_embd_) * sizeof(float);
+                           hidden().size() * static_cast<std::size_t>(n_queries) * hidden_bytes();
     }
-    if (with_output && n_vocab() > 0) {
+    if (with_logits && n_vocab() > 0) {
         where.has_logits = true;
         where.logits_offset = aligned(where.size_bytes);
         where.size_bytes =
@@ -213,7 +214,8 @@ void graph_plan::add(const capture_plan& plan, bool with_prompt, int slot) {
         one.on_device.insert(*rows.on_device);
     }
     for (const int il : plan.hidden()) wanted_by_layer_[il].hidden = true;
-    wants_prompt_ = wants_prompt_ || (with_prompt && plan.has_device_rows());
+    const bool is_on_device = plan.has_device_rows() || plan.has_device_hidden();
+    wants_prompt_ = wants_prompt_ || (with_prompt && is_on_device);
     if (plan.has_device_rows()) widen({slot, 1});
 }
 

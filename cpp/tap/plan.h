@@ -32,6 +32,7 @@ struct capture_source {
     std::vector<attention_layer> attention;  // ascending
     std::vector<int> hidden_layers;          // layers whose output is in the graph, ascending
     int n_embd = 0;                          // of a hidden state
+    bool has_device_hidden = false;          // some of these layers are on a device
 };
 
 enum class row_kind : std::uint8_t {
@@ -128,8 +129,7 @@ struct row_layout {
     int n_columns = 0;
     int n_values = 0;  // of a row: n_columns, or fewer with top_k, or one for each span
     std::size_t positions_offset = 0;  // int32 (row, query, value), with top_k
-    bool has_hidden = false;
-    std::size_t hidden_offset = 0;  // float32 (layer, n_embd), one query only
+    std::size_t hidden_offset = 0;     // (layer, query, n_embd), in the type of the rows
     bool has_logits = false;
     std::size_t logits_offset = 0;  // float32 (n_vocab), one query only; the engine loop writes it
     std::size_t size_bytes = 0;
@@ -168,11 +168,18 @@ public:
         return type() == row_type::f32 && keeps_columns() && reduce() == row_reduction::none;
     }
     const std::vector<int>& hidden() const { return options_.hidden; }
+    // Whether a hidden state is there only for tokens whose logits are asked for: llama.cpp leaves
+    // the others out of the last layer.
+    bool needs_outputs() const { return needs_outputs_; }
+    std::size_t hidden_bytes() const {  // of one layer and query
+        return static_cast<std::size_t>(n_embd_) * element_bytes();
+    }
     int n_vocab() const { return options_.n_vocab; }
     int n_embd() const { return n_embd_; }
     const std::vector<layer_rows>& layers() const { return layers_; }
     const layer_rows* find(int il) const;
     bool has_device_rows() const { return has_device_rows_; }
+    bool has_device_hidden() const { return has_device_hidden_; }
     // True if a layer's rows arrive from their device in their final form; otherwise the host
     // finishes them.
     bool is_direct(const layer_rows& rows) const;
@@ -185,9 +192,8 @@ public:
     bool is_uniform() const { return is_uniform_; }
     std::size_t element_bytes() const { return bytes_of(type()); }
 
-    // `with_output`: hidden states and logits, which exist for single queries only; the rows of a
-    // prompt have none.
-    row_layout layout(int n_columns, int n_queries = 1, bool with_output = true) const;
+    // `with_logits`: for single queries only; the rows of a prompt have none.
+    row_layout layout(int n_columns, int n_queries = 1, bool with_logits = true) const;
 
 private:
     void add_layer(int il, const attention_layer& found);
@@ -201,6 +207,8 @@ private:
     int n_embd_ = 0;
     bool is_uniform_ = true;
     bool has_device_rows_ = false;
+    bool has_device_hidden_ = false;
+    bool needs_outputs_ = false;
 };
 
 // Adjacent slots, or streams of a graph.

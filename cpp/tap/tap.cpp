@@ -87,8 +87,8 @@ step_result tap::end_step() {
     }
     int n_expected = 0;
     for (const auto& target : table_.targets) {
-        n_expected += target.plan->n_rows() * target.layout.n_queries;
-        if (target.layout.has_hidden) n_expected += static_cast<int>(target.plan->hidden().size());
+        const auto n_states = static_cast<int>(target.plan->hidden().size());
+        n_expected += (target.plan->n_rows() + n_states) * target.layout.n_queries;
     }
     table_.targets.clear();
     const int n_written = table_.n_rows_written.load(std::memory_order_relaxed);
@@ -145,6 +145,7 @@ void tap::discover(const sites& found) {
         devices_.learn(site);
         source_.n_embd = static_cast<int>(site.output->ne[0]);
         source_.hidden_layers.push_back(site.il);
+        source_.has_device_hidden |= devices_.holds_hidden(site.il);
     }
 }
 

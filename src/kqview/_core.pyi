@@ -295,6 +295,7 @@ class PromptEvent:
     n_rows: Final[int]
     attention: Final[Any]
     positions: Final[Any]
+    hidden: Final[Any]
     embedding: Final[Any]
     """An array that belongs to the caller; None without embeds."""
     scores: Final[list[TokenScore]]

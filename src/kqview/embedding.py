@@ -392,7 +392,7 @@ async def _atake(generation: Generation) -> Vectors:
 def _values_of(block: PromptBlock | None, generation: Generation) -> Vectors:
     if block is None or block.hidden is None:
         raise InternalError(f"{generation.request_id} ended without an embedding")
-    return block.hidden
+    return cast("Vectors", block.hidden)
 
 
 def _is_pair(item: object) -> bool:

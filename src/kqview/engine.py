@@ -16,7 +16,19 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final, Literal, Self, Unpack, cast, get_type_hints
+from typing import (
+    Any,
+    Final,
+    Literal,
+    Self,
+    TypedDict,
+    Unpack,
+    cast,
+    get_type_hints,
+    overload,
+)
+
+import numpy as np
 
 from kqview import _core
 from kqview.arguments import checked_ids, encode, invalid, seconds, to_index, whole_number
@@ -69,6 +81,7 @@ from kqview.submission import (
     steering_of,
     token_limit,
 )
+from kqview.text_batch import in_turn, ordered
 from kqview.trace import Trace
 from kqview.types import Capture, EngineHealth, EngineStats, ModelInfo
 from kqview.types.capture import Kind
@@ -109,6 +122,16 @@ def _forward_log() -> None:
             if logging.raiseExceptions and sys.stderr is not None:
                 with contextlib.suppress(Exception):
                     traceback.print_exc()
+
+
+class AttendOptions(TypedDict, total=False):
+    """Options of `Engine.attend`."""
+
+    last: int | None
+    request_id: str | None
+    priority: int
+    add_special: bool
+    parse_special: bool
 
 
 def check_opening(
@@ -171,6 +194,13 @@ def _opened(cls: type["Engine"], model: str, options: EngineOptions) -> "Engine"
     return cls(model, **options)
 
 
+def _has_prompts(prompt: object) -> bool:
+    """Whether it is a list of prompts: texts, or lists of ids."""
+    if not isinstance(prompt, list | tuple) or not prompt:
+        return False
+    return isinstance(prompt[0], str | list | tuple | np.ndarray)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+
+
 def _check_one(prompt: object) -> None:
     """Refuse what is no prompt; several prompts, or the messages of a chat, by their own names."""
     if isinstance(prompt, bytes) or not isinstance(prompt, Iterable):
@@ -185,7 +215,7 @@ def _check_one(prompt: object) -> None:
             f"prompt is a list of {len(given)} messages; use engine.chat(messages)",
             parameter="prompt",
         )
-    if isinstance(first, str | list | tuple):
+    if _has_prompts(given):
         raise InvalidToken(
             f"prompt is a list of {len(given)} prompts, but this takes one prompt; use "
             "engine.map(prompts)",
@@ -744,10 +774,27 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring, Many):
             schema=schema_of(sampling),
         )
 
+    # A str is also a sequence of str; the first overload that fits applies.
+    @overload
+    def attend(  # pyright: ignore[reportOverlappingOverload]
+        self,
+        prompt: str | Ids,
+        capture: Capture | Kind = "probs",
+        **options: Unpack[AttendOptions],
+    ) -> PromptAttention: ...
+
+    @overload
+    def attend(
+        self,
+        prompt: Sequence[str | Ids],
+        capture: Capture | Kind = "probs",
+        **options: Unpack[AttendOptions],
+    ) -> list[PromptAttention]: ...
+
     @names_options("attend")
     def attend(
         self,
-        prompt: str | Ids,
+        prompt: str | Ids | Sequence[str | Ids],
         capture: Capture | Kind = "probs",
         *,
         last: int | None = None,
@@ -755,14 +802,16 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring, Many):
         priority: int = 0,
         add_special: bool = True,
         parse_special: bool = True,
-    ) -> PromptAttention:
-        """Evaluate a prompt and return its own attention rows, in blocks.
+    ) -> PromptAttention | list[PromptAttention]:
+        """Evaluate a prompt and return its own attention rows and hidden states, in blocks.
 
-        Samples no token and computes no logits. Prompt tokens that the slot already holds are
-        decoded again if their rows are wanted.
+        Samples no token. Prompt tokens that the slot already holds are decoded again if their rows
+        are wanted.
 
         Args:
-            prompt: As in `generate`.
+            prompt: As in `generate`. Or a list of prompts: waits until all of them are evaluated,
+                several ahead in all slots; their arrays together take ``attention_budget_bytes`` at
+                most.
             capture: The attention to hand out: a Capture, or its kind as a string.
             last: Number of positions, counted from the end, whose rows to return; None for all.
             request_id: As in `generate`.
@@ -772,18 +821,29 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring, Many):
 
         Returns:
             A sync and async iterator of PromptBlock. ``.array()`` returns all rows as one array of
-            shape ``(n_layers, n_heads, n_rows, n_prompt)``.
+            shape ``(n_layers, n_heads, n_rows, n_prompt)``, and with ``Capture(hidden=...)``
+            ``.hidden`` the hidden states, ``(n_hidden_layers, n_rows, n_embd)``. For a list of
+            prompts, a list in their order.
 
         Raises:
             RequestError: An argument is invalid. May be a subclass: PromptTooLong, InvalidToken or
                 InvalidCapture.
             UnsupportedModel: A str prompt needs a vocabulary, which the model does not have.
+            PoolExhausted: With a list: its arrays need more than ``attention_budget_bytes``.
             QueueFull: Too many requests wait for a slot.
             ClosedError: The engine is closed.
         """
         self._core.check_open()
-        ids = self._prompt_ids(prompt, add_special, parse_special)
-        n_rows = len(ids) if last is None else min(whole_number("last", last), len(ids))
+        is_one = not _has_prompts(prompt)
+        texts = [
+            self._prompt_ids(cast("str | Ids", one), add_special, parse_special, name)
+            for one, name in (
+                [(prompt, "prompt")]
+                if is_one
+                else [(one, f"prompt[{i}]") for i, one in enumerate(prompt)]
+            )
+        ]
+        n_last = None if last is None else whole_number("last", last)
         wanted_capture = Capture.of(capture)
         if wanted_capture is None:
             raise InvalidCapture(
@@ -792,34 +852,47 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring, Many):
                 parameter="capture",
             )
         wanted_capture = wanted_capture.for_prompt()
-        wanted = self._submission.options(
-            ids,
-            request_id=request_id,
-            priority=priority,
-            capture=wanted_capture,
-            n_prompt_rows=n_rows,
-        )
-        wanted.only_attends = True
-        generation = self._submission.submit(
-            "attend",
-            wanted,
-            prompt=ids,
-            request_id=request_id,
-            capture=wanted_capture,
-        )
-        return generation.blocks(
-            first=len(ids) - n_rows, budget_bytes=self._core.stats().pool.budget_bytes
-        )
+
+        def first_of(ids: list[int]) -> int:
+            return 0 if n_last is None else max(0, len(ids) - n_last)
+
+        def submit(i: int) -> Generation:
+            wanted = self._submission.options(
+                texts[i],
+                request_id=request_id,
+                priority=priority,
+                capture=wanted_capture,
+                n_prompt_rows=len(texts[i]) - first_of(texts[i]),
+            )
+            wanted.only_attends = True
+            name = request_id if is_one or request_id is None else f"{request_id}-{i}"
+            return self._submission.submit(
+                "attend", wanted, prompt=texts[i], request_id=name, capture=wanted_capture
+            )
+
+        def attention_of(i: int, generation: Generation) -> PromptAttention:
+            return generation.blocks(
+                first=first_of(texts[i]), budget_bytes=self._core.stats().pool.budget_bytes
+            )
+
+        if is_one:
+            return attention_of(0, submit(0))
+        found: dict[int, PromptAttention] = {}
+        with contextlib.closing(in_turn(texts, len(self._slots), submit)) as requests:
+            for i, generation in requests:
+                generation.take_blocks()
+                found[i] = attention_of(i, generation)
+        return ordered(found)
 
     def _prompt_ids(
-        self, prompt: str | Ids, add_special: object, parse_special: object
+        self, prompt: str | Ids, add_special: object, parse_special: object, name: str = "prompt"
     ) -> list[int]:
         if isinstance(prompt, str):
-            ids = self._text_ids("prompt", prompt, add_special, parse_special)
+            ids = self._text_ids(name, prompt, add_special, parse_special)
         else:
             _check_one(prompt)
-            ids = checked_ids("prompt", prompt)
-        self._submission.check_prompt("prompt", ids)
+            ids = checked_ids(name, prompt)
+        self._submission.check_prompt(name, ids)
         return ids
 
     # ---- closing

@@ -7,7 +7,7 @@ JSON, so other programs read it without kqview:
     ids, prompt_ids     int32, (n_tokens,) and (n_prompt,)
     rows                (n_tokens, ..., n_columns), padded with 0; rows.N for layers that differ
     positions           int32, in the shape of rows; with top_k
-    hidden              float32, (n_tokens, n_hidden_layers, n_embd)
+    hidden              (n_tokens, n_hidden_layers, n_embd)
     logits              float32, (n_tokens, n_vocab)
     logprob             float64, (n_tokens, 1)
     top_logprobs        float64, (n_tokens, 2, k): ids, and their logprobs
@@ -23,7 +23,8 @@ neither the arrays from logits on nor n_hidden: each token has hidden states the
 The attention of a prompt is a file of its own, in which ids are the prompt's:
 
     attention           (n_layers, n_heads, n_rows, n_columns); attention_layer_NNN for layers that
-                        differ; positions likewise; with the texts of ids, the layers, heads, start
+                        differ; positions likewise; hidden (n_hidden_layers, n_rows, n_embd); with
+                        the texts of ids, the layers, heads, start
 
 .npz holds the same, with the JSON as the array ``kqview``. That of ``kqview generate --output`` has
 an array for the rows of each token, ``attention_NNNNN`` and ``positions_NNNNN``.
@@ -38,7 +39,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from itertools import count, takewhile
 from pathlib import Path
-from typing import Any, BinaryIO, Final, NamedTuple, Protocol, runtime_checkable
+from typing import Any, BinaryIO, Final, NamedTuple, Protocol, cast, runtime_checkable
 from urllib.parse import quote, unquote
 
 import numpy as np
@@ -342,8 +343,8 @@ class Saved:
         return self._arrays("positions")
 
     @property
-    def hidden(self) -> NDArray[np.float32] | None:
-        """With ``hidden``: float32 ``(n_tokens, n_hidden_layers, n_embd)``; otherwise None.
+    def hidden(self) -> Array | None:
+        """With ``hidden``: ``(n_tokens, n_hidden_layers, n_embd)``; otherwise None.
 
         0 for tokens without, whose ``hidden`` in `tokens` is None.
         """
@@ -427,9 +428,13 @@ def save(
     """
     if isinstance(generation, PromptRows):
         target = _file(path, (SUFFIX, ".npz"), "attention of a prompt")
-        has_positions = generation.capture is not None and generation.capture.top_k is not None
-        values = generation.top_k() if has_positions else (generation.array(), None)
-        return save_prompt(target, generation, *values)
+        capture = generation.capture
+        rows = positions = None
+        if capture is not None and capture.top_k is not None and capture.layers:
+            rows, positions = generation.top_k()
+        elif capture is None or capture.layers:
+            rows = generation.array()
+        return save_prompt(target, generation, rows, positions)
     safetensors = require_safetensors("save")
     if isinstance(generation, Sequence):
         target = _file(path, (SUFFIX,), "a list of tokens")
@@ -452,10 +457,15 @@ def save(
     return target
 
 
-def save_prompt(path: Path, of: PromptRows, rows: Attention, positions: Positions | None) -> Path:
+def save_prompt(
+    path: Path, of: PromptRows, rows: Attention | None, positions: Positions | None
+) -> Path:
     """Write the *rows* that were taken of a prompt, as `save` does; see `write_arrays`."""
     arrays: dict[str, Array] = {}
-    for name, values in (("attention", rows), ("positions", positions)):
+    # Not in the protocol: Python 3.11 reads each property to check it.
+    has_hidden = of.capture is not None and len(of.capture.hidden) > 0
+    hidden: Array | None = cast("Any", of).hidden if has_hidden else None
+    for name, values in (("attention", rows), ("positions", positions), ("hidden", hidden)):
         if isinstance(values, tuple):
             arrays |= {f"{name}_layer_{i:03d}": one for i, one in enumerate(values)}
         elif values is not None:
@@ -765,7 +775,7 @@ def _saved(arrays: Mapping[str, Array], metadata: Mapping[str, Any]) -> Saved:
         _values={
             column.name: values
             for column in _COLUMNS
-            if (values := column.read(arrays)) is not None
+            if not is_prompt and (values := column.read(arrays)) is not None
         },
         _column_texts={int(key): text for key, text in metadata["column_texts"].items()},
         prompt_attention=_block(arrays, metadata["start"]) if is_prompt else None,
@@ -773,12 +783,11 @@ def _saved(arrays: Mapping[str, Array], metadata: Mapping[str, Any]) -> Saved:
 
 
 def _block(arrays: Mapping[str, Array], start: int) -> PromptBlock:
-    rows = _named(arrays, "attention")
-    if rows is None:
+    rows, hidden = _named(arrays, "attention"), arrays.get("hidden")
+    first = rows[0] if isinstance(rows, tuple) else hidden if rows is None else rows
+    if first is None:
         raise KeyError("attention")
-    first: Array = rows[0] if isinstance(rows, tuple) else rows
-    n_rows = first.shape[-2]
-    return PromptBlock(start, n_rows, rows, _named(arrays, "positions"))
+    return PromptBlock(start, first.shape[-2], rows, _named(arrays, "positions"), hidden)
 
 
 def _named(arrays: Mapping[str, Array], name: str) -> Array | tuple[Array, ...] | None:

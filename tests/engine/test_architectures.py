@@ -48,6 +48,11 @@ TABLE = Path(__file__).with_name("ARCHITECTURES.md")
 WITHOUT_ATTENTION = ("mamba-dense", "mamba2-dense")
 # Their last layer is not as wide as llama.cpp takes an embedding to be: it would end the process.
 WITHOUT_EMBEDDING = ("deepseek4-moe", "qwen4exp-moe")
+# llama.cpp does not name the output of all their layers.
+WITHOUT_STATES = (
+    "deepseek4-moe", "glm5-next-moe", "hy_v4-moe", "nemotron_h-dense", "nemotron_h_moe-dense",
+    "plamo2-dense", "qwen4exp-moe",
+)  # fmt: skip
 # Their softmax has a sink, an extra logit without a column.
 # Models, some or all of whose layers stay with llama.cpp: keys that are gathered or stand for
 # several tokens; and grok, for which it has no flash attention.
@@ -99,6 +104,12 @@ def test_model_opened_with_pooling_embeds_or_is_refused(reports: Checks, name: s
 def test_score_of_a_generated_token_is_its_logprob(reports: Checks, name: str) -> None:
     # llama.cpp's graph of CogVLM gives the logits of a step's first tokens instead of its last.
     assert reports[name].score_error <= 10 * EXACT
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in WITHOUT_CACHE])
+def test_states_of_the_prompt_are_those_of_its_tokens(reports: Checks, name: str) -> None:
+    assert (reports[name].states_error < 0) == (name in WITHOUT_STATES)
+    assert reports[name].states_error <= 10 * EXACT
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in WITHOUT_ATTENTION])

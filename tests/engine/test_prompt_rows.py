@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+import kqview
 from kqview import Capture, errors
 from tests.support import tiny_gguf
+from tests.support.reference import relative_error
 from tests.support.rows import KINDS, Kind, forward_ids, has_device, near, random_ids
 
 if TYPE_CHECKING:
@@ -290,8 +292,10 @@ def test_what_attend_refuses(make_engine: MakeEngine, tiny_llama: Path) -> None:
         engine.attend([1, -1])
     with pytest.raises(errors.RequestError, match=r"last must .*got 0"):
         engine.attend(PROMPT, last=0)
-    with pytest.raises(errors.InvalidCapture, match="hidden"):
-        engine.attend(PROMPT, Capture(hidden=[1]))
+    with pytest.raises(errors.InvalidCapture, match="vocab_logits"):
+        engine.attend(PROMPT, Capture(hidden=[1], vocab_logits=True))
+    with pytest.raises(errors.InvalidCapture, match="layer 9 has no hidden state"):
+        engine.attend(PROMPT, Capture(hidden=[9]))
     with pytest.raises(errors.InvalidCapture, match="layer 9"):
         engine.attend(PROMPT, Capture("probs", layers=[9]))
     with pytest.raises(errors.InvalidCapture, match="kind must be one of"):
@@ -299,7 +303,9 @@ def test_what_attend_refuses(make_engine: MakeEngine, tiny_llama: Path) -> None:
     with pytest.raises(errors.InvalidCapture, match="capture is None"):
         engine.attend(PROMPT, None)  # type: ignore[arg-type]
     with pytest.raises(errors.InvalidCapture, match="layers"):
-        engine.generate(PROMPT, capture=Capture(layers=(), hidden=[1], prompt=True))
+        engine.generate(PROMPT, capture=Capture(layers=(), vocab_logits=True, prompt=True))
+    with pytest.raises(errors.InvalidToken, match=r"prompt\[1\]\[0\].* -1$"):
+        engine.attend([[1], [-1]])
     generation = engine.generate(PROMPT, max_tokens=1, capture="probs")
     with pytest.raises(errors.InvalidCapture, match="prompt=True"):
         _ = generation.prompt_attention
@@ -315,3 +321,165 @@ def test_array_twice_says_that_the_blocks_are_gone(
     rows.array()
     with pytest.raises(errors.InvalidCapture, match="taken already"):
         rows.array()
+
+
+# ---- hidden states
+
+
+@pytest.mark.parametrize("n_ubatch", [512, 32])
+def test_states_of_every_position_equal_reference(
+    make_engine: MakeEngine, tiny_qwen2: Path, n_ubatch: int, flash_attn: bool
+) -> None:
+    engine = make_engine(
+        tiny_qwen2, kv_type="f32", flash_attn=flash_attn, n_ubatch=n_ubatch,
+        attention_kernel="llama.cpp",
+    )  # fmt: skip
+    found = engine.attend(PROMPT, Capture("probs", hidden="all"))
+    whole = found.hidden
+    result = forward_ids(tiny_qwen2, PROMPT, flash_attn=flash_attn and n_ubatch < 64)
+    assert whole.shape == (3, 70, engine.model.n_embd)
+    assert whole.dtype == np.float32
+    limit = near(2e-3 if flash_attn else 1e-5)
+    for layer, want in zip(whole, result.hidden, strict=True):
+        assert relative_error(layer, want) <= limit
+    # With hidden states both arrays stay, to be read in any order.
+    rows = found.array()
+    assert isinstance(rows, np.ndarray)
+    np.testing.assert_array_equal(rows, attend(engine))
+    assert found.hidden is whole
+    assert found.array() is rows
+    assert engine.stats().n_tokens == 0
+
+
+def test_states_of_the_prompt_equal_those_of_tokens(
+    make_engine: MakeEngine, tiny_llama: Path, flash_attn: bool
+) -> None:
+    engine = make_engine(tiny_llama, kv_type="f32", flash_attn=flash_attn, n_ubatch=32)
+    capture = Capture(layers=(), hidden=(2, 0))
+    tokens = list(engine.generate(PROMPT, max_tokens=20, capture=capture, **GREEDY))
+    ids = [*PROMPT, *(token.id for token in tokens[:-1])]
+    whole = engine.attend(ids, capture, last=20).hidden
+    one_by_one = np.stack([np.asarray(token.hidden) for token in tokens], axis=1)
+    np.testing.assert_allclose(whole, one_by_one, rtol=near(2e-3), atol=near(2e-3))
+
+
+@pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
+def test_states_with_a_generation_are_those_of_attend(
+    make_engine: MakeEngine, tmp_path: Path, kv_type: str
+) -> None:
+    model = tiny_gguf.write_preset(tmp_path / "wide.gguf", "tiny_llama", n_embd=128)
+    engine = make_engine(model, n_ubatch=32, kv_type=kv_type, flash_attn=True, n_slots=2)
+    capture = Capture("probs", layers=[1], hidden=[2, 1], prompt=True)
+    list(engine.generate(PROMPT[:40], max_tokens=2, **GREEDY))  # what is cached comes again
+    generation = engine.generate(PROMPT, max_tokens=2, capture=capture, **GREEDY)
+    blocks = list(generation.prompt_attention)
+    assert [block.start for block in blocks] == [0, 32, 64]
+    states = [np.asarray(block.hidden) for block in blocks]
+    assert [state.shape for state in states] == [(2, n, 128) for n in (32, 32, 6)]
+    assert not any(state.flags.writeable or state.flags.owndata for state in states)
+    whole = np.concatenate(states, axis=1)
+    np.testing.assert_allclose(
+        whole, engine.attend(PROMPT, capture).hidden, rtol=near(1e-5), atol=near(1e-5)
+    )
+    np.testing.assert_array_equal(next(generation).hidden, whole[:, -1])  # type: ignore[arg-type]
+
+
+def test_states_as_float16_are_half_as_large(make_engine: MakeEngine, tiny_llama: Path) -> None:
+    engine = make_engine(tiny_llama, kv_type="f32")
+    exact = engine.attend(PROMPT, Capture(layers=(), hidden=[0, 2])).hidden
+    half = Capture(layers=(), hidden=[0, 2], dtype="float16")
+    rounded = engine.attend(PROMPT, half)
+    assert rounded.hidden.dtype == np.float16
+    np.testing.assert_array_equal(rounded.hidden, exact.astype(np.float16))
+    assert engine.stats().pool.peak_leased_bytes <= 2 * exact.nbytes
+    token = next(engine.generate(PROMPT, capture=half, **GREEDY))
+    assert token.hidden is not None
+    assert token.hidden.nbytes == half.bytes_per_token(engine.model, 70)
+    np.testing.assert_allclose(token.hidden, exact[:, -1], rtol=1e-2, atol=1e-2)
+
+
+def test_states_without_attention_and_their_names(
+    make_engine: MakeEngine, tiny_llama: Path
+) -> None:
+    engine = make_engine(tiny_llama, kv_type="f32", flash_attn=False)
+    found = engine.attend(PROMPT, Capture(layers=(), hidden=[1]), last=7)
+    named = found.named()
+    assert {name: state.shape for name, state in named.items()} == {
+        "blocks.1.hook_resid_post": (1, 7, engine.model.n_embd)
+    }
+    both = engine.attend(PROMPT, Capture("probs", layers=[0], hidden=[1]), last=7)
+    assert set(both.named()) == {"blocks.0.attn.hook_pattern", "blocks.1.hook_resid_post"}
+    np.testing.assert_allclose(both.hidden, found.hidden, rtol=near(1e-3), atol=near(1e-4))
+    with pytest.raises(errors.InvalidCapture, match="hidden states alone"):
+        found.array()
+    with pytest.raises(errors.InvalidCapture, match='hidden="all"'):
+        _ = engine.attend(PROMPT).hidden
+
+
+def test_states_stay_within_the_budget(make_engine: MakeEngine, tiny_llama: Path) -> None:
+    full = make_engine(tiny_llama, kv_type="f32", flash_attn=False)
+    capture = Capture(layers=(), hidden="all")
+    whole = full.attend(PROMPT, capture).hidden
+    budget = whole.nbytes * 6 // 7
+    engine = make_engine(tiny_llama, kv_type="f32", flash_attn=False, attention_budget_bytes=budget)
+    for block in engine.attend(PROMPT, capture):
+        end = block.start + block.n_rows
+        np.testing.assert_allclose(block.hidden, whole[:, block.start : end], atol=near(1e-5))  # type: ignore[arg-type]
+        assert block.n_rows <= 15
+        del block
+    assert engine.stats().pool.peak_leased_bytes <= budget
+    with pytest.raises(errors.OutOfMemory, match="attention_budget_bytes"):
+        _ = engine.attend(PROMPT, capture).hidden
+    with pytest.raises(errors.PoolExhausted, match="attention_budget_bytes"):
+        engine.attend([PROMPT, PROMPT], capture)
+
+
+def test_saved_states_of_a_prompt_are_loaded_again(
+    make_engine: MakeEngine, tiny_llama: Path, tmp_path: Path
+) -> None:
+    engine = make_engine(tiny_llama)
+    for name, layers in (("both.npz", [1]), ("alone.npz", [])):
+        found = engine.attend(PROMPT, Capture("probs", layers=layers, hidden=[0, 2]))
+        block = kqview.load(kqview.save(tmp_path / name, found)).prompt_attention
+        assert block is not None
+        assert block.n_rows == 70
+        np.testing.assert_array_equal(block.hidden, found.hidden)  # type: ignore[arg-type]
+        if layers:
+            np.testing.assert_array_equal(block.rows, found.array())  # type: ignore[arg-type]
+
+
+def test_last_states_with_the_last_norm_are_embeddings(
+    make_engine: MakeEngine, tiny_llama: Path
+) -> None:
+    engine = make_engine(tiny_llama, pooling="none")
+    states = engine.attend(PROMPT, Capture(layers=(), hidden=[-1])).hidden[0]
+    vectors = engine.embed(PROMPT, normalize=False)
+    normed = states / np.sqrt((states.astype(np.float64) ** 2).mean(-1, keepdims=True) + 1e-5)
+    norm = vectors[0] / normed[0]
+    np.testing.assert_allclose(normed * norm, vectors, rtol=near(2e-3), atol=near(2e-3))
+
+
+# ---- many prompts
+
+
+@pytest.mark.parametrize("n_slots", [1, 3])
+def test_list_of_prompts_gives_a_list_in_order(
+    make_engine: MakeEngine, tiny_llama: Path, n_slots: int
+) -> None:
+    engine = make_engine(tiny_llama, n_slots=n_slots, kv_type="f32", n_ubatch=32)
+    capture = Capture("probs", hidden=[0, 2])
+    prompts = [random_ids(n, seed=n) for n in (40, 3, 70, 1, 12)]
+    found = engine.attend(prompts, capture, last=10)
+    assert [one.n_rows for one in found] == [10, 3, 10, 1, 10]
+    for ids, one in zip(prompts, found, strict=True):
+        alone = engine.attend(ids, capture, last=10)
+        np.testing.assert_allclose(one.hidden, alone.hidden, rtol=near(1e-4), atol=near(1e-4))
+        np.testing.assert_allclose(
+            np.asarray(one.array()), np.asarray(alone.array()), atol=near(1e-5)
+        )
+        assert one.usage.prompt_tokens == len(ids)
+    assert not any(slot.is_busy for slot in engine.slots)
+    texts = engine.attend((np.array([1, 2]), [3]))
+    assert [len(list(one)) for one in texts] == [1, 1]
+    with pytest.raises(errors.InvalidToken, match=r"engine\.map"):
+        engine.generate(prompts)  # type: ignore[arg-type]

@@ -101,7 +101,7 @@ struct graphs {
             ((n_layers + 1) * layer_bytes + mask_bytes + (64 << 20)) / huge_page * huge_page;
         arena.reset(std::aligned_alloc(huge_page, n_bytes));
 #ifdef MADV_HUGEPAGE
-        // As a cache's (cpp/llama/huge_pages.cpp).
+        // As a cache's (cpp/llama/cache_pages.cpp).
         (void)::madvise(arena.get(), n_bytes, is_huge ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);
 #endif
         context.reset(ggml_init({n_bytes, arena.get(), false}));

@@ -445,6 +445,11 @@ private:
                        "rows of a token that is not sampled");
         model_->expect(row.i_token + row.layout.n_queries <= static_cast<int>(tokens.size()),
                        "rows of queries that are not in the batch");
+        const auto queries = tokens.subspan(static_cast<std::size_t>(row.i_token), n_queries);
+        const auto is_output = [](const step_token& one) { return one.wants_logits; };
+        model_->expect(
+            !row.plan->needs_outputs() || std::all_of(queries.begin(), queries.end(), is_output),
+            "the last layer's states of tokens without logits");
         model_->expect(row.n_visible == query.position + 1, "rows that do not end at their query");
         for (const auto& layer : row.plan->layers()) {
             model_->expect(wanted_.wants(layer.il, row.plan->kind()),

@@ -120,12 +120,23 @@ TEST_CASE("capture_plan: the largest values come with their positions, never mor
 TEST_CASE("capture_plan: hidden states lie behind the rows of a single query") {
     const auto plan = make(row_reduction::mean, 0, {3, 1});
     const auto layout = plan.layout(7);
-    REQUIRE(layout.has_hidden);
     CHECK(layout.hidden_offset >= 7 * 4);
     CHECK(layout.size_bytes == layout.hidden_offset + 2 * 24 * 4);
     CHECK(plan.find_hidden(1) == 1);
     CHECK(plan.find_hidden(0) == -1);
-    CHECK_FALSE(plan.layout(7, 5, false).has_hidden);
+}
+
+TEST_CASE("capture_plan: hidden states of a prompt are a run per layer, in the type of the rows") {
+    capture_options options;
+    options.reduce = row_reduction::mean;
+    options.type = row_type::f16;
+    options.hidden = {3, 1};
+    const capture_plan plan(options, available);
+    const auto layout = plan.layout(7, 5, false);
+    CHECK(layout.hidden_offset >= 5 * 7 * 2);
+    CHECK(layout.size_bytes == layout.hidden_offset + 2 * 5 * 24 * 2);
+    CHECK(plan.needs_outputs());  // of the last layer
+    CHECK_FALSE(make(row_reduction::mean, 0, {1}).needs_outputs());
 }
 
 TEST_CASE("capture_plan: hidden states go without attention, and unknown ones are refused") {
@@ -182,6 +193,7 @@ TEST_CASE("graph_plan: hidden states are needs of their own") {
     CHECK(graph.wants_hidden(1));
     CHECK_FALSE(graph.wants_hidden(0));
     CHECK_FALSE(graph.wants(1, row_kind::logits));
+    CHECK_FALSE(graph.wants_prompt());
     graph_plan other;
     other.add(make(row_reduction::max, 0));
     CHECK_FALSE(graph == other);

@@ -358,6 +358,27 @@ TEST_CASE("scheduler: rows of the prompt come before the tokens, which are the s
     CHECK(taker.reason() == finish_reason::length);
 }
 
+TEST_CASE("scheduler: the last layer's states of a prompt come as many at a time as its logits") {
+    test_engine engine({.n_outputs = 3});
+    const auto with_states = [](request& r) {
+        capture_options options;
+        options.hidden = {2};
+        r.capture = std::make_shared<const capture_plan>(
+            options, capture_source{{{0, 1, 1, 0.125f}}, {0, 2}, 4});
+        r.n_prompt_rows = 7;
+    };
+    const auto prompt = make_prompt(1, 20);
+    consumer taker(engine.submit(prompt, 4, with_states));
+    blocks found;
+    for (int i = 0; i < 3; ++i) {
+        const auto rows = taker.next_prompt();
+        REQUIRE(rows);
+        found.emplace_back(rows->start, rows->n_rows);
+    }
+    CHECK(found == blocks{{13, 3}, {16, 3}, {19, 1}});
+    CHECK(taker.rest() == continuation(prompt, 4));
+}
+
 TEST_CASE("scheduler: one run of prompt rows is computed ahead, not more") {
     test_engine engine;
     consumer taker(engine.submit(make_prompt(1, 40), 1, attends(40)));

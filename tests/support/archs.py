@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import numpy as np
 
 from kqview import Capture, Engine
-from kqview.errors import UnsupportedModel
+from kqview.errors import InvalidCapture, UnsupportedModel
 
 from . import stock
 from .rows import KINDS, Kind
@@ -70,6 +70,8 @@ class Report:
     embedding_error: float = np.inf
     # Largest difference of a generated token's logprob from its score.
     score_error: float = 0.0
+    # Largest error of a hidden state of the prompt against a token's; below 0: it has none.
+    states_error: float = 0.0
     # Largest difference of a sum over a span of the prompt's rows from that of the whole rows.
     span_error: float = 0.0
     # Layers whose attention kqview computes if asked to, and the largest difference of their rows
@@ -200,6 +202,23 @@ class ModelCheck:
             self.report.span_error = max(error, self.report.span_error)
         self._compare("prompt", flash_attn, layers, [found], self._stock_rows([]))
 
+    def _states_error(self, engine: Engine, ids: Sequence[int]) -> float:
+        capture = Capture(layers=(), hidden="all")
+        try:
+            states = engine.attend(ids, capture).hidden
+        except InvalidCapture:
+            return -1.0
+        errors: list[float] = []
+        for n in (len(self.prompt), len(ids)):
+            options: dict[str, Any] = {"cache_prompt": False, "ignore_eos": True, "max_tokens": 1}
+            token = next(engine.generate(ids[:n], capture=capture, **options))
+            assert token.hidden is not None
+            errors += [
+                relative(ours, theirs.astype(np.float64))
+                for ours, theirs in zip(states[:, n - 1], token.hidden, strict=True)
+            ]
+        return max(errors)
+
     def _check(self, engine: Engine, kind: Kind, flash_attn: bool) -> None:
         layers = engine.model.attention_layers
         options: dict[str, Any] = {
@@ -216,7 +235,9 @@ class ModelCheck:
         self.report.mode = "generate"
         assert len(tokens) == N_TOKENS
         if kind == "scores" and not flash_attn:
-            score = engine.score(self.prompt + [token.id for token in tokens], last=N_TOKENS)
+            ids = self.prompt + [token.id for token in tokens]
+            self.report.states_error = self._states_error(engine, ids)
+            score = engine.score(ids, last=N_TOKENS)
             logprobs = np.array([token.logprob for token in tokens])
             self.report.score_error = float(np.abs(score.logprobs[-N_TOKENS:] - logprobs).max())
         run = self._stock_rows([token.id for token in tokens])

@@ -123,9 +123,8 @@ def test_every_suggestion_is_an_option_that_exists(engine: Engine):
 
 @pytest.mark.parametrize("prompts", [["a", "b"], [[1, 2], [3]], ("a",)])
 def test_list_of_prompts_is_told_to_use_map(engine: Engine, prompts: Any):
-    for call in (engine.generate, engine.attend):
-        with pytest.raises(errors.RequestError, match=rf"{len(prompts)} prompts.* one prompt; use"):
-            call(prompts)
+    with pytest.raises(errors.RequestError, match=rf"{len(prompts)} prompts.* one prompt; use"):
+        engine.generate(prompts)
 
 
 def test_messages_are_told_to_use_chat(engine: Engine):

@@ -167,24 +167,33 @@ void device_copies::add_rows(const piece& one, std::vector<row_copy>& copies) co
 
 void device_copies::add_hidden(const row_target& target, const device_part::share& share,
                                std::vector<row_copy>& copies) {
-    if (!target.layout.has_hidden) return;
-    const auto row_bytes = static_cast<std::size_t>(target.plan->n_embd()) * sizeof(float);
+    const auto& plan = *target.plan;
+    const int n_queries = target.layout.n_queries;
+    const auto n_values = size_of(target, plan.n_embd());
+    const auto row_bytes = static_cast<std::size_t>(plan.n_embd()) * sizeof(float);
     for (const auto& one : share.states) {
-        const int index = target.plan->find_hidden(one.il);
+        const int index = plan.find_hidden(one.il);
         if (index < 0) continue;
-        // The last layer keeps only the queries whose logits are wanted: one for a prompt.
-        const int token = std::min(target.i_token, one.n_tokens - 1);
-        const int row = std::max(0, token - (one.n_tokens - static_cast<int>(one.tensor->ne[1])));
-        std::byte* const to =
-            target.data + target.layout.hidden_offset + static_cast<std::size_t>(index) * row_bytes;
-        add_copy(copies, {share.way->results().offset_of(one.tensor) +
-                              static_cast<std::size_t>(row) * row_bytes,
-                          to, 1, row_bytes, row_bytes, row_bytes});
-        table_.n_rows_written.fetch_add(1, std::memory_order_relaxed);
+        // The last layer keeps only the queries whose logits are wanted, the last ones of a step.
+        const auto first = one.tensor->ne[1] - target.n_behind - n_queries;
+        if (first < 0) throw error(errc::internal, "a hidden state is not in its step's graph");
+        std::byte* to = target.data + target.layout.hidden_offset +
+                        static_cast<std::size_t>(index) * n_values * plan.element_bytes();
+        if (plan.type() == row_type::f16) {
+            auto& wide = wide_states_.emplace_back(std::vector<float>(n_values),
+                                                   reinterpret_cast<ggml_fp16_t*>(to));
+            to = reinterpret_cast<std::byte*>(wide.values.data());
+        }
+        add_copy(copies,
+                 {share.way->results().offset_of(one.tensor) +
+                      static_cast<std::size_t>(first) * row_bytes,
+                  to, static_cast<std::size_t>(n_queries), row_bytes, row_bytes, row_bytes});
+        table_.n_rows_written.fetch_add(n_queries, std::memory_order_relaxed);
     }
 }
 
 void device_copies::finish() {
+    for (const auto& one : wide_states_) write_f16(one.values.data(), one.values.size(), one.to);
     for (const auto& work : work_) {
         for (const auto& one : work.pieces) finish(one);
     }

@@ -21,8 +21,7 @@ namespace kqview {
 struct device_part {
     struct hidden {
         int il;
-        ggml_tensor* tensor;  // ne=[n_embd, n_rows]
-        int n_tokens;         // of the graph; the rows belong to the last ones
+        ggml_tensor* tensor;  // F32 ne=[n_embd, n_rows], of the last tokens of the graph
     };
     struct share {  // one device's part
         transfer* way;
@@ -54,7 +53,7 @@ public:
 
     // True if rows must still be reduced, converted or cut after they arrive; these go to a buffer
     // of this object first.
-    bool has_work_left() const { return !work_.empty(); }
+    bool has_work_left() const { return !work_.empty() || !wide_states_.empty(); }
     void finish();
 
 private:
@@ -71,6 +70,10 @@ private:
         std::vector<piece> pieces;  // of one target
         std::vector<float> rows;    // (row, query, column) of each piece
     };
+    struct wide_state {
+        std::vector<float> values;
+        ggml_fp16_t* to;
+    };
 
     std::vector<piece> pieces_of(std::size_t i_target, const device_part& part) const;
     void place(std::vector<piece> pieces);
@@ -82,6 +85,7 @@ private:
     row_table& table_;
     std::vector<piece> pieces_;
     std::vector<unfinished> work_;
+    std::vector<wide_state> wide_states_;  // to be made float16
 };
 
 }  // namespace kqview

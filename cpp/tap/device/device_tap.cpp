@@ -165,6 +165,9 @@ int device_tap::n_prompt_rows_of(const graph_plan& plan) const {
         n_work_bytes = std::max(n_work_bytes, work_bytes_of_row(plan, il));
         n_least = std::max(n_least, one.n_queries_least);
     }
+    for (const auto& [il, one] : hidden_) {
+        if (plan.wants_hidden(il)) n_row_bytes += one.n_cells * sizeof(float);
+    }
     if (!plan.wants_prompt() || n_row_bytes == 0) return std::numeric_limits<int>::max();
     const auto n_room =
         std::min<std::size_t>(prompt_budget_bytes / std::max(n_row_bytes, n_work_bytes),
@@ -197,7 +200,7 @@ transfer::sizes device_tap::sizes_of(const graph_plan& plan, const path& on) con
     sizes.n_beside += sizes.n_queries;
     for (const auto& [il, one] : hidden_) {
         if (one.on != &on || !plan.wants_hidden(il)) continue;
-        sizes.n_results += n_slots * one.n_cells * sizeof(float) + slack_bytes;
+        sizes.n_results += std::max(n_slots, n_rows) * one.n_cells * sizeof(float) + slack_bytes;
     }
     return sizes;
 }
@@ -525,11 +528,13 @@ std::string device_tap::add_hidden(const std::vector<hidden_site>& states, const
         auto& builder = building.in_graph(on);
         auto& share = share_of(building.part, on.way);
         const auto n_tokens = static_cast<int>(site.output->ne[1]);
-        auto* const tensor = builder.hidden_of(site, std::min(n_tokens, options_.n_slots));
+        const int n_room = plan.wants_prompt() ? n_prompt_rows_ : 0;
+        const int n_rows = std::min(n_tokens, std::max(options_.n_slots, n_room));
+        auto* const tensor = builder.hidden_of(site, n_rows);
         if (!builder.failure().empty()) return builder.failure();
         if (!on.way.results().place(tensor)) return no_room(on.way);
         share.n_used = on.way.results().n_placed();
-        share.states.push_back({site.il, tensor, n_tokens});
+        share.states.push_back({site.il, tensor});
         building.put_in_graph(builder, site.output);
     }
     return {};

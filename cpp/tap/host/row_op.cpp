@@ -121,6 +121,8 @@ const std::byte* bytes_of(const ggml_tensor* tensor) {
     return static_cast<const std::byte*>(tensor->data);
 }
 
+std::size_t zu(std::int64_t n) { return static_cast<std::size_t>(n); }
+
 // One query of one target, as a node sees it.
 struct query_view {
     const row_op& op;
@@ -277,16 +279,26 @@ void run_hidden_op(ggml_tensor* node, int ith, int, void* data) {
     const auto& op = *static_cast<const row_op*>(data);
     const ggml_tensor* const source = node->src[0];
     for (const auto& target : op.table->targets) {
-        const int index = target.plan->find_hidden(op.il);
-        if (index < 0 || !target.layout.has_hidden) continue;
-        const auto n_embd = static_cast<std::size_t>(target.plan->n_embd());
-        // The last layer keeps only the queries whose logits are wanted: one for a prompt.
-        const auto i_row =
-            static_cast<std::size_t>(std::min<std::int64_t>(target.i_token, source->ne[1] - 1));
-        std::memcpy(target.data + target.layout.hidden_offset +
-                        static_cast<std::size_t>(index) * n_embd * sizeof(float),
-                    bytes_of(source) + i_row * source->nb[1], n_embd * sizeof(float));
-        op.table->n_rows_written.fetch_add(1, std::memory_order_relaxed);
+        const auto& plan = *target.plan;
+        const int index = plan.find_hidden(op.il);
+        if (index < 0) continue;
+        const int n_queries = target.layout.n_queries;
+        // The last layer keeps only the queries whose logits are wanted, the last ones of a step.
+        const auto first = source->ne[1] - target.n_behind - n_queries;
+        if (first < 0) continue;  // end_step reports the missing rows
+        const auto n_embd = static_cast<std::size_t>(plan.n_embd());
+        auto* to = target.data + target.layout.hidden_offset +
+                   zu(index) * zu(n_queries) * plan.hidden_bytes();
+        for (int i = 0; i < n_queries; ++i, to += plan.hidden_bytes()) {
+            const auto* const from = bytes_of(source) + zu(first + i) * source->nb[1];
+            if (plan.type() == row_type::f16) {
+                write_f16(reinterpret_cast<const float*>(from), n_embd,
+                          reinterpret_cast<ggml_fp16_t*>(to));
+            } else {
+                std::memcpy(to, from, plan.hidden_bytes());
+            }
+        }
+        op.table->n_rows_written.fetch_add(n_queries, std::memory_order_relaxed);
     }
 }
 

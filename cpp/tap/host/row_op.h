@@ -28,7 +28,7 @@ struct row_op {
 ggml_tensor* make_row_node(ggml_context* tensors, const attention_site& site, row_kind kind,
                            row_op& op);
 
-// Creates a node that copies the wanted queries' rows of a layer's output.
+// Creates a node that copies a layer's output for the wanted queries.
 ggml_tensor* make_hidden_node(ggml_context* tensors, const hidden_site& site, row_op& op);
 
 }  // namespace kqview

@@ -18,16 +18,6 @@ float within_f16(float value) {
     return low > largest_f16 ? largest_f16 : low;
 }
 
-void write_f16(const float* row, std::size_t n, ggml_fp16_t* to) {
-    constexpr std::size_t n_at_once = 256;
-    float part[n_at_once];
-    for (std::size_t first = 0; first < n; first += n_at_once) {
-        const auto n_part = std::min(n - first, n_at_once);
-        for (std::size_t i = 0; i < n_part; ++i) part[i] = within_f16(row[first + i]);
-        ggml_fp32_to_fp16_row(part, to + first, static_cast<std::int64_t>(n_part));
-    }
-}
-
 using ranked = std::pair<float, std::int32_t>;  // value, column
 
 // Larger values first, and the earlier column among equals.
@@ -65,6 +55,16 @@ double sum_of(const float* row, int n_columns) {
 }
 
 }  // namespace
+
+void write_f16(const float* values, std::size_t n, ggml_fp16_t* to) {
+    constexpr std::size_t n_at_once = 256;
+    float part[n_at_once];
+    for (std::size_t first = 0; first < n; first += n_at_once) {
+        const auto n_part = std::min(n - first, n_at_once);
+        for (std::size_t i = 0; i < n_part; ++i) part[i] = within_f16(values[first + i]);
+        ggml_fp32_to_fp16_row(part, to + first, static_cast<std::int64_t>(n_part));
+    }
+}
 
 void row_table::prepare_reductions() {
     while (reductions.size() < targets.size()) reductions.emplace_back();

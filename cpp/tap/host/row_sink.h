@@ -24,7 +24,7 @@ struct row_target {
     std::shared_ptr<const capture_plan> plan;
     int i_stream;   // which of the graph's KV streams
     int i_query;    // index of the first query in that stream
-    int i_token;    // index of the first query in the batch
+    int n_behind;   // tokens of the batch behind the last query
     int n_visible;  // columns the first query sees; each further one sees one more, up to n_columns
     row_layout layout;  // of the rows in `data`
     std::byte* data;    // layout.size_bytes
@@ -50,6 +50,9 @@ struct row_table {
     // Call before a step: allocates the reduction state of `targets`.
     void prepare_reductions();
 };
+
+// Writes `n` values as float16, saturated.
+void write_f16(const float* values, std::size_t n, ggml_fp16_t* to);
 
 class row_sink {
 public:

@@ -1,7 +1,7 @@
-"""PromptAttention: the attention rows of a prompt, block by block or as one array."""
+"""PromptAttention: attention rows and hidden states of a prompt, in blocks or as one array."""
 
-from collections.abc import Callable
-from typing import Any, Protocol, Self
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol, Self, cast
 
 import numpy as np
 
@@ -9,7 +9,7 @@ from kqview.coloured.rows import Rows
 from kqview.errors import InvalidCapture, OutOfMemory
 from kqview.generation.display import HandedRows, prompt_html, prompt_rows
 from kqview.types import Capture, PromptBlock, Usage
-from kqview.types.forms import Framework, check_framework, check_hf, hf_form, lens_name
+from kqview.types.forms import Array, Framework, check_framework, check_hf, hf_form, lens_name
 from kqview.types.token import Attention, Context, Positions
 
 
@@ -26,6 +26,12 @@ class BlockSource(Protocol):
     def usage(self) -> Usage: ...
 
 
+class _Whole(NamedTuple):
+    rows: Attention | None
+    positions: Positions | None
+    hidden: Array | None
+
+
 class PromptAttention:
     """Iterator and async iterator of PromptBlock, in order of position; also a context manager.
 
@@ -35,7 +41,11 @@ class PromptAttention:
     A notebook displays the prompt, coloured by the rows that you still have, or else by the first
     block, which stays to be taken.
 
-    An exception raised by iterating, `array` or `top_k` ends the iteration, as with Generation.
+    With hidden states, the arrays stay with this object: `array`, `top_k` and `hidden` may be read
+    in any order and again. Without, what they return is the caller's alone.
+
+    An exception raised by iterating, `array`, `top_k` or `hidden` ends the iteration, as with
+    Generation.
 
     Attributes:
         start: Position of the first row's query.
@@ -65,6 +75,7 @@ class PromptAttention:
         self._capture = capture
         self._budget_bytes = budget_bytes
         self._handed = HandedRows()
+        self._kept: _Whole | None = None  # what was joined, with hidden states
 
     @property
     def n_rows(self) -> int:
@@ -131,9 +142,16 @@ class PromptAttention:
 
         Raises:
             OutOfMemory: The array needs more than ``attention_budget_bytes``.
-            InvalidCapture: A block was dropped because of ``on_full="drop"``, or no block is left.
+            InvalidCapture: A block was dropped because of ``on_full="drop"``, no block is left, or
+                the capture has no layers, but hidden states alone.
         """
-        return self._whole(with_positions=False)[0]
+        if self._has_hidden and not self.layers:
+            raise InvalidCapture(
+                "the capture has hidden states alone; use hidden, or name layers in the Capture"
+            )
+        rows = self._whole(with_positions=False).rows
+        assert rows is not None
+        return rows
 
     def top_k(self) -> tuple[Attention, Positions]:
         """Like `array`, for ``Capture(top_k=k)``: the values and their int32 positions.
@@ -141,10 +159,32 @@ class PromptAttention:
         Raises:
             InvalidCapture: The capture has no ``top_k``.
         """
-        rows, positions = self._whole(with_positions=True)
-        if positions is None:
+        whole = self._whole(with_positions=True)
+        if whole.positions is None:
             raise InvalidCapture("the capture has no top_k; pass Capture(top_k=k), or use array()")
-        return rows, positions
+        assert whole.rows is not None
+        return whole.rows, whole.positions
+
+    @property
+    def hidden(self) -> Array:
+        """Hidden states of all remaining blocks: the residual stream after each captured layer.
+
+        With ``Capture(hidden=...)``. Shape ``(n_hidden_layers, n_rows, n_embd)`` in the dtype of
+        the capture, read-only if one block holds all of it. Waits for the blocks, like `array`.
+
+        Raises:
+            OutOfMemory: The array needs more than ``attention_budget_bytes``.
+            InvalidCapture: The capture has no ``hidden``. Also as for `array`.
+        """
+        if not self._has_hidden:
+            raise InvalidCapture('the capture has no hidden states; pass Capture(hidden="all")')
+        whole = self._whole(with_positions=False)
+        assert whole.hidden is not None
+        return whole.hidden
+
+    @property
+    def _has_hidden(self) -> bool:
+        return self._capture is not None and len(self._capture.hidden) > 0
 
     def to_hf(self, framework: Framework = "np") -> tuple[Any, ...]:
         """The rows of all remaining blocks in the form of Hugging Face transformers.
@@ -175,7 +215,8 @@ class PromptAttention:
         Returns:
             ``blocks.{layer}.attn.hook_pattern`` for kind "probs" and
             ``blocks.{layer}.attn.hook_attn_scores`` for kind "scores", of shape
-            ``(1, n_heads, n_rows, n_context)``.
+            ``(1, n_heads, n_rows, n_context)``; ``blocks.{layer}.hook_resid_post`` of shape
+            ``(1, n_rows, n_embd)`` for hidden states.
 
         Raises:
             InvalidCapture: The kind is "qk", for which TransformerLens has no name, or the capture
@@ -184,18 +225,32 @@ class PromptAttention:
             KqviewError: torch is not installed.
         """
         check_framework(framework)
-        name = "" if self._capture is None else lens_name(self._capture)
-        rows = hf_form(self.array(), framework)
-        return {f"blocks.{i}.{name}": one for i, one in zip(self.layers, rows, strict=True)}
+        named: dict[str, Any] = {}
+        if self.layers or not self._has_hidden:
+            name = "" if self._capture is None else lens_name(self._capture)
+            rows = hf_form(self.array(), framework)
+            named |= {f"blocks.{i}.{name}": one for i, one in zip(self.layers, rows, strict=True)}
+        if self._capture is not None and self._has_hidden:
+            layers = cast("Sequence[int]", self._capture.hidden)
+            states = hf_form(self.hidden, framework)
+            named |= {
+                f"blocks.{i}.hook_resid_post": one for i, one in zip(layers, states, strict=True)
+            }
+        return named
 
-    def _whole(self, *, with_positions: bool) -> tuple[Attention, Any]:
+    def _whole(self, *, with_positions: bool) -> _Whole:
+        if self._kept is not None:
+            return self._kept
         try:
-            return self._joined(with_positions=with_positions)
+            whole = self._joined(with_positions=with_positions or self._has_hidden)
         except BaseException:  # the blocks taken so far are lost
             self._source.cancel()
             raise
+        if self._has_hidden:
+            self._kept = whole
+        return whole
 
-    def _joined(self, *, with_positions: bool) -> tuple[Attention, Any]:
+    def _joined(self, *, with_positions: bool) -> _Whole:
         first = next(self, None)
         if first is None:
             raise InvalidCapture(
@@ -204,19 +259,22 @@ class PromptAttention:
             )
         if first.n_rows == self.n_rows:
             next(self, None)  # take the end, so that `usage` is final
-            return _rows_of(first), first.positions
-        rows = _Joined(self.n_rows, self._budget_bytes, self._count_copied)
-        positions = _Joined(self.n_rows, self._budget_bytes, self._count_copied)
+            return _values_of(first)
+        joined = [_Joined(self.n_rows, self._budget_bytes, self._count_copied) for _ in range(3)]
         i_row, block = 0, first
         while block is not None:
-            rows.add(_rows_of(block), i_row)
-            if with_positions and block.positions is not None:
-                positions.add(block.positions, i_row)
+            values = _values_of(block)
+            if not with_positions:
+                values = values._replace(positions=None)
+            for one, part in zip(joined, values, strict=True):
+                if part is not None:
+                    one.add(part, i_row)
             i_row += block.n_rows
-            first = block = None  # free its memory for the next one
+            values = part = first = block = None  # free their memory for the next one
             block = next(self, None)
-        self._handed.add(self.start, rows.whole, positions.whole)
-        return rows.whole, positions.whole
+        whole = _Whole(*(one.whole for one in joined))
+        self._handed.add(self.start, whole.rows, whole.positions)
+        return whole
 
     @property
     def usage(self) -> Usage:
@@ -249,8 +307,17 @@ class PromptAttention:
         self.close()
 
 
+def _values_of(block: PromptBlock) -> _Whole:
+    if block.rows is None and block.hidden is None:
+        raise InvalidCapture(f"on_full='drop' dropped the rows from {block.start} on; use 'wait'")
+    return _Whole(block.rows, block.positions, block.hidden)
+
+
 class _Joined:
-    """Joins the arrays of blocks by copying them along the axis of rows, the second to last."""
+    """Joins the arrays of blocks by copying them along the axis of rows, the second to last.
+
+    *whole* is None until something was added.
+    """
 
     def __init__(self, n_rows: int, budget_bytes: int, count_copied: Callable[[int], None]) -> None:
         self.whole: Any = None
@@ -280,12 +347,6 @@ class _Joined:
         return np.empty(shape, array.dtype)
 
 
-def _rows_of(block: PromptBlock) -> Attention:
-    if block.rows is None:
-        raise InvalidCapture(f"on_full='drop' dropped the rows from {block.start} on; use 'wait'")
-    return block.rows
-
-
 def all_rows(attention: PromptAttention) -> Rows:
     """The rows that something holds; if there are none, take all blocks. For code of kqview.
 
@@ -298,5 +359,6 @@ def all_rows(attention: PromptAttention) -> Rows:
     parts = list(attention._handed.held())  # pyright: ignore[reportPrivateUsage]
     if parts:
         return prompt_rows(context(), capture, parts)
-    whole = attention._whole(with_positions=capture is not None and capture.top_k is not None)  # pyright: ignore[reportPrivateUsage]
-    return prompt_rows(context(), capture, [(attention.start, *whole)])
+    has_positions = capture is not None and capture.top_k is not None
+    rows, positions = attention.top_k() if has_positions else (attention.array(), None)
+    return prompt_rows(context(), capture, [(attention.start, rows, positions)])

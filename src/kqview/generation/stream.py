@@ -250,9 +250,10 @@ class Generation:
         if isinstance(event, _core.TokenEvent):
             return self._to_token(event)
         if isinstance(event, _core.PromptEvent):
+            embedding = event.embedding
             return PromptBlock(
-                event.start, event.n_rows, event.attention, event.positions, event.embedding,
-                event.scores,
+                event.start, event.n_rows, event.attention, event.positions,
+                event.hidden if embedding is None else embedding, event.scores,
             )  # fmt: skip
         assert isinstance(event, _core.EndEvent)  # nothing steers it
         self._end(event.finish_reason)
@@ -398,8 +399,9 @@ class Generation:
     def prompt_attention(self) -> "PromptAttention":
         """Rows of the prompt's tokens, with ``Capture(prompt=True)``; an iterator of PromptBlock.
 
-        They come before the first token. Rows that are not taken stay in memory for as long as the
-        generation does.
+        They come before the first token. Each access gives a new iterator over the blocks that were
+        not taken yet: keep it to read both its `array` and its `hidden`. Rows that are not taken
+        stay in memory for as long as the generation does.
 
         Raises:
             InvalidCapture: The generation does not capture the rows of its prompt.
@@ -426,6 +428,11 @@ class Generation:
             count_copied=lambda n_bytes: self._handle.count_copied(n_bytes),
             budget_bytes=budget_bytes,
         )
+
+    def take_blocks(self) -> None:
+        """Take all rows of the prompt, for `next_block` to return without waiting."""
+        while (received := self._take()) is not None:
+            self._ahead = self._token_of(received)
 
     def next_block(self) -> PromptBlock | None:
         """The next rows of the prompt, None if there are no more; blocks until they arrive."""

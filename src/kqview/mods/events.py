@@ -111,7 +111,7 @@ class ForwardPass:
     n_tokens: int = 0
     attention: Attention | None = None
     attention_positions: Positions | None = None
-    hidden: NDArray[np.float32] | None = None
+    hidden: NDArray[np.floating[Any]] | None = None
 
     def top_k_logprob(self, k: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
         """Return the *k* largest log-probabilities and their ids, both of shape ``(1, k)``.

@@ -50,11 +50,13 @@ class Capture:
             ``[(start, stop), ...]``, ascending within a range, in any order and overlapping as you
             like. A stop of None, or beyond the context, grows with it. Columns not there yet count
             0. Sums are taken where the rows are computed, of kind "probs" only, after *reduce*.
-        dtype: Type of the values, "float32" or "float16". float16 saturates: a value out of range
-            becomes 65504 or -65504, so -inf always means a position that is not visible.
-        prompt: Also capture the rows of the prompt's own tokens.
+        dtype: Type of the values and hidden states, "float32" or "float16". float16 saturates: a
+            value out of range becomes 65504 or -65504, so -inf always means a position that is not
+            visible.
+        prompt: Also capture the rows, and hidden states, of the prompt's own tokens.
         hidden: Layers whose output, the residual stream after the layer, to hand out as well, given
-            as for *layers*; "all" for every layer.
+            as for *layers*; "all" for every layer. For the last layer's of a prompt, llama.cpp
+            computes the logits of its tokens too, in steps of at most 64 MiB of logits.
         vocab_logits: Also hand out the logits of the model's output, before anything is sampled
             from them.
         on_full: What to do when the budget of attention memory is used up: "raise" ends the
@@ -169,15 +171,14 @@ class Capture:
         """This capture as `Engine.attend` uses it, with the rows of the prompt.
 
         Raises:
-            InvalidCapture: *hidden* is not empty, or *vocab_logits* is true.
+            InvalidCapture: *vocab_logits* is true.
         """
-        for name, what in (("hidden", "hidden states"), ("vocab_logits", "the model's logits")):
-            if getattr(self, name):
-                raise InvalidCapture(
-                    f"{what} are captured for generated tokens only; use generate, or leave "
-                    f"{name} out",
-                    parameter="capture",
-                )
+        if self.vocab_logits:
+            raise InvalidCapture(
+                "the model's logits are captured for generated tokens only; use generate, or leave "
+                "vocab_logits out",
+                parameter="capture",
+            )
         return replace(self, prompt=True)
 
     def check_columns(self, *, has_all: bool) -> None:
@@ -187,7 +188,8 @@ class Capture:
             has_all: Whether the cache keeps every position of every layer.
 
         Raises:
-            InvalidCapture: *has_all* is false, or *prompt* is true but *layers* is empty.
+            InvalidCapture: *has_all* is false, or *prompt* is true but *layers* and *hidden* are
+                empty.
         """
         has_attention = self.layers is None or len(self.layers) > 0
         if not has_all and has_attention:
@@ -196,9 +198,10 @@ class Capture:
                 "so columns are not positions; open the Engine with swa_full=True",
                 parameter="capture",
             )
-        if self.prompt and not has_attention:
+        if self.prompt and not has_attention and not self.hidden:
             raise InvalidCapture(
-                "prompt is True but layers is empty; name layers, or leave prompt out",
+                "prompt is True but layers and hidden are empty; name layers in one of them, or "
+                "leave prompt out",
                 parameter="capture",
             )
 
@@ -244,8 +247,9 @@ class Capture:
         else:
             n_values = n_context if self.spans is None else len(self.spans)
             attention_bytes = n_rows * n_values * _ITEM_BYTES[self.dtype]
-        n_output = len(hidden) * model.n_embd + (model.n_vocab if self.vocab_logits else 0)
-        return attention_bytes + n_output * _ITEM_BYTES["float32"]
+        hidden_bytes = len(hidden) * model.n_embd * _ITEM_BYTES[self.dtype]
+        logits_bytes = model.n_vocab * _ITEM_BYTES["float32"] if self.vocab_logits else 0
+        return attention_bytes + hidden_bytes + logits_bytes
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

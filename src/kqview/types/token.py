@@ -122,7 +122,7 @@ class Token:
         attention_positions: With ``top_k``: int32 positions of the values, in the shape of
             attention.
         hidden: With ``Capture(hidden=[...])``: output of these layers for the query that produced
-            this token, float32 ``(n_hidden_layers, n_embd)``. Otherwise None.
+            this token, ``(n_hidden_layers, n_embd)`` in the dtype of the capture. Otherwise None.
         logits: With ``Capture(vocab_logits=True)``: the model's output before bias, penalties,
             grammar and sampling, from which this token was chosen, float32 ``(n_vocab,)``. None
             otherwise, and for a token that a mod forced.
@@ -142,7 +142,7 @@ class Token:
     top_logprobs: list[tuple[int, float]] | None = None
     attention: Attention | None = None
     attention_positions: Positions | None = None
-    hidden: NDArray[np.float32] | None = None
+    hidden: Array | None = None
     logits: NDArray[np.float32] | None = None
     forced: bool = False
     n_removed: int = 0
@@ -336,11 +336,13 @@ class PromptBlock:
             scores and 0 in probs, unless the model attends in both directions. A reduction removes
             the axis of heads (and layers). If layers differ in heads, a tuple with one
             ``(n_heads, n_rows, n_context)`` per layer. ``top_k`` and ``spans`` keep k values, or
-            one for each span, instead of ``n_context``. None if ``on_full="drop"`` dropped it.
+            one for each span, instead of ``n_context``. None if ``on_full="drop"`` dropped it, and
+            with ``Capture(layers=[], hidden=...)``.
         positions: With ``top_k``: int32 positions of the values, in the shape of rows. Otherwise
             None.
-        hidden: Always None from `attend`. Carries the result of `Engine.embed`: float32 of shape
-            ``(n_rows, n_values)``.
+        hidden: With ``Capture(hidden=...)``: the output of these layers for the queries,
+            ``(n_hidden_layers, n_rows, n_embd)`` in the dtype of the capture, a view like *rows*.
+            Otherwise None. Carries the result of `Engine.embed`: float32 ``(n_rows, n_values)``.
         scores: Always empty from `attend`. Carries scores to `Engine.score`.
     """
 
@@ -348,7 +350,7 @@ class PromptBlock:
     n_rows: int
     rows: Attention | None
     positions: Positions | None = None
-    hidden: NDArray[np.float32] | None = None
+    hidden: Array | None = None
     scores: Sequence[TokenScore] = ()
 
     def __repr__(self) -> str:
@@ -357,4 +359,7 @@ class PromptBlock:
         shown = f"<{len(rows)} layers>" if isinstance(rows, tuple) else None
         if isinstance(rows, np.ndarray):
             shown = f"<{rows.shape} {rows.dtype}>"
-        return f"PromptBlock(start={self.start}, n_rows={self.n_rows}, rows={shown})"
+        hidden = (
+            "" if self.hidden is None else f", hidden=<{self.hidden.shape} {self.hidden.dtype}>"
+        )
+        return f"PromptBlock(start={self.start}, n_rows={self.n_rows}, rows={shown}{hidden})"
