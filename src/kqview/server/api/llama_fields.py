@@ -12,7 +12,7 @@ left out are off. Fields that change only how llama.cpp computes (``backend_samp
 import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Annotated, Any, Final, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
@@ -70,6 +70,8 @@ class LlamaFields(Struct, kw_only=True):
         logit_bias: Added to logits: an object by id or text, such as {"13": -5}, or pairs [id or
             text, number]; false bans.
         json_schema: JSON schema that the text follows, such as {"type": "object"}.
+        finish_on_length: "close" to end what ``json_schema``, a tool's schema or another constraint
+            describes while there are tokens for that; "cut" if not given.
         n_probs: Report the logprobs of each token and of so many of the most probable ones, such as
             3. They are the model's own, before bias, grammar and samplers; see
             ``post_sampling_probs``.
@@ -140,6 +142,7 @@ class LlamaFields(Struct, kw_only=True):
     logit_bias: BiasObject | BiasPairs | None = None
     grammar: str | None = None
     json_schema: dict[str, Any] | None = None
+    finish_on_length: Literal["cut", "close"] | None = None
 
     n_probs: int | None = None
     logprobs: bool | int | None = None
