@@ -12,7 +12,7 @@ left with it, leaves enough of them to end the output (2). Each answer is a kind
 process has grown, a length and so many bytes.
 
 Beside llguidance, which ends nothing: JSON numbers end where they have the digits that JSON readers
-hold (`_Numbers`), and an output is ended while there are tokens for that (`_Ends`).
+hold (`Numbers`), and an output is ended while there are tokens for that (`_Ends`).
 """
 
 import ctypes
@@ -38,7 +38,7 @@ _STACK_BYTES = 64 << 20
 _ANEW, _SETTLE = 1, 2  # kinds of steps
 _ERROR_CHARACTERS = 3000
 _SPECIAL = b"\xff"  # how the text of a special token begins
-_AFTER_NUMBERS = (b",", b"}", b"]", b" ", b"\n", b"\t", b"\r", _SPECIAL)
+_AFTER_NUMBERS = (b"", b",", b"}", b"]", b" ", b"\n", b"\t", b"\r", _SPECIAL)
 _RSS_UNIT = 1 if sys.platform == "darwin" else 1024
 
 
@@ -116,7 +116,7 @@ def _mask(ids: list[int]) -> int:
     return int.from_bytes(bits, "little")
 
 
-class _Numbers:
+class Numbers:
     """Ends JSON numbers, for which a grammar of llguidance has no limit.
 
     Not integers: their schemas have one (kqview/types/json_schema.py). A number goes on where it
@@ -125,12 +125,12 @@ class _Numbers:
 
     SIGNIFICANT_MAX = 17
     DIGITS_MAX = 24
+    EXPONENT_MAX = 290
     EXPONENT_DIGITS_MAX = 3
     _NUMBER = re.compile(rb"(\d+)(\.\d*)?([eE][+-]?(\d*))?$")
-    _TAIL_BYTES = 64
+    TAIL_BYTES = 64
 
     def __init__(self, pieces: list[bytes]) -> None:
-        self._pieces = pieces
         nines = bytes.maketrans(b"12345678", b"99999999")
         longer: dict[bytes, list[int]] = {}  # what tokens add to a number
         ends: list[int] = []
@@ -145,38 +145,29 @@ class _Numbers:
         self._quote, self._point = (
             _mask([i for i, piece in enumerate(pieces) if piece == text]) for text in (b'"', b".")
         )
-        self._tail = b""
 
-    def restart(self) -> None:
-        """Nothing has been added."""
-        self._tail = b""
-
-    def add(self, tokens: tuple[int, ...]) -> None:
-        """Tokens of the output."""
-        added = b"".join(self._pieces[token] for token in tokens)
-        self._tail = (self._tail + added)[-self._TAIL_BYTES :]
-
-    def held(self, mask: bytes) -> bytes:
-        """*mask* without the tokens that make the number before it too long, if it may end."""
-        if not (found := self._NUMBER.search(self._tail)):
+    def held(self, mask: bytes, text: bytes) -> bytes:
+        """*mask*, of what may follow *text*, or its last `TAIL_BYTES`, without what is too long."""
+        if not (found := self._NUMBER.search(text)):
             return mask
         allowed = int.from_bytes(mask, "little")
         is_integer = found[2] is None and found[3] is None and not allowed & self._point
         if is_integer or allowed & self._quote:  # or in a string
             return mask
         for shape, tokens in self._longer.items():
-            if allowed & tokens and self._is_too_long(self._tail + shape):
+            if allowed & tokens and self._is_too_long(text + shape):
                 allowed &= ~tokens
         return allowed.to_bytes(len(mask), "little") if allowed & self._ends else mask
 
     def _is_too_long(self, text: bytes) -> bool:
         if not (found := self._NUMBER.search(text)):
             return False
-        digits = found[1] + (found[2] or b"")[1:]
+        digits, exponent = found[1] + (found[2] or b"")[1:], found[4] or b""
         return (
             len(digits.lstrip(b"0")) + (found[2] == b".") > self.SIGNIFICANT_MAX
             or len(digits) > self.DIGITS_MAX
-            or len(found[4] or b"") > self.EXPONENT_DIGITS_MAX
+            or len(exponent) > self.EXPONENT_DIGITS_MAX
+            or int(exponent or b"0") > self.EXPONENT_MAX  # a float64
         )
 
 
@@ -189,8 +180,7 @@ class _Ends:
     _CHOICES_MAX = 120
     _PAUSES = 16
     _CLOSING = b'}]",:'
-    _LATER = b"0123456789ntfabcdeghijklmopqrsuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ@.-/_ +"
-    _FILLER = b"."
+    _LATER = b"@./0123456789ntfabcdeghijklmopqrsuvwxyz"
 
     def __init__(self, library: Any, pieces: list[bytes], end: int) -> None:
         self._library = library
@@ -204,9 +194,8 @@ class _Ends:
             return [single[one] for one in (bytes([byte]) for byte in of) if one in single]
 
         self._closing = tokens(self._CLOSING)
-        self._later = [i for i in tokens(later) if i not in self._closing]
-        self._brackets, self._quote = tokens(b"}]"), tokens(b'"')
-        self._filler = tokens(self._FILLER)
+        self._later = tokens(later)
+        self._quote, self._letter = tokens(b'"'), tokens(b"z")  # which no JSON has but in strings
         self._n_pauses = 0
         self._forced = (ctypes.c_uint32 * 256)()
 
@@ -263,9 +252,8 @@ class _Ends:
         return [*found, self._end] if is_ended and len(found) < n_max else None
 
     def _choice(self, matcher: int, used: Counter[int]) -> list[int]:
-        is_text = all(self._follows(matcher, [one]) for one in self._brackets)
-        closing = self._quote + self._filler if is_text else self._closing
-        later = sorted(self._later, key=lambda one: used[one])  # no byte again and again
+        closing = self._quote if self._follows(matcher, self._letter) else self._closing
+        later = sorted(self._later, key=lambda one: used[one])  # none again and again
         for one in (*self._special, *closing, *later):
             if self._follows(matcher, [one]):
                 used[one] += 1
@@ -302,7 +290,8 @@ class _Host:
         sizes = struct.unpack(f"={n_vocab}I", lengths)
         places = [0, *itertools.accumulate(sizes)]
         pieces = [words[start:end] for start, end in itertools.pairwise(places)]
-        self._numbers = _Numbers(pieces)
+        self._pieces: list[bytes] = pieces
+        self._numbers = Numbers(pieces)
         self._ends = _Ends(self._library, pieces, init.tok_eos)
         self._children: dict[int, int] = {}  # process ids by number
 
@@ -384,14 +373,15 @@ class _Host:
         is_well = library.llg_matcher_get_error(matcher) is None
         numbers, ends = self._numbers, self._ends
         is_json = kind == b"json_schema" or b"%json" in text
+        tail = b""  # of the output
         end: list[int] | None = None  # of the output as it is
         settled: tuple[int, list[int] | None] = -1, None  # and with this token
         while is_well and library.llg_matcher_compute_mask(matcher) == 0:
             mask = ctypes.string_at(library.llg_matcher_get_mask(matcher), self._n_mask)
-            send(b"m", numbers.held(mask) if is_json else mask)
+            send(b"m", numbers.held(mask, tail) if is_json else mask)
             while True:
                 step, n_tokens = _STEP.unpack(_read(_STEP.size))
-                tokens = struct.unpack(f"={n_tokens}I", _read(4 * n_tokens))
+                tokens: tuple[int, ...] = struct.unpack(f"={n_tokens}I", _read(4 * n_tokens))
                 signal.setitimer(signal.ITIMER_PROF, self._step_s)
                 started_s = time.process_time()
                 if step != _SETTLE:
@@ -401,17 +391,17 @@ class _Host:
             end = settled[1] if tokens == settled[:1] else None
             if step == _ANEW:
                 is_well = library.llg_matcher_reset(matcher) == 0
-                numbers.restart()
-                end = None
+                tail, end = b"", None
             is_well = is_well and all(
                 library.llg_matcher_consume_token(matcher, token) == 0 for token in tokens
             )
-            numbers.add(tokens)
+            tail += b"".join(self._pieces[token] for token in tokens)
+            tail = tail[-Numbers.TAIL_BYTES :]
         error = library.llg_matcher_get_error(matcher) or b""
-        send(b"e", _shortened(error.partition(b"<state>")[0].decode("utf-8", "replace")).encode())
+        send(b"e", shortened(error.partition(b"<state>")[0].decode("utf-8", "replace")).encode())
 
 
-def _shortened(message: str) -> str:
+def shortened(message: str) -> str:
     """Its lines, as they point at each other; of a long one the beginning and the end."""
     lines = message.rstrip()
     half = _ERROR_CHARACTERS // 2

@@ -32,7 +32,7 @@ _GUIDANCE: Final = "x-guidance"
 _SPACES: Final = ("whitespace_flexible", "whitespace_pattern")
 _CLOSES: Final = "additionalProperties"
 _UNEVALUATED: Final = "unevaluatedProperties"
-# What llguidance can compare: it reads bounds as float64 and takes the smallest int64 for too small.
+# llguidance reads bounds as float64, and fails at the smallest int64.
 _INTEGERS: Final = (-(2**63) + 1024, 2**63 - 1)
 _MULTIPLES: Final = (-(10**15), 10**15)
 _STEPS_MAX: Final = 300_000  # well below a second
@@ -268,6 +268,8 @@ class _Closing:
                 del schema[_UNEVALUATED]
                 if is_open:
                     schema.setdefault(_CLOSES, True)
+                elif not {"$ref", *_COMBINING} & schema.keys():
+                    schema.setdefault(_CLOSES, False)
                 elif not _describes(schema):
                     schema["properties"] = {}
             self._require_tag(schema)
