@@ -194,7 +194,9 @@ class _Ends:
             return [single[one] for one in (bytes([byte]) for byte in of) if one in single]
 
         self._closing = tokens(self._CLOSING)
-        self._later = tokens(later)
+        letters = {len(piece): i for i, piece in enumerate(pieces) if piece.isalpha()}
+        self._fillers = [letters[n] for n in (8, 4, 2) if n in letters]
+        self._later = [*self._fillers, *tokens(later)]
         self._quote, self._letter = tokens(b'"'), tokens(b"z")  # which no JSON has but in strings
         self._n_pauses = 0
         self._forced = (ctypes.c_uint32 * 256)()
@@ -206,7 +208,7 @@ class _Ends:
 
         *end*: that of the output before it. *n_left*: tokens that are left, with this one.
         """
-        if self._n_pauses:  # the last searches found nothing, and took long
+        if self._n_pauses:  # the last search found nothing, and may have taken long
             self._n_pauses -= 1
             return token, None
         if end and end[0] == token:
@@ -222,7 +224,7 @@ class _Ends:
         if end is None or len(end) > n_left:
             end = self._find(matcher, n_left)
         if end is None:
-            self._n_pauses = self._PAUSES
+            self._n_pauses = min(self._PAUSES, n_left // 16)
             return token, None
         return end[0], end[1:]
 
@@ -256,7 +258,7 @@ class _Ends:
         later = sorted(self._later, key=lambda one: used[one])  # none again and again
         for one in (*self._special, *closing, *later):
             if self._follows(matcher, [one]):
-                used[one] += 1
+                used[one] += 1 if one in self._fillers else 2
                 return [one]
         return []
 

@@ -436,14 +436,15 @@ class Sampling:
         _to_schema,
         "JSON schema that the output must follow. An object that lists its properties has no "
         "others, unless it says ``additionalProperties: true``, and there is no white space "
-        'between values, unless the key "x-guidance" sets it. Needs llguidance, ``pip install '
-        '"kqview[constraints]"``, whose documentation lists what it supports.',
+        'between values, unless the key "x-guidance" sets it. Integers are within an int64, and '
+        "other numbers have at most 17 significant digits. Needs llguidance, ``pip install "
+        "'kqview[constraints]'``, whose documentation lists what it supports.",
     )
     regex: str | re.Pattern[str] | None = _row(
         None,
         _to_regex,
-        "Regular expression, in the syntax of Rust's regex crate, that the whole output must "
-        "match; also needs llguidance.",
+        "Regular expression, in the syntax of Rust's regex crate, whose ``\\w`` takes combining "
+        "marks, that the whole output must match; also needs llguidance.",
     )
     finish_on_length: Literal["cut", "close"] = _row(
         "cut",
