@@ -38,7 +38,7 @@ _STACK_BYTES = 64 << 20
 _ANEW, _SETTLE = 1, 2  # kinds of steps
 _ERROR_CHARACTERS = 3000
 _SPECIAL = b"\xff"  # how the text of a special token begins
-_AFTER_NUMBERS = (b"", b",", b"}", b"]", b" ", b"\n", b"\t", b"\r", _SPECIAL)
+_AFTER_NUMBERS = frozenset((b"", b",", b"}", b"]", b" ", b"\n", b"\t", b"\r", _SPECIAL))
 _RSS_UNIT = 1 if sys.platform == "darwin" else 1024
 
 
@@ -119,11 +119,12 @@ def _mask(ids: list[int]) -> int:
 class Numbers:
     """Ends JSON numbers, for which a grammar of llguidance has no limit.
 
-    Not integers: their schemas have one (kqview/types/json_schema.py). A number goes on where it
-    may not end, such as below its minimum.
+    Most schemas bound their integers (kqview/types/json_schema.py), others have the digits of an
+    int64. A number goes on where it may not end, such as below its minimum.
     """
 
     SIGNIFICANT_MAX = 17
+    INTEGER_MAX = 19
     DIGITS_MAX = 24
     EXPONENT_MAX = 290
     EXPONENT_DIGITS_MAX = 3
@@ -134,16 +135,16 @@ class Numbers:
         nines = bytes.maketrans(b"12345678", b"99999999")
         longer: dict[bytes, list[int]] = {}  # what tokens add to a number
         ends: list[int] = []
+        beginning = re.compile(rb"[0-9.eE+-]+")
         for i, piece in enumerate(pieces):
-            found = re.match(rb"[0-9.eE+-]*", piece)
-            if found and re.search(rb"[0-9.]", found[0]):
-                longer.setdefault(found[0].translate(nines), []).append(i)
-            elif piece[:1] in _AFTER_NUMBERS:
+            if piece[:1] in _AFTER_NUMBERS:
                 ends.append(i)
+            elif (found := beginning.match(piece)) and re.search(rb"[0-9.]", found[0]):
+                longer.setdefault(found[0].translate(nines), []).append(i)
         self._longer = {shape: _mask(ids) for shape, ids in longer.items()}
         self._ends = _mask(ends)
         self._quote, self._point = (
-            _mask([i for i, piece in enumerate(pieces) if piece == text]) for text in (b'"', b".")
+            _mask([pieces.index(text)]) if text in pieces else 0 for text in (b'"', b".")
         )
 
     def held(self, mask: bytes, text: bytes) -> bytes:
@@ -152,19 +153,20 @@ class Numbers:
             return mask
         allowed = int.from_bytes(mask, "little")
         is_integer = found[2] is None and found[3] is None and not allowed & self._point
-        if is_integer or allowed & self._quote:  # or in a string
+        if allowed & self._quote:  # in a string
             return mask
+        n_max = self.INTEGER_MAX if is_integer else self.SIGNIFICANT_MAX
         for shape, tokens in self._longer.items():
-            if allowed & tokens and self._is_too_long(text + shape):
+            if self._is_too_long(text + shape, n_max):
                 allowed &= ~tokens
         return allowed.to_bytes(len(mask), "little") if allowed & self._ends else mask
 
-    def _is_too_long(self, text: bytes) -> bool:
+    def _is_too_long(self, text: bytes, n_max: int) -> bool:
         if not (found := self._NUMBER.search(text)):
             return False
         digits, exponent = found[1] + (found[2] or b"")[1:], found[4] or b""
         return (
-            len(digits.lstrip(b"0")) + (found[2] == b".") > self.SIGNIFICANT_MAX
+            len(digits.lstrip(b"0")) + (found[2] == b".") > n_max
             or len(digits) > self.DIGITS_MAX
             or len(exponent) > self.EXPONENT_DIGITS_MAX
             or int(exponent or b"0") > self.EXPONENT_MAX  # a float64
@@ -185,7 +187,7 @@ class _Ends:
     def __init__(self, library: Any, pieces: list[bytes], end: int) -> None:
         self._library = library
         self._end = end
-        single = {piece: i for i, piece in reversed(list(enumerate(pieces))) if len(piece) == 1}
+        single = {piece: i for i, piece in enumerate(pieces) if len(piece) == 1}
         later = bytes(dict.fromkeys(self._LATER + bytes(range(32, 256)) + b"\t\n\r[{"))
         special = [i for i, piece in enumerate(pieces) if piece[:1] == _SPECIAL and i != end]
         self._special = special[: self._CHOICES_MAX]

@@ -79,6 +79,13 @@ def test_number_in_json_has_no_more_digits_than_readers_hold(
         assert abs(json.loads(text)) <= INT64_MAX
 
 
+@pytest.mark.parametrize(("kind", "n"), [("integer", 19), ("number", 17)])
+def test_number_in_a_grammar_of_llguidance_ends(model: Engine, kind: str, n: int) -> None:
+    lark = f'%llguidance {{}}\nstart: %json {{"type": "{kind}"}} ","'
+    bias = preferring("7")
+    assert model.generate(PROMPT, grammar=lark, logit_bias=bias).read() == n * "7" + ","
+
+
 def test_numbers_of_a_regex_are_its_own(model: Engine) -> None:
     text = model.generate(PROMPT, regex="[0-9]{40}", max_tokens=60).read()
     assert re.fullmatch("[0-9]{40}", text)
