@@ -70,8 +70,6 @@ class LlamaFields(Struct, kw_only=True):
         logit_bias: Added to logits: an object by id or text, such as {"13": -5}, or pairs [id or
             text, number]; false bans.
         json_schema: JSON schema that the text follows, such as {"type": "object"}.
-        finish_on_length: "close" to end what ``json_schema``, a tool's schema or another constraint
-            describes while there are tokens for that; "cut" if not given.
         n_probs: Report the logprobs of each token and of so many of the most probable ones, such as
             3. They are the model's own, before bias, grammar and samplers; see
             ``post_sampling_probs``.
