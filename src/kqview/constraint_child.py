@@ -393,6 +393,7 @@ class _Host:
                 settled = ends.settle(matcher, tokens[0], tokens[1], end)
                 send(b"t", struct.pack("=I", settled[0]))
             end = settled[1] if tokens == settled[:1] else None
+            settled = -1, None
             if step == _ANEW:
                 is_well = library.llg_matcher_reset(matcher) == 0
                 tail, end = b"", None

@@ -11,6 +11,7 @@ import pytest
 
 from kqview import Engine
 from kqview.errors import InvalidSampling
+from kqview.mods import Added, Sampled
 from tests.support import tiny_gguf
 from tests.support.rows import random_ids
 
@@ -200,15 +201,27 @@ def test_full_context_is_a_limit_too(model: Engine) -> None:
 
 def test_steered_answer_is_closed_as_the_plain_one(model: Engine) -> None:
     options: dict[str, Any] = {
-        "json_schema": RECORDS, "max_tokens": 90, "seed": 3, "finish_on_length": "close",
-        "logit_bias": {ord(one): 8.0 for one in '[{"a,'}, "temperature": 1.0,
+        "json_schema": RECORDS, "max_tokens": 90, "finish_on_length": "close", "temperature": 0,
+        "logit_bias": {ord(one): 8.0 for one in '[{"a,'},
     }  # fmt: skip
     plain = model.generate(PROMPT, **options)
-    assert (
-        model.generate(PROMPT, mods=[lambda _event, _actions: None], **options).read()
-        == plain.read()
-    )
-    jsonschema.validate(json.loads(plain.text), RECORDS)
+    jsonschema.validate(json.loads(plain.read()), RECORDS)
+    ids: list[int] = []
+    taken_back: set[int] = set()
+
+    def take_back(event: Any, actions: Any) -> Any:
+        """Each third time, the last tokens: they are added again."""
+        if isinstance(event, Added):
+            ids.extend(event.added_tokens)
+        n = len(ids)
+        if not isinstance(event, Sampled) or n % 3 != 2 or n in taken_back:
+            return None
+        taken_back.add(n)
+        again, ids[-2:] = ids[-2:], []
+        return actions.backtrack(2, again)
+
+    assert model.generate(PROMPT, mods=[take_back], **options).read() == plain.text
+    assert len(taken_back) > 20
 
 
 @pytest.mark.parametrize("options", [{}, {"grammar": 'root ::= "a"'}])
