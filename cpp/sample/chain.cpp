@@ -278,6 +278,11 @@ void sampler::read_logprobs(const float* logits) {
 // `row`: the edited logits.
 picked_token sampler::choose_from(std::span<const float> row) {
     picked_token token{choose(row), std::numeric_limits<float>::quiet_NaN(), {}};
+    const token_id settled = filter_ ? filter_->settle(token.id, limit_) : token.id;
+    if (settled != token.id && row[static_cast<std::size_t>(settled)] > minus_inf) {
+        token.id = settled;
+        last_p_ = 1.0F;
+    }
     if (params_.top_logprobs) report(token, row);
     return token;
 }

@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstdio>
+#include <cstring>
 #include <functional>
 #include <string_view>
 #include <utility>
@@ -20,28 +21,17 @@ namespace {
 using clock = process_socket::clock;
 
 constexpr std::size_t n_bytes_max = std::size_t{1} << 20;
-constexpr std::size_t n_message_max = 300;
 // The longest wait for an answer. The limits on CPU time end it sooner, unless the machine is busy.
 constexpr std::chrono::seconds answer_limit{60};
 // What is spent on a constraint that takes less is no reason to refuse it.
 constexpr std::int64_t small_bytes = std::int64_t{16} << 20;
+// While more tokens than this are left, none is checked for whether the output can be ended.
+constexpr int n_watched = 1024;
+// Steps of constraint_child.py.
+enum class step : std::uint32_t { add, add_anew, settle };
 
 // The caller's option for a kind of constraint.
 std::string option_of(const std::string& kind) { return kind == "lark" ? "grammar" : kind; }
-
-// llguidance's messages have several lines, with the whole grammar at the end. Cuts between
-// characters.
-std::string one_line(std::string_view message) {
-    std::string line;
-    for (const char c : message) {
-        const bool is_start = (static_cast<unsigned char>(c) & 0xC0U) != 0x80;
-        if (is_start && line.size() >= n_message_max) return line + "...";
-        const bool is_space = c == ' ' || c == '\n' || c == '\t' || c == '\r';
-        if (!is_space) line += c;
-        if (is_space && !line.empty() && line.back() != ' ') line += ' ';
-    }
-    return line;
-}
 
 // Why llguidance refuses a constraint or cannot go on with it, and the remedy; follows the
 // constraint's name.
@@ -52,12 +42,11 @@ std::string refusal(std::string_view message, bool is_new) {
                R"("x-guidance": {"coerce_one_of": true} to the whole schema, which is the same)";
     }
     if (is_new && message.starts_with("NoExtension")) return " matches no output; correct it";
-    message = message.substr(0, message.find("<state>"));
     // Rust's own words help nobody who wrote a schema.
     if (message.starts_with("panic")) return " makes llguidance fail; simplify it";
-    return (is_new ? " is refused by llguidance: "
-                   : " cannot be followed further by llguidance: ") +
-           one_line(message) + (is_new ? "; correct it" : "; simplify it");
+    return (is_new ? " is refused by llguidance; correct it: "
+                   : " cannot be followed further by llguidance; simplify it: ") +
+           std::string(message);
 }
 
 // Why a process ended without an answer; follows the constraint's name.
@@ -101,8 +90,8 @@ private:
 class constraint final : public token_filter {
 public:
     constraint(std::shared_ptr<constraint_host> host, const std::string& kind,
-               const std::string& text, const stop_flag& unwanted)
-        : kind_(option_of(kind)), child_(std::move(host)) {
+               const std::string& text, const stop_flag& unwanted, int n_closed)
+        : kind_(option_of(kind)), n_closed_(n_closed), child_(std::move(host)) {
         const std::array<std::uint32_t, 2> sizes{static_cast<std::uint32_t>(kind.size()),
                                                  static_cast<std::uint32_t>(text.size())};
         std::string words(reinterpret_cast<const char*>(sizes.data()), sizeof sizes);
@@ -136,12 +125,26 @@ public:
         return (mask_[i / 32] >> (i % 32) & 1U) != 0;
     }
 
+    token_id settle(token_id id, work_limit& limit) override {
+        const int n_left = n_closed_ - n_accepted_;
+        if (n_left <= 0 || n_left > n_watched || child_.host().is_end(id)) return id;
+        const auto is_stopped = [&] { return limit.is_stopped(); };
+        request(step::settle, {static_cast<std::uint32_t>(id), static_cast<std::uint32_t>(n_left)},
+                is_stopped);
+        limit.charge(receive(is_stopped));
+        limit.check();
+        const bool is_token =
+            settled_ >= 0 && settled_ < static_cast<token_id>(child_.host().n_vocab());
+        return is_token ? settled_ : id;
+    }
+
     // The mask of what may follow is computed from here on, beside the token's own computation.
     void accept(token_id id, work_limit& limit) override {
         is_current_ = false;
         // Nothing follows an end token, and llguidance rejects it where nothing else may come.
         if (child_.host().is_end(id)) return;
         accepted_.push_back(static_cast<std::uint32_t>(id));
+        ++n_accepted_;
         if (!is_due_) request_mask([&] { return limit.is_stopped(); });
     }
 
@@ -149,18 +152,21 @@ public:
         is_current_ = false;
         is_anew_ = true;
         accepted_.clear();
+        n_accepted_ = 0;
     }
 
 private:
     void request_mask(const std::function<bool()>& is_stopped) {
-        const std::array<std::uint32_t, 2> head{is_anew_ ? 1U : 0U,
-                                                static_cast<std::uint32_t>(accepted_.size())};
-        std::string words(reinterpret_cast<const char*>(head.data()), sizeof head);
-        words.append(reinterpret_cast<const char*>(accepted_.data()),
-                     accepted_.size() * sizeof(std::uint32_t));
-        accepted_.clear();
+        request(is_anew_ ? step::add_anew : step::add, std::exchange(accepted_, {}), is_stopped);
         is_anew_ = false;
-        send(words, is_stopped);
+    }
+
+    void request(step kind, std::vector<std::uint32_t> words,
+                 const std::function<bool()>& is_stopped) {
+        const auto n_words = static_cast<std::uint32_t>(words.size());
+        words.insert(words.begin(), {static_cast<std::uint32_t>(kind), n_words});
+        send({reinterpret_cast<const char*>(words.data()), words.size() * sizeof(std::uint32_t)},
+             is_stopped);
     }
 
     void send(const std::string& words, const std::function<bool()>& is_stopped) {
@@ -169,8 +175,8 @@ private:
         if (!is_due_) raise_ended(is_stopped);
     }
 
-    // Takes the answer that is due: a mask, of the last token unless others were accepted since.
-    // Returns the CPU time that it took.
+    // Takes the answer that is due: a settled token; or a mask, of the last token unless others
+    // were accepted since. Returns the CPU time that it took.
     double receive(const std::function<bool()>& is_stopped) {
         struct {
             char kind;
@@ -185,10 +191,14 @@ private:
         void* const place = head.kind == 'm' ? static_cast<void*>(mask_.data()) : body.data();
         if (!child_.socket().receive(place, head.n_bytes, until, is_stopped))
             raise_ended(is_stopped);
+        is_due_ = false;
+        if (head.kind == 't' && body.size() == sizeof settled_) {
+            std::memcpy(&settled_, body.data(), sizeof settled_);
+            return head.cpu_us * 1e-6;
+        }
         if (head.kind != 'm') {
             throw error(errc::invalid_sampling, kind_ + refusal(body, !has_mask_));
         }
-        is_due_ = false;
         has_mask_ = true;
         is_current_ = !is_anew_ && accepted_.empty();
         count(std::int64_t{head.grown_kib} << 10);
@@ -217,22 +227,25 @@ private:
     }
 
     const std::string kind_;
+    const int n_closed_;
     held_child child_;
     std::int64_t n_bytes_ = 0;  // the memory of its process
 
     std::vector<std::uint32_t> mask_;      // one bit per token
     std::vector<std::uint32_t> accepted_;  // and not sent yet
-    bool is_anew_ = false;                 // they follow nothing
-    bool is_due_ = false;                  // an answer is on its way
-    bool has_mask_ = false;                // the text has been compiled
-    bool is_current_ = false;              // mask_ is of what may follow now
+    int n_accepted_ = 0;                   // sent or not
+    token_id settled_ = 0;
+    bool is_anew_ = false;     // they follow nothing
+    bool is_due_ = false;      // an answer is on its way
+    bool has_mask_ = false;    // the text has been compiled
+    bool is_current_ = false;  // mask_ is of what may follow now
 };
 
 }  // namespace
 
 std::unique_ptr<token_filter> make_constraint(std::shared_ptr<constraint_host> host,
                                               const std::string& kind, const std::string& text,
-                                              const stop_flag& unwanted) {
+                                              const stop_flag& unwanted, int n_closed) {
     const std::string option = option_of(kind);
     if (text.size() > n_bytes_max) {
         throw error(errc::invalid_sampling, option + " has " + std::to_string(text.size()) +
@@ -242,7 +255,7 @@ std::unique_ptr<token_filter> make_constraint(std::shared_ptr<constraint_host> h
     if (text.find('\0') != std::string::npos) {
         throw error(errc::invalid_sampling, option + " contains a zero byte; leave it out");
     }
-    auto made = std::make_unique<constraint>(std::move(host), kind, text, unwanted);
+    auto made = std::make_unique<constraint>(std::move(host), kind, text, unwanted, n_closed);
     if (made->matches_nothing()) {
         throw error(errc::invalid_sampling, option + " matches no output; correct it");
     }

@@ -95,6 +95,9 @@ void check(const sampling_params& params, std::int32_t n_vocab) {
         throw error(errc::invalid_sampling,
                     "grammar, json_schema and regex cannot be combined; give one of them");
     }
+    if (params.finish_on_length != "cut" && params.finish_on_length != "close") {
+        refuse("finish_on_length", "\"cut\" or \"close\"", '"' + params.finish_on_length + '"');
+    }
     if (params.top_logprobs) {
         check_range("top_logprobs", {0, static_cast<double>(n_vocab)}, *params.top_logprobs);
     }

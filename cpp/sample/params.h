@@ -57,6 +57,8 @@ struct sampling_params {
     std::optional<std::string> grammar;
     std::optional<std::string> json_schema;
     std::optional<std::string> regex;
+    // "cut", or "close": the output ends, as one of these allows, while there are tokens for that.
+    std::string finish_on_length = "cut";
 
     // 0 = only the chosen token's logprob, k = also those of the k most probable tokens.
     std::optional<std::int32_t> top_logprobs;
@@ -118,6 +120,7 @@ inline constexpr std::tuple sampling_options{
     sampling_option{"grammar", &sampling_params::grammar},
     sampling_option{"json_schema", &sampling_params::json_schema},
     sampling_option{"regex", &sampling_params::regex},
+    sampling_option{"finish_on_length", &sampling_params::finish_on_length},
     sampling_option{"top_logprobs", &sampling_params::top_logprobs, {.low = 0}},
     sampling_option{"post_sampling_probs", &sampling_params::post_sampling_probs},
 };

@@ -33,8 +33,15 @@ std::shared_ptr<const token_texts> read_texts(const model& source) {
 
 std::unique_ptr<token_filter> token_filters::make(
     const sampling_params& params, const std::vector<std::string>& constraint_command,
-    const stop_flag& unwanted) {
+    const stop_flag& unwanted, int n_tokens) {
     const bool is_lark = params.grammar && params.grammar->starts_with(lark_mark);
+    const bool closes = params.finish_on_length == "close";
+    if (closes && !is_lark && !params.json_schema && !params.regex) {
+        throw error(errc::invalid_sampling,
+                    "finish_on_length is \"close\", which ends what a json_schema, a regex or a "
+                    "grammar after %llguidance describes; give one of them, or leave it out");
+    }
+    const int n_closed = closes ? n_tokens : 0;
     if (!is_lark && params.grammar && !params.grammar->empty()) {
         return make_grammar(*params.grammar);
     }
@@ -48,10 +55,11 @@ std::unique_ptr<token_filter> token_filters::make(
         }
         host = constraints_;
     }
-    if (is_lark) return make_constraint(std::move(host), "lark", *params.grammar, unwanted);
-    return params.json_schema
-               ? make_constraint(std::move(host), "json_schema", *params.json_schema, unwanted)
-               : make_constraint(std::move(host), "regex", *params.regex, unwanted);
+    const char* const kind = is_lark ? "lark" : params.json_schema ? "json_schema" : "regex";
+    const auto& text = is_lark              ? params.grammar
+                       : params.json_schema ? params.json_schema
+                                            : params.regex;
+    return make_constraint(std::move(host), kind, *text, unwanted, n_closed);
 }
 
 void token_filters::close() {

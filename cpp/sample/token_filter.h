@@ -29,6 +29,9 @@ public:
     // About this many calls of allows() follow before the next accept().
     virtual void prepare(std::size_t n_calls, work_limit& limit) = 0;
     virtual bool allows(token_id id, work_limit& limit) = 0;
+    // The token to take where this one was chosen, which is allowed: itself, or else the one that
+    // begins to end the output, while there are tokens for that.
+    virtual token_id settle(token_id id, work_limit& /*limit*/) { return id; }
     // Advances by this token, which must be allowed.
     virtual void accept(token_id id, work_limit& limit) = 0;
     // Back to where nothing had been accepted.
@@ -44,11 +47,11 @@ public:
     explicit token_filters(std::shared_ptr<const model> source) : source_(std::move(source)) {}
 
     // Null if `params` ask for no filter. `constraint_command` runs the helper process for JSON
-    // schemas and regular expressions, whose start ends early when `unwanted` is set. Raises
-    // invalid_sampling, and what constraint_host raises.
+    // schemas and regular expressions, whose start ends early when `unwanted` is set. The output
+    // gets at most `n_tokens`. Raises invalid_sampling, and what constraint_host raises.
     std::unique_ptr<token_filter> make(const sampling_params& params,
                                        const std::vector<std::string>& constraint_command,
-                                       const stop_flag& unwanted);
+                                       const stop_flag& unwanted, int n_tokens);
     // Makes no more constraints; the helper process ends with the last of them.
     void close();
 

@@ -43,9 +43,14 @@ std::shared_ptr<request> engine::submit(request_options options) {
         throw error(errc::request, "only_attends and is_steered exclude each other");
     }
     if (!wanted->only_attends) {
+        // As delivery::n_left counts.
+        const int n_room = n_ctx_ + 1 - static_cast<int>(wanted->prompt.size());
+        const int n_tokens =
+            wanted->n_discard > 0 ? wanted->max_tokens : std::min(wanted->max_tokens, n_room);
         auto picker = std::make_unique<sampler>(
             source_->vocab(), wanted->sampling, llama_model_n_ctx_train(source_->get()),
-            filters_.make(wanted->sampling, wanted->constraint_command, *wanted->unwanted));
+            filters_.make(wanted->sampling, wanted->constraint_command, *wanted->unwanted,
+                          n_tokens));
         picker->accept_prompt(wanted->prompt, wanted->is_steered);
         wanted->picker = std::move(picker);
     }

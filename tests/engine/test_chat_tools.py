@@ -126,6 +126,28 @@ def test_tools_are_not_shown_if_none_may_be_called(engine: Engine):
         generation.close()
 
 
+def test_number_in_the_arguments_of_a_call_ends(engine: Engine):
+    part = {"properties": {"part": {"type": "number"}}, "required": ["part"]}
+    share = {"type": "function", "function": {"name": "share", "parameters": part}}
+    bias = {ord("7"): 1000.0, ord("e"): -1000.0, ord("E"): -1000.0}
+    (call,) = chat(
+        engine, tools=[share], tool_choice="required", parallel_tool_calls=False, logit_bias=bias,
+        temperature=0,
+    ).tool_calls  # fmt: skip
+    assert call.arguments == {"part": int(17 * "7")}
+
+
+def test_call_that_reaches_its_limit_is_closed(engine: Engine):
+    note = {"properties": {"text": {"type": "string"}}, "required": ["text"]}
+    keep = {"type": "function", "function": {"name": "keep", "parameters": note}}
+    (call,) = chat(
+        engine, tools=[keep], tool_choice="required", max_tokens=120,
+        parallel_tool_calls=False, finish_on_length="close", logit_bias={ord("a"): 1000.0},
+    ).tool_calls  # fmt: skip
+    assert call.name == "keep"
+    assert set(call.arguments["text"]) == {"a"}
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_with_tools_and_a_schema_the_answer_is_a_call_or_json(engine: Engine, seed: int):
     options = {"json_schema": {"enum": [1, 2]}, "tools": [STOP], "seed": seed}

@@ -383,6 +383,7 @@ BAD_SAMPLING: dict[str, list[Any]] = {
     "banned_tokens": [[-1], [1.5], [True]],
     "stop": [[""], [5]],
     "stop_tokens": [[-1], [2**31], ["1"]],
+    "finish_on_length": ["stop", 1, True],
     "top_logprobs": [-1, 1.5, 321],
     "post_sampling_probs": [1, "yes"],
 }

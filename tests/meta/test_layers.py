@@ -72,9 +72,9 @@ INNER_RINGS = {
 }
 # What `kqview.NAME` loads at its first use; importing the package does not.
 LOADED_WHEN_USED = {"kqview": {"viz"}}
-KNOWN_TO_INNER_RINGS = {"arguments", "confined", "errors", "types", "machine", "_core"}
 KNOWN_TO_INNER_RINGS = {
-    "arguments", "confined", "errors", "json_input", "types", "machine", "_core",
+    "arguments", "confined", "constraint_child", "errors", "json_input", "types", "machine",
+    "_core",
 }  # fmt: skip
 
 

@@ -291,6 +291,24 @@ def test_schema_and_grammar_hold(client: httpx.Client):
     assert both["content"] == "y"
 
 
+def test_json_is_closed_before_its_limit_cuts_it_off(client: httpx.Client):
+    pytest.importorskip("llguidance")
+    schema = {"type": "array", "items": {"type": "string", "minLength": 8}, "minItems": 1}
+    body: dict[str, Any] = {"json_schema": schema, "n_predict": 14, "temperature": 0}
+    assert complete(client, **body)["stop_type"] == "limit"
+    closed = complete(client, **body, finish_on_length="close")
+    assert closed["stop_type"] == "eos"
+    assert len(json.loads(closed["content"])[0]) >= 8
+
+
+def test_words_of_llguidance_keep_their_lines(client: httpx.Client):
+    pytest.importorskip("llguidance")
+    schema = {"type": "string", "pattern": "ab(c"}
+    reply = client.post("/completion", json={"prompt": "a", "json_schema": schema})
+    assert reply.status_code == 400
+    assert "\n    ab(c\n      ^\nerror: unclosed group" in reply.json()["error"]["message"]
+
+
 def test_slot_keeps_its_prompt_for_the_next_request(client: httpx.Client):
     prompt = "The river was wide and the boat was small"
     complete(client, prompt=prompt, n_predict=1, id_slot=0)

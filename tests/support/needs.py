@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tests.support import stock
+from tests.support import json_suite, stock
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -65,6 +65,7 @@ def _program(*names: str) -> Callable[[], bool]:
 NEEDS: dict[str, Callable[[], bool]] = {
     "peers": _has_peers,  # python bench/peers/build.py kq-eval-rows test-llama-archs rpc-server
     "developer build": _has_developer_build,  # CONTRIBUTING.md
+    "json suite": json_suite.is_here,  # python -m tests.support.json_suite
     "chromium": _program("chromium", "chromium-browser"),
     "nginx": _program("nginx"),
     "caddy": _program("caddy"),

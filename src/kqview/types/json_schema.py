@@ -3,7 +3,8 @@
 In JSON Schema, an object whose schema lists its properties may have others as well. A small model
 then writes properties of its own until its tokens are spent. `closed` allows none but those listed,
 as llama.cpp's own conversion of schemas does, unless the schema says otherwise. White space between
-values is a choice of the model in the same way; `held` leaves it none.
+values is a choice of the model in the same way; `held` leaves it none. And digits are: integers get
+the bounds of an int64 (other numbers have theirs in constraint_child.py).
 
 Pure. Bounded: nothing recurses, and the work on a schema is limited.
 """
@@ -31,6 +32,9 @@ _GUIDANCE: Final = "x-guidance"
 _SPACES: Final = ("whitespace_flexible", "whitespace_pattern")
 _CLOSES: Final = "additionalProperties"
 _UNEVALUATED: Final = "unevaluatedProperties"
+# llguidance reads bounds as float64, and fails at the smallest int64.
+_INTEGERS: Final = (-(2**63) + 1024, 2**63 - 1)
+_MULTIPLES: Final = (-(10**15), 10**15)
 _STEPS_MAX: Final = 300_000  # well below a second
 _OPEN: Final = "open"  # name of a copy of a definition, with a number
 
@@ -255,6 +259,7 @@ class _Closing:
             if not _is_object(schema) or id(schema) in found:
                 continue
             self._spend(1 + len(schema))
+            _bound(schema)
             if _TOUCHED.isdisjoint(schema):
                 continue
             found[id(schema)] = schema
@@ -263,6 +268,8 @@ class _Closing:
                 del schema[_UNEVALUATED]
                 if is_open:
                     schema.setdefault(_CLOSES, True)
+                elif not {"$ref", *_COMBINING} & schema.keys():
+                    schema.setdefault(_CLOSES, False)
                 elif not _describes(schema):
                     schema["properties"] = {}
             self._require_tag(schema)
@@ -452,6 +459,22 @@ def _inner(schema: dict[str, Any]) -> Iterator[object]:
             yield from cast("list[object]", given)
         if key in _SINGLE:
             yield given
+
+
+def _bound(schema: dict[str, Any]) -> None:
+    """Bound integers, and multiples of a number, on each side where the schema does not."""
+    given = schema.get("type")
+    types = cast("list[object]", given) if isinstance(given, list) else [given]
+    is_integer = "integer" in types and "number" not in types
+    if not (is_integer or "multipleOf" in schema) or {"const", "enum"} & schema.keys():
+        return
+    low, high = _INTEGERS if is_integer else _MULTIPLES
+    for name, exclusive, bound in (
+        ("minimum", "exclusiveMinimum", low),
+        ("maximum", "exclusiveMaximum", high),
+    ):
+        if exclusive not in schema:
+            schema.setdefault(name, bound)
 
 
 def _describes(schema: dict[str, Any]) -> bool:

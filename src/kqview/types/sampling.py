@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from types import MappingProxyType
-from typing import Any, Final, TypedDict, cast
+from typing import Any, Final, Literal, TypedDict, cast
 
 import numpy as np
 
@@ -163,6 +163,12 @@ def _encodable(name: str, text: str) -> str:
     return text
 
 
+def _to_finish(option: SamplingOption, value: object) -> str:
+    if value not in ("cut", "close"):
+        raise _invalid(option.name, value, '"cut" or "close"')
+    return cast("str", value)
+
+
 def _constraint(name: str, text: str) -> str:
     """*text* that the output must follow; an empty one allows nothing."""
     if not text:
@@ -260,6 +266,7 @@ class SamplingOptions(TypedDict, total=False):
     grammar: str | None
     json_schema: SchemaLike | None
     regex: str | re.Pattern[str] | None
+    finish_on_length: Literal["cut", "close"] | None
     top_logprobs: int | None
     post_sampling_probs: bool | None
 
@@ -429,14 +436,23 @@ class Sampling:
         _to_schema,
         "JSON schema that the output must follow. An object that lists its properties has no "
         "others, unless it says ``additionalProperties: true``, and there is no white space "
-        'between values, unless the key "x-guidance" sets it. Needs llguidance, ``pip install '
-        '"kqview[constraints]"``, whose documentation lists what it supports.',
+        'between values, unless the key "x-guidance" sets it. Integers are within an int64, and '
+        "other numbers have at most 17 significant digits. Needs llguidance, ``pip install "
+        "'kqview[constraints]'``, whose documentation lists what it supports.",
     )
     regex: str | re.Pattern[str] | None = _row(
         None,
         _to_regex,
-        "Regular expression, in the syntax of Rust's regex crate, that the whole output must "
-        "match; also needs llguidance.",
+        "Regular expression, in the syntax of Rust's regex crate, whose ``\\w`` takes combining "
+        "marks, that the whole output must match; also needs llguidance.",
+    )
+    finish_on_length: Literal["cut", "close"] = _row(
+        "cut",
+        _to_finish,
+        'What becomes of a constrained text that reaches its limit of tokens: "cut" ends it '
+        'anywhere; "close" ends it as json_schema, regex or a grammar of llguidance allows, while '
+        "there are tokens for that.",
+        example="close",
     )
     top_logprobs: int | None = _integer(
         None,

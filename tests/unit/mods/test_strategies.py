@@ -230,6 +230,20 @@ def test_answer_of_a_grammar_matches_it(described: Any, data: st.DataObject):
             assert json.loads(text).keys() == {"a", "b"}
 
 
+@pytest.mark.parametrize(("kind", "n"), [("integer", 19), ("number", 17), ("string", 40)])
+def test_number_of_a_schema_ends(kind: str, n: int):
+    pytest.importorskip("llguidance")
+    strategy = JsonSchemaStrat({"type": kind}).into_strategy(TOKENIZER)
+    state = strategy.start(TOKENIZER)
+    if kind == "string":
+        assert strategy.step(state, WORDS.id('"'), TOKENIZER) is None
+    n_digits = 0
+    while n_digits < 40 and WORDS.id("7") in allowed(strategy, state):
+        assert strategy.step(state, WORDS.id("7"), TOKENIZER) is None
+        n_digits += 1
+    assert n_digits == n
+
+
 def test_grammar_forces_what_has_no_choice_and_refuses_the_rest():
     pytest.importorskip("llguidance")
     strategy = JsonSchemaStrat(SCHEMA).into_strategy(TOKENIZER)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 import numpy as np
 
 from kqview.confined import Confined, Stopped
+from kqview.constraint_child import Numbers, shortened
 from kqview.errors import InvalidSampling, KqviewError
 from kqview.mods.actions import Backtrack, ForceTokens
 from kqview.mods.kit.strategies import Strategy
@@ -86,10 +87,12 @@ class GrammarState:
     def __init__(self, matcher: Any) -> None:
         self.matcher = matcher
         self.is_ended = False
+        self.tail = b""
+        """The end of the answer, as far as `Numbers` reads it."""
 
     def __copy__(self) -> "GrammarState":
         twin = GrammarState(self.matcher.deep_copy())
-        twin.is_ended = self.is_ended
+        twin.is_ended, twin.tail = self.is_ended, self.tail
         return twin
 
 
@@ -101,6 +104,7 @@ class GrammarStrategy(Strategy[GrammarState]):
         self._vocabulary = _vocabulary_of(tokenizer)
         self._grammar = grammar
         self._name = name
+        self._numbers = Numbers(self._table.pieces) if name == "schema" else None
         self._first = self._new_matcher()
 
     def start(self, tokenizer: "ModTokenizer") -> GrammarState:
@@ -109,8 +113,12 @@ class GrammarStrategy(Strategy[GrammarState]):
 
     def allowed_tokens(self, state: GrammarState, tokenizer: "ModTokenizer") -> Ids:
         """See Strategy."""
-        bits = np.frombuffer(state.matcher.compute_bitmask(), np.uint8)
-        flags = np.unpackbits(bits, count=self._table.n_vocab, bitorder="little")
+        mask: bytes = state.matcher.compute_bitmask()
+        if self._numbers:
+            mask = self._numbers.held(mask, state.tail)
+        flags = np.unpackbits(
+            np.frombuffer(mask, np.uint8), count=self._table.n_vocab, bitorder="little"
+        )
         flags[self._table.control_ids] = 0
         if self.can_end(state):
             flags[self._table.end_ids] = 1
@@ -127,6 +135,7 @@ class GrammarStrategy(Strategy[GrammarState]):
         if not self._table.pieces[token_id] or not state.matcher.validate_tokens([token_id]):
             return Backtrack(1)
         state.matcher.consume_token(token_id)
+        state.tail = (state.tail + self._table.pieces[token_id])[-Numbers.TAIL_BYTES :]
         return None
 
     def is_complete(self, state: GrammarState) -> bool:
@@ -161,8 +170,7 @@ class GrammarStrategy(Strategy[GrammarState]):
             if reason.startswith("panic"):
                 reason = "it fails"
             raise InvalidSampling(
-                f"{self._name} is not accepted by llguidance: {' '.join(reason.split())[:300]}; "
-                "correct it",
+                f"{self._name} is refused by llguidance; correct it: {shortened(reason)}",
                 parameter=self._name,
             )
         return matcher

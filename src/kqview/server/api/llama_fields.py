@@ -12,7 +12,7 @@ left out are off. Fields that change only how llama.cpp computes (``backend_samp
 import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Annotated, Any, Final, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
@@ -140,6 +140,7 @@ class LlamaFields(Struct, kw_only=True):
     logit_bias: BiasObject | BiasPairs | None = None
     grammar: str | None = None
     json_schema: dict[str, Any] | None = None
+    finish_on_length: Literal["cut", "close"] | None = None
 
     n_probs: int | None = None
     logprobs: bool | int | None = None
