@@ -826,6 +826,20 @@ def test_logits_processor_changes_every_step(engine: Engine):
     assert generation.trace is None
 
 
+def test_logits_processors_of_a_list_are_called_in_turn(engine: Engine):
+    def only(ids: list[int], logits: np.ndarray) -> np.ndarray:
+        return np.where(np.arange(logits.size) == 65, 1.0, -np.inf)
+
+    def then(ids: list[int], logits: np.ndarray) -> None:
+        assert logits[65] == 1
+        logits[66] = 2
+
+    assert generate(engine, logits_processor=[only, then], max_tokens=2).text == "BB"
+    assert generate(engine, logits_processor=[], max_tokens=2).trace is None
+    with pytest.raises(errors.RequestError, match=r"logits_processor\[1\] must be a function"):
+        generate(engine, logits_processor=[only, 1], max_tokens=2)
+
+
 def test_stopping_ends_with_the_token_that_it_sees_last(engine: Engine, plain: list[int]):
     generation = generate(engine, stopping=lambda ids: len(ids) >= len(PROMPT) + 5)
     assert (generation.tokens, generation.finish_reason) == (plain[:5], "stop")

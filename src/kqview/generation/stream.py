@@ -25,6 +25,7 @@ from kqview.generation.prompt import PromptAttention
 from kqview.generation.text import TextStream
 from kqview.generation.waiting import HANDOVER_S, LoopWaker, SlotWait, Taker, Turns
 from kqview.mods.failures import ModFailure
+from kqview.option_names import NamesResults
 from kqview.trace import Trace
 from kqview.types import Capture, ModelInfo, PromptBlock, Reply, Token, Usage
 from kqview.types.json_schema import parsed
@@ -54,7 +55,7 @@ class GenerationFacts(TypedDict):
     turns: Turns
 
 
-class Generation:
+class Generation(NamesResults):
     """Iterator and async iterator of Token; also a context manager that closes it.
 
     It is its own iterator: a second loop continues where the first one stopped. Dropping it cancels
