@@ -826,6 +826,54 @@ def test_logits_processor_changes_every_step(engine: Engine):
     assert generation.trace is None
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_tokens": 1}, {"max_tokens": 5}, {"stop": "AAA"}, {"stop_tokens": [66]},
+        {"stopping": lambda ids: len(ids) == len(PROMPT) + 3}, {"top_logprobs": 2, "max_tokens": 2},
+        {"capture": Capture("probs", vocab_logits=True), "max_tokens": 3},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_processor_does_the_same_with_and_without_a_trace(engine: Engine, options: dict[str, Any]):
+    def process(ids: list[int], logits: np.ndarray) -> np.ndarray | None:
+        n = len(ids) - len(PROMPT)
+        logits[65 if n < 4 else 66 if n == 4 else END_OF_TEXT] = 1e4
+        return None if n % 2 else np.array(logits, np.float64)
+
+    def ran(**more: Any) -> list[Any]:
+        generation = engine.generate(
+            PROMPT, temperature=0, logits_processor=process, **options, **more
+        )
+        seen = [
+            (token.id, token.text, token.forced, token.logprob, token.top_logprobs)
+            for token in generation
+        ]
+        return [seen, generation.text, generation.finish_reason, generation.usage.completion_tokens]
+
+    assert ran() == ran(trace=True)
+
+
+def test_generation_is_busy_while_its_processor_runs(engine: Engine):
+    def process(ids: list[int], logits: np.ndarray) -> None:
+        with pytest.raises(errors.BusyError, match="cannot iterate"):
+            next(generation)
+        logits[:] = np.nan
+
+    generation = engine.generate(PROMPT, max_tokens=2, logits_processor=process)
+    with pytest.raises(errors.RequestError, match="cannot be sampled") as caught:
+        generation.read()
+    assert caught.value.parameter == "logits_processor"
+    assert generation.finish_reason == "error"
+
+
+def test_generation_that_its_processor_cancels_yields_nothing_more(engine: Engine):
+    generation = engine.generate(
+        PROMPT, max_tokens=9, logits_processor=lambda ids, logits: generation.cancel()
+    )
+    assert (generation.read(), generation.finish_reason) == ("", "cancelled")
+
+
 def test_logits_processors_of_a_list_are_called_in_turn(engine: Engine):
     def only(ids: list[int], logits: np.ndarray) -> np.ndarray:
         return np.where(np.arange(logits.size) == 65, 1.0, -np.inf)
