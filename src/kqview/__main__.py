@@ -12,9 +12,12 @@ def main() -> None:
     if sys.argv[1:2] == ["serve"]:
         from kqview.cli import hangups
 
+        hangups.is_program = True
         hangups.hold()
     try:
-        from kqview.cli import serve_command, terminal
+        import rich  # noqa: F401  # which commands import as they are loaded
+
+        from kqview.cli import terminal
         from kqview.cli.main import app
     except ModuleNotFoundError as missing:
         package = (missing.name or "").partition(".")[0]
@@ -28,7 +31,6 @@ def main() -> None:
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(_INTERRUPTED)
-    serve_command.is_program = True
     terminal.prepare_streams()
     app(prog_name="kqview")
 

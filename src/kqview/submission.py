@@ -465,7 +465,7 @@ def steering_of(
         RequestError: An argument is invalid.
     """
     checked = check_mods(mods)
-    if isinstance(logits_processor, list | tuple) and not callable(logits_processor):
+    if not callable(logits_processor) and isinstance(logits_processor, list | tuple):
         logits_processor = _in_turn(cast("Sequence[object]", logits_processor))
     callables = {"logits_processor": logits_processor, "stopping": stopping, "forcing": forcing}
     for name, value in callables.items():

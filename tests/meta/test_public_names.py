@@ -6,6 +6,7 @@ Adding to it is free; a failure here means that something was renamed or taken a
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import inspect
 from typing import get_type_hints
 
@@ -247,3 +248,11 @@ def test_state_has_the_documented_names():
 
 def test_errors_has_the_documented_classes():
     assert set(errors.__all__) >= ERROR_NAMES
+
+
+def test_each_public_name_is_loaded_where_it_is():
+    homes = kqview._HOMES  # pyright: ignore[reportPrivateUsage]
+    assert {*homes, "errors"} == set(kqview.__all__) <= set(dir(kqview))
+    for name, module in homes.items():
+        home = importlib.import_module(f"kqview.{module}")
+        assert getattr(kqview, name) is getattr(home, name)

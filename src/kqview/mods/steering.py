@@ -343,9 +343,9 @@ class Steering:
         try:
             logits = None
             if self._logits_processor is not None:
-                logits = self._processed(given := np.array(forward.logits))
-                if logits is not given:
-                    logits = self._checked_row(logits)
+                given = np.array(forward.logits)
+                row = self._processed(given)
+                logits = given if row is given else self._checked_row(row)
             try:
                 picked = forward.pick(logits)
             except RequestError as error:
