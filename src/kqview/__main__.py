@@ -1,6 +1,7 @@
 """Entry point of the ``kqview`` command and of ``python -m kqview``."""
 
 import sys
+from importlib import import_module
 from typing import Final
 
 _CLI_EXTRA: Final = frozenset({"typer", "rich"})
@@ -15,8 +16,7 @@ def main() -> None:
         hangups.is_program = True
         hangups.hold()
     try:
-        import rich  # noqa: F401  # which commands import as they are loaded
-
+        import_module("rich")  # which the commands import as they are loaded
         from kqview.cli import terminal
         from kqview.cli.main import app
     except ModuleNotFoundError as missing:

@@ -16,7 +16,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final, Literal, Self, Unpack, cast, get_type_hints
+from typing import Any, Final, Literal, Self, Unpack, cast, get_type_hints, overload
 
 from kqview import _core
 from kqview.arguments import checked_ids, encode, invalid, seconds, to_index, whole_number
@@ -60,6 +60,8 @@ from kqview.slot import Slot
 from kqview.state.files import StateFacts
 from kqview.state.fingerprint import ModelFiles
 from kqview.submission import (
+    GenerateOptions,
+    PlainGenerateOptions,
     Reuse,
     Submission,
     sampling_of,
@@ -73,6 +75,7 @@ from kqview.trace import Trace
 from kqview.types import Capture, EngineHealth, EngineStats, ModelInfo
 from kqview.types.capture import Kind
 from kqview.types.html import table
+from kqview.types.json_schema import Parsed, TypeOf
 from kqview.types.sampling import OPTIONS, Sampling, SamplingOptions
 from kqview.types.stats import read_fields
 from kqview.types.text import Ids
@@ -577,6 +580,18 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring, Many, NamesMethods):
 
     # ---- generation
 
+    @overload
+    def generate(
+        self,
+        prompt: str | Ids,
+        *,
+        json_schema: TypeOf[Parsed],
+        **options: Unpack[PlainGenerateOptions],
+    ) -> Generation[Parsed]: ...
+
+    @overload
+    def generate(self, prompt: str | Ids, **options: Unpack[GenerateOptions]) -> Generation: ...
+
     @names_options("generate", also=OPTIONS)
     def generate(
         self,
@@ -606,7 +621,7 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring, Many, NamesMethods):
         add_special: bool | None = True,
         parse_special: bool | None = True,
         **options: Unpack[SamplingOptions],
-    ) -> Generation:
+    ) -> Generation[Any]:
         """Start generating at once; the engine computes up to ``run_ahead`` tokens ahead.
 
         An option that is None has its default, but for *max_tokens*.

@@ -53,15 +53,15 @@ from kqview.trace.record import Object
 from kqview.types import Capture, ModelInfo, Sampling
 from kqview.types.capture import Kind
 from kqview.types.json_schema import held
-from kqview.types.sampling import SamplingOptions
+from kqview.types.sampling import PlainSamplingOptions, SamplingOptions
 from kqview.types.token import Context
 
 Reuse = Literal["exact", "prefix", "shift"]
 """Which part of a slot's KV cache a prompt takes over, see `Engine.generate`."""
 
 
-class GenerateOptions(SamplingOptions, total=False):
-    """The options of `Engine.generate`, for callers that pass them on; None is "not given"."""
+class PlainGenerateOptions(PlainSamplingOptions, total=False):
+    """`GenerateOptions` without ``json_schema``, which says what `Generation.parsed` is."""
 
     max_tokens: int | None
     sampling: Sampling | None
@@ -86,6 +86,10 @@ class GenerateOptions(SamplingOptions, total=False):
     lora: LoraScales | None
     add_special: bool | None
     parse_special: bool | None
+
+
+class GenerateOptions(PlainGenerateOptions, SamplingOptions, total=False):
+    """The options of `Engine.generate`, for callers that pass them on; None is "not given"."""
 
 
 _owner: Final = ContextVar("kqview_owner", default="")

@@ -230,8 +230,8 @@ def _invalid(name: str, value: object, allowed: str, doc: str = "") -> RequestEr
 # ---- the table
 
 
-class SamplingOptions(TypedDict, total=False):
-    """The fields of Sampling as keyword arguments of `Engine.generate`; None is "not given"."""
+class PlainSamplingOptions(TypedDict, total=False):
+    """`SamplingOptions` without ``json_schema``, which says what `Generation.parsed` is."""
 
     temperature: float | None
     top_k: int | None
@@ -265,10 +265,15 @@ class SamplingOptions(TypedDict, total=False):
     min_tokens: int | None
     begin_suppress: Ids | None
     grammar: str | None
-    json_schema: SchemaLike | None
     regex: str | re.Pattern[str] | None
     top_logprobs: int | None
     post_sampling_probs: bool | None
+
+
+class SamplingOptions(PlainSamplingOptions, total=False):
+    """The fields of Sampling as keyword arguments of `Engine.generate`; None is "not given"."""
+
+    json_schema: SchemaLike | None
 
 
 @names_fields
