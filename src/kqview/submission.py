@@ -404,7 +404,9 @@ class Submission:
         def look(event: ForwardPass) -> Object | None:
             if event.attention is None or capture is None:
                 return None
-            if capture.reduce is not None or capture.spans is not None:
+            # The mean of means is that of all; no other reduction has weights of single columns.
+            is_mean = capture.kind == "probs" and capture.reduce in ("mean", "mean_heads")
+            if (capture.reduce is not None and not is_mean) or capture.spans is not None:
                 return None
             return top_columns(
                 event.attention,

@@ -874,6 +874,32 @@ def test_generation_that_its_processor_cancels_yields_nothing_more(engine: Engin
     assert (generation.read(), generation.finish_reason) == ("", "cancelled")
 
 
+@pytest.mark.parametrize(
+    ("capture", "is_kept"),
+    [
+        (Capture("probs"), True), (Capture("probs", reduce="mean"), True),
+        (Capture("probs", reduce="mean_heads"), True), (Capture("probs", reduce="max"), False),
+        (Capture("scores", reduce="mean"), False), (Capture("probs", spans=[(0, 3)]), False),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_trace_keeps_the_mean_attention_of_a_capture_that_has_it(
+    engine: Engine, capture: Capture, is_kept: bool
+):
+    def kept(capture: Capture) -> list[Any]:
+        generation = generate(engine, capture=capture, trace=True, max_tokens=2, temperature=0)
+        assert generation.trace is not None
+        events = generation.trace.events
+        found = [(one.details or {}).get("attention") for one in events]
+        return [one for one in found if one is not None]
+
+    found = kept(capture)
+    assert len(found) == (2 if is_kept else 0)
+    for one, whole in zip(found, kept(Capture("probs")), strict=False):
+        assert one["positions"][:3] == whole["positions"][:3]
+        assert one["weights"] == pytest.approx(whole["weights"], abs=1e-4)
+
+
 def test_logits_processors_of_a_list_are_called_in_turn(engine: Engine):
     def only(ids: list[int], logits: np.ndarray) -> np.ndarray:
         return np.where(np.arange(logits.size) == 65, 1.0, -np.inf)
