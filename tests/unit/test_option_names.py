@@ -210,10 +210,10 @@ def test_result_of_another_library_is_named(engine: Engine):
 
 
 def test_other_unknown_attribute_is_a_plain_error(engine: Engine):
-    with pytest.raises(AttributeError, match="'Engine' object has no attribute 'generat'") as error:
-        engine.generat  # noqa: B018  # pyright: ignore
+    with pytest.raises(AttributeError, match="'Engine' object has no attribute 'nope'") as error:
+        engine.nope  # noqa: B018  # pyright: ignore
     assert not isinstance(error.value, errors.KqviewError)
-    assert (error.value.name, error.value.obj) == ("generat", engine)  # for "Did you mean"
+    assert (error.value.name, error.value.obj) == ("nope", engine)  # for "Did you mean"
 
 
 def test_every_name_of_a_hint_is_no_name_here_and_its_advice_exists():
