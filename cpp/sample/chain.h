@@ -64,7 +64,7 @@ private:
     std::vector<std::pair<token_id, float>> bias_;
     std::vector<token_id> banned_;
     std::vector<std::pair<token_id, std::int32_t>> early_bans_;  // and before how many tokens
-    llama_sampler_handle penalties_;  // null when off
+    llama_sampler_handle penalties_;                             // null when off
     llama_sampler_handle dry_;
 
     // The last tokens that penalties and DRY may look back on, as a ring buffer.

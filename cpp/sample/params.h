@@ -50,8 +50,8 @@ struct sampling_params {
 
     std::map<token_id, float> logit_bias;  // -inf bans
     std::vector<token_id> banned_tokens;
-    bool ignore_eos = false;  // bans every end-of-generation token
-    std::int32_t min_tokens = 0;  // bans them before so many tokens
+    bool ignore_eos = false;               // bans every end-of-generation token
+    std::int32_t min_tokens = 0;           // bans them before so many tokens
     std::vector<token_id> begin_suppress;  // banned as the first token
 
     // At most one of these; llguidance enforces the last two.
