@@ -1,8 +1,11 @@
-"""What does a mod cost its own request, and the other requests?
+"""What does a mod or a logits processor cost its own request, and a mod the other requests?
 
 Greedy, flash attention on, through `Engine.generate`. Every prompt stays in its slot; timing begins
 with the first token. The slow mod sleeps, so it holds neither the GIL nor a core: only the cost of
 waiting for it remains. It is consumed on a thread of its own.
+
+The row of a logits processor counts the processor time of the thread that takes the tokens, where
+the processor runs: of all threads together, the model's own would hide it.
 """
 
 from __future__ import annotations
@@ -27,14 +30,25 @@ if TYPE_CHECKING:
 
     from kqview import Generation
     from kqview.bench.records import LeftOut
+    from kqview.mods.steering import LogitsProcessor
 
 N_CONTEXT = 256
 N_SLOTS = 4
 N_TOKENS = 32
 SLOW_S = 0.005
 # A Noop mod at most 1.05 times a token of the 24 layers; the others keep 0.95 of their speed.
-CASES = {"mods-noop": 1.05, "mods-noop-demo": None, "mods-beside-slow": 1 / 0.95}
-WEIGHTS = {"mods-noop": 60.0, "mods-noop-demo": 5.0, "mods-beside-slow": 120.0}
+CASES = {
+    "mods-noop": 1.05,
+    "mods-noop-demo": None,
+    "mods-beside-slow": 1 / 0.95,
+    "mods-processor": None,
+}
+WEIGHTS = {
+    "mods-noop": 60.0,
+    "mods-noop-demo": 5.0,
+    "mods-beside-slow": 120.0,
+    "mods-processor": 60.0,
+}
 
 
 @mod
@@ -58,7 +72,9 @@ class ModRuns:
         n_vocab = engine.model.n_vocab
         self._prompts = [prompt_ids(N_CONTEXT, n_vocab, seed=i) for i in range(N_SLOTS)]
 
-    def _start(self, slot: int, mods: Sequence[Any] = (), n_tokens: int = N_TOKENS) -> Generation:
+    def _start(
+        self, slot: int, mods: Sequence[Any] = (), n_tokens: int = N_TOKENS, **options: Any
+    ) -> Generation:
         generation = self._engine.generate(
             self._prompts[slot],
             slot=slot,
@@ -66,6 +82,7 @@ class ModRuns:
             temperature=0.0,
             ignore_eos=True,
             mods=mods,
+            **options,
         )
         next(generation)
         return generation
@@ -76,6 +93,13 @@ class ModRuns:
         start = self._now_s()
         generation.read()
         return (self._now_s() - start) * 1000.0 / (N_TOKENS - 1)
+
+    def processor_ms(self, processor: LogitsProcessor | None = None) -> float:
+        """The consumer's milliseconds of processor time a token, with *processor*."""
+        generation = self._start(0, logits_processor=processor)
+        start = time.thread_time()
+        generation.read()
+        return (time.thread_time() - start) * 1000.0 / (N_TOKENS - 1)
 
     def beside_ms(self, mods: Sequence[Any]) -> float:
         """Milliseconds a token of three plain generations beside one with *mods*."""
@@ -132,6 +156,13 @@ def _measure(settings: Settings, line: ProgressLine, name: str, runs: ModRuns) -
             "3 plain slots beside a plain one",
             lambda: runs.beside_ms([]),
             ", tokens of the three counted",
+        ),
+        "mods-processor": (
+            "a logits_processor that does nothing",
+            lambda: runs.processor_ms(lambda ids, logits: None),
+            "none",
+            runs.processor_ms,
+            ", processor time of the consumer's thread",
         ),
     }
     what, candidate, against, baseline, counted = cases[name]

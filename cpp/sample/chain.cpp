@@ -67,8 +67,8 @@ llama_sampler_handle copy_of(const llama_sampler_handle& one) {
 
 [[noreturn]] void throw_nothing_left() {
     throw error(errc::decode,
-                "no token is left to choose; loosen banned_tokens, logit_bias, ignore_eos or the "
-                "grammar, json_schema or regex");
+                "no token is left to choose; loosen banned_tokens, begin_suppress, logit_bias, "
+                "ignore_eos, min_tokens or the grammar, json_schema or regex");
 }
 
 }  // namespace
@@ -88,10 +88,11 @@ void logit_editor::collect_bans(const llama_vocab* vocab, const sampling_params&
     std::int32_t n_suppressed = 0;
     const llama_token* suppressed = llama_vocab_get_suppress_tokens(vocab, &n_suppressed);
     banned_.insert(banned_.end(), suppressed, suppressed + n_suppressed);
-    if (params.ignore_eos) {
-        for (token_id id = 0; id < n_vocab_; ++id) {
-            if (llama_vocab_is_eog(vocab, id)) banned_.push_back(id);
-        }
+    for (const token_id id : params.begin_suppress) early_bans_.push_back({id, 1});
+    for (token_id id = 0; (params.ignore_eos || params.min_tokens > 0) && id < n_vocab_; ++id) {
+        if (!llama_vocab_is_eog(vocab, id)) continue;
+        if (params.ignore_eos) banned_.push_back(id);
+        early_bans_.push_back({id, params.min_tokens});
     }
     for (const auto& [id, bias] : params.logit_bias) {
         if (bias == minus_inf) {
@@ -175,7 +176,7 @@ float logit_editor::raw(token_id id, std::span<const float> edited) const {
     return found != replaced_.end() ? found->logit : edited[static_cast<std::size_t>(id)];
 }
 
-void logit_editor::edit(std::span<float> logits) {
+void logit_editor::edit(std::span<float> logits, std::size_t n_generated) {
     replaced_.clear();
     for (const auto& [id, bias] : bias_) {
         float& logit = logits[static_cast<std::size_t>(id)];
@@ -183,6 +184,9 @@ void logit_editor::edit(std::span<float> logits) {
         logit += bias;
     }
     for (const token_id id : banned_) logits[static_cast<std::size_t>(id)] = minus_inf;
+    for (const auto& [id, n_before] : early_bans_) {
+        if (std::cmp_less(n_generated, n_before)) logits[static_cast<std::size_t>(id)] = minus_inf;
+    }
     if (!recent_.empty()) penalize(logits);
 }
 
@@ -261,7 +265,7 @@ picked_token sampler::pick(float* logits) {
     const std::span row(logits, static_cast<std::size_t>(n_vocab_));
     if (filter_) limit_.restart();
     read_logprobs(logits);
-    editor_.edit(row);
+    editor_.edit(row, n_picked_++);
     auto token = choose_from(row);
     editor_.accept({&token.id, 1});
     if (filter_) filter_->accept(token.id, limit_);
@@ -454,7 +458,7 @@ picked_token sampler::propose(std::span<const float> logits, std::optional<float
         read_logprobs(logits.data());
         if (editor_.has_edits()) {
             edited_.assign(logits.begin(), logits.end());
-            editor_.edit(edited_);
+            editor_.edit(edited_, history_.size() - n_prompt_);
             logits = edited_;
         }
         auto token = choose_from(logits);

@@ -44,8 +44,11 @@ public:
     void restart();
 
     // False: edit() changes nothing, whatever the logits are.
-    bool has_edits() const { return !bias_.empty() || !banned_.empty() || !recent_.empty(); }
-    void edit(std::span<float> logits);
+    bool has_edits() const {
+        return !bias_.empty() || !banned_.empty() || !early_bans_.empty() || !recent_.empty();
+    }
+    // `n_generated`: number of tokens of the text so far, without the prompt.
+    void edit(std::span<float> logits, std::size_t n_generated);
     // This token's logit before edit(); only if `params` request log-probabilities.
     float raw(token_id id, std::span<const float> edited) const;
 
@@ -60,7 +63,8 @@ private:
     const bool keeps_raw_;
     std::vector<std::pair<token_id, float>> bias_;
     std::vector<token_id> banned_;
-    llama_sampler_handle penalties_;  // null when off
+    std::vector<std::pair<token_id, std::int32_t>> early_bans_;  // and before how many tokens
+    llama_sampler_handle penalties_;                             // null when off
     llama_sampler_handle dry_;
 
     // The last tokens that penalties and DRY may look back on, as a ring buffer.
@@ -137,6 +141,7 @@ private:
     logprob_scan logprobs_;
     std::vector<scored_token> top_;
     std::vector<llama_token_data> candidates_;
+    std::size_t n_picked_ = 0;
     // Probabilities of the last choice and of the likeliest candidates; if those are reported.
     float last_p_ = 0.0F;
     std::vector<llama_token_data> likeliest_;

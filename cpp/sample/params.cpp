@@ -71,6 +71,8 @@ void check_token(const char* name, token_id id, std::int32_t n_vocab) {
 void check_tokens(const sampling_params& params, std::int32_t n_vocab) {
     for (const token_id id : params.banned_tokens)
         check_token("an item of banned_tokens", id, n_vocab);
+    for (const token_id id : params.begin_suppress)
+        check_token("an item of begin_suppress", id, n_vocab);
     for (const auto& [id, bias] : params.logit_bias) {
         check_token("a key of logit_bias", id, n_vocab);
         if (std::isnan(bias) || bias == std::numeric_limits<float>::infinity()) {

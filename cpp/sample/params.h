@@ -50,7 +50,9 @@ struct sampling_params {
 
     std::map<token_id, float> logit_bias;  // -inf bans
     std::vector<token_id> banned_tokens;
-    bool ignore_eos = false;  // bans every end-of-generation token
+    bool ignore_eos = false;               // bans every end-of-generation token
+    std::int32_t min_tokens = 0;           // bans them before so many tokens
+    std::vector<token_id> begin_suppress;  // banned as the first token
 
     // At most one of these; llguidance enforces the last two.
     // GBNF with the rule "root", or Lark for llguidance after "%llguidance"; empty = none.
@@ -117,6 +119,8 @@ inline constexpr std::tuple sampling_options{
     sampling_option{"logit_bias", &sampling_params::logit_bias},
     sampling_option{"banned_tokens", &sampling_params::banned_tokens},
     sampling_option{"ignore_eos", &sampling_params::ignore_eos},
+    sampling_option{"min_tokens", &sampling_params::min_tokens, {.low = 0}},
+    sampling_option{"begin_suppress", &sampling_params::begin_suppress},
     sampling_option{"grammar", &sampling_params::grammar},
     sampling_option{"json_schema", &sampling_params::json_schema},
     sampling_option{"regex", &sampling_params::regex},

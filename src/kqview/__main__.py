@@ -1,6 +1,7 @@
 """Entry point of the ``kqview`` command and of ``python -m kqview``."""
 
 import sys
+from importlib import import_module
 from typing import Final
 
 _CLI_EXTRA: Final = frozenset({"typer", "rich"})
@@ -12,9 +13,11 @@ def main() -> None:
     if sys.argv[1:2] == ["serve"]:
         from kqview.cli import hangups
 
+        hangups.is_program = True
         hangups.hold()
     try:
-        from kqview.cli import serve_command, terminal
+        import_module("rich")  # which the commands import as they are loaded
+        from kqview.cli import terminal
         from kqview.cli.main import app
     except ModuleNotFoundError as missing:
         package = (missing.name or "").partition(".")[0]
@@ -28,7 +31,6 @@ def main() -> None:
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(_INTERRUPTED)
-    serve_command.is_program = True
     terminal.prepare_streams()
     app(prog_name="kqview")
 

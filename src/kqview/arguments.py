@@ -30,6 +30,17 @@ def encode(name: str, text: str, error: type[RequestError] = RequestError) -> by
         ) from None
 
 
+def decode(name: str, data: bytes) -> str:
+    """*data*, the argument *name*, as text; RequestError if it is not UTF-8."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError as failure:
+        raise RequestError(
+            f"{name} has a byte at index {failure.start} that is not UTF-8; pass a str",
+            parameter=name,
+        ) from None
+
+
 def to_path(name: str, value: object) -> Path:
     """*value*, the argument *name*, as a path; "~" at its start is the home folder."""
     if not isinstance(value, str | bytes | os.PathLike):

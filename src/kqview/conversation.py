@@ -34,8 +34,15 @@ from kqview.generation.stream import Generation
 from kqview.mods.events import Dialogue, conversation_of
 from kqview.offsets import Offsets
 from kqview.option_names import names_options
-from kqview.submission import GENERATE_NAMES, GenerateOptions, sampling_of, schema_of
+from kqview.submission import (
+    GENERATE_NAMES,
+    GenerateOptions,
+    PlainGenerateOptions,
+    sampling_of,
+    schema_of,
+)
 from kqview.types import ChatPrompt, ModelInfo
+from kqview.types.json_schema import Parsed, TypeOf
 from kqview.types.sampling import OPTIONS
 from kqview.types.text import Ids
 
@@ -44,6 +51,21 @@ if TYPE_CHECKING:
 
 _N_TEMPLATES_MAX: Final = 16
 _N_BEFORE_HEADER: Final = 4
+
+
+class PlainChatOptions(PlainGenerateOptions, total=False):
+    """`ChatOptions` without ``json_schema``, which says what `Generation.parsed` is."""
+
+    tools: Sequence[Mapping[str, Any] | type[Any]] | None
+    tool_choice: ToolChoice | None
+    parallel_tool_calls: bool | None
+    continue_final_message: bool | None
+    chat_template: str | None
+    template_options: Mapping[str, Any] | None
+
+
+class ChatOptions(PlainChatOptions, GenerateOptions, total=False):
+    """The options of `Engine.chat`, for callers that pass them on."""
 
 
 class Conversation:
@@ -76,6 +98,18 @@ class Conversation:
     def generate(self, prompt: str | Ids, **options: Unpack[GenerateOptions]) -> Generation:
         """See Engine."""
 
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        json_schema: TypeOf[Parsed],
+        **options: Unpack[PlainChatOptions],
+    ) -> Generation[Parsed]: ...
+
+    @overload
+    def chat(self, messages: Sequence[Message], **options: Unpack[ChatOptions]) -> Generation: ...
+
     @names_options("chat", also=GENERATE_NAMES)
     def chat(
         self,
@@ -88,7 +122,7 @@ class Conversation:
         chat_template: str | None = None,
         template_options: Mapping[str, Any] | None = None,
         **options: Unpack[GenerateOptions],
-    ) -> Generation:
+    ) -> Generation[Any]:
         """Generate the assistant's next message; `Generation.reply` is that message.
 
         Args:

@@ -73,9 +73,7 @@ class Embedding:
     def embed(self, texts: Text, **options: Unpack[EmbedOptions]) -> Vectors: ...
 
     @overload
-    def embed(
-        self, texts: Sequence[Text], **options: Unpack[EmbedOptions]
-    ) -> Vectors | list[Vectors]: ...
+    def embed(self, texts: Sequence[Text], **options: Unpack[EmbedOptions]) -> Vectors | Any: ...
 
     @names_options("embed")
     def embed(
@@ -131,7 +129,7 @@ class Embedding:
     @overload
     async def aembed(
         self, texts: Sequence[Text], **options: Unpack[EmbedOptions]
-    ) -> Vectors | list[Vectors]: ...
+    ) -> Vectors | Any: ...
 
     @names_options("aembed", also=EmbedOptions.__annotations__)
     async def aembed(

@@ -65,13 +65,15 @@ from kqview.many import Many
 from kqview.mods.decorator import check_capture
 from kqview.mods.steering import Forcing, LogitsProcessor, Stopping
 from kqview.mods.tokenizer import ModTokenizer
-from kqview.option_names import names_options
+from kqview.option_names import NamesMethods, names_options
 from kqview.rpc import rpc_endpoints, rpc_timeout
 from kqview.scoring import Scoring
 from kqview.slot import Slot
 from kqview.state.files import StateFacts
 from kqview.state.fingerprint import ModelFiles
 from kqview.submission import (
+    GenerateOptions,
+    PlainGenerateOptions,
     Reuse,
     Submission,
     sampling_of,
@@ -86,6 +88,7 @@ from kqview.trace import Trace
 from kqview.types import Capture, EngineHealth, EngineStats, ModelInfo
 from kqview.types.capture import Kind
 from kqview.types.html import table
+from kqview.types.json_schema import Parsed, TypeOf
 from kqview.types.sampling import OPTIONS, Sampling, SamplingOptions
 from kqview.types.stats import read_fields
 from kqview.types.text import Ids
@@ -271,7 +274,7 @@ def _special_tokens(model: _core.Model, metadata: Mapping[str, str]) -> dict[str
     return found
 
 
-class Engine(Vocabulary, Conversation, Embedding, Scoring, Many):
+class Engine(Vocabulary, Conversation, Embedding, Scoring, Many, NamesMethods):
     """A GGUF model loaded in this process, ready to generate.
 
     Safe to use from any thread. Call `close`, or use the engine as a context manager, to free its
@@ -605,6 +608,18 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring, Many):
 
     # ---- generation
 
+    @overload
+    def generate(
+        self,
+        prompt: str | Ids,
+        *,
+        json_schema: TypeOf[Parsed],
+        **options: Unpack[PlainGenerateOptions],
+    ) -> Generation[Parsed]: ...
+
+    @overload
+    def generate(self, prompt: str | Ids, **options: Unpack[GenerateOptions]) -> Generation: ...
+
     @names_options("generate", also=OPTIONS)
     def generate(
         self,
@@ -615,7 +630,7 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring, Many):
         capture: Capture | Kind | None = None,
         slot: int | None = None,
         mods: Sequence[Any] | None = (),
-        logits_processor: LogitsProcessor | None = None,
+        logits_processor: LogitsProcessor | Sequence[LogitsProcessor] | None = None,
         stopping: Stopping | None = None,
         forcing: Forcing | None = None,
         mod_time_limit_s: float | None = None,
@@ -634,7 +649,7 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring, Many):
         add_special: bool | None = True,
         parse_special: bool | None = True,
         **options: Unpack[SamplingOptions],
-    ) -> Generation:
+    ) -> Generation[Any]:
         """Start generating at once; the engine computes up to ``run_ahead`` tokens ahead.
 
         An option that is None has its default, but for *max_tokens*.
@@ -652,7 +667,8 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring, Many):
                 last three errors below are then raised there.
             logits_processor: Called in each step, after the mods, with the ids of prompt and text
                 and a copy of the logits, float32 ``(n_vocab,)``. It changes that array in place or
-                returns another of the same shape. Its exceptions are raised by iterating.
+                returns another of the same shape. Its exceptions are raised by iterating. A list is
+                called in its order.
             stopping: Called in each step with the ids of prompt and text; a true result ends the
                 generation with finish reason "stop". Its exceptions are raised by iterating.
             forcing: Called before the first token with two empty sequences, and in each step with

@@ -8,6 +8,7 @@
     |   +-- InvalidCapture
     |   +-- InvalidSampling
     |   +-- UnknownOption (TypeError)
+    |   +-- UnknownAttribute (AttributeError)
     |   +-- InvalidActionError
     |   +-- InvalidMod (TypeError)
     |   +-- EmittedError
@@ -64,6 +65,7 @@ __all__ = [
     "StateError",
     "StateFormatError",
     "StateMismatch",
+    "UnknownAttribute",
     "UnknownOption",
     "UnknownSlot",
     "UnsupportedModel",
@@ -152,6 +154,14 @@ class UnknownOption(RequestError, TypeError):
 
     It knows the names of transformers, OpenAI, vLLM and llama-cpp-python. Not raised for a known
     option with an invalid value.
+    """
+
+
+class UnknownAttribute(RequestError, AttributeError):
+    """A class has no attribute of this name; the message says what it is called here.
+
+    It knows the names of llama-cpp-python, transformers and vLLM. Of any other name, a plain
+    AttributeError is raised.
     """
 
 

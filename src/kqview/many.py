@@ -23,7 +23,17 @@ from collections.abc import (
 )
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import count, islice
-from typing import Any, Final, Literal, Protocol, Unpack, cast, get_args, runtime_checkable
+from typing import (
+    Any,
+    Final,
+    Literal,
+    Protocol,
+    Unpack,
+    cast,
+    get_args,
+    overload,
+    runtime_checkable,
+)
 
 from kqview._core import Engine as CoreEngine
 from kqview.arguments import invalid
@@ -31,8 +41,9 @@ from kqview.chat.messages import Message
 from kqview.errors import ClosedError, KqviewError, shown
 from kqview.generation.stream import Generation
 from kqview.option_names import names_options
-from kqview.submission import GENERATE_NAMES, GenerateOptions
+from kqview.submission import GENERATE_NAMES, GenerateOptions, PlainGenerateOptions
 from kqview.types import Finished, ModelInfo, Token, Usage
+from kqview.types.json_schema import Parsed, TypeOf
 from kqview.types.text import Ids
 from kqview.types.token import add_token
 
@@ -62,6 +73,29 @@ class Many:
     def generate(self, prompt: str | Ids, **options: Unpack[GenerateOptions]) -> Generation:
         """See Engine."""
 
+    @overload
+    def map(
+        self,
+        prompts: Iterable[Prompt] | Mapping[str, Prompt],
+        *,
+        progress: bool | Callable[[int, int | None], object] | None = False,
+        skip: Container[str] | Saved | None = (),
+        on_error: OnError | None = "raise",
+        json_schema: TypeOf[Parsed],
+        **options: Unpack[PlainGenerateOptions],
+    ) -> Generator[Finished[Parsed], None, None]: ...
+
+    @overload
+    def map(
+        self,
+        prompts: Iterable[Prompt] | Mapping[str, Prompt],
+        *,
+        progress: bool | Callable[[int, int | None], object] | None = False,
+        skip: Container[str] | Saved | None = (),
+        on_error: OnError | None = "raise",
+        **options: Unpack[GenerateOptions],
+    ) -> Generator[Finished, None, None]: ...
+
     @names_options("map", also=GENERATE_NAMES)
     def map(
         self,
@@ -71,7 +105,7 @@ class Many:
         skip: Container[str] | Saved | None = (),
         on_error: OnError | None = "raise",
         **options: Unpack[GenerateOptions],
-    ) -> Generator[Finished, None, None]:
+    ) -> Generator[Finished[Any], None, None]:
         """Generate for many prompts and yield each result with all its tokens, in order.
 
         All slots work at once. At most twice as many prompts as there are slots are in work or

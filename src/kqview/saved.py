@@ -51,7 +51,7 @@ from kqview.arguments import encode, to_path
 from kqview.errors import InvalidCapture, KqviewError, RequestError, StateFormatError, shown
 from kqview.state.durable import WholeFile
 from kqview.types import Capture, Finished, ModelInfo, PromptBlock, Token, Usage
-from kqview.types.token import Attention, Context, Positions, add_token
+from kqview.types.token import AnyAttention, Attention, Context, Positions, add_token
 
 SCHEMA: Final = 2
 _HEADER_BYTES_MAX: Final = 100_000_000  # as safetensors has it
@@ -323,7 +323,7 @@ class Saved:
     prompt_attention: PromptBlock | None = None
 
     @property
-    def rows(self) -> Array | tuple[Array, ...] | None:
+    def rows(self) -> AnyAttention:
         """Attention, padded with 0; None without any.
 
         ``(n_tokens, n_layers, n_heads, n_columns)`` or as the capture reduced it; a tuple with one

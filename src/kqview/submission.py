@@ -53,22 +53,22 @@ from kqview.trace.record import Object
 from kqview.types import Capture, ModelInfo, Sampling
 from kqview.types.capture import Kind
 from kqview.types.json_schema import held
-from kqview.types.sampling import SamplingOptions
+from kqview.types.sampling import PlainSamplingOptions, SamplingOptions
 from kqview.types.token import Context
 
 Reuse = Literal["exact", "prefix", "shift"]
 """Which part of a slot's KV cache a prompt takes over, see `Engine.generate`."""
 
 
-class GenerateOptions(SamplingOptions, total=False):
-    """The options of `Engine.generate`, for callers that pass them on; None is "not given"."""
+class PlainGenerateOptions(PlainSamplingOptions, total=False):
+    """`GenerateOptions` without ``json_schema``, which says what `Generation.parsed` is."""
 
     max_tokens: int | None
     sampling: Sampling | None
     capture: Capture | Kind | None
     slot: int | None
     mods: Sequence[Any] | None
-    logits_processor: LogitsProcessor | None
+    logits_processor: LogitsProcessor | Sequence[LogitsProcessor] | None
     stopping: Stopping | None
     forcing: Forcing | None
     mod_time_limit_s: float | None
@@ -86,6 +86,10 @@ class GenerateOptions(SamplingOptions, total=False):
     lora: LoraScales | None
     add_special: bool | None
     parse_special: bool | None
+
+
+class GenerateOptions(PlainGenerateOptions, SamplingOptions, total=False):
+    """The options of `Engine.generate`, for callers that pass them on; None is "not given"."""
 
 
 _owner: Final = ContextVar("kqview_owner", default="")
@@ -400,7 +404,9 @@ class Submission:
         def look(event: ForwardPass) -> Object | None:
             if event.attention is None or capture is None:
                 return None
-            if capture.reduce is not None or capture.spans is not None:
+            # The mean of means is that of all; no other reduction has weights of single columns.
+            is_mean = capture.kind == "probs" and capture.reduce in ("mean", "mean_heads")
+            if (capture.reduce is not None and not is_mean) or capture.spans is not None:
                 return None
             return top_columns(
                 event.attention,
@@ -465,12 +471,12 @@ def steering_of(
         RequestError: An argument is invalid.
     """
     checked = check_mods(mods)
+    if not callable(logits_processor) and isinstance(logits_processor, list | tuple):
+        logits_processor = _in_turn(cast("Sequence[object]", logits_processor))
     callables = {"logits_processor": logits_processor, "stopping": stopping, "forcing": forcing}
     for name, value in callables.items():
-        if value is not None and not callable(value):
-            raise invalid(name, "a function or None", shown(value))
-        if inspect.iscoroutinefunction(value):
-            raise invalid(name, "a function that is not async, or None", shown(value))
+        if value is not None:
+            _check_function(name, value)
     on_trace: Any = trace if callable(trace) else None
     if on_trace is None and not isinstance(trace, bool | None):
         raise invalid("trace", "True, False, a function or None", shown(trace))
@@ -490,6 +496,27 @@ def steering_of(
         on_trace=on_trace,
         **given,
     )
+
+
+def _check_function(name: str, value: object) -> None:
+    if not callable(value):
+        raise invalid(name, "a function or None", shown(value))
+    if inspect.iscoroutinefunction(value):
+        raise invalid(name, "a function that is not async, or None", shown(value))
+
+
+def _in_turn(processors: Sequence[object]) -> LogitsProcessor | None:
+    """One function that calls *processors*, each with the logits that the one before it left."""
+    for i, one in enumerate(processors):
+        _check_function(f"logits_processor[{i}]", one)
+
+    def processed(ids: list[int], logits: Any) -> Any:
+        for one in cast("Sequence[LogitsProcessor]", processors):
+            returned = one(ids, logits)
+            logits = logits if returned is None else returned
+        return logits
+
+    return processed if processors else None
 
 
 def sampling_of(sampling: object, options: Mapping[str, Any]) -> Sampling:
@@ -535,6 +562,7 @@ def set_sampling(options: _core.RequestOptions, sampling: Sampling, n_vocab: int
     for name, ids in (
         ("an item of stop_tokens", options.stop_tokens),
         ("an item of banned_tokens", sampling.banned_tokens),
+        ("an item of begin_suppress", sampling.begin_suppress),
         ("a key of logit_bias", sampling.logit_bias),
     ):
         largest = max(ids, default=0)

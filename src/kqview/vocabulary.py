@@ -5,7 +5,7 @@ from typing import Literal, SupportsIndex, overload
 
 from kqview._core import Engine as CoreEngine
 from kqview._core import Model as CoreModel
-from kqview.arguments import checked_id, checked_ids, encode, flag
+from kqview.arguments import checked_id, checked_ids, decode, encode, flag
 from kqview.errors import UnsupportedModel
 from kqview.offsets import Offsets, offsets_of
 from kqview.option_names import names_options
@@ -26,7 +26,7 @@ class Vocabulary:
     @overload
     def tokenize(
         self,
-        text: str,
+        text: str | bytes,
         *,
         add_special: bool = True,
         parse_special: bool = True,
@@ -36,7 +36,7 @@ class Vocabulary:
     @overload
     def tokenize(
         self,
-        text: str,
+        text: str | bytes,
         *,
         add_special: bool = True,
         parse_special: bool = True,
@@ -46,7 +46,7 @@ class Vocabulary:
     @names_options("tokenize")
     def tokenize(
         self,
-        text: str,
+        text: str | bytes,
         *,
         add_special: bool = True,
         parse_special: bool = True,
@@ -58,7 +58,7 @@ class Vocabulary:
         the length of *text*, whatever it contains.
 
         Args:
-            text: Any text of at most 16 MiB as UTF-8.
+            text: Any text of at most 16 MiB as UTF-8, as str or as these bytes.
             add_special: Add the ids that the model expects around a text, such as BOS. Pass False
                 for a piece of a text, such as a word to look for among ids.
             parse_special: Convert the text of a special token to its id; False treats it as
@@ -66,12 +66,14 @@ class Vocabulary:
             offsets: Return a Tokenized: the ids, and for each the characters that it stands for.
 
         Raises:
-            RequestError: *text* is too long, or has surrogates, which UTF-8 cannot express.
+            RequestError: *text* is too long, or has surrogates, which UTF-8 cannot express; or its
+                bytes are not UTF-8.
             UnsupportedModel: The model file has no vocabulary, or one that llama.cpp cannot use. Or
                 *offsets* is true, and the vocabulary changes the text in a way that cannot be
                 followed.
         """
         self._core.check_open()
+        text = decode("text", text) if isinstance(text, bytes) else text
         ids = self._text_ids("text", text, add_special, parse_special)
         if not flag("offsets", offsets):
             return ids

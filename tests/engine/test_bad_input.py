@@ -401,7 +401,7 @@ def test_text_with_surrogates_is_refused(
         with pytest.raises(errors.RequestError, match="surrogate"):
             call(text)
     with pytest.raises(errors.RequestError):
-        engine.tokenize(b"bytes")  # pyright: ignore[reportArgumentType]
+        engine.tokenize(bytearray(b"bytes"))  # pyright: ignore[reportCallIssue, reportArgumentType]
 
 
 @pytest.mark.parametrize("wrong", [0, 1, "x", np.int64(1)])

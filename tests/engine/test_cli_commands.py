@@ -351,6 +351,13 @@ def test_chat_saves_the_attention_that_it_captured(tmp_path: Path) -> None:
     assert saved.rows.shape[0] == len(saved.ids)
 
 
+@pytest.mark.parametrize("command", ["attend", "score"])
+def test_empty_text_is_refused(command: str) -> None:
+    result = CliRunner().invoke(app, [command, "--demo", "", *ONE])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == "error: the text is missing: text 1 is empty\n"
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [

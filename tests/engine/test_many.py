@@ -569,3 +569,11 @@ async def test_aread_returns_the_text(engine: Engine) -> None:
 async def test_no_texts_give_no_results(engine: Engine) -> None:
     assert engine.embed([]).shape == (await engine.aembed([])).shape == (0, engine.model.n_embd)  # pyright: ignore
     assert engine.score([]) == await engine.ascore([]) == []
+
+
+def test_repr_of_results_is_short(make_engine: MakeEngine, tiny_llama: Path) -> None:
+    engine = make_engine(tiny_llama)
+    [result] = engine.map(["abc"], max_tokens=40, ignore_eos=True, capture="probs")
+    assert len(repr(result)) < 400
+    assert repr(result).endswith("n_tokens=40, finish_reason='length')")
+    assert len(repr(engine.model)) < 800

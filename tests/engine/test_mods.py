@@ -826,6 +826,94 @@ def test_logits_processor_changes_every_step(engine: Engine):
     assert generation.trace is None
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_tokens": 1}, {"max_tokens": 5}, {"stop": "AAA"}, {"stop_tokens": [66]},
+        {"stopping": lambda ids: len(ids) == len(PROMPT) + 3}, {"top_logprobs": 2, "max_tokens": 2},
+        {"capture": Capture("probs", vocab_logits=True), "max_tokens": 3},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_processor_does_the_same_with_and_without_a_trace(engine: Engine, options: dict[str, Any]):
+    def process(ids: list[int], logits: np.ndarray) -> np.ndarray | None:
+        n = len(ids) - len(PROMPT)
+        logits[65 if n < 4 else 66 if n == 4 else END_OF_TEXT] = 1e4
+        return None if n % 2 else np.array(logits, np.float64)
+
+    def ran(**more: Any) -> list[Any]:
+        generation = engine.generate(
+            PROMPT, temperature=0, logits_processor=process, **options, **more
+        )
+        seen = [
+            (token.id, token.text, token.forced, token.logprob, token.top_logprobs)
+            for token in generation
+        ]
+        return [seen, generation.text, generation.finish_reason, generation.usage.completion_tokens]
+
+    assert ran() == ran(trace=True)
+
+
+def test_generation_is_busy_while_its_processor_runs(engine: Engine):
+    def process(ids: list[int], logits: np.ndarray) -> None:
+        with pytest.raises(errors.BusyError, match="cannot iterate"):
+            next(generation)
+        logits[:] = np.nan
+
+    generation = engine.generate(PROMPT, max_tokens=2, logits_processor=process)
+    with pytest.raises(errors.RequestError, match="cannot be sampled") as caught:
+        generation.read()
+    assert caught.value.parameter == "logits_processor"
+    assert generation.finish_reason == "error"
+
+
+def test_generation_that_its_processor_cancels_yields_nothing_more(engine: Engine):
+    generation = engine.generate(
+        PROMPT, max_tokens=9, logits_processor=lambda ids, logits: generation.cancel()
+    )
+    assert (generation.read(), generation.finish_reason) == ("", "cancelled")
+
+
+@pytest.mark.parametrize(
+    ("capture", "is_kept"),
+    [
+        (Capture("probs"), True), (Capture("probs", reduce="mean"), True),
+        (Capture("probs", reduce="mean_heads"), True), (Capture("probs", reduce="max"), False),
+        (Capture("scores", reduce="mean"), False), (Capture("probs", spans=[(0, 3)]), False),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_trace_keeps_the_mean_attention_of_a_capture_that_has_it(
+    engine: Engine, capture: Capture, is_kept: bool
+):
+    def kept(capture: Capture) -> list[Any]:
+        generation = generate(engine, capture=capture, trace=True, max_tokens=2, temperature=0)
+        assert generation.trace is not None
+        events = generation.trace.events
+        found = [(one.details or {}).get("attention") for one in events]
+        return [one for one in found if one is not None]
+
+    found = kept(capture)
+    assert len(found) == (2 if is_kept else 0)
+    for one, whole in zip(found, kept(Capture("probs")), strict=False):
+        assert one["positions"][:3] == whole["positions"][:3]
+        assert one["weights"] == pytest.approx(whole["weights"], abs=1e-4)
+
+
+def test_logits_processors_of_a_list_are_called_in_turn(engine: Engine):
+    def only(ids: list[int], logits: np.ndarray) -> np.ndarray:
+        return np.where(np.arange(logits.size) == 65, 1.0, -np.inf)
+
+    def then(ids: list[int], logits: np.ndarray) -> None:
+        assert logits[65] == 1
+        logits[66] = 2
+
+    assert generate(engine, logits_processor=[only, then], max_tokens=2).text == "BB"
+    assert generate(engine, logits_processor=[], max_tokens=2).trace is None
+    with pytest.raises(errors.RequestError, match=r"logits_processor\[1\] must be a function"):
+        generate(engine, logits_processor=[only, 1], max_tokens=2)
+
+
 def test_stopping_ends_with_the_token_that_it_sees_last(engine: Engine, plain: list[int]):
     generation = generate(engine, stopping=lambda ids: len(ids) >= len(PROMPT) + 5)
     assert (generation.tokens, generation.finish_reason) == (plain[:5], "stop")

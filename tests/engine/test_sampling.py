@@ -127,6 +127,30 @@ def test_banned_tokens_never_come(engine: Engine) -> None:
     assert not set(ids_of(engine, seed=1, logit_bias=biased, **OPEN)) & set(banned)
 
 
+@pytest.mark.parametrize("steered", [{}, {"stopping": lambda ids: False}], ids=["plain", "steered"])
+def test_text_does_not_end_before_min_tokens(engine: Engine, steered: dict[str, Any]) -> None:
+    wanted: dict[str, Any] = {"temperature": 0, "logit_bias": {END_OF_TEXT: 1e5}, **steered}
+    for n in (0, 1, 6):
+        generation = engine.generate(PROMPT, max_tokens=9, min_tokens=n, **wanted)
+        tokens = list(generation)
+        assert (generation.finish_reason, len(tokens)) == ("stop", n)
+    cut = engine.generate(PROMPT, max_tokens=4, min_tokens=9, **wanted)
+    assert (len(list(cut)), cut.finish_reason) == (4, "length")
+
+
+@pytest.mark.parametrize("steered", [{}, {"stopping": lambda ids: False}], ids=["plain", "steered"])
+def test_begin_suppress_bans_the_first_token_only(engine: Engine, steered: dict[str, Any]) -> None:
+    wanted: dict[str, Any] = {"temperature": 0, "logit_bias": {300: 1e5, 301: 1e4}, **steered}
+    assert ids_of(engine, 3, **wanted) == [300, 300, 300]
+    assert ids_of(engine, 3, begin_suppress=[300], **wanted) == [301, 300, 300]
+    with pytest.raises(errors.InvalidToken, match="begin_suppress"):
+        engine.generate(PROMPT, begin_suppress=[320])
+
+
+def test_seed_of_llama_cpp_that_means_random_is_none() -> None:
+    assert [Sampling(seed=seed).seed for seed in (-1, 2**32 - 1, 0)] == [None, None, 0]
+
+
 def test_logit_bias_forces_a_token(engine: Engine) -> None:
     assert ids_of(engine, seed=1, logit_bias={300: 1e5}, **OPEN) == [300] * 40
     assert ids_of(engine, temperature=0, logit_bias={300: 1e38}) == [300] * 40
@@ -378,9 +402,11 @@ BAD_SAMPLING: dict[str, list[Any]] = {
     "mirostat": [-1, 3],
     "mirostat_tau": [-1.0, math.nan],
     "mirostat_eta": [-1.0, math.nan],
-    "seed": [-1, 2**32, 1.5],
+    "seed": [-2, 2**32, 1.5],
     "logit_bias": [{1: math.nan}, {1: math.inf}, {-1: 1.0}, {1.5: 1.0}, {1: "x"}],
     "banned_tokens": [[-1], [1.5], [True]],
+    "min_tokens": [-1, 1.5],
+    "begin_suppress": [[-1], [True]],
     "stop": [[""], [5]],
     "stop_tokens": [[-1], [2**31], ["1"]],
     "finish_on_length": ["stop", 1, True],

@@ -116,6 +116,13 @@ def test_text_of_a_generations_ids_is_its_text(
     assert engine.detokenize(generation.tokens) == " a , b ?"
 
 
+def test_bytes_of_utf8_are_tokenized_as_their_text(demo_engine: Engine) -> None:
+    assert demo_engine.tokenize("Zoë".encode()) == demo_engine.tokenize("Zoë")
+    assert demo_engine.tokenize("Zoë".encode(), offsets=True).offsets[-1][1] == 3
+    with pytest.raises(errors.RequestError, match="byte at index 2 that is not UTF-8"):
+        demo_engine.tokenize(b"Zo\xeb!")
+
+
 def test_prompt_text_is_tokenized_with_the_options_given(
     make_engine: MakeEngine, tiny_llama: Path
 ) -> None:

@@ -40,7 +40,6 @@ with open_small() as engine:
     tokenized = engine.tokenize("Anna", offsets=True)
     print(tokenized.ids, tokenized.offsets)
     best = next(engine.generate(ids, sampling=Sampling(seed=1), capture=Capture(top_k=2)))
-    if isinstance(best.attention_positions, np.ndarray):
-        print(best.attention_positions.shape)
+    print(best.attention_positions.shape)
     score = engine.score(ids)
     print(f"{score.perplexity:.0f}", [slot.state == "idle" for slot in engine.stats().slots])

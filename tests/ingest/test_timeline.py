@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import kqview.ingest
+from kqview.ingest.payload import Posted
 from kqview.trace import Trace, final_ids
 from tests.support.browser import open_tab
 from tests.support.traces import SHORT, cut, long_trace, short_trace
@@ -166,3 +167,15 @@ def test_trace_of_the_seeds_example_is_read(page: Any):
     found = timeline(page, payload)
     assert (found["finalIds"], found["tokens"][0]["text"]) == ([1234], " there")
     assert found["tokens"][0]["position"] == 150
+
+
+@pytest.mark.parametrize("name", [*SHORT, "long"])
+def test_list_counts_the_tokens_that_the_page_shows(page: Any, name: str) -> None:
+    payload = long_trace(100, seed=4) if name == "long" else short_trace(name)
+    posted = Posted(json.dumps(payload).encode())
+    for read in (posted.event_rows, posted.mod_call_rows, posted.mod_log_rows, posted.action_rows):
+        assert list(read()) is not None
+    tokens = timeline(page, payload)["tokens"]
+    row = posted.summary_row()
+    assert row["n_added_tokens"] == len(tokens)
+    assert row["n_forced_tokens"] == sum(token["isForced"] for token in tokens)

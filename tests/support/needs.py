@@ -76,7 +76,7 @@ NEEDS: dict[str, Callable[[], bool]] = {
     "torch": _module("torch"),
     "transformers": _module("torch", "transformers"),
     "build tools": _module("scikit_build_core", "nanobind", "cmake", "ninja"),  # the extra dev
-    "mypy": _module("mypy"),  # the extra dev
+    "type checkers": _module("mypy", "pyright"),  # the extra dev
     "wheel": lambda: "KQVIEW_WHEEL" in os.environ,  # .ci/run builds one
 }
 FIXTURES = {

@@ -86,6 +86,18 @@ def has_examples(page: Path) -> bool:
     return _BLOCK.search(page.read_text(encoding="utf-8")) is not None
 
 
+def typed(page: Path) -> str:
+    """The Python of *page* as one program whose lines have the numbers that they have there."""
+    text = page.read_text(encoding="utf-8")
+    lines = [""] * text.count("\n")
+    for block in _BLOCK.finditer(text):
+        if block["language"] == "python":
+            at = text.count("\n", 0, block.start("code"))
+            code = block["code"].splitlines()
+            lines[at : at + len(code)] = code
+    return "\n".join(lines).rstrip() + "\n"
+
+
 def run_page(page: Path) -> Iterator[Outcome]:
     """Run the examples of *page*; what one raises ends it."""
     text = page.read_text(encoding="utf-8")

@@ -24,6 +24,7 @@ from typer.testing import CliRunner, Result
 import kqview
 from kqview import Engine, errors
 from kqview.cli import generate_command, serve_command, serving
+from kqview.cli import main as cli_main
 from kqview.cli import options as shared_options
 from kqview.cli.main import app
 from kqview.cli.options import fetch
@@ -1109,3 +1110,26 @@ def test_structure_that_claims_billions_of_layers_is_refused_at_once(tmp_path: P
     path = tmp_path / "many"
     path.write_bytes(changed)
     assert run_state("check", path).exit_code == 1
+
+
+def test_help_loads_neither_the_engine_nor_a_command():
+    code = (
+        "import sys; sys.argv[1:] = ['-h']\nfrom kqview.__main__ import main\n"
+        "try: main()\nexcept SystemExit: print(*sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = set(done.stdout.split("\n")[-2].split())
+    assert "typer.rich_utils" in loaded
+    assert {name for name in loaded if name.startswith("kqview")} == {
+        "kqview", "kqview.__main__", "kqview.errors", "kqview.cli", "kqview.cli.main",
+        "kqview.cli.terminal",
+    }  # fmt: skip
+    assert not loaded & {"numpy", "jinja2", "msgspec", "asyncio"}
+
+
+@pytest.mark.parametrize("name", cli_main._COMMANDS)  # pyright: ignore[reportPrivateUsage]
+def test_line_of_the_help_is_that_of_the_command(name: str):
+    panel, _, line = cli_main._COMMANDS[name]  # pyright: ignore[reportPrivateUsage]
+    command = cli_main._loaded(name)  # pyright: ignore[reportPrivateUsage]
+    assert (command.help or "").partition("\n")[0] == line
+    assert panel in cli_main._PANELS  # pyright: ignore[reportPrivateUsage]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -39,6 +40,15 @@ def engine() -> Iterator[Engine]:
         ("temperatures", "here it is temperature"),  # nearest match
         ("Top_K", "here it is top_k"),
         ("samplers", "the order of samplers is fixed"),
+        ("begin_suppress_tokens", "here it is begin_suppress"),
+        # Words that only look like an option, and what is not offered.
+        ("draft_model", "is not offered"),
+        ("user", "request_id names a request"),
+        ("steering", "here it is mods"),
+        ("penalty_alpha", "does not search"),
+        ("assistant_model", "is not offered"),
+        ("images", "models read text only"),
+        ("n_ctx", "it is an option of Engine"),
     ],
 )
 def test_option_of_another_library_is_named(engine: Engine, option: str, here: str):
@@ -101,6 +111,7 @@ def of(option: str) -> Any:
         (lambda: Sampling(**of("temp")), "Sampling has no option temp; here it is temperature"),
         # A name of another library that this function does not have either.
         (lambda: Capture("probs", **of("temp")), "Capture has no option temp; it has dtype, "),
+        (lambda: Capture("probs", **of("seed")), "Capture has no option seed; .* of Sampling"),
     ],
 )
 def test_constructors_name_their_options(call: Any, message: str):
@@ -110,7 +121,10 @@ def test_constructors_name_their_options(call: Any, message: str):
 
 def test_every_suggestion_is_an_option_that_exists(engine: Engine):
     """A renamed option must not leave a suggestion of its old name behind."""
-    from kqview.option_names import _ELSEWHERE  # pyright: ignore[reportPrivateUsage]
+    from kqview.option_names import (
+        _ELSEWHERE,  # pyright: ignore[reportPrivateUsage]
+        _INSTEAD,  # pyright: ignore[reportPrivateUsage]
+    )
     from kqview.types.sampling import OPTIONS
 
     known = {*OPTIONS}
@@ -119,6 +133,7 @@ def test_every_suggestion_is_an_option_that_exists(engine: Engine):
     of_chats = inspect.signature(Engine.chat).parameters.keys()
     assert {here for here in _ELSEWHERE.values() if here.isidentifier()} <= known | of_chats
     assert not _ELSEWHERE.keys() & (known - {"stop_sequence"})
+    assert _INSTEAD.keys() & (known | of_chats | _ELSEWHERE.keys()) <= {"dtype"}  # of Capture
 
 
 @pytest.mark.parametrize("prompts", [["a", "b"], [[1, 2], [3]], ("a",)])
@@ -166,3 +181,47 @@ async def test_coroutines_name_an_unknown_option(engine: Engine):
         given: Any = {"prioritys": 1}
         with pytest.raises(errors.UnknownOption, match=rf"{call.__name__} .* it is priority"):
             await call("a", **given)
+
+
+@pytest.mark.parametrize(
+    ("name", "here"),
+    [
+        ("create_chat_completion", r"engine\.chat\("),  # llama-cpp-python
+        ("create_embedding", r"engine\.embed\("),
+        ("n_vocab", r"engine\.model\.n_vocab"),
+        ("save_state", r"slots\[0\]\.save"),
+        ("forward", r"engine\.attend"),  # transformers
+    ],
+)
+def test_method_of_another_library_is_named(engine: Engine, name: str, here: str):
+    with pytest.raises(errors.UnknownAttribute, match=f"Engine has no {name}; .*{here}") as caught:
+        getattr(engine, name)
+    assert isinstance(caught.value, AttributeError)
+    assert caught.value.parameter == name
+    assert not hasattr(engine, name)
+
+
+def test_result_of_another_library_is_named(engine: Engine):
+    generation = engine.generate("a", max_tokens=1)
+    with pytest.raises(errors.UnknownAttribute, match=r"Generation has no choices; .*reply"):
+        generation.choices  # noqa: B018  # pyright: ignore
+    generation.close()
+
+
+def test_other_unknown_attribute_is_a_plain_error(engine: Engine):
+    with pytest.raises(AttributeError, match="'Engine' object has no attribute 'nope'") as error:
+        engine.nope  # noqa: B018  # pyright: ignore
+    assert not isinstance(error.value, errors.KqviewError)
+    assert (error.value.name, error.value.obj) == ("nope", engine)  # for "Did you mean"
+
+
+def test_every_name_of_a_hint_is_no_name_here_and_its_advice_exists():
+    from kqview.generation.stream import Generation
+    from kqview.option_names import NamesMethods, NamesResults
+
+    for cls, hints in ((Engine, NamesMethods), (Generation, NamesResults)):
+        table = hints._elsewhere  # pyright: ignore[reportPrivateUsage]
+        assert not table.keys() & set(dir(cls))
+        for advice in table.values():
+            for owner, found in re.findall(r"\b(engine|generation)\.(\w+)", advice):
+                assert found in dir(Engine if owner == "engine" else Generation), advice

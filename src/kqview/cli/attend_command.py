@@ -88,6 +88,8 @@ def attend(
     check_drawn(output, plan)
     model, words = source.resolve(prompt.text)
     text = prompt.read(words)
+    if not text:  # as `kqview score` says it
+        raise RequestError("the text is missing: text 1 is empty")
     with source.open(model) as engine:
         shown = _Shown(engine, text, plan, add_special=add_special, last=last)
         if output is not None and output.suffix.lower() == PAGE:

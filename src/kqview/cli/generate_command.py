@@ -23,6 +23,7 @@ from kqview.cli.terminal import show_delta
 
 if TYPE_CHECKING:
     from kqview import Capture, Engine, Generation, Token
+    from kqview.types.token import Attention
 
 _SUFFIXES: Final = (".npz", ".safetensors", PAGE)
 
@@ -122,11 +123,10 @@ def _to_json(token: "Token") -> dict[str, Any]:
 
 
 def _n_bytes(token: "Token") -> int:
-    if token.attention is None:
+    rows: Attention | None = token.attention
+    if rows is None:
         return 0
-    if isinstance(token.attention, tuple):
-        return sum(heads.nbytes for heads in token.attention)
-    return token.attention.nbytes
+    return sum(heads.nbytes for heads in rows) if isinstance(rows, tuple) else rows.nbytes
 
 
 class _File(Protocol):

@@ -8,6 +8,9 @@ import os
 import signal
 from types import FrameType
 
+is_program = False
+"""Set by the entry point: this process runs the command alone, so a supervisor may replace it."""
+
 has_come = False
 """Whether it came while it was held."""
 

@@ -27,30 +27,6 @@ if TYPE_CHECKING:
     from kqview import Capture, Engine, Sampling
 
 
-ALIASES: Final[Mapping[str, str]] = {
-    "ctx-size": "ctx",
-    "gpu-layers": "ngl",
-    "n-gpu-layers": "ngl",
-    "predict": "max-tokens",
-    "n-predict": "max-tokens",
-    "max-new-tokens": "max-tokens",
-    "temp": "temperature",
-    "repetition-penalty": "repeat-penalty",
-    "logprobs": "top-logprobs",
-    "system-prompt": "system",
-    "hub": "hf",
-    "kind": "capture",
-    "save": "output",
-    "png": "output",
-}
-"""Names of options that llama.cpp, transformers and earlier commands have -> ours."""
-
-
-def own_name(name: str) -> str:
-    """*name* of an option as the commands here call it."""
-    return ALIASES.get(name, name)
-
-
 _FLAGS: Final[Mapping[str, str]] = {
     "n_ctx": "--ctx",
     "n_threads": "--threads",

@@ -15,6 +15,7 @@ from kqview.state.durable import WholeFile, remove_leftovers
 
 if TYPE_CHECKING:
     from kqview import Capture, Engine, Generation, Token
+    from kqview.types.token import Attention, Positions
 
 
 class RowsFile:
@@ -60,16 +61,15 @@ class RowsFile:
         """Write the rows of one token."""
         self._ids.append(token.id)
         self._texts.append(token.text)
-        for kind, views in (
-            ("attention", token.attention),
-            ("positions", token.attention_positions),
-        ):
-            name = f"{kind}_{token.index:05d}"
-            if isinstance(views, tuple):
-                for i, heads in enumerate(views):
-                    self._write_view(f"{name}_layer_{i:03d}", heads)
-            elif views is not None:
-                self._write_view(name, views)
+        self._write_views(f"attention_{token.index:05d}", token.attention)
+        self._write_views(f"positions_{token.index:05d}", token.attention_positions)
+
+    def _write_views(self, name: str, views: "Attention | Positions | None") -> None:
+        if isinstance(views, tuple):
+            for i, heads in enumerate(views):
+                self._write_view(f"{name}_layer_{i:03d}", heads)
+        elif views is not None:
+            self._write_view(name, views)
 
     def close(self) -> None:
         """Write the ids and texts, then give the file its name.

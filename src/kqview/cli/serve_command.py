@@ -14,14 +14,12 @@ import typer
 from kqview.cli import hangups
 from kqview.cli.model_file import check_model_file
 from kqview.cli.options import fetch
-from kqview.cli.server_options import needing_server, parameters, reader_of
+from kqview.cli.server_options import ServerCommand, needing_server, parameters, reader_of
 from kqview.errors import RequestError
 from kqview.server import supervisor
 from kqview.server.settings import Settings
 
-is_program = False
-"""Set by the entry point: this process runs the command alone, so the supervisor may replace it."""
-
+COMMAND_CLASS: Final = ServerCommand
 _SUPERVISOR_MARGIN_S: Final = 5.0  # the worker's own watchdog, which knows more, goes first
 
 
@@ -68,7 +66,7 @@ def serve(*, context: typer.Context, config: str | None = None, **given: Any) ->
         if settings.model is not None:
             check_model_file(settings.model)
         app = create_app(loaded.config)  # reports wrong settings before anything starts
-        if supervised is None and settings.supervise and is_program and hasattr(os, "fork"):
+        if supervised is None and settings.supervise and hangups.is_program and hasattr(os, "fork"):
             hung_s = HUNG_FACTOR * settings.stall_timeout_s
             _become_supervisor(listener, settings, hung_s, reloads=config is not None)
         keep_freed_memory()

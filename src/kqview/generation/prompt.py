@@ -10,7 +10,7 @@ from kqview.errors import InvalidCapture, OutOfMemory
 from kqview.generation.display import HandedRows, prompt_html, prompt_rows
 from kqview.types import Capture, PromptBlock, Usage
 from kqview.types.forms import Array, Framework, check_framework, check_hf, hf_form, lens_name
-from kqview.types.token import Attention, Context, Positions
+from kqview.types.token import AnyAttention, AnyPositions, Attention, Context, Positions
 
 
 class BlockSource(Protocol):
@@ -132,7 +132,7 @@ class PromptAttention:
         self._handed.add(block.start, block.rows, block.positions)
         return block
 
-    def array(self) -> Attention:
+    def array(self) -> AnyAttention:
         """The rows of all remaining blocks as one array.
 
         Returns:
@@ -153,7 +153,7 @@ class PromptAttention:
         assert rows is not None
         return rows
 
-    def top_k(self) -> tuple[Attention, Positions]:
+    def top_k(self) -> tuple[AnyAttention, AnyPositions]:
         """Like `array`, for ``Capture(top_k=k)``: the values and their int32 positions.
 
         Raises:

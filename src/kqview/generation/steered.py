@@ -144,7 +144,13 @@ class SteeredGeneration(Generation):
                 if not isinstance(event, _core.ForwardEvent):
                     return self._receive(event)
                 self._taker.has_taken = True
-                self._decide(event, self._run(self._steering.step(event, self._cut)))
+                steering = self._steering
+                decision = (
+                    self._direct(event)
+                    if steering.is_direct
+                    else self._run(steering.step(event, self._cut))
+                )
+                self._decide(event, decision)
             if (token := self._next_ready()) is not None:
                 return token
         return None
@@ -173,8 +179,13 @@ class SteeredGeneration(Generation):
                 if not isinstance(event, _core.ForwardEvent):
                     return self._receive(event)
                 self._taker.has_taken = True
-                steps = self._steering.step(event, self._cut)
-                self._decide(event, await self._arun(steps))
+                steering = self._steering
+                decision = (
+                    self._direct(event)
+                    if steering.is_direct
+                    else await self._arun(steering.step(event, self._cut))
+                )
+                self._decide(event, decision)
             if (token := self._next_ready()) is not None:
                 return token
         return None
@@ -206,6 +217,13 @@ class SteeredGeneration(Generation):
             raise
         finally:
             self._taker.note()  # a mod with a time limit ran on another thread
+
+    def _direct(self, event: _core.ForwardEvent) -> Decision | None:
+        try:
+            return self._steering.direct(event, self._cut)
+        except BusyError as error:
+            self._fail(error)
+            raise
 
     async def _arun(self, steps: Steps) -> Decision | None:
         try:
@@ -271,7 +289,8 @@ class SteeredGeneration(Generation):
             self._ready[-1].text += self._text.flush()
 
     def _new_token(self, token_id: int, *, is_forced: bool) -> Token:
-        self._marks.append(self._text.mark())
+        if not self._steering.is_direct:  # else nothing is taken back
+            self._marks.append(self._text.mark())
         text = self._text.feed(self._token_bytes(token_id))
         token = Token(token_id, text, len(self._ids), forced=is_forced)
         token.n_removed, self._n_removed = self._n_removed, 0

@@ -15,7 +15,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from typing import Any, Final, Self, TypedDict, cast
+from typing import Any, Final, Generic, Self, TypedDict, cast
 
 from kqview import _core
 from kqview.coloured.rows import Rows
@@ -25,9 +25,10 @@ from kqview.generation.prompt import PromptAttention
 from kqview.generation.text import TextStream
 from kqview.generation.waiting import HANDOVER_S, LoopWaker, SlotWait, Taker, Turns
 from kqview.mods.failures import ModFailure
+from kqview.option_names import NamesResults
 from kqview.trace import Trace
 from kqview.types import Capture, ModelInfo, PromptBlock, Reply, Token, Usage
-from kqview.types.json_schema import parsed
+from kqview.types.json_schema import Parsed, parsed
 from kqview.types.stats import FinishReason, read_fields
 from kqview.types.token import Context
 
@@ -54,7 +55,7 @@ class GenerationFacts(TypedDict):
     turns: Turns
 
 
-class Generation:
+class Generation(NamesResults, Generic[Parsed]):
     """Iterator and async iterator of Token; also a context manager that closes it.
 
     It is its own iterator: a second loop continues where the first one stopped. Dropping it cancels
@@ -569,7 +570,7 @@ class Generation:
         return self._schema
 
     @property
-    def parsed(self) -> Any:
+    def parsed(self) -> Parsed:
         """The value that ``json_schema`` describes, once the generation has ended.
 
         An object of the type if ``json_schema`` is one, such as a pydantic model, else what

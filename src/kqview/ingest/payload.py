@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, cast
 
 import msgspec
 from msgspec import Raw
@@ -40,6 +40,8 @@ _EVENT: Final = msgspec.json.Decoder(Event)
 _MOD_CALL: Final = msgspec.json.Decoder(ModCall)
 _MOD_LOG: Final = msgspec.json.Decoder(ModLog)
 _ACTION: Final = msgspec.json.Decoder(Action)
+
+_ADDING: Final = frozenset({"Backtrack", "ForceTokens"})  # at an Added event
 
 
 @dataclass(slots=True)
@@ -78,6 +80,7 @@ class Posted:
         self._parts = _decoded(_PAYLOAD, body, "$")
         self.request = _decoded(_REQUEST, self._parts.request, "$.request")
         self._orders: set[int] = set()
+        self._added: set[int] = set()  # orders of Added events, then sequences of their calls
 
     def request_row(self) -> Row:
         """The row of the request, without what is counted.
@@ -111,6 +114,7 @@ class Posted:
                 n_added = len(event.added_tokens or ()) or (event.added_token_count or 0)
                 counts.n_added_tokens += n_added
                 counts.n_forced_tokens += n_added if event.forced else 0
+                self._added.add(order)
             if event.token_text and counts.n_text < MOST_TEXT:
                 counts.texts.append(event.token_text)
                 counts.n_text += len(event.token_text)
@@ -119,6 +123,7 @@ class Posted:
     def mod_call_rows(self) -> Iterator[Row]:
         """Rows of the calls of mods; raises RequestError for one of an unknown event."""
         counts = self.counts
+        added, self._added = self._added, set()
         for place, call in _each(_MOD_CALL, "mod_calls", self._parts.mod_calls):
             if call.event_sequence_order not in self._orders:
                 raise RequestError(
@@ -127,6 +132,8 @@ class Posted:
                 )
             counts.mods[call.mod_name] = None
             counts.n_exceptions += call.exception_occurred
+            if call.event_sequence_order in added:
+                self._added.add(counts.n_mod_calls)
             yield {**_row(call, place), "sequence": counts.n_mod_calls}
             counts.n_mod_calls += 1
 
@@ -144,6 +151,17 @@ class Posted:
             self._check_call(place, action.mod_call_sequence)
             yield {**_row(action, place), "sequence": i}
             self.counts.n_actions += action.action_type != "Noop"
+            self._count_tokens(action)
+
+    def _count_tokens(self, action: Action) -> None:
+        """Count what an action itself adds; of the others an Added event tells (timeline.js)."""
+        is_own = action.mod_call_sequence in self._added and action.action_type in _ADDING
+        if not is_own and action.action_type != "ForceOutput":
+            return
+        details: Any = msgspec.json.decode(action.details) if action.details else None
+        if not (isinstance(details, dict) and cast("Any", details).get("is_applied") is False):
+            self.counts.n_added_tokens += len(action.tokens or ())
+            self.counts.n_forced_tokens += len(action.tokens or ())
 
     def summary_row(self) -> Row:
         """What lists show and search, once all parts are read."""

@@ -12,7 +12,7 @@ queries have seen them.
 """
 
 import codecs
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
@@ -49,7 +49,8 @@ class Generates(Protocol):
     def n_ctx(self) -> int: ...
     def tokenize(self, text: str, *, add_special: bool) -> list[int]: ...
     def token_bytes(self, id: int) -> bytes: ...
-    def generate(self, prompt: Sequence[int], **options: Any) -> Part: ...
+    @property
+    def generate(self) -> Callable[..., Part]: ...
 
 
 class PrunedGeneration:

@@ -34,7 +34,6 @@ from types import TracebackType
 from typing import Any, Final, Literal, Protocol, cast
 
 import msgspec
-import numpy as np
 from starlette.datastructures import Headers, QueryParams
 from starlette.types import Message, Receive, Scope, Send
 
@@ -927,7 +926,7 @@ async def _send_tokens(
 
     async for block in run.prompt_blocks():
         # Rows of layers with different numbers of heads are a tuple: large enough for a thread.
-        n_bytes = block.rows.nbytes if isinstance(block.rows, np.ndarray) else OFFLOAD_BYTES
+        n_bytes = getattr(block.rows, "nbytes", OFFLOAD_BYTES)
         frames = await service.offload(n_bytes + n_repeated, renderer.prompt, run, block)
         del block  # the pool wants its memory back while the client reads
         await deliver(frames)

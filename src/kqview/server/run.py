@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Final, TypedDict
+from typing import TYPE_CHECKING, Final, TypedDict
 
 import numpy as np
 
@@ -29,6 +29,9 @@ from kqview.server.mod_runs import ModWanted
 from kqview.server.phrases import Held, Phrases
 from kqview.submission import Reuse
 from kqview.types import PromptBlock, Sampling, Token, Usage
+
+if TYPE_CHECKING:
+    from kqview.types.token import Attention
 
 _STEPS_AHEAD: Final = 1
 _UNREAD_S: Final = 0.5  # that a client takes for a token, if it reads at all
@@ -178,7 +181,8 @@ class Step:
     @property
     def n_bytes(self) -> int:
         """Its bytes of attention, plus as many as take as long to write as its logprobs."""
-        rows, n_bytes = self.token.attention, _WRITTEN_BYTES * len(self.token.top_logprobs or ())
+        rows: Attention | None = self.token.attention
+        n_bytes = _WRITTEN_BYTES * len(self.token.top_logprobs or ())
         if rows is None:
             return n_bytes
         return n_bytes + (sum(r.nbytes for r in rows) if isinstance(rows, tuple) else rows.nbytes)
@@ -484,7 +488,7 @@ class Run:
 
 def _detach(token: Token) -> None:
     """Copy the attention of *token* out of the engine's memory."""
-    rows = token.attention
+    rows: Attention | None = token.attention
     if rows is not None:
         token.attention = tuple(map(np.copy, rows)) if isinstance(rows, tuple) else rows.copy()
     token.attention_positions = token.hidden = None  # no dialect sends them

@@ -2,18 +2,21 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Final, Generic
 
 from kqview.errors import KqviewError
-from kqview.types.json_schema import parsed
+from kqview.types.json_schema import Parsed, parsed
 from kqview.types.model import ModelInfo
 from kqview.types.reply import Reply
 from kqview.types.stats import FinishReason, Usage
 from kqview.types.token import Token
 
+_N_SHOWN: Final = 60
+"""Most characters of the text in a repr."""
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Finished:
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Finished(Generic[Parsed]):
     """One result of `Engine.map`; `kqview.save` stores it.
 
     Holding it keeps the attention of its tokens in memory.
@@ -41,12 +44,21 @@ class Finished:
     usage: Usage
     model: ModelInfo
     error: KqviewError | None = None
-    fingerprint: Callable[[], str] = field(default=str, repr=False)
-    reply: Reply = field(default=Reply(""), repr=False)
-    schema: str | None = field(default=None, repr=False)
-    prompt_key: str | None = field(default=None, repr=False)
+    fingerprint: Callable[[], str] = str
+    reply: Reply = field(default=Reply(""))
+    schema: str | None = None
+    prompt_key: str | None = None
 
     @property
-    def parsed(self) -> Any:
+    def parsed(self) -> Parsed:
         """The value that ``json_schema`` describes; see `Generation.parsed`."""
         return parsed(self.schema, self.reply.content, self.finish_reason)
+
+    def __repr__(self) -> str:
+        """One line, for a list of results in a notebook; the attributes have the rest."""
+        text = self.text if len(self.text) <= _N_SHOWN else f"{self.text[:_N_SHOWN]}..."
+        error = "" if self.error is None else f", error={self.error!r}"
+        return (
+            f"Finished(id={self.id!r}, text={text!r}, n_tokens={len(self.tokens)}, "
+            f"finish_reason={self.finish_reason!r}{error})"
+        )

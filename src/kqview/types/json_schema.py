@@ -14,7 +14,7 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib import import_module
-from typing import Any, Final, Protocol, TypeGuard, cast
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeGuard, cast
 from urllib.parse import unquote
 
 from kqview import json_input
@@ -41,20 +41,33 @@ _OPEN: Final = "open"  # name of a copy of a definition, with a number
 
 # ---- schemas of Python types
 
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar  # with a default; checkers know it, nobody installs it
 
-class HasJsonSchema(Protocol):
+    Parsed = TypeVar("Parsed", default=Any)
+    Parsed_co = TypeVar("Parsed_co", covariant=True, default=Any)
+else:
+    from typing import TypeVar
+
+    Parsed = TypeVar("Parsed")
+    Parsed_co = TypeVar("Parsed_co", covariant=True)
+
+
+class HasJsonSchema(Protocol[Parsed_co]):
     """What makes a JSON schema and reads JSON, such as pydantic's TypeAdapter."""
 
     def json_schema(self) -> Mapping[str, Any]:
         """The schema."""
         ...
 
-    def validate_json(self, data: str, /) -> Any:
+    def validate_json(self, data: str, /) -> Parsed_co:
         """The value that *data* describes."""
         ...
 
 
-SchemaLike = str | Mapping[str, object] | type[Any] | types.UnionType | HasJsonSchema
+TypeOf = type[Parsed] | HasJsonSchema[Parsed]
+"""What ``json_schema`` takes that says the type of `Generation.parsed`."""
+SchemaLike = str | Mapping[str, object] | type[Any] | types.UnionType | HasJsonSchema[Any]
 """What ``json_schema`` takes: text, a mapping, a type, or a TypeAdapter of pydantic."""
 
 

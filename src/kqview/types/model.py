@@ -55,15 +55,15 @@ class ModelInfo:
     eos_token_id: int | None
     eot_token_id: int | None
     pad_token_id: int | None
-    special_tokens: Mapping[str, str]
+    special_tokens: Mapping[str, str] = field(repr=False)
     rope_freq_base: float
     rope_freq_scale: float
-    chat_template: str | None
+    chat_template: str | None = field(repr=False)
     n_params: int
     size_bytes: int
     file_type: str
     classifier_labels: tuple[str, ...]
-    metadata: Mapping[str, str]
+    metadata: Mapping[str, str] = field(repr=False)
     fim_token_ids: Mapping[str, int] = field(default_factory=dict[str, int])
     has_attention_sinks: bool = False
 

@@ -32,7 +32,8 @@ from kqview.types.regex import regex_text
 from kqview.types.text import Ids
 
 _FLOAT_MAX: Final = 3.4028234663852886e38  # the core computes in float32
-_SEED_MAX: Final = 2**32 - 2  # llama.cpp takes the next number as "choose a random seed"
+_SEED_MAX: Final = 2**32 - 2
+_RANDOM_SEEDS: Final = (-1, _SEED_MAX + 1)  # llama.cpp takes them as "choose a random seed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,7 @@ class SamplingOption:
         """The range in words, such as "a number from 0 to 1"."""
         assert self.low is not None
         assert self.high is not None
-        noun = "a whole number" if self._check is _to_int else "a number"
+        noun = "a number" if self._check is _to_float else "a whole number"
         if self.low == -self.high:
             return "a finite number"
         if self.high == _FLOAT_MAX:
@@ -140,6 +141,10 @@ def _to_int(option: SamplingOption, value: object) -> int:
     if number is not None and _contains(option, number):
         return number
     raise _invalid(option.name, value, option.allowed, option.doc)
+
+
+def _to_seed(option: SamplingOption, value: object) -> int | None:
+    return None if to_index(value) in _RANDOM_SEEDS else _to_int(option, value)
 
 
 def _contains(option: SamplingOption, value: float) -> bool:
@@ -231,8 +236,8 @@ def _invalid(name: str, value: object, allowed: str, doc: str = "") -> RequestEr
 # ---- the table
 
 
-class SamplingOptions(TypedDict, total=False):
-    """The fields of Sampling as keyword arguments of `Engine.generate`; None is "not given"."""
+class PlainSamplingOptions(TypedDict, total=False):
+    """`SamplingOptions` without ``json_schema``, which says what `Generation.parsed` is."""
 
     temperature: float | None
     top_k: int | None
@@ -263,12 +268,19 @@ class SamplingOptions(TypedDict, total=False):
     stop: str | Sequence[str] | None
     stop_tokens: Ids | None
     ignore_eos: bool | None
+    min_tokens: int | None
+    begin_suppress: Ids | None
     grammar: str | None
-    json_schema: SchemaLike | None
     regex: str | re.Pattern[str] | None
     finish_on_length: Literal["cut", "close"] | None
     top_logprobs: int | None
     post_sampling_probs: bool | None
+
+
+class SamplingOptions(PlainSamplingOptions, total=False):
+    """The fields of Sampling as keyword arguments of `Engine.generate`; None is "not given"."""
+
+    json_schema: SchemaLike | None
 
 
 @names_fields
@@ -400,12 +412,13 @@ class Sampling:
     mirostat_eta: float = _number(
         0.1, "Mirostat's learning rate.", low=0, low_excluded=True, example=0.2
     )
-    seed: int | None = _integer(
+    seed: int | None = _row(
         None,
-        "Makes a run repeatable on one machine and build; None uses a random seed.",
-        high=_SEED_MAX,
+        _to_seed,
+        "Makes a run repeatable on one machine and build; None or -1 uses a random seed.",
+        low=0, high=_SEED_MAX,
         example=7,
-    )
+    )  # fmt: skip
     logit_bias: Mapping[int, float] = _row(
         {},
         _to_bias,
@@ -421,6 +434,15 @@ class Sampling:
     )
     stop_tokens: Ids = _row((), _to_token_ids, "Token ids that end the generation.", example=[2])
     ignore_eos: bool = _row(False, _to_flag, "Never sample a token that ends the text.")
+    min_tokens: int = _integer(
+        0,
+        "Sample no token that ends the text before this many tokens; stop strings and stop_tokens "
+        "still end it.",
+        example=8,
+    )
+    begin_suppress: Ids = _row(
+        (), _to_token_ids, "Token ids that are not sampled as the first token.", example=[13]
+    )
     grammar: str | None = _row(
         None,
         _to_text,

@@ -24,6 +24,11 @@ from kqview.types.score import TokenScore
 Array = NDArray[np.floating[Any]]
 Attention = Array | tuple[Array, ...]
 Positions = NDArray[np.int32] | tuple[NDArray[np.int32], ...]
+# Whether a row is there, and an array or a tuple, depends on what was asked for and on the model,
+# which no type of a call can tell. To type checkers they are what they almost always are: Any lets
+# code test for the rest, and does not make it.
+AnyAttention = Array | Any
+AnyPositions = NDArray[np.int32] | Any
 
 _NO_BYTES: Final[Mapping[int, bytes]] = MappingProxyType({})
 _NONE: Final = range(0)
@@ -138,12 +143,12 @@ class Token:
     id: int
     text: str
     index: int
-    logprob: float | None = None
-    top_logprobs: list[tuple[int, float]] | None = None
-    attention: Attention | None = None
-    attention_positions: Positions | None = None
-    hidden: Array | None = None
-    logits: NDArray[np.float32] | None = None
+    logprob: float | Any = None
+    top_logprobs: list[tuple[int, float]] | Any = None
+    attention: AnyAttention = None
+    attention_positions: AnyPositions = None
+    hidden: Array | Any = None
+    logits: NDArray[np.float32] | Any = None
     forced: bool = False
     n_removed: int = 0
     capture: Capture | None = field(default=None)
@@ -304,10 +309,11 @@ class Token:
             parts.append(f"logprob={self.logprob:.4g}")
         if self.top_logprobs:
             parts.append(f"top_logprobs=<{len(self.top_logprobs)}>")
-        if isinstance(self.attention, tuple):
-            parts.append(f"attention=<{len(self.attention)} layers>")
-        elif self.attention is not None:
-            parts.append(f"attention=<{self.attention.shape} {self.attention.dtype}>")
+        rows: Attention | None = self.attention
+        if isinstance(rows, tuple):
+            parts.append(f"attention=<{len(rows)} layers>")
+        elif rows is not None:
+            parts.append(f"attention=<{rows.shape} {rows.dtype}>")
         if self.hidden is not None:
             parts.append(f"hidden=<{self.hidden.shape} {self.hidden.dtype}>")
         if self.logits is not None:
@@ -348,14 +354,14 @@ class PromptBlock:
 
     start: int
     n_rows: int
-    rows: Attention | None
-    positions: Positions | None = None
+    rows: AnyAttention
+    positions: AnyPositions = None
     hidden: Array | None = None
     scores: Sequence[TokenScore] = ()
 
     def __repr__(self) -> str:
         """One line; arrays appear as shape and dtype."""
-        rows = self.rows
+        rows: Attention | None = self.rows
         shown = f"<{len(rows)} layers>" if isinstance(rows, tuple) else None
         if isinstance(rows, np.ndarray):
             shown = f"<{rows.shape} {rows.dtype}>"

@@ -268,7 +268,9 @@ def test_logprobs_have_both_forms():
 
 
 def test_every_sampling_option_has_a_field():
-    not_offered = {"min_keep", "finish_on_length", "post_sampling_probs"}
+    not_offered = {
+        "min_keep", "min_tokens", "begin_suppress", "finish_on_length", "post_sampling_probs",
+    }  # fmt: skip
     assert set(SAMPLING_FIELDS) == set(OPTIONS) - not_offered
     fields = {field.name for field in msgspec.structs.fields(schema.StreamBody)}
     assert {name for names in SAMPLING_FIELDS.values() for name in names} <= fields

@@ -185,7 +185,7 @@ function choices(select, values) {
 function row(trace, isNew = false) {
   const facts = [
     trace.model,
-    count(trace.n_added_tokens, "token"),
+    `${count(trace.n_added_tokens, "token")} added`,
     trace.n_forced_tokens > 0 && `${trace.n_forced_tokens.toLocaleString("en")} forced`,
     trace.n_actions > 0 && count(trace.n_actions, "action"),
     trace.mods.join(", "),

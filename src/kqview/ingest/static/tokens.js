@@ -393,7 +393,8 @@ function noAttention() {
   return element(
     "p",
     { class: "note" },
-    "This trace has no attention: its request did not capture any.",
+    "This trace has no attention of single tokens: its request captured none, or the largest values " +
+      "or sums of several (reduce max, spans, a mean of anything but probabilities).",
   );
 }
 

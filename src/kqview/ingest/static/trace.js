@@ -47,6 +47,7 @@ function summary({ request, tokens, finalIds, calls, actions }) {
     ["Took", duration(request)],
     ["Ended by", request.finish_reason ?? request.inference_stats?.finish_reason],
     ["Tokens", finalIds.length],
+    ["Added", tokens.length],
     ["Forced", tokens.filter((token) => token.isForced).length],
     ["Taken back", tokens.filter((token) => token.died < Infinity).length],
     ["Mods", mods.join(", ")],

@@ -192,7 +192,6 @@ _CLAMPED: Final = frozenset(
 _CONSTRAINTS: Final = frozenset({"grammar", "json_schema", "regex"})  # at most one may be given
 _LEAST: Final = 1e-6  # stands for 0 where the option has to be above it
 _ID_DIGITS: Final = 20  # more than any id has: longer numbers are slow to read
-_RANDOM_SEEDS: Final = (-1, 2**32 - 1)
 
 SAMPLERS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
     {
@@ -263,7 +262,7 @@ def sampling_of(
     for option, names in _FIELDS.items():
         value = first(*(getattr(fields, name) for name in names))
         given[option] = _clamped(option, value) if option in _CLAMPED else value
-    given["seed"] = None if fields.seed in _RANDOM_SEEDS else fields.seed
+    given["seed"] = fields.seed
     given["stop"] = _stops(fields.stop)
     given["logit_bias"] = _bias(fields.logit_bias, tokenize)
     given["top_logprobs"] = _n_probs(fields)
