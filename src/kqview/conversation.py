@@ -124,7 +124,7 @@ class Conversation:
             adds_header=True,
             continues=continue_final_message or False,
         )
-        ids = self._chat_ids(chat.parts)
+        ids = self._with_bos(self._chat_ids(chat.parts))
         end = b"".join(map(self._model.token_bytes, ids[-N_END:])).decode("utf-8", "replace")
         opened = opened_in(chat.begun, end)
         schema, options = self._constrained(
@@ -266,12 +266,14 @@ class Conversation:
         text = _text_of(chat.parts)
         if not tokenize:
             return text
-        ids = self._chat_ids(chat.parts)
+        rendered = self._chat_ids(chat.parts)
+        ids = self._with_bos(rendered)
         if not spans:
             return ids
         ends = chat.ends(text=text, ends_of_turn=self._ends_of_turn())
-        starts = [start for start, _ in self._offsets(text, ids)]
-        places = [0, *(bisect_left(starts, end) for end in ends)]
+        starts = [start for start, _ in self._offsets(text, rendered)]
+        n_before = len(ids) - len(rendered)
+        places = [0, *(n_before + bisect_left(starts, end) for end in ends)]
         return ChatPrompt(ids, list(pairwise(places)))
 
     def _rendered(
@@ -375,6 +377,11 @@ class Conversation:
         return headers
 
     # ---- ids of parts
+
+    def _with_bos(self, ids: list[int]) -> list[int]:
+        """*ids* of a whole chat after the id with which the model begins texts, if it does."""
+        bos = self._info.bos_token_id
+        return ids if bos is None or not self._info.adds_bos or ids[:1] == [bos] else [bos, *ids]
 
     def _chat_ids(self, parts: Sequence[Part]) -> list[int]:
         """Ids of the joined text; ordinary text that names a control token is tokenized apart."""
