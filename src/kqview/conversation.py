@@ -53,6 +53,10 @@ class Conversation:
     _model: CoreModel
     _info: ModelInfo
 
+    def _take_template_options(self, options: object) -> None:
+        """Variables of every chat; raises as `apply_chat_template`."""
+        self._template_options = checked_options(options)
+
     def _open_conversation(self, *, trusts_template: bool) -> None:
         """Begin; *trusts_template* says whether the model's template is rendered in process."""
         ids = self._model.control_tokens()
@@ -238,7 +242,10 @@ class Conversation:
             spans: Return a ChatPrompt: the ids, and for each message the range of its ids. Renders
                 the template once more for each message.
             chat_template: Template to use instead of the model's own.
-            template_options: Extra variables for the template, such as ``enable_thinking``.
+            template_options: Extra variables for the template. Templates know ``enable_thinking``,
+                which is true if not given (Apertus's: false), ``reasoning_effort`` and
+                ``preserve_reasoning``: whether earlier answers keep their reasoning, true if not
+                given.
 
         Raises:
             RequestError: A message is malformed, or the template rejects it, ignores *tools*, takes
@@ -290,7 +297,7 @@ class Conversation:
         if not isinstance(continues, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise invalid("continue_final_message", "True or False", shown(continues))
         checked, offered = checked_messages(messages), checked_tools(tools)
-        options = checked_options(template_options)
+        options = {**self._template_options, **checked_options(template_options)}
         template = self._template(source)
         begun = continued(checked) if continues else None
         rest = checked if begun is None else checked[:-1]

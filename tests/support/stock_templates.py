@@ -46,6 +46,11 @@ _CALL = {
     "type": "function",
     "function": {"name": "weather", "arguments": '{"city": "Oslo"}'},
 }
+_OTHER_CALL = {
+    **_CALL,
+    "id": "call00002",
+    "function": {"name": "weather", "arguments": '{"city": "Rome"}'},
+}
 CHATS: dict[str, dict[str, Any]] = {
     "plain": {"messages": [_SYSTEM, _USER]},
     "turns": {
@@ -64,6 +69,29 @@ CHATS: dict[str, dict[str, Any]] = {
             {"role": "tool", "tool_call_id": "call00001", "content": "-3 degrees"},
         ],
         "tools": [_TOOL],
+    },
+    "two calls": {
+        "messages": [
+            _SYSTEM,
+            _USER,
+            {"role": "assistant", "content": "I look.", "tool_calls": [_CALL, _OTHER_CALL]},
+            {"role": "tool", "tool_call_id": "call00001", "content": "-3 degrees"},
+            {"role": "tool", "tool_call_id": "call00002", "content": "9 degrees"},
+            {"role": "assistant", "content": "Rome is warmer."},
+            {"role": "user", "content": "Thanks."},
+        ],
+        "tools": [_TOOL],
+    },
+    "thoughts": {
+        "messages": [
+            _USER,
+            {"role": "assistant", "reasoning_content": "It is winter.", "content": "It snows."},
+            {"role": "user", "content": "And in Rome?"},
+        ],
+    },
+    "no thoughts": {
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "Who are you?"}]}],
+        "chat_template_kwargs": {"enable_thinking": False},
     },
 }
 

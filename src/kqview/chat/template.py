@@ -99,6 +99,7 @@ class ChatTemplate:
         self._has_lists = ".append(" in source
         self._knows_developer = "developer" in source
         self._calls_it_thinking = ".thinking" in source and "reasoning_content" not in source
+        self._has_blocks_of_thinking = "['thinking']" in source
         self._embeds_results = "['tool_responses']" in source and "tool_call_id" not in source
         # Apertus deliberates only if it is asked to.
         self._thinks = "<|inner_prefix|>" not in source
@@ -134,6 +135,7 @@ class ChatTemplate:
         - A system message that the template refuses or leaves out begins the user's next one.
         - The developer is the system for a template that does not know the role.
         - ``reasoning_content`` is also ``thinking`` for a template that knows it by that name only.
+          It is a part of the content for a template that has parts for it.
         - Results of tools go into the message with the calls for a template that has them there.
 
         Raises:
@@ -264,7 +266,7 @@ class ChatTemplate:
             text, _, _ = self._tried(messages, None, True, {})
         except RequestError:
             return False
-        return _PROBE in text and "'text'" not in text
+        return _PROBE in text and not any(key in text for key in ("'text'", '"text"'))
 
     def _fitted(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         """*messages* as the template supports them; see `render`."""
@@ -273,9 +275,9 @@ class ChatTemplate:
             fitted = _with_results(fitted)
         if not self._takes_system and fitted and fitted[0].get("role") == "system":
             system, *rest = fitted
-            words = [text_of(system.get("content"))]
+            words = [_content_text(system.get("content"))]
             if rest and rest[0].get("role") == "user":
-                words.append(text_of(rest.pop(0).get("content")))
+                words.append(_content_text(rest.pop(0).get("content")))
             fitted = [{"role": "user", "content": "\n".join(words)}, *rest]
         return [self._with_content(message) for message in fitted]
 
@@ -290,10 +292,18 @@ class ChatTemplate:
 
     def _with_content(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
         content: object = message.get("content")
+        thoughts = message.get("reasoning_content")
+        if thoughts and self._has_blocks_of_thinking:
+            blocks = [{"type": "thinking", "thinking": thoughts}]
+            text = _content_text(content)
+            return {
+                **message,
+                "content": [*blocks, *([{"type": "text", "text": text}] if text else [])],
+            }
         if content is None and _has_calls(message):
             return {**message, "content": ""}
         if isinstance(content, list) and self._takes_text and not self._takes_parts:
-            return {**message, "content": text_of(content)}
+            return {**message, "content": _content_text(cast("object", content))}
         if isinstance(content, str) and self._takes_parts and not self._takes_text:
             return {**message, "content": [{"type": "text", "text": content}]}
         return message
@@ -303,15 +313,15 @@ _PROBE: Final = "Hello there"
 _PROBE_PARTS: Final = [{"type": "text", "text": _PROBE}]
 
 
-def text_of(content: object) -> str:
-    """The text of a message's content: text, text parts, which are joined with newlines, or None."""
+def _content_text(content: object) -> str:
+    """The text of a message's content: text, parts, which are joined with newlines, or None."""
     if isinstance(content, list):
         return "\n".join(part["text"] for part in cast("list[dict[str, str]]", content))
     return "" if content is None else str(content)
 
 
 def _with_results(messages: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """*messages* with each answer, its calls and their results in one, as in Gemma 4's first form."""
+    """*messages* with an answer, its calls and their results in one, as Gemma 4 has had them."""
     made: list[Mapping[str, Any]] = []
     for message in messages:
         last = made[-1] if made else {}
@@ -322,13 +332,13 @@ def _with_results(messages: Iterable[Mapping[str, Any]]) -> list[Mapping[str, An
             call = last["tool_calls"][ids.index(id_) if id_ in ids else len(known) % len(ids)]
             result = {
                 "name": call.get("function", call)["name"],
-                "response": _read(text_of(message.get("content"))),
+                "response": _read(_content_text(message.get("content"))),
             }
-            made[-1] = {**last, "tool_responses": [*known, result]}
+            made[-1] = {**last, "tool_responses": [*known, result], "content": ""}
         elif (
             message.get("role") == "assistant"
             and "tool_responses" in last
-            and not (last.get("content") or _has_calls(message))
+            and not (last["content"] or _has_calls(message))
         ):
             made[-1] = {**last, "content": message.get("content")}
         else:

@@ -34,9 +34,9 @@ from kqview.server.api.reasoning_cap import ReasoningCap, cap_of
 from kqview.server.attention import AttentionWanted
 from kqview.server.errors import renamed
 from kqview.server.run import GenerateRequest, Removal, Run
+from kqview.server.settings import ReasoningFormat
 from kqview.types import Sampling
 
-ReasoningFormat = Literal["none", "auto", "deepseek", "deepseek-legacy"]
 ChooseSplit = Callable[[str, str, Split], Split]
 """Given a chat template, the end of a prompt and how answers are split by these, how they are."""
 
