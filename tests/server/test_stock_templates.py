@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import TYPE_CHECKING
 
 import pytest
 
-from kqview import Engine
-from kqview.errors import KqviewError
 from kqview.server import Settings
-from kqview.server.api.chat_work import prompt_of
-from kqview.server.api.llama_server import convert, schema
 from tests.support import stock, stock_templates
+from tests.support.serving import serving
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -35,27 +33,26 @@ DIFFERENT = {
     # Stock leaves out the answer whose reasoning it was given.
     ("unsloth-mistral-Devstral-Small-2507", "thoughts"),
 }
-# The templates themselves refuse more than one call in a message; the stock server passes it on.
+# These templates refuse more than one call in a message, for both servers.
 REFUSED = {(f"meta-llama-Llama-3.{n}-Instruct", "two calls") for n in ("1-8B", "2-3B", "3-70B")}
 
 
 def test_prompts_are_those_of_the_stock_server(tmp_path: Path):
-    settings = Settings(request_chat_template=True)
+    model = stock_templates.write_model(tmp_path / "model.gguf")
     stored = stock_templates.stored()
-    found: dict[str, set[tuple[str, str]]] = {"refused": set(), "different": set()}
     templates = sorted((stock.source() / "models" / "templates").glob("*.jinja"))
     assert {template.stem for template in templates} == stored.keys()
-    with Engine(stock_templates.write_model(tmp_path / "model.gguf"), n_ctx=256) as engine:
-        for template in templates:
-            for name, chat in stock_templates.CHATS.items():
-                body = schema.TemplateBody(**chat, chat_template=template.read_text("utf-8"))
-                try:
-                    ids, _ = prompt_of(engine, convert.chat_of(body, settings, request_id="r"))
-                except KqviewError:
-                    found["refused"].add((template.stem, name))
-                    continue
-                hashed = stock_templates.hash_of(engine.detokenize(ids), "<|endoftext|>")
-                if hashed != stored[template.stem][name]:
-                    found["different"].add((template.stem, name))
+    found: dict[str, set[tuple[str, str]]] = {"refused": set(), "different": set()}
+    settings = Settings(model=str(model), n_ctx=256, request_chat_template=True)
+    with serving(settings) as served, served.client() as client:
+        for template, (name, chat) in product(templates, stock_templates.CHATS.items()):
+            body = {**chat, "chat_template": template.read_text("utf-8")}
+            reply = client.post("/apply-template", json=body)
+            if reply.status_code != 200:
+                found["refused"].add((template.stem, name))
+                continue
+            hashed = stock_templates.hash_of(reply.json()["prompt"], "<|endoftext|>")
+            if hashed != stored[template.stem][name]:
+                found["different"].add((template.stem, name))
     assert found == {"refused": REFUSED, "different": DIFFERENT}
     assert all(stored[template][name] == stock_templates.REFUSED for template, name in REFUSED)

@@ -168,8 +168,9 @@ def main(templates: Path, shown: Path | None) -> None:
                 name: hash_of(prompt, "<|endoftext|>") for name, prompt in prompts.items()
             }
             print(template.stem, [name for name in prompts if prompts[name] is None], flush=True)
-            for name, prompt in prompts.items() if shown else ():
-                (shown / f"{template.stem}.{name}").write_text(prompt or REFUSED)
+            if shown is not None:
+                for name, prompt in prompts.items():
+                    (shown / f"{template.stem}.{name}").write_text(prompt or REFUSED)
     STORED.write_text(json.dumps(found, indent=1) + "\n")
 
 

@@ -61,7 +61,10 @@ def checked_options(options: object) -> dict[str, Any]:
     found = {} if options is None else _mapping("template_options", options)
     thinks: object = found.get("enable_thinking")
     if isinstance(thinks, str):  # which a template would take for true, whatever it says
-        raise invalid("template_options.enable_thinking", "True or False", _shown(thinks))
+        raise RequestError(
+            f"template_options has enable_thinking as text, {_shown(thinks)}; pass true or false",
+            parameter="template_options",
+        )
     return found
 
 

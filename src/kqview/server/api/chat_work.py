@@ -192,7 +192,8 @@ def prompt_of(engine: Engine, chat: ChatRequest) -> tuple[list[int], str]:
     try:
         return _prompt_of(engine, chat)
     except RequestError as error:
-        raise renamed(error, chat.names) from None
+        names = {"template_options": "chat_template_kwargs", **chat.names}
+        raise renamed(error, names) from None
 
 
 def _prompt_of(engine: Engine, chat: ChatRequest) -> tuple[list[int], str]:
