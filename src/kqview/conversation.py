@@ -28,6 +28,7 @@ from kqview.chat.turn import (
     opened_in,
     reader_of,
     reasoning_of,
+    template_for,
 )
 from kqview.errors import CapacityError, KqviewError, RequestError, UnsupportedModel, shown
 from kqview.generation.stream import Generation
@@ -119,7 +120,7 @@ class Conversation:
         if not isinstance(parallel_tool_calls, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise invalid("parallel_tool_calls", "True or False", shown(parallel_tool_calls))
         choice = choice_of(checked_tools(tools) or [], tool_choice)
-        source = self._source(chat_template)
+        source = self._source(chat_template, choice.tools)
         chat = self._rendered(
             messages,
             choice.tools,
@@ -265,7 +266,7 @@ class Conversation:
         chat = self._rendered(
             messages,
             tools,
-            self._source(chat_template),
+            self._source(chat_template, tools),
             template_options,
             adds_header=add_generation_prompt,
             continues=continue_final_message,
@@ -314,9 +315,11 @@ class Conversation:
         ends = partial(template.ends, checked, tools=offered, options=options)
         return _Rendered(parts, begun or "", ends)
 
-    def _source(self, chat_template: str | None) -> str:
+    def _source(self, chat_template: str | None, tools: object) -> str:
         """The text of the template to use: *chat_template*, or the model's own."""
-        source = self._info.chat_template if chat_template is None else chat_template
+        source = chat_template
+        if source is None:
+            source = template_for(self._info, has_tools=bool(tools))
         if source is None:
             raise UnsupportedModel(
                 f"{self._info.name or self._info.architecture} has no chat template; "

@@ -45,7 +45,6 @@ if (device_rows := os.environ.get("KQVIEW_TEST_DEVICE_ROWS")) is not None:
     _engine_defaults()["device_rows"] = device_rows
 
 
-
 def pytest_report_header() -> str:
     """Say where the engines run."""
     devices = ", ".join(device["description"] for device in system_info()["devices"])
