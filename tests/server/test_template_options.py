@@ -68,7 +68,8 @@ def test_text_where_the_template_wants_true_or_false_is_refused(client: httpx.Cl
 def test_reasoning_goes_where_the_server_was_told_to_put_it():
     template = "{{ messages[0].content }}<think>"
     body = {"messages": TALK, "max_tokens": 4, "temperature": 0}
-    for form, name in (("auto", "reasoning_content"), ("none", "content")):
+    forms: dict[Any, str] = {"auto": "reasoning_content", "none": "content"}
+    for form, name in forms.items():
         settings = Settings(demo=True, n_threads=1, chat_template=template, reasoning_format=form)
         with serving(settings) as served, served.client() as client:
             reply = client.post("/v1/chat/completions", json=body).json()

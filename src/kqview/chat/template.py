@@ -214,12 +214,12 @@ class ChatTemplate:
         options: Mapping[str, Any],
     ) -> str:
         variables = {
-            **_defaults(options),
+            **_defaults(options, tools or ()),
             "enable_thinking": self._thinks,
             **self._variables,
             **options,
-            **_shown(tools),
             "messages": messages,
+            "tools": tools,
             "add_generation_prompt": add_generation_prompt,
         }
         if self._has_lists:
@@ -588,14 +588,17 @@ def _listed(value: object) -> list[Any]:
     raise TypeError(f"{type(value).__name__} is not JSON")
 
 
-def _defaults(options: Mapping[str, Any]) -> dict[str, Any]:
+def _defaults(options: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Variables as llama.cpp's server sets them, where a chat does not."""
+    functions = [tool.get("function", tool) for tool in tools]
     found: dict[str, Any] = {
         "documents": None,
         "bos_token": "",
         "eos_token": "",
         "date_string": _now("%d %b %Y"),
         "datetime": _now("%b %d %Y"),
+        # What firefunction reads, whose tools the stock server leaves out.
+        "functions": _to_json(functions, indent=4) if functions else "",
     }
     keeps = options.get("preserve_reasoning", True)
     if isinstance(keeps, bool):  # the names that templates have for it
@@ -605,15 +608,6 @@ def _defaults(options: Mapping[str, Any]) -> dict[str, Any]:
     if "reasoning_effort" in options:
         found["reasoning_strength"] = options["reasoning_effort"]
     return found
-
-
-def _shown(tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Any]:
-    """*tools* by the names that templates have for them."""
-    functions = [tool.get("function", tool) for tool in tools or ()]
-    return {
-        "tools": tools,
-        "functions": _to_json(functions, indent=4) if functions else "",
-    }
 
 
 def _refuse(message: object = "") -> NoReturn:
