@@ -281,7 +281,8 @@ class Conversation:
         ends = chat.ends(text=text, ends_of_turn=self._ends_of_turn())
         starts = [start for start, _ in self._offsets(text, rendered)]
         n_before = len(ids) - len(rendered)
-        places = [0, *(n_before + bisect_left(starts, end) for end in ends)]
+        # A message that has no text of its own has no BOS either.
+        places = [0, *(end and n_before + bisect_left(starts, end) for end in ends)]
         return ChatPrompt(ids, list(pairwise(places)))
 
     def _rendered(
