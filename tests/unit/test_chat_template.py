@@ -227,6 +227,8 @@ def test_template_may_change_its_own_lists_but_none_of_the_chat():
     for mine in ("messages", "messages[0].content", "tools"):
         with pytest.raises(RequestError, match="append"):
             parts_of(f"{queue}{{{{ {mine}.append(1) }}}}", HELLO, tools=[{"name": "f"}])
+    with pytest.raises(RequestError, match="append"):
+        parts_of("{{ messages['app' ~ 'end'](1) }}", HELLO)
 
 
 SHOWN = "{% for m in messages %}{{ m.role }}={{ m.content }};{% endfor %}"

@@ -76,7 +76,8 @@ class ChatTemplate:
                 f"the chat template has {len(source)} characters, the limit is {SOURCE_MAX}; "
                 "pass another as chat_template"
             )
-        environment = _environment()
+        self._has_lists = ".append(" in source
+        environment = _environment(has_lists=self._has_lists)
         try:
             tree = cast("nodes.Template", optimize(environment.parse(source), environment))
             for node in tree.find_all((nodes.TemplateData, nodes.Const)):
@@ -96,7 +97,6 @@ class ChatTemplate:
         self._template = jinja2.Template.from_code(
             environment, code, environment.make_globals(_GLOBALS)
         )
-        self._has_lists = ".append(" in source
         self._knows_developer = "developer" in source
         self._calls_it_thinking = ".thinking" in source and "reasoning_content" not in source
         self._has_blocks_of_thinking = "['thinking']" in source
@@ -545,19 +545,23 @@ def _given(value: Any) -> Any:
 class _Environment(ImmutableSandboxedEnvironment):
     """Nothing may be changed but a template's own lists: that of Kimi K2 has a queue."""
 
+    has_lists = False
+    """Whether it has any; the lists of a chat are then `_GivenList`s."""
+
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         """Whether the template may read this attribute."""
-        is_own = attr in ("append", "pop") and type(obj) is list
+        is_own = self.has_lists and attr in ("append", "pop") and type(obj) is list
         return is_own or super().is_safe_attribute(obj, attr, value)
 
 
-def _environment() -> _Environment:
+def _environment(*, has_lists: bool) -> _Environment:
     """The dialect of transformers' apply_chat_template."""
     environment = _Environment(
         trim_blocks=True,
         lstrip_blocks=True,
         extensions=[_GenerationTag, "jinja2.ext.loopcontrols"],
     )
+    environment.has_lists = has_lists
     environment.filters["tojson"] = _to_json
     environment.filters["safe"] = str  # jinja2's own would escape what is added to it, for HTML
     return environment
