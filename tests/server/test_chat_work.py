@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kqview import Engine, Sampling
+from kqview.chat.formats import format_of
 from kqview.chat.reasoning import Split
-from kqview.chat.tool_format import Wanted, format_of, grammar, literal
+from kqview.chat.tool_format import Wanted, grammar, literal
 from kqview.errors import InvalidSampling, RequestError
 from kqview.server.api.chat_work import (
     Answer,

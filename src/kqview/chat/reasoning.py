@@ -14,6 +14,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple, Protocol
 
+from kqview.chat.formats import CHANNEL, MESSAGE
+from kqview.chat.marks import Marks
+
 Kind = Literal["reasoning", "content", "call", "mark"]
 
 
@@ -47,52 +50,6 @@ class Splitter(Protocol):
         It goes on from a mark that the answer has begun to write.
         """
         ...
-
-
-class Marks:
-    """Text up to the first of some marks; holds back what may be the beginning of one."""
-
-    def __init__(self, marks: Iterable[str]) -> None:
-        """Look for *marks*; empty ones are ignored."""
-        self._marks = tuple(mark for mark in marks if mark)
-        self._n_most = max(map(len, self._marks), default=0)
-        self._held = ""
-
-    def feed(self, text: str) -> tuple[str, str | None]:
-        """Add *text*.
-
-        Returns:
-            The text that is certainly before every mark, and the mark that follows it, None if none
-            does so far. What comes after the mark is held; feed "" to go on.
-        """
-        whole = self._held + text
-        found = [(at, mark) for mark in self._marks if (at := whole.find(mark)) >= 0]
-        at, mark = min(
-            found, default=(len(whole), None), key=lambda one: (one[0], -len(one[1] or ""))
-        )
-        for start in range(max(0, len(whole) - self._n_most + 1), at):
-            if any(one.startswith(whole[start:]) for one in self._marks):
-                at, mark = start, None
-                break
-        else:
-            # A longer mark may begin with this one.
-            rest = whole[at:]
-            if mark is not None and any(
-                len(one) > len(rest) and one.startswith(rest) for one in self._marks
-            ):
-                mark = None
-        self._held = whole[at + len(mark or "") :]
-        return whole[:at], mark
-
-    @property
-    def held(self) -> str:
-        """What may still become a mark."""
-        return self._held
-
-    def take(self) -> str:
-        """What is held; nothing is then."""
-        held, self._held = self._held, ""
-        return held
 
 
 class NoReasoning:
@@ -340,8 +297,6 @@ class MarkerSplitter:
         return _pieces("content", begun + self._marks.take())
 
 
-CHANNEL: Final = "<|channel|>"
-MESSAGE: Final = "<|message|>"
 _ENDS: Final = ("<|end|>", "<|return|>", "<|call|>", "<|start|>")
 _FUNCTIONS: Final = "functions."
 _HEADERS: Final = ("assistant", "to=")  # how a header may begin before its channel

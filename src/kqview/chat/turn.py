@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal, NamedTuple, TypedDict, cast
 
 from kqview import json_input
-from kqview.chat import tool_format
+from kqview.chat import formats, tool_format
 from kqview.chat.reasoning import THINK_TAGS, Piece, Split, opened_by
 from kqview.chat.tool_format import CallDelta, CallReader, Format, Tool, Wanted
 from kqview.errors import InvalidSampling, RequestError, shown
@@ -362,7 +362,7 @@ def reader_of(source: str, opened: str | None, tools: Sequence[Tool]) -> Callabl
         opened: The mark of reasoning inside of which the answer begins, None if it does not.
         tools: Those that may be called.
     """
-    form = tool_format.format_of(source) if tools else None
+    form = formats.format_of(source) if tools else None
     mode = "harmony" if tool_format.is_harmony(source) else "think"
     split = Split(mode=mode, opened=opened, may_call=bool(tools))
     texts = tool_format.text_parameters(tools)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, Literal
 
-from kqview.chat import CHATML, tool_format
+from kqview.chat import CHATML, formats, tool_format
 from kqview.chat.reasoning import THINKING, Piece, Split, TokenCounter
 from kqview.chat.tool_format import CallDelta, Format, Tool
 from kqview.chat.turn import (
@@ -125,7 +125,7 @@ def prepare(engine: Engine, chat: ChatRequest) -> ChatWork:
     # What the answer continues decides whether it begins inside of reasoning.
     end = engine.detokenize(ids[-N_END:]) if ids else ""
     opened = opened_in(begun, end)
-    native = tool_format.format_of(source)
+    native = formats.format_of(source)
     # A template that has no place for tools shows them in Hermes' format.
     form = native if tool_format.knows_tools(source) or native == "harmony" else "hermes"
     is_harmony = form == "harmony"
