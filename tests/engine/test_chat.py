@@ -336,11 +336,13 @@ def bare_text(source: str, messages: list[dict[str, Any]]) -> str:
         add_generation_prompt=True,
         bos_token="<s>",
         eos_token="</s>",
+        enable_thinking=False,
     )
 
 
 def specials_of(template: ChatTemplate, messages: list[dict[str, Any]]) -> list[str]:
-    return [part.text for part in template.render(messages) if part.is_special]
+    parts = template.render(messages, options={"enable_thinking": False})
+    return [part.text for part in parts if part.is_special]
 
 
 def test_published_templates_take_special_tokens_from_nowhere_else(llama_cpp_dir: Path):

@@ -231,8 +231,9 @@ def test_tools_go_to_the_user_where_a_template_has_no_system_messages(engine: En
     assert text.count("<start_of_turn>user") == 2
     assert "r0\n</tool_response>\n<tool_response>\nr1" in text
     kind = [{"role": "system", "content": "Be kind."}, *HELLO]
-    with pytest.raises(RequestError, match="no system role"):
-        prepare(engine, chat(messages=kind, tools=TOOLS, chat_template=shapes.GEMMA))
+    ids = prepare(engine, chat(messages=kind, tools=TOOLS, chat_template=shapes.GEMMA))
+    text = engine.detokenize(ids.request.prompt)  # pyright: ignore[reportArgumentType]
+    assert text.index("Be kind.") < text.index("You may call") < text.index("Who?")
 
 
 def test_reasoning_of_earlier_answers_is_under_the_name_of_the_template(engine: Engine):

@@ -102,6 +102,13 @@ def find_binary(name: str = "kq-eval-rows") -> Path:
     return Path(done.stdout.strip()) / name
 
 
+def source() -> Path:
+    """Folder of llama.cpp's pinned source; fetched if need be."""
+    command = [sys.executable, str(BUILD.parents[2] / "vendor" / "fetch.py"), "--print-path"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return Path(done.stdout.strip())
+
+
 def read_rows(
     model: Path,
     ids: Sequence[int],

@@ -216,8 +216,8 @@ def test_tojson_leaves_letters_and_signs_as_they_are():
 
 
 def test_refusal_of_the_template_is_a_request_error_with_its_words():
-    with pytest.raises(RequestError, match="no system role"):
-        parts_of(shapes.GEMMA, [{"role": "system", "content": "x"}])
+    with pytest.raises(RequestError, match="roles must alternate"):
+        parts_of(shapes.GEMMA, [*HELLO, *HELLO])
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ open.
 import json
 import re
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from typing import Any, Final, NoReturn, cast
@@ -96,7 +96,19 @@ class ChatTemplate:
         self._template = jinja2.Template.from_code(
             environment, code, environment.make_globals(_GLOBALS)
         )
-        self._takes_text, self._takes_parts = self._takes(_PROBE), self._takes(_PROBE_PARTS)
+        self._has_lists = ".append(" in source
+        self._knows_developer = "developer" in source
+        self._calls_it_thinking = ".thinking" in source and "reasoning_content" not in source
+        self._embeds_results = "['tool_responses']" in source and "tool_call_id" not in source
+        # Apertus deliberates only if it is asked to.
+        self._thinks = "<|inner_prefix|>" not in source
+        self._takes_text = self._takes_parts = self._takes_system = True
+        takes_text = self._shows({"role": "user", "content": _PROBE})
+        self._takes_parts = self._shows({"role": "user", "content": _PROBE_PARTS})
+        self._takes_text = takes_text
+        messages = {"role": "system", "content": _PROBE}, {"role": "user", "content": "."}
+        can_show = takes_text or self._takes_parts
+        self._takes_system = self._shows(*messages) or not can_show
 
     def render(
         self,
@@ -113,9 +125,16 @@ class ChatTemplate:
         ordinary text contains the text of one, the template runs again on contents in which the
         first and last characters of such tokens are replaced: tokens that still appear are its own.
 
-        A list of text parts is joined with newlines for a template that does not support parts;
-        text becomes a part for a template that supports only parts. Arguments of tool calls are
-        objects, or JSON text for a template that fails on objects.
+        Messages are fitted to what the template supports:
+
+        - A list of text parts is joined with newlines for a template that does not support parts;
+          text becomes a part for a template that supports only parts.
+        - Arguments of tool calls are objects, or JSON text for a template that fails on objects.
+        - A message with tool calls has content, "" if it came without.
+        - A system message that the template refuses or leaves out begins the user's next one.
+        - The developer is the system for a template that does not know the role.
+        - ``reasoning_content`` is also ``thinking`` for a template that knows it by that name only.
+        - Results of tools go into the message with the calls for a template that has them there.
 
         Raises:
             RequestError: The template rejects the messages or fails on them, or renders the same
@@ -160,17 +179,7 @@ class ChatTemplate:
         add_generation_prompt: bool,
         options: Mapping[str, Any],
     ) -> list[Part]:
-        wanted = [self._fitted(message) for message in messages]
-        try:
-            text = self._render(wanted, tools, add_generation_prompt, options)
-        except RequestError as error:
-            if isinstance(error.__cause__, _Refusal) or not any(map(_has_calls, wanted)):
-                raise
-            try:
-                wanted = [_with_json_arguments(message) for message in wanted]
-                text = self._render(wanted, tools, add_generation_prompt, options)
-            except RequestError:
-                raise error from error.__cause__
+        text, wanted, tools = self._tried(messages, tools, add_generation_prompt, options)
         parts = self._marks.split(text)
         if not (names := self._marks.found_in(parts)):
             return parts
@@ -203,13 +212,16 @@ class ChatTemplate:
         options: Mapping[str, Any],
     ) -> str:
         variables = {
-            "documents": None,
+            **_defaults(options),
+            "enable_thinking": self._thinks,
             **self._variables,
             **options,
+            **_shown(tools),
             "messages": messages,
-            "tools": tools,
             "add_generation_prompt": add_generation_prompt,
         }
+        if self._has_lists:
+            variables = _given(variables)
         try:
             text = self._template.render(variables)
         except MemoryError as error:
@@ -228,19 +240,60 @@ class ChatTemplate:
             )
         return text
 
-    def _takes(self, content: object) -> bool:
-        message = {"role": "user", "content": content}
+    def _tried(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        add_generation_prompt: bool,
+        options: Mapping[str, Any],
+    ) -> tuple[str, Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]] | None]:
+        """The text, and the messages and tools of which the template makes it without failing."""
+        first: RequestError | None = None
+        for wanted, shown in _forms(self._fitted(messages), tools):
+            try:
+                text = self._render(wanted, shown, add_generation_prompt, options)
+                return text, wanted, shown
+            except RequestError as error:
+                first = first or error
+        assert first is not None
+        raise first
+
+    def _shows(self, *messages: Mapping[str, Any]) -> bool:
+        """Whether the template shows the probe in the first of *messages* as text."""
         try:
-            text = self._render([message], None, True, {})
+            text, _, _ = self._tried(messages, None, True, {})
         except RequestError:
             return False
         return _PROBE in text and "'text'" not in text
 
-    def _fitted(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _fitted(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        """*messages* as the template supports them; see `render`."""
+        fitted = [self._with_names(message) for message in messages]
+        if self._embeds_results:
+            fitted = _with_results(fitted)
+        if not self._takes_system and fitted and fitted[0].get("role") == "system":
+            system, *rest = fitted
+            words = [text_of(system.get("content"))]
+            if rest and rest[0].get("role") == "user":
+                words.append(text_of(rest.pop(0).get("content")))
+            fitted = [{"role": "user", "content": "\n".join(words)}, *rest]
+        return [self._with_content(message) for message in fitted]
+
+    def _with_names(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        if message.get("role") == "developer" and not self._knows_developer:
+            message = {**message, "role": "system"}
+        if self._calls_it_thinking and message.get("reasoning_content"):
+            message = {**message, "thinking": message["reasoning_content"]}
+            if _has_calls(message):  # the template of gpt-oss takes no content beside it
+                message["content"] = ""
+        return message
+
+    def _with_content(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
         content: object = message.get("content")
+        if content is None and _has_calls(message):
+            return {**message, "content": ""}
         if isinstance(content, list) and self._takes_text and not self._takes_parts:
-            parts = cast("list[dict[str, str]]", content)
-            return {**message, "content": "\n".join(part["text"] for part in parts)}
+            return {**message, "content": text_of(content)}
         if isinstance(content, str) and self._takes_parts and not self._takes_text:
             return {**message, "content": [{"type": "text", "text": content}]}
         return message
@@ -250,11 +303,66 @@ _PROBE: Final = "Hello there"
 _PROBE_PARTS: Final = [{"type": "text", "text": _PROBE}]
 
 
+def text_of(content: object) -> str:
+    """The text of a message's content: text, text parts, which are joined with newlines, or None."""
+    if isinstance(content, list):
+        return "\n".join(part["text"] for part in cast("list[dict[str, str]]", content))
+    return "" if content is None else str(content)
+
+
+def _with_results(messages: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """*messages* with each answer, its calls and their results in one, as in Gemma 4's first form."""
+    made: list[Mapping[str, Any]] = []
+    for message in messages:
+        last = made[-1] if made else {}
+        if message.get("role") == "tool" and _has_calls(last):
+            ids = [call.get("id") for call in last["tool_calls"]]
+            known = last.get("tool_responses", [])
+            id_ = message.get("tool_call_id")
+            call = last["tool_calls"][ids.index(id_) if id_ in ids else len(known) % len(ids)]
+            result = {
+                "name": call.get("function", call)["name"],
+                "response": _read(text_of(message.get("content"))),
+            }
+            made[-1] = {**last, "tool_responses": [*known, result]}
+        elif (
+            message.get("role") == "assistant"
+            and "tool_responses" in last
+            and not (last.get("content") or _has_calls(message))
+        ):
+            made[-1] = {**last, "content": message.get("content")}
+        else:
+            made.append(message)
+    return made
+
+
+def _read(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def _forms(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
+) -> Iterator[tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]] | None]]:
+    """Forms of a chat to try in turn, until the template does not fail."""
+    has_calls = any(map(_has_calls, messages))
+    for arguments in (list, _with_json_arguments)[: 1 + has_calls]:
+        yield arguments(messages), tools
+        if tools is None:  # some loop over the tools without asking whether there are any
+            yield arguments(messages), []
+
+
 def _has_calls(message: Mapping[str, Any]) -> bool:
     return bool(message.get("tool_calls"))
 
 
-def _with_json_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
+def _with_json_arguments(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    return [_with_json_arguments_of(message) for message in messages]
+
+
+def _with_json_arguments_of(message: Mapping[str, Any]) -> Mapping[str, Any]:
     if not _has_calls(message):
         return message
     calls = [
@@ -410,14 +518,38 @@ class _GenerationTag(Extension):
         return nodes.Scope(body, lineno=line)
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
+class _GivenList(list[Any]):
+    """A list that is not the template's own."""
+
+
+def _given(value: Any) -> Any:
+    match value:
+        case list():
+            return _GivenList(map(_given, cast("list[Any]", value)))
+        case dict():
+            return {key: _given(item) for key, item in cast("dict[str, Any]", value).items()}
+        case _:
+            return value
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """Nothing may be changed but a template's own lists: that of Kimi K2 has a queue."""
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """Whether the template may read this attribute."""
+        is_own = attr in ("append", "pop") and type(obj) is list
+        return is_own or super().is_safe_attribute(obj, attr, value)
+
+
+def _environment() -> _Environment:
     """The dialect of transformers' apply_chat_template."""
-    environment = ImmutableSandboxedEnvironment(
+    environment = _Environment(
         trim_blocks=True,
         lstrip_blocks=True,
         extensions=[_GenerationTag, "jinja2.ext.loopcontrols"],
     )
     environment.filters["tojson"] = _to_json
+    environment.filters["safe"] = str  # jinja2's own would escape what is added to it, for HTML
     return environment
 
 
@@ -435,7 +567,43 @@ def _to_json(
         indent=indent,
         separators=separators,
         sort_keys=sort_keys,
+        default=_listed,
     )
+
+
+def _listed(value: object) -> list[Any]:
+    """What a filter such as ``map`` yields; anything else is no JSON."""
+    if isinstance(value, Iterator):
+        return list(cast("Iterator[Any]", value))
+    raise TypeError(f"{type(value).__name__} is not JSON")
+
+
+def _defaults(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Variables as llama.cpp's server sets them, where a chat does not."""
+    found: dict[str, Any] = {
+        "documents": None,
+        "bos_token": "",
+        "eos_token": "",
+        "date_string": _now("%d %b %Y"),
+        "datetime": _now("%b %d %Y"),
+    }
+    keeps = options.get("preserve_reasoning", True)
+    if isinstance(keeps, bool):  # the names that templates have for it
+        found["preserve_thinking"] = keeps
+        for name in ("clear_thinking", "truncate_history_thinking", "drop_thinking"):
+            found[name] = not keeps
+    if "reasoning_effort" in options:
+        found["reasoning_strength"] = options["reasoning_effort"]
+    return found
+
+
+def _shown(tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Any]:
+    """*tools* by the names that templates have for them."""
+    functions = [tool.get("function", tool) for tool in tools or ()]
+    return {
+        "tools": tools,
+        "functions": _to_json(functions, indent=4) if functions else "",
+    }
 
 
 def _refuse(message: object = "") -> NoReturn:

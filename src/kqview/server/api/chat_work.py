@@ -197,7 +197,9 @@ def prompt_of(engine: Engine, chat: ChatRequest) -> tuple[list[int], str]:
 
 def _prompt_of(engine: Engine, chat: ChatRequest) -> tuple[list[int], str]:
     source = template_of(engine, chat.chat_template)
-    messages = _messages(chat.messages, source)
+    messages: list[Any] = list(chat.messages)
+    for i, message in enumerate(messages):
+        _check_is_text(i, message.get("content"))
     tools: Sequence[Tool] | None = _tools(chat) or None
     begun = continued(messages, chat.continues)
     render = partial(
@@ -210,32 +212,8 @@ def _prompt_of(engine: Engine, chat: ChatRequest) -> tuple[list[int], str]:
     if tool_format.knows_tools(source) or not (tools or any(map(_is_of_tools, messages))):
         ids = render(messages, tools=tools)
     else:
-        as_text = partial(tool_format.tools_as_text, messages, tools or ())
-        try:
-            ids = render(as_text())
-        except RequestError:
-            if not tools or (messages and messages[0].get("role") == "system"):
-                raise
-            ids = render(as_text(role="user"))  # the template has no system messages
+        ids = render(tool_format.tools_as_text(messages, tools or ()))
     return ids, begun or ""
-
-
-def _messages(messages: Sequence[Mapping[str, Any]], source: str) -> list[Any]:
-    """*messages* with the roles that the template knows; what is not text is refused."""
-    fitted: list[Any] = []
-    for i, message in enumerate(messages):
-        _check_is_text(i, message.get("content"))
-        if message.get("role") == "developer" and "developer" not in source:
-            message = {**message, "role": "system"}
-        thoughts = message.get("reasoning_content")
-        if thoughts and tool_format.is_harmony(source):
-            # The template of gpt-oss has another name for it, and takes no content beside it if
-            # there are calls.
-            message = {**message, "thinking": thoughts}
-            if message.get("tool_calls"):
-                message = {**message, "content": ""}
-        fitted.append(message)
-    return fitted
 
 
 def _check_is_text(i: int, content: object) -> None:

@@ -1,0 +1,149 @@
+"""What the stock llama-server makes of llama.cpp's chat templates, kept as hashes.
+
+Owns: the chats, the normal form of a prompt, and the file of hashes beside this one. Run as a
+program (``python -m tests.support.stock_templates``), asks the stock server, which
+``python bench/peers/build.py llama-server`` builds, and writes the file; with a folder as its
+argument, also writes the prompts themselves there, to read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import json
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from tests.support import stock, tiny_gguf
+
+STORED = Path(__file__).with_suffix(".json")
+REFUSED = "refused"
+_START_S = 60
+_DATES = ("%Y-%m-%d", "%d %b %Y", "%b %d %Y", "%B %d, %Y", "%d %B %Y", "%d.%m.%Y")
+
+_SYSTEM = {"role": "system", "content": "You know the weather."}
+_USER = {"role": "user", "content": "What is the weather in Oslo?"}
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Weather of a <city> & its lakes",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "description": "Its name"}},
+            "required": ["city"],
+        },
+    },
+}
+_CALL = {
+    "id": "call00001",  # Mistral's templates want nine letters and digits
+    "type": "function",
+    "function": {"name": "weather", "arguments": '{"city": "Oslo"}'},
+}
+CHATS: dict[str, dict[str, Any]] = {
+    "plain": {"messages": [_SYSTEM, _USER]},
+    "turns": {
+        "messages": [
+            _SYSTEM,
+            _USER,
+            {"role": "assistant", "content": "It snows."},
+            {"role": "user", "content": "And in Rome?"},
+        ]
+    },
+    "tools": {"messages": [_USER], "tools": [_TOOL]},
+    "tool turn": {
+        "messages": [
+            _USER,
+            {"role": "assistant", "content": None, "tool_calls": [_CALL]},
+            {"role": "tool", "tool_call_id": "call00001", "content": "-3 degrees"},
+        ],
+        "tools": [_TOOL],
+    },
+}
+
+
+def hash_of(prompt: str | None, bos: str) -> str:
+    """*prompt* as it is kept: without its beginning-of-text token and today's date."""
+    if prompt is None:
+        return REFUSED
+    prompt = prompt.removeprefix(bos)
+    for form in _DATES:
+        prompt = prompt.replace(datetime.now(UTC).strftime(form), "<today>")
+    return hashlib.sha256(prompt.encode()).hexdigest()[:16]
+
+
+def write_model(path: Path) -> Path:
+    """The model of both servers."""
+    return tiny_gguf.write_preset(path, "tiny_qwen2")
+
+
+def stored() -> dict[str, dict[str, str]]:
+    """Template -> chat -> hash."""
+    return json.loads(STORED.read_text())
+
+
+def _prompts(model: Path, template: Path) -> dict[str, str | None]:
+    """The prompts of the stock server, None where it refuses."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [
+        str(stock.find_binary("llama-server")), "--model", str(model), "--ctx-size", "256",
+        "--parallel", "1", "--threads", "1", "--no-warmup", "--host", "127.0.0.1",
+        "--port", str(port), "--chat-template-file", str(template),
+    ]  # fmt: skip
+    with tempfile.TemporaryFile() as log:
+        server = subprocess.Popen(command, stdout=log, stderr=log, env={"TZ": "UTC"})
+        try:
+            until = time.monotonic() + _START_S
+            while _asked(port, "GET", "/health") is None and server.poll() is None:
+                if time.monotonic() > until:
+                    break
+                time.sleep(0.05)
+            return {
+                name: found and found["prompt"]
+                for name, body in CHATS.items()
+                for found in [_asked(port, "POST", "/apply-template", body)]
+            }
+        finally:
+            server.kill()
+            server.wait()
+
+
+def _asked(port: int, method: str, path: str, body: object = None) -> Any:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    try:
+        connection.request(method, path, json.dumps(body), {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        data = response.read()
+        return json.loads(data) if response.status == http.HTTPStatus.OK else None
+    except OSError:
+        return None
+    finally:
+        connection.close()
+
+
+def main(templates: Path, shown: Path | None) -> None:
+    """Ask the stock server for each of *templates*, and write the file."""
+    found: dict[str, dict[str, str]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        model = write_model(Path(folder) / "model.gguf")
+        for template in sorted(templates.glob("*.jinja")):
+            prompts = _prompts(model, template)
+            found[template.stem] = {
+                name: hash_of(prompt, "<|endoftext|>") for name, prompt in prompts.items()
+            }
+            print(template.stem, [name for name in prompts if prompts[name] is None], flush=True)
+            for name, prompt in prompts.items() if shown else ():
+                (shown / f"{template.stem}.{name}").write_text(prompt or REFUSED)
+    STORED.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main(stock.source() / "models" / "templates", Path(sys.argv[1]) if sys.argv[1:] else None)
