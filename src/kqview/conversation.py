@@ -13,10 +13,10 @@ from kqview._core import Engine as CoreEngine
 from kqview._core import Model as CoreModel
 from kqview.arguments import encode, invalid
 from kqview.chat import CHATML
+from kqview.chat.formats import format_of
 from kqview.chat.messages import Message, checked_messages, checked_options, checked_tools
 from kqview.chat.rendering import ConfinedTemplate, template_helpers
 from kqview.chat.spans import Part
-from kqview.chat.formats import format_of
 from kqview.chat.tool_format import said
 from kqview.chat.turn import (
     N_END,

@@ -443,7 +443,7 @@ def test_elements_become_json_while_they_are_written():
     assert piece.call.arguments == r"one \"two\""
     [piece] = reader.feed("\nthree</parameter>")[:1]
     assert piece.call is not None
-    assert piece.call.arguments == r"\nthree"
+    assert piece.call.arguments == r"\nthree" + '"'
 
 
 def test_template_without_tools_reads_its_own_calls_and_those_it_was_told_of(engine: Engine):

@@ -75,6 +75,7 @@ class Syntax:
         comma: What is between two arguments.
         quotes: What may be around an argument that is text, the first of which templates write.
         wrap: What may be around a value, and is no part of it.
+        nests: What is before each element, if a value may be elements too.
         bare: How an answer may begin that is a call without a mark before it.
         answer: What precedes an answer that is no call. The prompt has the mark of a call then.
         silent: Marks that are no text.
@@ -92,6 +93,7 @@ class Syntax:
     comma: str = ""
     quotes: Sequence[str] = ()
     wrap: tuple[str, str] = ("", "")
+    nests: str = ""
     bare: str = ""
     answer: str = ""
     silent: Sequence[str] = ()
@@ -252,6 +254,7 @@ FORMATS: Final[Mapping[Format, Syntax]] = {
         between="\n",
         end=f"\n{_NS}</tool_call>",
         argument=f"{_NS}<$key>$value{_NS}</$key>",
+        nests=_NS,
     ),
     "minimax_m2": Syntax(
         [["<minimax:tool_call>"]],
@@ -267,7 +270,7 @@ FORMATS: Final[Mapping[Format, Syntax]] = {
         f"deepseek_{name}": Syntax(
             [[_DSML, f"dsml_token + '{name}"]],
             [f"<{_DSML}{name}>", f"<{_DSML}invoke "],
-            _INVOKE.replace("<", f"<{_DSML}").replace(f"<{_DSML}/", f"</{_DSML}"),
+            _INVOKE.replace("<invoke", f"<{_DSML}invoke").replace("</", f"</{_DSML}"),
             [f"</{_DSML}invoke>", f"</{_DSML}{name}>"],
             begin=f"<{_DSML}{name}>\n",
             between="\n",
@@ -303,6 +306,16 @@ FORMATS: Final[Mapping[Format, Syntax]] = {
         between="\n",
         end=f"\n</tool_calls{_HY}>",
         argument=f"<arg_key{_HY}>$key</arg_key{_HY}>\n<arg_value{_HY}>$value</arg_value{_HY}>\n",
+    ),
+    "muse": Syntax(
+        [["<atem:function_calls>"]],
+        ["<atem:function_calls>", "<atem:invoke "],
+        _INVOKE.replace("</", "</atem:").replace("<invoke", "<atem:invoke"),
+        ["</atem:invoke>", "</atem:function_calls>"],
+        begin="<atem:function_calls>\n",
+        between="\n",
+        end="\n</atem:function_calls>",
+        argument='<atem:parameter name="$key">$value</atem:parameter>\n',
     ),
     # GLM 4, Laguna, Ling, Spark
     "glm": Syntax(

@@ -10,9 +10,9 @@ class Marks:
     def __init__(self, marks: Iterable[str]) -> None:
         """Look for *marks*; empty ones are ignored."""
         # The longest first, which a search prefers where several begin.
-        self._marks = sorted({mark for mark in marks if mark}, key=len, reverse=True)
+        self._marks: list[str] = sorted({mark for mark in marks if mark}, key=len, reverse=True)
         self._found = re.compile("|".join(map(re.escape, self._marks)) or "(?!)")
-        self._held = ""
+        self._held: str = ""
 
     def feed(self, text: str) -> tuple[str, str | None]:
         """Add *text*.

@@ -8,7 +8,7 @@ import json
 import re
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, Literal, Protocol, cast
 
 from kqview.chat.formats import (
@@ -21,7 +21,7 @@ from kqview.chat.formats import (
     Syntax,
     pieces,
 )
-from kqview.chat.json_text import JsonText, Notation, decoded
+from kqview.chat.json_text import DEPTH_MAX, JsonText, Notation, decoded
 from kqview.chat.json_text import literal as json_literal
 from kqview.chat.marks import Marks
 from kqview.chat.reasoning import THINK_TAGS
@@ -498,11 +498,12 @@ class CallReader:
         return rest
 
     def _write(self, text: str, found: list[str | CallDelta]) -> None:
-        """Text of the answer; white space before all of it is held until there is other text."""
-        if not text.strip() and self._held:
+        """Text of the answer; white space before it, or behind a call, waits for other text."""
+        if text.strip():
+            self._is_after = False
+        elif self._held or self._is_after:
             self._held.append(text)
             return
-        self._is_after = self._is_after and not text.strip()
         text, self._held = "".join([*self._held, text]), []
         if text:
             found.append(text)
@@ -633,15 +634,17 @@ class CallReader:
         if self._form == "harmony":
             return self.end_channel()
         if self._state == "head" and self._n_in_list:
-            self._write("".join(self._held).lstrip(SEPARATORS), found)
+            rest = "".join(self._held).lstrip(SEPARATORS)
+            self._leave(is_after=True)
+            self._write(rest, found)
         elif self._state == "head":
             self._no_head("".join(self._held), found)
-        elif self._state in ("start", "text"):
-            space = "".join(self._held)
-            self._held = []
-            self._write(space + self._marks.take(), found)
+        elif self._state == "text":
+            self._write(self._marks.take(), found)
         elif isinstance(self._value, _Elements) and (rest := self._value.flush()):
             found.append(self.arguments(rest))
+        if self._state in ("start", "text") and self._held and not self._is_after:
+            found.append("".join(self._held))
         return found
 
 
@@ -741,7 +744,13 @@ class _Elements:
             self._value.append(before)
         if mark is None:
             return None
-        made.append('"' if self._is_text else json_literal("".join(self._value)))
+        if self._is_text:
+            made.append('"')
+        else:
+            value = "".join(self._value)
+            sign = self._syntax.nests
+            is_nested = sign and f"{sign}<" in value
+            made.append(_nested(value, sign) if is_nested else json_literal(value))
         rest = self._marks.take()
         self._state, self._marks = "between", Marks([self._open, *self._syntax.closes])
         return rest
@@ -750,6 +759,43 @@ class _Elements:
         """The rest of a text that was cut off."""
         rest = self._marks.take() if self._state == "value" and self._is_text else ""
         return json.dumps(_utf8(rest), ensure_ascii=False)[1:-1]
+
+
+def _nested(text: str, sign: str) -> str:
+    """JSON of elements inside of each other: lists have items, objects have other elements."""
+    first, *rest = text.split(f"{sign}<")
+    root = _Node("", [first])
+    path = [root]
+    for element in rest:
+        tag, _, words = element.partition(">")
+        if tag.startswith("/"):
+            path = path[:-1] or path
+        elif len(path) < DEPTH_MAX:
+            path.append(_Node(tag, [words]))
+            path[-2].inner.append(path[-1])
+        else:
+            path[-1].text.append(words)
+    return root.to_json()
+
+
+@dataclass(slots=True)
+class _Node:
+    """An element with its text, and those inside of it."""
+
+    tag: str
+    text: list[str]
+    inner: "list[_Node]" = field(default_factory=list["_Node"])
+
+    def to_json(self) -> str:
+        if not self.inner:
+            return json_literal("".join(self.text))
+        values = [one.to_json() for one in self.inner]
+        if all(one.tag == "item" for one in self.inner):
+            return f"[{', '.join(values)}]"
+        keys = (json.dumps(_utf8(one.tag), ensure_ascii=False) for one in self.inner)
+        return (
+            f"{{{', '.join(f'{key}: {value}' for key, value in zip(keys, values, strict=True))}}}"
+        )
 
 
 def _call_of(value: object) -> tuple[str, str, str | None] | None:

@@ -283,7 +283,6 @@ class Parts:
         # A call in a channel of its own needs no tools to be one.
         form = "harmony" if split.mode == "harmony" else calls
         self._calls = CallReader(form, texts) if form is not None else None
-        self._space = ""  # after a call: line ends between calls are no content
         self.has_calls = False
         """Whether there are tool calls so far."""
 
@@ -310,18 +309,8 @@ class Parts:
         return [] if self._calls is None else self._of_calls(self._calls.flush())
 
     def _of_calls(self, found: Iterable[str | CallDelta]) -> list[Delta]:
-        deltas: list[Delta] = []
-        for one in found:
-            if isinstance(one, str) and self.has_calls:
-                self._space += one
-                if not self._space.isspace():
-                    deltas.append(Delta(content=self._space))
-                    self._space = ""
-            elif isinstance(one, str):
-                deltas.append(Delta(content=one))
-            else:
-                self.has_calls, self._space = True, ""
-                deltas.append(Delta(call=one))
+        deltas = [Delta(content=one) if isinstance(one, str) else Delta(call=one) for one in found]
+        self.has_calls = self.has_calls or any(delta.call is not None for delta in deltas)
         return deltas
 
 
