@@ -14,6 +14,7 @@ from kqview._core import Model as CoreModel
 from kqview.arguments import encode, invalid
 from kqview.chat import CHATML
 from kqview.chat.formats import format_of
+from kqview.chat.functions import ToolLike
 from kqview.chat.messages import Message, checked_messages, checked_options, checked_tools
 from kqview.chat.rendering import ConfinedTemplate, template_helpers
 from kqview.chat.spans import Part
@@ -82,7 +83,7 @@ class Conversation:
         self,
         messages: Sequence[Message],
         *,
-        tools: Sequence[Mapping[str, Any] | type[Any]] | None = None,
+        tools: Sequence[ToolLike] | None = None,
         tool_choice: ToolChoice | None = None,
         parallel_tool_calls: bool | None = True,
         continue_final_message: bool | None = False,
@@ -169,7 +170,7 @@ class Conversation:
         self,
         messages: Sequence[Message],
         *,
-        tools: Sequence[Mapping[str, Any] | type[Any]] | None = None,
+        tools: Sequence[ToolLike] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tokenize: Literal[True] = True,
@@ -183,7 +184,7 @@ class Conversation:
         self,
         messages: Sequence[Message],
         *,
-        tools: Sequence[Mapping[str, Any] | type[Any]] | None = None,
+        tools: Sequence[ToolLike] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tokenize: Literal[True] = True,
@@ -197,7 +198,7 @@ class Conversation:
         self,
         messages: Sequence[Message],
         *,
-        tools: Sequence[Mapping[str, Any] | type[Any]] | None = None,
+        tools: Sequence[ToolLike] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tokenize: Literal[False],
@@ -211,7 +212,7 @@ class Conversation:
         self,
         messages: Sequence[Message],
         *,
-        tools: Sequence[Mapping[str, Any] | type[Any]] | None = None,
+        tools: Sequence[ToolLike] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tokenize: bool = True,
@@ -227,9 +228,10 @@ class Conversation:
 
         Args:
             messages: Mappings with ``role`` and ``content`` (text, or a list of text parts).
-            tools: Functions that the model may call, in the form of OpenAI's API, or the part of it
-                under "function"; a pydantic model stands for a function with its fields. A template
-                that ignores them is an error: see `kqview.chat.tools_as_text`.
+            tools: Functions that the model may call: Python functions, described by their hints and
+                docstrings; mappings in the form of OpenAI's API, or the part of it under
+                "function"; a pydantic model stands for a function with its fields. A template that
+                ignores them is an error: see `kqview.chat.tools_as_text`.
             add_generation_prompt: End the prompt with the header of the assistant's message.
             continue_final_message: End the prompt with the last message instead, which is the
                 assistant's, so that the answer continues its text. The header before it is that of
@@ -278,7 +280,7 @@ class Conversation:
     def _rendered(
         self,
         messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any] | type[Any]] | None,
+        tools: Sequence[ToolLike] | None,
         source: str,
         template_options: Mapping[str, Any] | None,
         *,

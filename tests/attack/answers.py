@@ -54,8 +54,9 @@ WORDS = (
     '{"a":' * 90 + "1" + "}" * 90, "[" * 9000 + "]" * 9000, '"\U0001f600"', "\u2028", "\ufffe", "é",
     "{'a': 1}", "{a: 1}", '{"a" 1}', '{1: 2}', '{"a": 1} {', "}", "]", '"', "\\", "",
 )  # fmt: skip
+MARKS = itertools.chain(*((*one.marks, *one.closes) for one in FORMATS.values()))
 PIECES = (
-    *itertools.chain(*((*one.marks, *one.closes) for one in FORMATS.values())), "<tool_call>", "</tool_call>", "<function=f>", "</function>",
+    *MARKS, "<tool_call>", "</tool_call>", "<function=f>", "</function>",
     "<parameter=a>", "</parameter>", "<function=", "<parameter=", ">", "[TOOL_CALLS]", "[ARGS]",
     "[CALL_ID]", BEGIN, END, ONE, ONE_END, SEP, "<|channel|>", "<|message|>", "<|call|>", "<|end|>",
     "<|start|>", "commentary to=functions.f ", "final", "<|python_tag|>", "<think>", "</think>",

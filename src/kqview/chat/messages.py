@@ -13,6 +13,7 @@ from typing import Any, Final, Literal, cast
 
 from kqview import json_input
 from kqview.arguments import invalid
+from kqview.chat.functions import tool_of
 from kqview.chat.json_text import decoded
 from kqview.chat.spans import ROLES
 from kqview.errors import RequestError
@@ -43,10 +44,11 @@ def checked_tools(tools: object) -> list[dict[str, Any]] | None:
     """*tools* as dicts of the form ``{"type": "function", "function": {"name": ...}}``.
 
     A bare function, ``{"name": ..., "parameters": ...}``, is wrapped in that form; a pydantic model
-    is a function that has its name, description and fields.
+    is a function that has its name, description and fields; a Python function is described by its
+    hints and docstring, see `functions.tool_of`.
 
     Raises:
-        RequestError: *tools* is not a sequence of such mappings.
+        RequestError: *tools* is not a sequence of such mappings, models and functions.
     """
     return None if tools is None else _each("tools", tools, _tool) or None
 
@@ -151,12 +153,14 @@ def _tool(where: str, value: object) -> dict[str, Any]:
 
 
 def _function_of(where: str, value: object) -> dict[str, Any]:
-    """The function whose parameters are the fields of a pydantic model."""
+    """A Python function, or one whose parameters are the fields of a pydantic model."""
     schema_of = getattr(value, "model_json_schema", None)
+    if callable(value) and not isinstance(value, type):
+        return tool_of(where, value)
     if not isinstance(value, type) or schema_of is None:
         raise RequestError(
-            f"{where} is of type {type(value).__name__}; pass the function as a mapping, "
-            '{"name": "...", "description": "...", "parameters": {...}}, or as a pydantic model '
+            f"{where} is of type {type(value).__name__}; pass the function itself, a mapping, "
+            '{"name": "...", "description": "...", "parameters": {...}}, or a pydantic model '
             "whose fields are its parameters",
             parameter="tools",
         )

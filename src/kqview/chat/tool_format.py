@@ -21,9 +21,11 @@ from kqview.chat.formats import (
     Syntax,
     pieces,
 )
+from kqview.chat.functions import ToolLike
 from kqview.chat.json_text import DEPTH_MAX, JsonText, Notation, decoded
 from kqview.chat.json_text import literal as json_literal
 from kqview.chat.marks import Marks
+from kqview.chat.messages import checked_tools
 from kqview.chat.reasoning import THINK_TAGS
 from kqview.types.json_schema import COMPACT, LINES, held
 
@@ -49,7 +51,7 @@ def knows_tools(template: str) -> bool:
 
 
 def tools_as_text(
-    messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool], *, role: str = "system"
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[ToolLike], *, role: str = "system"
 ) -> list[dict[str, Any]]:
     """*messages* for a template that knows no tools: tools, calls and results are text.
 
@@ -71,7 +73,7 @@ def tools_as_text(
             shown.append(made)
     if not tools:
         return shown
-    listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+    listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in checked_tools(tools) or ())
     text = (
         "You may call these functions to answer. Each line describes one as JSON:\n"
         f"<tools>\n{listed}\n</tools>\n"
