@@ -96,7 +96,7 @@ class JsonText:
         self._closers: list[str] = []
         self._next: Literal["key", "colon", "value", "comma"] = "value"
         self._comma = ""  # and white space behind it, until another item comes
-        self._word = ""
+        self._words: list[str] = []  # pieces of a bare word
         self._in_string = False
         self._escape = ""
         self._n_raw = 0  # brackets that are open inside of a string for what is nested too deeply
@@ -115,7 +115,7 @@ class JsonText:
             elif self._in_string:
                 made.append(self._string(char) if run is None else run[0])
             elif run is not None:
-                self._word += run[0]
+                self._words.append(run[0])
             else:
                 made += self._bare(), self._sign(char)
         return "".join(made), at
@@ -124,7 +124,8 @@ class JsonText:
         """What makes a text valid that has no object or list: JSON to go on with."""
         if self._closers or self._in_string or self.is_over:
             return ""
-        return _quoted(self._word.strip()) if self._word.strip() else "{}"
+        word = "".join(self._words).strip()
+        return _quoted(word) if word else "{}"
 
     def _string(self, char: str) -> str:
         if self._escape or char == "\\":
@@ -148,7 +149,7 @@ class JsonText:
 
     def _bare(self) -> str:
         """The word before a sign, with the white space around it."""
-        word, self._word = self._word, ""
+        word, self._words = "".join(self._words), []
         text = word.strip()
         if not text or not self._closers:
             return self._space(word if not text else "")

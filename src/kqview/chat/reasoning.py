@@ -80,11 +80,11 @@ class _Text:
         self.kind: Kind = "content"
         self._is_after_mark = False
         self._is_before_mark = False
-        self._space = ""  # may be next to a mark
+        self._spaces: list[str] = []  # may be next to a mark
 
     def begin(self, kind: Kind, mark: str = "", *, is_before_mark: bool) -> list[Piece]:
         """After *mark*, the text is of this *kind*; *is_before_mark*: another one may follow."""
-        space, self._space = self._space, ""
+        space, self._spaces = "".join(self._spaces), []
         self.kind, self._is_after_mark, self._is_before_mark = kind, True, is_before_mark
         return _pieces("mark", space + mark)
 
@@ -95,14 +95,17 @@ class _Text:
             words = text.lstrip()
             space, text = text[: len(text) - len(words)], words
             self._is_after_mark = not text
-        text = self._space + text
         words = text.rstrip() if self._is_before_mark else text
-        self._space = text[len(words) :]
+        after = text[len(words) :]
+        if words:
+            words, self._spaces = "".join([*self._spaces, words]), []
+        self._spaces += [after] if after else []
         return _pieces("mark", space) + _pieces(self.kind, words)
 
     def end(self) -> list[Piece]:
         """No further mark comes."""
-        return _pieces("mark" if self.kind == "reasoning" else self.kind, self._space)
+        space = "".join(self._spaces)
+        return _pieces("mark" if self.kind == "reasoning" else self.kind, space)
 
 
 THINK_TAGS: Final[Mapping[str, str]] = {
@@ -127,6 +130,7 @@ class ThinkSplitter:
         """Split at *tags*; *opened_by* is the opening mark with which the prompt ends, if any."""
         self._tags = tags
         self._start: str | None = ""  # what may become an opening mark; None behind it
+        self._spaces: list[str] = []  # before it
         self._text = _Text()
         self._close = ""
         self._marks = Marks(())
@@ -150,15 +154,18 @@ class ThinkSplitter:
         if self._start is not None:
             text = self._start + text
             begun = text.lstrip()
+            self._spaces.append(text[: len(text) - len(begun)])
             tag = next((tag for tag in self._tags if begun.startswith(tag)), None)
             if tag is None and any(tag.startswith(begun) for tag in self._tags):
-                self._start = text
+                self._start = begun
                 return []
             self._start = None
-            if tag is not None:
-                n = len(text) - len(begun) + len(tag)
-                pieces += self._open(tag, text[:n])
-                text = text[n:]
+            space, text = "".join(self._spaces), begun
+            if tag is None:
+                text = space + text
+            else:
+                pieces += self._open(tag, space + tag)
+                text = text[len(tag) :]
         if self._text.kind == "reasoning":
             before, mark = self._marks.feed(text)
             pieces += self._text.add(before)
@@ -170,8 +177,8 @@ class ThinkSplitter:
 
     def flush(self) -> list[Piece]:
         """See `Splitter`."""
-        if self._start:
-            return _pieces("content", self._start)
+        if self._start is not None:
+            return _pieces("content", "".join(self._spaces) + self._start)
         return self._text.add(self._marks.take()) + self._text.end()
 
 
@@ -300,6 +307,7 @@ class MarkerSplitter:
 _ENDS: Final = ("<|end|>", "<|return|>", "<|call|>", "<|start|>")
 _FUNCTIONS: Final = "functions."
 _HEADERS: Final = ("assistant", "to=")  # how a header may begin before its channel
+_BEGUN_MAX: Final = max(map(len, _HEADERS))
 _NEXT_MESSAGE: Final = "<|end|><|start|>assistant"
 
 
@@ -313,7 +321,8 @@ class HarmonySplitter:
 
     def __init__(self, *, may_call: bool = False) -> None:
         """*may_call*: `closing` leaves it open whether a call or the answer follows."""
-        self._header = ""
+        self._header: list[str] = []
+        self._begun = ""  # the first characters of the header, without white space
         self._is_header = True
         self._has_channel = False
         self._kind: Kind = "content"
@@ -340,7 +349,7 @@ class HarmonySplitter:
             if mark == CHANNEL:
                 pieces += [] if self._is_header else self._begin_header("")
                 self._has_channel = True
-                self._header += CHANNEL
+                self._header.append(CHANNEL)
             elif mark == MESSAGE and self._is_header:
                 pieces += self._begin_message()
             elif mark == MESSAGE:
@@ -355,11 +364,11 @@ class HarmonySplitter:
 
     def _end_header(self) -> list[Piece]:
         """What became of the header: content if the answer has had no channel."""
-        header, self._header = self._header, ""
+        header, self._header, self._begun = "".join(self._header), [], ""
         return _pieces("mark" if self._has_channel else "content", header)
 
     def _begin_message(self) -> list[Piece]:
-        header, self._header = self._header, ""
+        header, self._header, self._begun = "".join(self._header), [], ""
         self._is_header = False
         self._has_channel = True
         recipient = header.partition("to=")[2].partition(" ")[0].partition("<|")[0].strip()
@@ -375,8 +384,8 @@ class HarmonySplitter:
     def _text(self, text: str) -> list[Piece]:
         if not self._is_header:
             return [Piece(self._kind, text, self._name)] if text else []
-        self._header += text
-        begun = self._header.lstrip()
+        self._header.append(text)
+        begun = self._begun = (self._begun + text).lstrip()[:_BEGUN_MAX]
         if self._has_channel or any(
             begun.startswith(one) or one.startswith(begun) for one in _HEADERS
         ):

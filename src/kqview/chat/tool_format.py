@@ -37,6 +37,7 @@ _OPEN: Final = "<tool_call>"
 _CLOSE: Final = "</tool_call>"
 _RESULTS: Final = ("tool", "function")
 _MOST_CALLS: Final = 32  # that a grammar allows in one answer
+_SEPARATED: Final = re.compile(f"[{re.escape(SEPARATORS)}]*")
 _AT_ONCE: Final = 4096  # characters that are read in one go, so that the work is linear
 
 
@@ -614,7 +615,7 @@ class CallReader:
         body, at, calls = whole[len(self._mark) :], 0, list[tuple[str, str, str | None]]()
         ends = tuple(close for syntax in self._syntaxes for close in syntax.closes)
         while True:
-            at += len(body[at:]) - len(body[at:].lstrip(SEPARATORS))
+            at = cast("re.Match[str]", _SEPARATED.match(body, at)).end()
             if at == len(body) or (ends and body.startswith(ends, at)):
                 break
             try:
