@@ -37,6 +37,7 @@ SPLITS = {
     "tags alone": Split(mode="tags"),
     "marker": Split(mode="marker", marker=MARKER),
     "harmony": Split(mode="harmony"),
+    "frames": Split(frames=("<final>", "</final>")),
 }
 WORDS = (
     "<think>", "</think>", "<analysis>", "</analysis>", "<final>", "</final>", "===FINAL===",
@@ -197,6 +198,11 @@ def test_split_is_that_of_a_simple_reading_of_the_whole_text(name: str, text: st
             [("content", "I look."), ("call", "")],
         ),
         ("harmony", "no channel at all", [("content", "no channel at all")]),
+        ("frames", "<final>a <final>b</final>", [("content", "a b")]),
+        ("frames", "<think>a<final></think> <final>b</final>",
+         [("reasoning", "a<final>"), ("content", "b")]),
+        ("frames", "<|channel>thought\na\n<channel|>b", [("reasoning", "a"), ("content", "b")]),
+        ("frames", "Here are my reasoning steps: a", [("content", "Here are my reasoning steps: a")]),
     ],
 )  # fmt: skip
 def test_answer_is_split_at_its_marks(name: str, text: str, expected: list[tuple[str, str]]):
@@ -231,6 +237,7 @@ def test_reasoning_comes_while_it_is_written():
 @example(text="<analysis>a<fin")
 @example(text="a===FINAL")
 @example(text="<|channel|>analysis<|message|>a<|en")
+@example(text="</analysis><think><analysis>")
 def test_closing_text_ends_the_reasoning_and_leaves_it_as_it_is(name: str, text: str):
     splitter = SPLITS[name].splitter()
     pieces = splitter.feed(text)
@@ -241,7 +248,7 @@ def test_closing_text_ends_the_reasoning_and_leaves_it_as_it_is(name: str, text:
     assert splitter.closing is None
     pieces += splitter.feed("Answer")
     pieces += splitter.flush()
-    *before, answer = visible(pieces)
+    *before, answer = (piece for piece in pieces if piece.kind != "mark")
     assert answer == Piece("content", "Answer")
     assert "".join(piece.text for piece in pieces) == f"{text}{closing}Answer"
     # Nothing of the closing text, and of a mark that had begun, is reasoning.

@@ -78,7 +78,6 @@ class Syntax:
         nests: What is before each element, if a value may be elements too.
         bare: How an answer may begin that is a call without a mark before it.
         answer: What precedes an answer that is no call. The prompt has the mark of a call then.
-        silent: Marks that are no text.
         reads: Other formats that a model may write as well.
     """
 
@@ -96,7 +95,6 @@ class Syntax:
     nests: str = ""
     bare: str = ""
     answer: str = ""
-    silent: Sequence[str] = ()
     reads: Sequence[Format] = ()
 
     @cached_property
@@ -239,11 +237,10 @@ FORMATS: Final[Mapping[Format, Syntax]] = {
         [["<|open|>", "<|close|>", "<|end_of_msg|>"]],
         ["<|open|>tools<|sep|>", "<|open|>call "],
         '<|open|>call tool="$name" index="$index"<|sep|>$arguments<|close|>call<|sep|>',
-        ["<|close|>call<|sep|>", "<|close|>tools<|sep|>", "<|close|>message<|sep|>"],
+        ["<|close|>call<|sep|>", "<|close|>tools<|sep|>"],
         begin="<|open|>tools<|sep|>",
         end="<|close|>tools<|sep|>",
         argument='<|open|>argument key="$key" type="$type"<|sep|>$value<|close|>argument<|sep|>',
-        silent=["<|open|>response<|sep|>", "<|close|>response<|sep|>"],
     ),
     "minimax_m3": Syntax(
         [["]<]minimax[>["]],

@@ -114,8 +114,28 @@ THINK_TAGS: Final[Mapping[str, str]] = {
     "<seed:think>": "</seed:think>",
     "[THINK]": "[/THINK]",
     "<|START_THINKING|>": "<|END_THINKING|>",
+    "<think:opensource>": "</think:opensource>",
+    "<mm:think>": "</mm:think>",
+    "<|inner_prefix|>": "<|inner_suffix|>",
+    "<|channel>thought": "<channel|>",
+    "<|open|>think<|sep|>": "<|close|>think<|sep|>",
+    "<|think|>": "<|end|>",
+    "Here are my reasoning steps:": "[BEGIN FINAL RESPONSE]",  # at the end of a prompt only
 }
 """Marks around reasoning at the beginning of an answer: how it opens, and how it closes."""
+
+# What a template shows -> marks around what is not reasoning, and no part of it.
+_FRAMES: Final[Mapping[str, Sequence[str]]] = {
+    "<|START_RESPONSE|>": ("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
+    "<|START_TEXT|>": ("<|START_TEXT|>", "<|END_TEXT|>"),
+    "<response></response>": ("<response>", "</response>"),
+    "[BEGIN FINAL RESPONSE]": ("[BEGIN FINAL RESPONSE]", "[END FINAL RESPONSE]"),
+    "<|end_of_msg|>": tuple(
+        f"<|{mark}|>{what}<|sep|>"
+        for mark, what in (("open", "response"), ("close", "response"), ("close", "message"))
+    ),
+    "<|begin|>assistant": ("<|begin|>assistant", "<|content|>"),
+}
 
 
 class ThinkSplitter:
@@ -125,15 +145,27 @@ class ThinkSplitter:
     """
 
     def __init__(
-        self, tags: Mapping[str, str] = THINK_TAGS, *, opened_by: str | None = None
+        self,
+        tags: Mapping[str, str] = THINK_TAGS,
+        *,
+        opened_by: str | None = None,
+        frames: Sequence[str] = (),
     ) -> None:
-        """Split at *tags*; *opened_by* is the opening mark with which the prompt ends, if any."""
+        """Split at marks.
+
+        Args:
+            tags: Around reasoning. One that begins with a letter is text in an answer.
+            opened_by: The opening mark with which the prompt ends, if any.
+            frames: Marks around the content.
+        """
         self._tags = tags
+        self._starts = [tag for tag in tags if not tag[0].isalpha()]
+        self._frames = frames
         self._start: str | None = ""  # what may become an opening mark; None behind it
         self._spaces: list[str] = []  # before it
         self._text = _Text()
         self._close = ""
-        self._marks = Marks(())
+        self._marks = Marks(frames)
         if opened_by is not None:
             self._open(opened_by, "")
 
@@ -155,8 +187,8 @@ class ThinkSplitter:
             text = self._start + text
             begun = text.lstrip()
             self._spaces.append(text[: len(text) - len(begun)])
-            tag = next((tag for tag in self._tags if begun.startswith(tag)), None)
-            if tag is None and any(tag.startswith(begun) for tag in self._tags):
+            tag = next((tag for tag in self._starts if begun.startswith(tag)), None)
+            if tag is None and any(tag.startswith(begun) for tag in self._starts):
                 self._start = begun
                 return []
             self._start = None
@@ -166,14 +198,14 @@ class ThinkSplitter:
             else:
                 pieces += self._open(tag, space + tag)
                 text = text[len(tag) :]
-        if self._text.kind == "reasoning":
+        while True:
             before, mark = self._marks.feed(text)
             pieces += self._text.add(before)
             if mark is None:
                 return pieces
-            pieces += self._text.begin("content", mark, is_before_mark=False)
             text = self._marks.take()
-        return pieces + self._text.add(text)
+            self._marks = Marks(self._frames)
+            pieces += self._text.begin("content", mark, is_before_mark=False)
 
     def flush(self) -> list[Piece]:
         """See `Splitter`."""
@@ -429,6 +461,11 @@ def opened_by(prompt_end: str, tags: Sequence[str] = tuple(THINK_TAGS)) -> str |
 # ---- which of them
 
 
+def frames_of(template: str) -> tuple[str, ...]:
+    """Marks that the model with this chat template writes around its content."""
+    return tuple(mark for shown in _FRAMES if shown in template for mark in _FRAMES[shown])
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
     """How an answer marks its reasoning.
@@ -439,6 +476,7 @@ class Split:
         tags: With "tags": names of the tags of reasoning and answer.
         marker: With "tags" and "marker": the marker; "" for none beside tags.
         may_call: With "harmony": whether there are functions to call.
+        frames: With "think": marks around the content, from `frames_of`.
     """
 
     mode: Literal["none", "think", "harmony", "tags", "marker"] = "think"
@@ -446,6 +484,7 @@ class Split:
     tags: tuple[str, str] = ("analysis", "final")
     marker: str = ""
     may_call: bool = False
+    frames: tuple[str, ...] = ()
 
     def splitter(self) -> Splitter:
         """A splitter for one answer."""
@@ -453,7 +492,7 @@ class Split:
             case "none":
                 return NoReasoning()
             case "think":
-                return ThinkSplitter(opened_by=self.opened)
+                return ThinkSplitter(opened_by=self.opened, frames=self.frames)
             case "harmony":
                 return HarmonySplitter(may_call=self.may_call)
             case "tags":

@@ -404,7 +404,6 @@ class CallReader:
         self._n_calls = 0
         self._opens: dict[str, list[Syntax]] = {}
         self._closes: set[str] = set()
-        self._silent = set(FORMATS[form].silent)
         for syntax in (FORMATS[form], *(FORMATS[name] for name in FORMATS[form].reads)):
             for mark in syntax.marks:
                 self._opens.setdefault(mark, []).append(syntax)
@@ -412,7 +411,7 @@ class CallReader:
         self._state: _State = "start"
         self._held: list[str] = []  # white space at the start, or all of what may be a call
         self._is_after = False  # whether only white space came since the last call
-        self._marks = Marks([*self._opens, *self._closes, *self._silent])
+        self._marks = Marks([*self._opens, *self._closes])
         self._syntaxes: list[Syntax] = []  # of the call that is read
         self._mark = self._head = ""
         self._n_in_list = 0
@@ -490,8 +489,7 @@ class CallReader:
     def _text(self, text: str, found: list[str | CallDelta]) -> str | None:
         before, mark = self._marks.feed(text)
         if mark is not None and mark not in self._opens:
-            is_text = mark not in self._silent and not (self._is_after and not before.strip())
-            before += mark if is_text else ""
+            before += "" if self._is_after and not before.strip() else mark
         self._write(before, found)
         if mark is None:
             return None
@@ -519,7 +517,7 @@ class CallReader:
 
     def _leave(self, *, is_after: bool) -> None:
         self._state, self._is_after, self._held = "text", is_after, []
-        self._marks = Marks([*self._opens, *self._closes, *self._silent])
+        self._marks = Marks([*self._opens, *self._closes])
 
     def _find_head(self, text: str, found: list[str | CallDelta]) -> str | None:
         self._held.append(text)

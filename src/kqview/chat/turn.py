@@ -11,7 +11,7 @@ from typing import Any, Final, Literal, NamedTuple, TypedDict, cast
 
 from kqview import json_input
 from kqview.chat import formats, tool_format
-from kqview.chat.reasoning import THINK_TAGS, Piece, Split, opened_by
+from kqview.chat.reasoning import THINK_TAGS, Piece, Split, frames_of, opened_by
 from kqview.chat.tool_format import CallDelta, CallReader, Format, Tool, Wanted
 from kqview.errors import InvalidSampling, RequestError, shown
 from kqview.types import Sampling
@@ -353,7 +353,7 @@ def reader_of(source: str, opened: str | None, tools: Sequence[Tool]) -> Callabl
     """
     form = formats.format_of(source) if tools else None
     mode = "harmony" if tool_format.is_harmony(source) else "think"
-    split = Split(mode=mode, opened=opened, may_call=bool(tools))
+    split = Split(mode=mode, opened=opened, may_call=bool(tools), frames=frames_of(source))
     texts = tool_format.text_parameters(tools)
 
     def read(text: str) -> Reply:
