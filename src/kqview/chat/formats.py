@@ -47,7 +47,7 @@ SEPARATORS: Final = " \t\r\n,;[]"
 _ANY: Final = {
     "name": r"""(?P<name>[^\x00-\x1f"'\\<>\[\](){}|`=\uff5c]{1,256}?)""",
     "key": r"""(?P<key>[^\n"<>]{1,256}?)""",
-    "id": r"[\w.:-]{0,64}",
+    "id": r"(?P<id>[\w.:-]{0,64})",
     "index": r"[0-9]{0,9}",
     "type": r"(?P<type>[a-z]{0,9})",
     "text": r"(?P<text>[a-z]{0,9})",

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, Protocol, cast
 
+from kqview import json_input
 from kqview.chat.formats import (
     CHANNEL,
     FORMATS,
@@ -27,7 +28,9 @@ from kqview.chat.json_text import literal as json_literal
 from kqview.chat.marks import Marks
 from kqview.chat.messages import checked_tools
 from kqview.chat.reasoning import THINK_TAGS
+from kqview.errors import RequestError
 from kqview.types.json_schema import COMPACT, LINES, held
+from kqview.types.reply import Reply, ToolCall
 
 Tool = Mapping[str, Any]
 Mark = Callable[[str], str]
@@ -38,6 +41,7 @@ _CLOSE: Final = "</tool_call>"
 _RESULTS: Final = ("tool", "function")
 _MOST_CALLS: Final = 32  # that a grammar allows in one answer
 _SEPARATED: Final = re.compile(f"[{re.escape(SEPARATORS)}]*")
+_ID: Final = re.compile(r'"id"\s*:\s*"([\w.:-]+)"')
 _AT_ONCE: Final = 4096  # characters that are read in one go, so that the work is linear
 
 
@@ -317,7 +321,7 @@ def _argument(
     elif is_text:
         _until(rule, end, mark, rules)
     elif kind.get("type") == "boolean":  # templates write it as Python, too
-        rules.append(" ".join([f"{rule}: /[Tt]rue|[Ff]alse/", *_said(end, mark)]))
+        rules.append(" ".join([f"{rule}: /true|false|True|False/", *_said(end, mark)]))
     elif syntax.quotes[:1] == ['<|"|>'] and kind.get("type") not in ("integer", "number"):
         rules.append(f"{rule}: notation")
     else:
@@ -416,6 +420,9 @@ class CallReader:
         self._mark = self._head = ""
         self._n_in_list = 0
         self._value: _Arguments = JsonText()
+        self._tail = ""  # of a call, behind its arguments
+        self.written_ids: dict[int, str] = {}
+        """Index of a call -> the id that the model wrote."""
 
     def begin(self, name: str, id_: str | None = None) -> CallDelta:
         """A call whose function is known; `arguments` follow."""
@@ -471,7 +478,8 @@ class CallReader:
                     found.append(self.arguments(valid))
                 return self._end_value(text[n:]) if self._value.is_over else None
             case "tail":
-                _, mark = self._marks.feed(text)
+                before, mark = self._marks.feed(text)
+                self._tail = (self._tail + before)[:HEAD_MAX]
                 return None if mark is None else self._end_call(mark)
 
     def _start(self, text: str) -> str | None:
@@ -527,6 +535,8 @@ class CallReader:
                 if (head := syntax.head.match(self._head)) is not None:
                     rest = "".join(self._held)[head.end() :]
                     self._begin(syntax, head["name"].strip(), found)
+                    if id_ := head.groupdict().get("id"):
+                        self.written_ids[self._n_calls - 1] = id_
                     return rest
         if self._n_in_list:
             return self._between(found)
@@ -586,6 +596,9 @@ class CallReader:
 
     def _end_call(self, mark: str) -> str:
         rest = self._marks.take()
+        if (id_ := _ID.search(self._tail)) is not None:
+            self.written_ids[self._n_calls - 1] = id_[1]
+        self._tail = ""
         if mark == "}" and self._syntaxes[0].is_list:
             self._go_on()
         else:
@@ -627,6 +640,8 @@ class CallReader:
         deltas: list[CallDelta] = []
         for name, arguments, id_ in calls:
             deltas += [self.begin(name, id_), self.arguments(arguments)]
+            if id_ is not None:
+                self.written_ids[self._n_calls - 1] = id_
         return deltas
 
     def flush(self) -> list[str | CallDelta]:
@@ -650,6 +665,47 @@ class CallReader:
 
 
 _State = Literal["start", "text", "head", "value", "tail"]
+
+
+def parse_tool_calls(text: str, family: Format | None = None) -> Reply:
+    """Split *text*, such as ``Generation.text``, into content and tool calls.
+
+    What does not parse stays text: the answer of a model is never an error. In arguments, a number
+    that JSON does not have, such as NaN or 1e999, is the string that the model wrote, and half of a
+    surrogate pair is U+FFFD. A call that was cut off is left out.
+
+    Args:
+        text: The whole answer.
+        family: The format of the calls, a key of `FORMATS`: "hermes" (Qwen 2.5 and 3, Hermes),
+            "mistral", "llama" (the whole answer is calls), "glm", "kimi_k2" and others. None tries
+            the first three in this order. Name it if an answer may look like a call without being
+            one.
+
+    Raises:
+        RequestError: *family* is unknown.
+    """
+    if family is not None and family not in FORMATS:
+        raise RequestError(f"family is {family!r}; choose from {', '.join(FORMATS)}")
+    for form in ("hermes", "mistral", "llama") if family is None else (family,):
+        reader, content, calls = CallReader(form), list[str](), list[tuple[str, list[str]]]()
+        for one in [*reader.feed(text), *reader.flush()]:
+            if isinstance(one, str):
+                content.append(one)
+                continue
+            if one.name is not None:
+                calls.append((one.name, []))
+            calls[-1][1].append(one.arguments)
+        found: list[ToolCall] = []
+        for i, (name, written) in enumerate(calls):
+            try:
+                arguments = object_of(json_input.loads("".join(written)))
+            except ValueError:
+                continue
+            found.append(ToolCall(name, arguments, reader.written_ids.get(i)))
+        rest = "".join(content).strip()
+        if found and not (form == "llama" and rest):
+            return Reply(rest, tuple(found))
+    return Reply(text)
 
 
 class _Elements:
