@@ -202,7 +202,7 @@ def test_split_is_that_of_a_simple_reading_of_the_whole_text(name: str, text: st
         ("frames", "<think>a<final></think> <final>b</final>",
          [("reasoning", "a<final>"), ("content", "b")]),
         ("frames", "<|channel>thought\na\n<channel|>b", [("reasoning", "a"), ("content", "b")]),
-        ("frames", "Here are my reasoning steps: a", [("content", "Here are my reasoning steps: a")]),
+        ("frames", "Here are my reasoning steps:", [("content", "Here are my reasoning steps:")]),
     ],
 )  # fmt: skip
 def test_answer_is_split_at_its_marks(name: str, text: str, expected: list[tuple[str, str]]):

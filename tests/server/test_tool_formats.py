@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from functools import cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -52,7 +53,6 @@ ARGUMENTS: dict[str, Any] = {
     "more": {"a": [1, 2], "b": "c"},
 }  # fmt: skip
 FLAT = {key: value for key, value in ARGUMENTS.items() if key != "more"}
-CALLS: Calls = [("get_weather", ARGUMENTS), ("stop", {})]
 
 # Templates of models that call functions, or may, but which write no calls.
 WRITES_NONE = {
@@ -75,10 +75,12 @@ NOT_FORCED = {
     "muse-glimmer": "a header with the recipient before each call",
     "openai-gpt-oss-120b": "the recipient before the channel instead of behind it",
 }
+# This template writes text without escapes, which models are trained to write.
+UNESCAPED: dict[str, Any] = {**ARGUMENTS, "city": 'Köln "am" <b> Rhein, {1} [2]'}
 # Arguments that these templates write as the grammar has them; others they do not.
 FORCED: dict[str, dict[str, Any]] = {
     "ByteDance-Seed-OSS": FLAT,  # objects are in Python's notation
-    "LFM2.5-8B-A1B": {**ARGUMENTS, "city": "Köln"},  # text is not escaped
+    "LFM2.5-8B-A1B": UNESCAPED,
     "MiniMax-M3": FLAT,  # objects are elements
     "Reka-Edge": {**ARGUMENTS, "city": "Koln"},  # letters beyond ASCII are escaped
     "openbmb-MiniCPM5-1B": FLAT,  # objects are in Python's notation
@@ -121,6 +123,14 @@ def written(name: str, calls: Calls) -> tuple[str, str | None]:
     return text.removeprefix(header), opened_by(header) if is_cut else None
 
 
+@cache
+def written_of(name: str) -> tuple[Calls, str, str | None]:
+    """Calls, and an answer with them as `written`."""
+    arguments = UNESCAPED if name == "LFM2.5-8B-A1B" else ARGUMENTS
+    calls: Calls = [("get_weather", arguments), ("stop", {})][: 1 if name in WRITES_ONE else 2]
+    return calls, *written(name, calls)
+
+
 def reading_of(form: str, opened: str | None = None) -> Reading:
     mode = "harmony" if form == "harmony" else "think"
     return Reading(Split(mode=mode, opened=opened, may_call=True), form, texts=TEXTS)
@@ -147,8 +157,7 @@ def shape(answer: Answer) -> tuple[str, str, list[tuple[str, str]]]:
 @settings(max_examples=8, deadline=None)
 @given(cuts=st.lists(st.integers(0, 900), max_size=30))
 def test_call_that_a_template_writes_is_read_back(name: str, cuts: list[int]):
-    calls = CALLS[: 1 if name in WRITES_ONE else 2]
-    text, opened = written_of(name)
+    calls, text, opened = written_of(name)
     form = format_of(template_of(name)[0])
     reading = reading_of(form, opened)
     whole = answer_of(reading, text)
@@ -157,11 +166,6 @@ def test_call_that_a_template_writes_is_read_back(name: str, cuts: list[int]):
     ends = sorted({min(cut, len(text)) for cut in cuts} | {0, len(text)})
     cut = streamed(reading, [text[start:end] for start, end in pairwise(ends)])
     assert shape(cut) == shape(whole) == shape(streamed(reading, list(text)))
-
-
-@cache
-def written_of(name: str) -> tuple[str, str | None]:
-    return written(name, CALLS[: 1 if name in WRITES_ONE else 2])
 
 
 @pytest.mark.parametrize("name", WRITES_NONE)
@@ -186,3 +190,40 @@ def test_grammar_of_a_required_call_accepts_what_a_template_writes(name: str):
         text = text[: (text.rindex(end) if end == "}" else text.index(end)) + len(end)]
         assert accepts(rules, text), text
         assert not accepts(rules, text.replace("stop", "other").replace("get_weather", "other"))
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_format_reads_back_what_its_grammar_forces(form: str):
+    """Each row says the same to the grammar and to the reader, whatever templates there are."""
+    syntax = FORMATS[form]
+    rules = grammar(Wanted(calls=TOOLS[1:]), form, literal)
+    call = syntax.call.replace("$name", "stop").replace("$id", "abcdefgh1").replace("$index", "0")
+    call = call.replace("$arguments", "" if syntax.argument else "{}")
+    one, two = (
+        f"{syntax.begin}{calls}{syntax.end}" for calls in (call, f"{call}{syntax.between}{call}")
+    )
+    assert accepts(rules, one)
+    assert accepts(rules, two) == (form != "harmony")
+    assert [name for name, _ in calls_of(answer_of(reading_of(form), one))] == ["stop"]
+    if form != "harmony":
+        answer = answer_of(reading_of(form), f"{two} Done.")
+        assert (answer.content.strip(), len(answer.calls)) == ("Done.", 2)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("unit", [" ", "{", '"', "mark", "close", "call"])
+def test_reading_takes_time_in_proportion_to_the_length(form: str, unit: str):
+    """Ten times the text takes about ten times as long: a square would be a hundred."""
+    syntax = FORMATS[form]
+    call = syntax.call.replace("$name", "f").replace("$arguments", "{}")
+    words = {"mark": "".join(syntax.marks), "close": "".join(syntax.closes), "call": call}
+    unit = words.get(unit, unit) or "x"
+    seconds: list[float] = []
+    for n in (3_000, 30_000):
+        text = (syntax.begin + call.partition("{}")[0] + unit * n)[:n]
+        begun = time.process_time()
+        streamed(reading_of(form), [text[i : i + 4] for i in range(0, n, 4)])
+        answer_of(reading_of(form), text)
+        seconds.append(time.process_time() - begun)
+    assert seconds[1] < 40 * seconds[0] + 0.5

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
 
+from kqview.chat.json_text import PYTHON
+
 Format = str
 """Name of a format, a key of `FORMATS`."""
 
@@ -37,11 +39,6 @@ _DSML: Final = "\uff5cDSML\uff5c"
 _HY: Final = ":opensource"  # what Hunyuan adds to its marks
 _NS: Final = "]<]minimax[>["
 _OBJECT: Final = '{"name": "$name", "arguments": $arguments}'
-_COHERE: Final = '{"tool_call_id": "$index", "tool_name": "$name", "parameters": $arguments}'
-_COHERE_PLUS: Final = (
-    '    {\n        "tool_name": "$name",\n        "parameters": $arguments\n    }'
-)
-
 # Of a reader: what may separate calls, and patterns of what ``$`` stands for.
 SEPARATORS: Final = " \t\r\n,;[]"
 _ANY: Final = {
@@ -164,282 +161,194 @@ def _lenient(pattern: str, is_json: bool) -> str:
     return "".join(made)
 
 
-_ELEMENTS: Final = "<function=$name>\n$arguments</function>\n"
 _INVOKE: Final = '<invoke name="$name">\n$arguments</invoke>'
 
-# The first row that a template shows is its format.
+# The first row that a template shows is its format. In a row: what is shown, marks that open, a
+# call, what closes, and the rest by name.
+# fmt: off
 FORMATS: Final[Mapping[Format, Syntax]] = {
-    # gpt-oss: calls have channels of their own, which `reasoning.HarmonySplitter` reads.
+    # gpt-oss: calls have channels of their own, which `reasoning.HarmonySplitter` reads
     "harmony": Syntax(
         [[CHANNEL, MESSAGE]],
         call=f"{CHANNEL}commentary to=functions.$name <|constrain|>json{MESSAGE}$arguments",
     ),
-    # Mistral Small 3.2
+    # Mistral Small 3.2; Ministral, Devstral; Mistral Nemo
     "mistral_id": Syntax(
-        [["[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"]],
-        ["[TOOL_CALLS]"],
-        "[TOOL_CALLS]$name[CALL_ID]$id[ARGS]$arguments",
-        reads=["mistral_named", "mistral"],
+        [["[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"]], ["[TOOL_CALLS]"],
+        "[TOOL_CALLS]$name[CALL_ID]$id[ARGS]$arguments", reads=["mistral_named", "mistral"],
     ),
-    # Ministral, Devstral
     "mistral_named": Syntax(
-        [["[TOOL_CALLS]", "[ARGS]"]],
-        ["[TOOL_CALLS]"],
-        "[TOOL_CALLS]$name[ARGS]$arguments",
-        reads=["mistral_id", "mistral"],
+        [["[TOOL_CALLS]", "[ARGS]"]], ["[TOOL_CALLS]"],
+        "[TOOL_CALLS]$name[ARGS]$arguments", reads=["mistral_id", "mistral"],
     ),
     "mistral": Syntax(
-        [["[TOOL_CALLS]"]],
-        ["[TOOL_CALLS]"],
-        begin="[TOOL_CALLS][",
-        between=", ",
-        end="]",
-        reads=["mistral_named", "mistral_id"],
+        [["[TOOL_CALLS]"]], ["[TOOL_CALLS]"],
+        begin="[TOOL_CALLS][", between=", ", end="]", reads=["mistral_named", "mistral_id"],
     ),
     # Nemotron 3, Qwen3-Coder, Qwen 3.5, StepFun
     "xml": Syntax(
-        [["<tool_call>", "<function=", "<parameter="]],
-        ["<tool_call>", "<function="],
-        f"<tool_call>\n{_ELEMENTS}</tool_call>",
+        [["<tool_call>", "<function=", "<parameter="]], ["<tool_call>", "<function="],
+        "<tool_call>\n<function=$name>\n$arguments</function>\n</tool_call>",
         ["</function>", "</tool_call>"],
         argument="<parameter=$key>\n$value\n</parameter>\n",
     ),
     "seed": Syntax(
-        [["<seed:tool_call>", "<function="]],
-        ["<seed:tool_call>", "<function="],
-        f"<seed:tool_call>\n{_ELEMENTS}</seed:tool_call>",
+        [["<seed:tool_call>", "<function="]], ["<seed:tool_call>", "<function="],
+        "<seed:tool_call>\n<function=$name>\n$arguments</function>\n</seed:tool_call>",
         ["</function>", "</seed:tool_call>"],
         argument="<parameter=$key>$value</parameter>\n",
     ),
     "functionary": Syntax(
-        [["<function=", "</function>"]],
-        ["<function="],
-        "<function=$name>$arguments</function>",
-        ["</function>"],
+        [["<function=", "</function>"]], ["<function="],
+        "<function=$name>$arguments</function>", ["</function>"],
     ),
     "functionary_v3.2": Syntax(
-        [[">>>all", ">>>${recipient}"]],
-        [">>>"],
-        "$name\n$arguments",
-        between=">>>",
-        answer="all\n",
+        [[">>>all", ">>>${recipient}"]], [">>>"], "$name\n$arguments",
+        between=">>>", answer="all\n",
     ),
     "kimi_k2": Syntax(
-        [["<|tool_calls_section_begin|>"]],
-        ["<|tool_calls_section_begin|>", "<|tool_call_begin|>"],
+        [["<|tool_calls_section_begin|>"]], ["<|tool_calls_section_begin|>", "<|tool_call_begin|>"],
         "<|tool_call_begin|>functions.$name:$index<|tool_call_argument_begin|>$arguments"
         "<|tool_call_end|>",
         ["<|tool_call_end|>", "<|tool_calls_section_end|>"],
-        begin="<|tool_calls_section_begin|>",
-        end="<|tool_calls_section_end|>",
+        begin="<|tool_calls_section_begin|>", end="<|tool_calls_section_end|>",
     ),
     "kimi_k3": Syntax(
-        [["<|open|>", "<|close|>", "<|end_of_msg|>"]],
-        ["<|open|>tools<|sep|>", "<|open|>call "],
+        [["<|open|>", "<|close|>", "<|end_of_msg|>"]], ["<|open|>tools<|sep|>", "<|open|>call "],
         '<|open|>call tool="$name" index="$index"<|sep|>$arguments<|close|>call<|sep|>',
         ["<|close|>call<|sep|>", "<|close|>tools<|sep|>"],
-        begin="<|open|>tools<|sep|>",
-        end="<|close|>tools<|sep|>",
+        begin="<|open|>tools<|sep|>", end="<|close|>tools<|sep|>",
         argument='<|open|>argument key="$key" type="$type"<|sep|>$value<|close|>argument<|sep|>',
     ),
-    "minimax_m3": Syntax(
-        [["]<]minimax[>["]],
-        [f"{_NS}<tool_call>", f"{_NS}<invoke "],
-        f'{_NS}<invoke name="$name">$arguments{_NS}</invoke>',
-        [f"{_NS}</invoke>", f"{_NS}</tool_call>"],
-        begin=f"{_NS}<tool_call>\n",
-        between="\n",
-        end=f"\n{_NS}</tool_call>",
-        argument=f"{_NS}<$key>$value{_NS}</$key>",
-        nests=_NS,
+    "minimax_m1": Syntax(
+        [["<tool_calls>\\n"]], ["<tool_calls>"], _OBJECT, ["</tool_calls>"],
+        begin="<tool_calls>\n", between="\n", end="\n</tool_calls>",
     ),
     "minimax_m2": Syntax(
-        [["<minimax:tool_call>"]],
-        ["<minimax:tool_call>", "<invoke "],
-        _INVOKE,
-        ["</invoke>", "</minimax:tool_call>"],
-        begin="<minimax:tool_call>\n",
-        between="\n",
-        end="\n</minimax:tool_call>",
+        [["<minimax:tool_call>"]], ["<minimax:tool_call>", "<invoke "],
+        _INVOKE, ["</invoke>", "</minimax:tool_call>"],
+        begin="<minimax:tool_call>\n", between="\n", end="\n</minimax:tool_call>",
         argument='<parameter name="$key">$value</parameter>\n',
     ),
-    **{
+    "minimax_m3": Syntax(
+        [["]<]minimax[>["]], [f"{_NS}<tool_call>", f"{_NS}<invoke "],
+        f'{_NS}<invoke name="$name">$arguments{_NS}</invoke>',
+        [f"{_NS}</invoke>", f"{_NS}</tool_call>"],
+        begin=f"{_NS}<tool_call>\n", between="\n", end=f"\n{_NS}</tool_call>",
+        argument=f"{_NS}<$key>$value{_NS}</$key>", nests=_NS,
+    ),
+    **{  # V3.2 and V4
         f"deepseek_{name}": Syntax(
-            [[_DSML, f"dsml_token + '{name}"]],
-            [f"<{_DSML}{name}>", f"<{_DSML}invoke "],
+            [[_DSML, f"dsml_token + '{name}"]], [f"<{_DSML}{name}>", f"<{_DSML}invoke "],
             _INVOKE.replace("<invoke", f"<{_DSML}invoke").replace("</", f"</{_DSML}"),
             [f"</{_DSML}invoke>", f"</{_DSML}{name}>"],
-            begin=f"<{_DSML}{name}>\n",
-            between="\n",
-            end=f"\n</{_DSML}{name}>",
+            begin=f"<{_DSML}{name}>\n", between="\n", end=f"\n</{_DSML}{name}>",
             argument=f'<{_DSML}parameter name="$key" string="$text">$value</{_DSML}parameter>\n',
         )
-        for name in ("function_calls", "tool_calls")  # V3.2 and V4
+        for name in ("function_calls", "tool_calls")
     },
-    "deepseek_fenced": Syntax(
-        [[_CALL, "```json"]],
-        [_BEGIN, _CALL],
-        f"{_CALL}function{_SEP}$name\n```json\n$arguments\n```{_CALL_END}",
-        [_CALL_END, _END],
-        begin=_BEGIN,
-        end=_END,
-        reads=["deepseek", "hermes"],
-    ),
-    "deepseek": Syntax(
-        [[_CALL]],
-        [_BEGIN, _CALL],
-        f"{_CALL}$name{_SEP}$arguments{_CALL_END}",
-        [_CALL_END, _END],
-        begin=_BEGIN,
-        end=_END,
-        reads=["deepseek_fenced", "hermes"],
-    ),
+    **{  # R1; V3.1
+        name: Syntax(
+            [shown], [_BEGIN, _CALL], f"{call}{_CALL_END}", [_CALL_END, _END],
+            begin=_BEGIN, end=_END, reads=[other, "hermes"],
+        )
+        for name, other, shown, call in (
+            ("deepseek_fenced", "deepseek", [_CALL, "```json"],
+             f"{_CALL}function{_SEP}$name\n```json\n$arguments\n```"),
+            ("deepseek", "deepseek_fenced", [_CALL], f"{_CALL}$name{_SEP}$arguments"),
+        )
+    },
     "hunyuan": Syntax(
-        [["<tool_call{}>", "<arg_key{}>", _HY]],
-        [f"<tool_calls{_HY}>", f"<tool_call{_HY}>"],
+        [["<tool_call{}>", "<arg_key{}>", _HY]], [f"<tool_calls{_HY}>", f"<tool_call{_HY}>"],
         f"<tool_call{_HY}>$name<tool_sep{_HY}>\n$arguments</tool_call{_HY}>",
         [f"</tool_call{_HY}>", f"</tool_calls{_HY}>"],
-        begin=f"<tool_calls{_HY}>\n",
-        between="\n",
-        end=f"\n</tool_calls{_HY}>",
+        begin=f"<tool_calls{_HY}>\n", between="\n", end=f"\n</tool_calls{_HY}>",
         argument=f"<arg_key{_HY}>$key</arg_key{_HY}>\n<arg_value{_HY}>$value</arg_value{_HY}>\n",
     ),
     "muse": Syntax(
-        [["<atem:function_calls>"]],
-        ["<atem:function_calls>", "<atem:invoke "],
+        [["<atem:function_calls>"]], ["<atem:function_calls>", "<atem:invoke "],
         _INVOKE.replace("</", "</atem:").replace("<invoke", "<atem:invoke"),
         ["</atem:invoke>", "</atem:function_calls>"],
-        begin="<atem:function_calls>\n",
-        between="\n",
-        end="\n</atem:function_calls>",
+        begin="<atem:function_calls>\n", between="\n", end="\n</atem:function_calls>",
         argument='<atem:parameter name="$key">$value</atem:parameter>\n',
     ),
     # GLM 4, Laguna, Ling, Spark
     "glm": Syntax(
-        [["<tool_call>", "<arg_key>"]],
-        ["<tool_call>"],
-        "<tool_call>$name\n$arguments</tool_call>",
-        ["</tool_call>"],
+        [["<tool_call>", "<arg_key>"]], ["<tool_call>"],
+        "<tool_call>$name\n$arguments</tool_call>", ["</tool_call>"],
         argument="<arg_key>$key</arg_key>\n<arg_value>$value</arg_value>\n",
     ),
     "minicpm": Syntax(
-        [['<function name="', '<param name="']],
-        ["<function name="],
-        '<function name="$name">$arguments</function>',
-        ["</function>"],
-        argument='<param name="$key">$value</param>',
-        wrap=("<![CDATA[", "]]>"),
+        [['<function name="', '<param name="']], ["<function name="],
+        '<function name="$name">$arguments</function>', ["</function>"],
+        argument='<param name="$key">$value</param>', wrap=("<![CDATA[", "]]>"),
     ),
     "gemma": Syntax(
-        [["<|tool_call>call:"]],
-        ["<|tool_call>"],
-        "<|tool_call>call:$name{$arguments}<tool_call|>",
-        ["<tool_call|>"],
-        argument="$key:$value",
-        comma=",",
-        quotes=['<|"|>', '"'],
+        [["<|tool_call>call:"]], ["<|tool_call>"],
+        "<|tool_call>call:$name{$arguments}<tool_call|>", ["<tool_call|>"],
+        argument="$key:$value", comma=",", quotes=['<|"|>', '"'],
     ),
     "lfm2": Syntax(
         [["<|tool_list_start|>"], ["List of tools: ["], ["<|tool_call_start|>"]],
-        ["<|tool_call_start|>"],
-        "$name($arguments)",
-        ["<|tool_call_end|>"],
-        begin="<|tool_call_start|>[",
-        between=", ",
-        end="]<|tool_call_end|>",
-        argument="$key=$value",
-        comma=", ",
-        quotes=["'", '"'],
+        ["<|tool_call_start|>"], "$name($arguments)", ["<|tool_call_end|>"],
+        begin="<|tool_call_start|>[", between=", ", end="]<|tool_call_end|>",
+        argument="$key=$value", comma=", ", quotes=PYTHON,
     ),
     "solar": Syntax(
-        [["<|tool_call:begin|>"]],
-        ["<|tool_calls|>", "<|tool_call:begin|>"],
+        [["<|tool_call:begin|>"]], ["<|tool_calls|>", "<|tool_call:begin|>"],
         "<|tool_call:begin|>$id<|tool_call:name|>$name<|tool_call:args|>$arguments"
         "<|tool_call:end|>",
-        ["<|tool_call:end|>", "<|calls|>"],
-        begin="<|tool_calls|>",
+        ["<|tool_call:end|>", "<|calls|>"], begin="<|tool_calls|>",
     ),
     "apertus": Syntax(
-        [["<|tools_prefix|>"]],
-        ["<|tools_prefix|>"],
-        '{"$name": $arguments}',
-        ["<|tools_suffix|>"],
-        begin="<|tools_prefix|>[",
-        between=", ",
-        end="]<|tools_suffix|>",
+        [["<|tools_prefix|>"]], ["<|tools_prefix|>"], '{"$name": $arguments}', ["<|tools_suffix|>"],
+        begin="<|tools_prefix|>[", between=", ", end="]<|tools_suffix|>",
     ),
     # Command-R7B, Command A
     "cohere": Syntax(
-        [["<|START_ACTION|>"]],
-        ["<|START_ACTION|>"],
-        _COHERE,
+        [["<|START_ACTION|>"]], ["<|START_ACTION|>"],
+        '{"tool_call_id": "$index", "tool_name": "$name", "parameters": $arguments}',
         ["<|END_ACTION|>"],
-        begin="<|START_ACTION|>[\n    ",
-        between=",\n    ",
-        end="\n]<|END_ACTION|>",
+        begin="<|START_ACTION|>[\n    ", between=",\n    ", end="\n]<|END_ACTION|>",
     ),
     "command_r_plus": Syntax(
-        [["Action:", "```json", "tool_name"]],
-        ["Action:\n```json"],
-        _COHERE_PLUS,
-        ["```"],
-        begin="Action:\n```json\n[\n",
-        between=",\n",
-        end="\n]```",
-    ),
-    "minimax_m1": Syntax(
-        [["<tool_calls>\\n"]],
-        ["<tool_calls>"],
-        _OBJECT,
-        ["</tool_calls>"],
-        begin="<tool_calls>\n",
-        between="\n",
-        end="\n</tool_calls>",
+        [["Action:", "```json", "tool_name"]], ["Action:\n```json"],
+        '    {\n        "tool_name": "$name",\n        "parameters": $arguments\n    }', ["```"],
+        begin="Action:\n```json\n[\n", between=",\n", end="\n]```",
     ),
     **{
         name: Syntax(
-            [shown],
-            [begin],
-            closes=[close] if close else [],
-            begin=f"{begin}[".replace("[[", "["),
-            between=", ",
-            end=f"]{close}",
+            [[shown]], [begin], _OBJECT, [close] if close else [],
+            begin=begin if begin.endswith("[") else f"{begin}[", between=", ", end=f"]{close}",
         )
         for name, shown, begin, close in (
-            ("apriel", ["<tool_calls>["], "<tool_calls>", "</tool_calls>"),
-            ("nemotron", ["<TOOLCALL>"], "<TOOLCALL>", "</TOOLCALL>"),
-            ("phi4", ["<|/tool_call|>"], "<|tool_call|>", "<|/tool_call|>"),
-            ("granite", ["<|tool_call|>"], "<|tool_call|>", ""),
-            ("firefunction", ["functools["], "functools[", ""),
+            ("apriel", "<tool_calls>[", "<tool_calls>", "</tool_calls>"),
+            ("nemotron", "<TOOLCALL>", "<TOOLCALL>", "</TOOLCALL>"),
+            ("phi4", "<|/tool_call|>", "<|tool_call|>", "<|/tool_call|>"),
+            ("granite", "<|tool_call|>", "<|tool_call|>", ""),
+            ("firefunction", "functools[", "functools[", ""),
         )
-    },  # fmt: skip
+    },
     "gigachat_v3.1": Syntax(
-        [["<|role_sep|>", "<|function_call|>"]],
-        ["<|function_call|>"],
+        [["<|role_sep|>", "<|function_call|>"]], ["<|function_call|>"],
         f"<|function_call|>{_OBJECT}",
     ),
     "gigachat": Syntax(
         [["<|role_sep|>", "<|message_sep|>"]],
         ["<|message_sep|>\n\nfunction call<|role_sep|>", "function call<|role_sep|>"],
-        _OBJECT,
         begin="<|message_sep|>\n\nfunction call<|role_sep|>\n",
     ),
     # Qwen 2.5 and 3, Hermes, Granite 4, and every model whose template shows no format
     "hermes": Syntax(
-        [["<tool_call>"]],
-        ["<tool_call>"],
-        f"<tool_call>\n{_OBJECT}\n</tool_call>",
-        ["</tool_call>"],
-        between="\n",
+        [["<tool_call>"]], ["<tool_call>"], f"<tool_call>\n{_OBJECT}\n</tool_call>",
+        ["</tool_call>"], between="\n",
     ),
     "llama": Syntax(
-        [["<|python_tag|>"], ['"parameters"', "ipython"]],
-        ["<|python_tag|>"],
-        '{"name": "$name", "parameters": $arguments}',
-        between="; ",
-        bare="{",
+        [["<|python_tag|>"], ['"parameters"', "ipython"]], ["<|python_tag|>"],
+        '{"name": "$name", "parameters": $arguments}', between="; ", bare="{",
     ),
 }
+# fmt: on
 
 
 def format_of(template: str) -> Format:

@@ -240,11 +240,14 @@ def _calls(wanted: Wanted, form: Format, mark: Mark, rules: list[str]) -> str:
         schema = object_of({"properties": {}} if given is None else given)
         rules.append(f"call_{i}: {_call(i, function['name'], schema, syntax, mark, rules)}")
     rules.append("call: " + " | ".join(f"call_{i}" for i in range(len(wanted.calls))))
-    calls = "call"
+    calls, end = "call", _said(syntax.end, mark)
+    if not syntax.between.strip():
+        # White space is one word of the grammar, whatever follows it.
+        end = ["SPACE?", *_said(syntax.end.lstrip(), mark)] if syntax.end else []
     if wanted.is_parallel and form != "harmony":  # whose turn ends with a call
         between = mark(syntax.between) if syntax.between.strip() else "SPACE?"
         calls += f" ({between} call){{0,{_MOST_CALLS - 1}}}"
-    return " ".join([*_said(syntax.begin, mark), calls, *_said(syntax.end, mark)])
+    return " ".join([*_said(syntax.begin, mark), calls, *end])
 
 
 def _said(text: str, mark: Mark) -> list[str]:
