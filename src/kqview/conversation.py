@@ -13,7 +13,7 @@ from kqview._core import Engine as CoreEngine
 from kqview._core import Model as CoreModel
 from kqview.arguments import encode, invalid
 from kqview.chat import CHATML
-from kqview.chat.formats import format_of
+from kqview.chat.formats import FORMATS, format_of
 from kqview.chat.functions import ToolLike
 from kqview.chat.messages import Message, checked_messages, checked_options, checked_tools
 from kqview.chat.rendering import ConfinedTemplate, template_helpers
@@ -151,7 +151,7 @@ class Conversation:
         sampling = sampling_of(others.get("sampling"), fields)
         schema, form = schema_of(sampling), format_of(source)
         # A model that may reason or not does not if its answer is JSON.
-        is_plain = form != "harmony" and reasoning.how != "open"
+        is_plain = not FORMATS[form].answer and reasoning.how != "open"
         if choice.needs_call or (schema is not None and (choice.tools or not is_plain)):
             sampling = constrained(
                 replace(sampling, json_schema=None),

@@ -38,6 +38,7 @@ SPLITS = {
     "marker": Split(mode="marker", marker=MARKER),
     "harmony": Split(mode="harmony"),
     "frames": Split(frames=("<final>", "</final>")),
+    "recipients": Split(mode="harmony", has_recipients=True),
 }
 WORDS = (
     "<think>", "</think>", "<analysis>", "</analysis>", "<final>", "</final>", "===FINAL===",
@@ -198,6 +199,12 @@ def test_split_is_that_of_a_simple_reading_of_the_whole_text(name: str, text: st
             [("content", "I look."), ("call", "")],
         ),
         ("harmony", "no channel at all", [("content", "no channel at all")]),
+        (
+            "recipients",
+            " to=self<|message|>a<|eom|><|start|>assistant to=user<|message|>b<|eot|>",
+            [("reasoning", "a"), ("content", "b")],
+        ),
+        ("recipients", " to=f<|message|>call", [("content", "call")]),
         ("frames", "<final>a <final>b</final>", [("content", "a b")]),
         ("frames", "<think>a<final></think> <final>b</final>",
          [("reasoning", "a<final>"), ("content", "b")]),

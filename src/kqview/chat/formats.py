@@ -74,7 +74,7 @@ class Syntax:
         wrap: What may be around a value, and is no part of it.
         nests: What is before each element, if a value may be elements too.
         bare: How an answer may begin that is a call without a mark before it.
-        answer: What precedes an answer that is no call. The prompt has the mark of a call then.
+        answer: What precedes an answer that is no call; if a call has no mark, the prompt has it.
         reads: Other formats that a model may write as well.
     """
 
@@ -102,7 +102,7 @@ class Syntax:
     @cached_property
     def is_list(self) -> bool:
         """Whether a call has no mark of its own."""
-        return not self.call.startswith(tuple(self.marks))
+        return not any(mark in self.call for mark in self.marks)
 
     @cached_property
     def lead(self) -> str:
@@ -115,11 +115,12 @@ class Syntax:
         before, _, after = self.call.partition("$arguments")
         outer = [re.escape(mark) for mark in self.marks if mark not in before]
         # A call may begin with the last of its marks.
-        own = max([0, *(before.find(mark) for mark in self.marks)])
+        places = [at for mark in self.marks if (at := before.find(mark)) >= 0] or [0]
+        first, own = min(places), max(places)
         pattern = rf"\s*+(?:{'|'.join(outer)})?" if outer else ""
         pattern += f"[{re.escape(SEPARATORS)}]*+" if self.is_list else r"\s*+"
-        if own:
-            pattern += f"(?:{_lenient(before[:own], self.is_object)})?"
+        if own > first:
+            pattern += f"(?:{_lenient(before[first:own], self.is_object)})?"
         pattern += _lenient(before[own:], self.is_object)
         if not self.argument:
             pattern += r"(?=\{)"
@@ -171,6 +172,7 @@ FORMATS: Final[Mapping[Format, Syntax]] = {
     "harmony": Syntax(
         [[CHANNEL, MESSAGE]],
         call=f"{CHANNEL}commentary to=functions.$name <|constrain|>json{MESSAGE}$arguments",
+        answer=f"{CHANNEL}final{MESSAGE}",
     ),
     # Mistral Small 3.2; Ministral, Devstral; Mistral Nemo
     "mistral_id": Syntax(
@@ -265,12 +267,13 @@ FORMATS: Final[Mapping[Format, Syntax]] = {
         begin=f"<tool_calls{_HY}>\n", between="\n", end=f"\n</tool_calls{_HY}>",
         argument=f"<arg_key{_HY}>$key</arg_key{_HY}>\n<arg_value{_HY}>$value</arg_value{_HY}>\n",
     ),
-    "muse": Syntax(
+    "muse": Syntax(  # the headers of its messages are no content
         [["<atem:function_calls>"]], ["<atem:function_calls>", "<atem:invoke "],
-        _INVOKE.replace("</", "</atem:").replace("<invoke", "<atem:invoke"),
-        ["</atem:invoke>", "</atem:function_calls>"],
-        begin="<atem:function_calls>\n", between="\n", end="\n</atem:function_calls>",
+        f" to=$name{MESSAGE}<atem:function_calls>\n"
+        '<atem:invoke name="$name">\n$arguments</atem:invoke>\n</atem:function_calls>',
+        ["</atem:invoke>", "</atem:function_calls>"], between="<|eom|><|start|>assistant",
         argument='<atem:parameter name="$key">$value</atem:parameter>\n',
+        answer=f" to=user{MESSAGE}",
     ),
     # GLM 4, Laguna, Ling, Spark
     "glm": Syntax(

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple, Protocol
 
-from kqview.chat.formats import CHANNEL, MESSAGE
+from kqview.chat.formats import CHANNEL, MESSAGE, format_of
 from kqview.chat.marks import Marks
 
 Kind = Literal["reasoning", "content", "call", "mark"]
@@ -336,7 +336,7 @@ class MarkerSplitter:
         return _pieces("content", begun + self._marks.take())
 
 
-_ENDS: Final = ("<|end|>", "<|return|>", "<|call|>", "<|start|>")
+_ENDS: Final = ("<|end|>", "<|return|>", "<|call|>", "<|start|>", "<|eom|>", "<|eot|>")
 _FUNCTIONS: Final = "functions."
 _HEADERS: Final = ("assistant", "to=")  # how a header may begin before its channel
 _BEGUN_MAX: Final = max(map(len, _HEADERS))
@@ -351,8 +351,15 @@ class HarmonySplitter:
     any channel is content.
     """
 
-    def __init__(self, *, may_call: bool = False) -> None:
-        """*may_call*: `closing` leaves it open whether a call or the answer follows."""
+    def __init__(self, *, may_call: bool = False, has_recipients: bool = False) -> None:
+        """Split at headers.
+
+        Args:
+            may_call: `closing` leaves it open whether a call or the answer follows.
+            has_recipients: Headers have recipients instead of channels: "self" for reasoning, and
+                the name of a function for content with its call.
+        """
+        self._has_recipients = has_recipients
         self._header: list[str] = []
         self._begun = ""  # the first characters of the header, without white space
         self._is_header = True
@@ -360,8 +367,9 @@ class HarmonySplitter:
         self._kind: Kind = "content"
         self._name = ""
         self._marks = Marks([MESSAGE, CHANNEL, *_ENDS])
-        answer = "" if may_call else f"{CHANNEL}final{MESSAGE}"
-        self._closing = _NEXT_MESSAGE + answer
+        answer = f" to=user{MESSAGE}" if has_recipients else f"{CHANNEL}final{MESSAGE}"
+        end = "<|eom|><|start|>assistant" if has_recipients else _NEXT_MESSAGE
+        self._closing = end + ("" if may_call else answer)
 
     @property
     def closing(self) -> str | None:
@@ -407,6 +415,9 @@ class HarmonySplitter:
         self._name = recipient.removeprefix(_FUNCTIONS)
         channel = header.partition(CHANNEL)[2].split(maxsplit=1)
         pieces = [Piece("mark", header + MESSAGE)]
+        if self._has_recipients:
+            self._kind, self._name = "reasoning" if self._name == "self" else "content", ""
+            return pieces
         if self._name:
             self._kind = "call"
             return [*pieces, Piece("call", "", self._name)]
@@ -461,11 +472,6 @@ def opened_by(prompt_end: str, tags: Sequence[str] = tuple(THINK_TAGS)) -> str |
 # ---- which of them
 
 
-def frames_of(template: str) -> tuple[str, ...]:
-    """Marks that the model with this chat template writes around its content."""
-    return tuple(mark for shown in _FRAMES if shown in template for mark in _FRAMES[shown])
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
     """How an answer marks its reasoning.
@@ -476,7 +482,8 @@ class Split:
         tags: With "tags": names of the tags of reasoning and answer.
         marker: With "tags" and "marker": the marker; "" for none beside tags.
         may_call: With "harmony": whether there are functions to call.
-        frames: With "think": marks around the content, from `frames_of`.
+        frames: With "think": marks around the content.
+        has_recipients: With "harmony": as in `HarmonySplitter`.
     """
 
     mode: Literal["none", "think", "harmony", "tags", "marker"] = "think"
@@ -485,6 +492,7 @@ class Split:
     marker: str = ""
     may_call: bool = False
     frames: tuple[str, ...] = ()
+    has_recipients: bool = False
 
     def splitter(self) -> Splitter:
         """A splitter for one answer."""
@@ -494,12 +502,25 @@ class Split:
             case "think":
                 return ThinkSplitter(opened_by=self.opened, frames=self.frames)
             case "harmony":
-                return HarmonySplitter(may_call=self.may_call)
+                return HarmonySplitter(may_call=self.may_call, has_recipients=self.has_recipients)
             case "tags":
                 is_open = self.opened == f"<{self.tags[0]}>"
                 return TagSplitter(*self.tags, self.marker, is_open=is_open)
             case "marker":
                 return MarkerSplitter(self.marker)
+
+
+def split_of(template: str, opened: str | None, *, may_call: bool) -> Split:
+    """How the model with this chat template marks its reasoning; the rest as in `Split`."""
+    form = format_of(template)
+    frames = (mark for shown in _FRAMES if shown in template for mark in _FRAMES[shown])
+    return Split(
+        mode="harmony" if form in ("harmony", "muse") else "think",
+        opened=opened,
+        may_call=may_call,
+        frames=tuple(frames),
+        has_recipients=form == "muse",
+    )
 
 
 THINKING: Final = Split()

@@ -39,15 +39,16 @@ Mark = Callable[[str], str]
 _OPEN: Final = "<tool_call>"
 _CLOSE: Final = "</tool_call>"
 _RESULTS: Final = ("tool", "function")
+# How messages with reasoning begin and end, where messages have headers.
+_THOUGHTS: Final[Mapping[Format, tuple[str, str]]] = {
+    "harmony": (f"{CHANNEL}analysis{MESSAGE}", "<|end|>"),
+    "muse": (f" to=self{MESSAGE}", "<|eom|>"),
+}
+_DOLLAR: Final = "\0"  # in a name, while the other signs of a pattern are replaced
 _MOST_CALLS: Final = 32  # that a grammar allows in one answer
 _SEPARATED: Final = re.compile(f"[{re.escape(SEPARATORS)}]*")
 _ID: Final = re.compile(r'"id"\s*:\s*"([\w.:-]+)"')
 _AT_ONCE: Final = 4096  # characters that are read in one go, so that the work is linear
-
-
-def is_harmony(template: str) -> bool:
-    """Whether answers have the channels of Harmony."""
-    return CHANNEL in template and MESSAGE in template
 
 
 def knows_tools(template: str) -> bool:
@@ -164,14 +165,13 @@ def grammar(wanted: Wanted, form: Format, mark: Mark) -> str:
     rules: list[str] = []
     choices: list[str] = []
     if wanted.calls:
-        space = "" if form == "harmony" or wanted.reasoning != "no" else "SPACE? "
+        space = "" if form in _THOUGHTS or wanted.reasoning != "no" else "SPACE? "
         choices.append(space + _calls(wanted, form, mark, rules))
         if form == "gemma":
             rules += _notation(FORMATS[form].quotes[0], mark)
     if wanted.schema is not None:
         rules.append(f"answer: {_json(wanted.schema, COMPACT)}")
-        final = f'{mark(CHANNEL)} "final" {mark(MESSAGE)} ' if form == "harmony" else ""
-        choices.append(f"{final}answer")
+        choices.append(" ".join([*_said(FORMATS[form].answer, mark), "answer"]))
     body = " | ".join(choices)
     start = f"{_reasoning(wanted, form, mark, rules)}({body})"
     rules += [r"SPACE: /[ \n]{1,4}/", r"LINES: /\n{1,2}/"]
@@ -219,10 +219,10 @@ def _until(name: str, end: str, mark: Mark, rules: list[str]) -> str:
 
 
 def _reasoning(wanted: Wanted, form: Format, mark: Mark, rules: list[str]) -> str:
-    if form == "harmony":
-        rest = _until("reasoning", "<|end|>", mark, rules)
-        opened = f'{mark(CHANNEL)} "analysis" {mark(MESSAGE)}'
-        return f'({opened} {rest} {mark("<|start|>")} "assistant")? '
+    if form in _THOUGHTS:
+        opened, end = _THOUGHTS[form]
+        rest = _until("reasoning", end, mark, rules)
+        return f"({mark(opened)} {rest} {mark('<|start|>assistant')})? "
     if wanted.reasoning == "no":
         return ""
     rest = _until("reasoning", THINK_TAGS[wanted.tag], mark, rules)
@@ -257,12 +257,13 @@ def _said(text: str, mark: Mark) -> list[str]:
 def _call(
     i: int, name: str, schema: Mapping[str, Any], syntax: Syntax, mark: Mark, rules: list[str]
 ) -> str:
+    shown = json.dumps(name, ensure_ascii=False)[1:-1] if syntax.is_object else name
+    say = _lines if syntax.argument else _said
     parts: list[str] = []
-    for j, piece in enumerate(pieces(syntax.call)):
-        if j % 2 == 0 or piece == "name":
-            text = piece if j % 2 == 0 else json.dumps(name, ensure_ascii=False)[1:-1]
-            text = name if j % 2 and not syntax.is_object else text
-            parts += _lines(text, mark) if syntax.argument else _said(text, mark)
+    # A name and what is around it are one word: a grammar reads the longest word that may come.
+    for j, piece in enumerate(pieces(syntax.call.replace("$name", shown.replace("$", _DOLLAR)))):
+        if j % 2 == 0:
+            parts += say(piece.replace(_DOLLAR, "$"), mark)
         elif piece != "arguments":
             parts.append("/[0-9]{1,3}/" if piece == "index" else "/[a-zA-Z0-9]{9}/")
         elif syntax.argument:
@@ -314,7 +315,8 @@ def _argument(
     if syntax.quotes:
         quote = syntax.quotes[0] if is_text else ""
         before, end = before + quote, quote
-    begun = " ".join(_lines(before[:-1], mark) + _said(before[-1:], mark))
+    stem = before.rstrip("\n")
+    begun = " ".join([*_lines(stem, mark), *_said(before[len(stem) :], mark)])
     choices = kind.get("enum")
     if is_text and isinstance(choices, list):
         said = " | ".join(literal(str(one)) for one in cast("list[object]", choices))
@@ -493,7 +495,7 @@ class CallReader:
         syntax = FORMATS[self._form]
         self._state = "text"
         self._held[-1] = text[: len(text) - len(begun)]
-        if syntax.answer or (syntax.bare and begun.startswith(syntax.bare)):
+        if (syntax.answer and syntax.is_list) or (syntax.bare and begun.startswith(syntax.bare)):
             self._open("", [syntax])
         return begun
 
@@ -543,7 +545,7 @@ class CallReader:
                     return rest
         if self._n_in_list:
             return self._between(found)
-        answer = self._syntaxes[0].answer
+        answer = self._syntaxes[0].answer if self._syntaxes[0].is_list else ""
         if answer and (self._mark + answer).startswith(self._head):
             return None
         if answer and self._head.startswith(self._mark + answer):

@@ -11,7 +11,7 @@ from typing import Any, Final, Literal, NamedTuple, TypedDict, cast
 
 from kqview import json_input
 from kqview.chat import formats, tool_format
-from kqview.chat.reasoning import THINK_TAGS, Piece, Split, frames_of, opened_by
+from kqview.chat.reasoning import THINK_TAGS, Piece, Split, opened_by, split_of
 from kqview.chat.tool_format import CallDelta, CallReader, Format, Tool, Wanted
 from kqview.errors import InvalidSampling, RequestError, shown
 from kqview.types import Sampling
@@ -249,7 +249,7 @@ def constrained(
         )
     if not needs_call and schema is None:
         return sampling
-    if not has_tools and reasoning.how == "no" and form != "harmony":
+    if not has_tools and reasoning.how == "no" and not formats.FORMATS[form].answer:
         return replace(sampling, json_schema=schema)
     wanted = Wanted(
         calls=choice.tools,
@@ -281,7 +281,8 @@ class Parts:
     ) -> None:
         """Arguments as in `Reading`."""
         # A call in a channel of its own needs no tools to be one.
-        form = "harmony" if split.mode == "harmony" else calls
+        has_channels = split.mode == "harmony" and not split.has_recipients
+        form = "harmony" if has_channels else calls
         self._calls = CallReader(form, texts) if form is not None else None
         self.has_calls = False
         """Whether there are tool calls so far."""
@@ -352,8 +353,7 @@ def reader_of(source: str, opened: str | None, tools: Sequence[Tool]) -> Callabl
         tools: Those that may be called.
     """
     form = formats.format_of(source) if tools else None
-    mode = "harmony" if tool_format.is_harmony(source) else "think"
-    split = Split(mode=mode, opened=opened, may_call=bool(tools), frames=frames_of(source))
+    split = split_of(source, opened, may_call=bool(tools))
     texts = tool_format.text_parameters(tools)
 
     def read(text: str) -> Reply:

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, Final, Literal
 
 from kqview.chat import CHATML, formats, tool_format
-from kqview.chat.reasoning import THINKING, Piece, Split, TokenCounter, frames_of
+from kqview.chat.reasoning import THINKING, Piece, Split, TokenCounter, split_of
 from kqview.chat.tool_format import CallDelta, Format, Tool
 from kqview.chat.turn import (
     N_END,
@@ -128,13 +128,8 @@ def prepare(engine: Engine, chat: ChatRequest) -> ChatWork:
     native = formats.format_of(source)
     # A template that has no place for tools shows them in Hermes' format.
     form = native if tool_format.knows_tools(source) or native == "harmony" else "hermes"
-    is_harmony = form == "harmony"
-    split = Split(
-        mode="harmony" if is_harmony else "think",
-        opened=opened,
-        may_call=bool(tools),
-        frames=frames_of(source),
-    )
+    split = split_of(source, opened, may_call=bool(tools))
+    is_harmony = split.mode == "harmony"
     if chat.split is not None:
         split = chat.split(source, end, split)
     reasoning = reasoning_of(source, end, opened)
