@@ -12,6 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kqview.chat.reasoning import (
+    THINK_TAGS,
     HarmonySplitter,
     Piece,
     Split,
@@ -80,6 +81,10 @@ def test_any_cutting_of_any_text_gives_the_same_split(name: str, text: str, cuts
 def by_thinking(text: str, *, is_open: bool) -> list[Piece]:
     begun = "" if is_open else r"\s*<(?P<tag>think|thinking|seed:think)>"
     end = "</think>" if is_open else "</(?P=tag)>"
+    closes = "|".join(map(re.escape, THINK_TAGS.values()))
+    bare = re.fullmatch(rf"\s*(?:{closes})(.*)", text, re.DOTALL)
+    if bare is not None and not is_open:
+        return [Piece("content", bare[1].lstrip())]
     found = re.fullmatch(f"{begun}(.*?)(?:{end}(.*))?", text, re.DOTALL)
     if found is None:
         return [Piece("content", text)]
@@ -156,6 +161,7 @@ def test_split_is_that_of_a_simple_reading_of_the_whole_text(name: str, text: st
         ("think", "<think>cut off ", [("reasoning", "cut off")]),
         ("think", "<think></think>b", [("content", "b")]),
         ("think", "<thin", [("content", "<thin")]),
+        ("think", "</mm:think>a", [("content", "a")]),
         ("think opened", "a</think>b", [("reasoning", "a"), ("content", "b")]),
         ("think opened", "a</thin", [("reasoning", "a</thin")]),
         (

@@ -141,7 +141,8 @@ _FRAMES: Final[Mapping[str, Sequence[str]]] = {
 class ThinkSplitter:
     """Reasoning between two marks at the beginning of the answer, as in ``<think>...</think>``.
 
-    An answer that does not begin with an opening mark is content, unchanged.
+    An answer that does not begin with a mark is content, unchanged. One that begins with a closing
+    mark has no reasoning.
     """
 
     def __init__(
@@ -159,7 +160,7 @@ class ThinkSplitter:
             frames: Marks around the content.
         """
         self._tags = tags
-        self._starts = [tag for tag in tags if not tag[0].isalpha()]
+        self._starts = [tag for tag in (*tags, *tags.values()) if not tag[0].isalpha()]
         self._frames = frames
         self._start: str | None = ""  # what may become an opening mark; None behind it
         self._spaces: list[str] = []  # before it
@@ -174,6 +175,10 @@ class ThinkSplitter:
         self._close = self._tags[tag]
         self._marks = Marks([self._close])
         return self._text.begin("reasoning", mark, is_before_mark=True)
+
+    def _content(self, _tag: str, mark: str) -> list[Piece]:
+        self._marks = Marks(self._frames)
+        return self._text.begin("content", mark, is_before_mark=False)
 
     @property
     def closing(self) -> str | None:
@@ -196,7 +201,8 @@ class ThinkSplitter:
             if tag is None:
                 text = space + text
             else:
-                pieces += self._open(tag, space + tag)
+                begin = self._open if tag in self._tags else self._content
+                pieces += begin(tag, space + tag)
                 text = text[len(tag) :]
         while True:
             before, mark = self._marks.feed(text)
@@ -204,8 +210,7 @@ class ThinkSplitter:
             if mark is None:
                 return pieces
             text = self._marks.take()
-            self._marks = Marks(self._frames)
-            pieces += self._text.begin("content", mark, is_before_mark=False)
+            pieces += self._content(mark, mark)
 
     def flush(self) -> list[Piece]:
         """See `Splitter`."""
