@@ -30,6 +30,7 @@ from kqview.chat.turn import (
     opened_in,
     reader_of,
     reasoning_of,
+    template_for,
 )
 from kqview.errors import CapacityError, KqviewError, RequestError, UnsupportedModel, shown
 from kqview.generation.stream import Generation
@@ -54,6 +55,10 @@ class Conversation:
     _core: CoreEngine
     _model: CoreModel
     _info: ModelInfo
+
+    def _take_template_options(self, options: object) -> None:
+        """Variables of every chat; raises as `apply_chat_template`."""
+        self._template_options = checked_options(options)
 
     def _open_conversation(self, *, trusts_template: bool) -> None:
         """Begin; *trusts_template* says whether the model's template is rendered in process."""
@@ -117,7 +122,7 @@ class Conversation:
         if not isinstance(parallel_tool_calls, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise invalid("parallel_tool_calls", "True or False", shown(parallel_tool_calls))
         choice = choice_of(checked_tools(tools) or [], tool_choice)
-        source = self._source(chat_template)
+        source = self._source(chat_template, choice.tools)
         chat = self._rendered(
             messages,
             choice.tools,
@@ -126,7 +131,7 @@ class Conversation:
             adds_header=True,
             continues=continue_final_message or False,
         )
-        ids = self._chat_ids(chat.parts)
+        ids = self._with_bos(self._chat_ids(chat.parts))
         end = b"".join(map(self._model.token_bytes, ids[-N_END:])).decode("utf-8", "replace")
         opened = opened_in(chat.begun, end)
         schema, options = self._constrained(
@@ -241,7 +246,10 @@ class Conversation:
             spans: Return a ChatPrompt: the ids, and for each message the range of its ids. Renders
                 the template once more for each message.
             chat_template: Template to use instead of the model's own.
-            template_options: Extra variables for the template, such as ``enable_thinking``.
+            template_options: Extra variables for the template. Templates know ``enable_thinking``,
+                which is true if not given (Apertus's: false), ``reasoning_effort`` and
+                ``preserve_reasoning``: whether earlier answers keep their reasoning, true if not
+                given.
 
         Raises:
             RequestError: A message is malformed, or the template rejects it, ignores *tools*, takes
@@ -261,7 +269,7 @@ class Conversation:
         chat = self._rendered(
             messages,
             tools,
-            self._source(chat_template),
+            self._source(chat_template, tools),
             template_options,
             adds_header=add_generation_prompt,
             continues=continue_final_message,
@@ -269,12 +277,15 @@ class Conversation:
         text = _text_of(chat.parts)
         if not tokenize:
             return text
-        ids = self._chat_ids(chat.parts)
+        rendered = self._chat_ids(chat.parts)
+        ids = self._with_bos(rendered)
         if not spans:
             return ids
         ends = chat.ends(text=text, ends_of_turn=self._ends_of_turn())
-        starts = [start for start, _ in self._offsets(text, ids)]
-        places = [0, *(bisect_left(starts, end) for end in ends)]
+        starts = [start for start, _ in self._offsets(text, rendered)]
+        n_before = len(ids) - len(rendered)
+        # A message that has no text of its own has no BOS either.
+        places = [0, *(end and n_before + bisect_left(starts, end) for end in ends)]
         return ChatPrompt(ids, list(pairwise(places)))
 
     def _rendered(
@@ -291,7 +302,7 @@ class Conversation:
         if not isinstance(continues, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise invalid("continue_final_message", "True or False", shown(continues))
         checked, offered = checked_messages(messages), checked_tools(tools)
-        options = checked_options(template_options)
+        options = {**self._template_options, **checked_options(template_options)}
         template = self._template(source)
         begun = continued(checked) if continues else None
         rest = checked if begun is None else checked[:-1]
@@ -308,9 +319,11 @@ class Conversation:
         ends = partial(template.ends, checked, tools=offered, options=options)
         return _Rendered(parts, begun or "", ends)
 
-    def _source(self, chat_template: str | None) -> str:
+    def _source(self, chat_template: str | None, tools: object) -> str:
         """The text of the template to use: *chat_template*, or the model's own."""
-        source = self._info.chat_template if chat_template is None else chat_template
+        source = chat_template
+        if source is None:
+            source = template_for(self._info, has_tools=bool(tools))
         if source is None:
             raise UnsupportedModel(
                 f"{self._info.name or self._info.architecture} has no chat template; "
@@ -378,6 +391,11 @@ class Conversation:
         return headers
 
     # ---- ids of parts
+
+    def _with_bos(self, ids: list[int]) -> list[int]:
+        """*ids* of a whole chat after the id with which the model begins texts, if it does."""
+        bos = self._info.bos_token_id
+        return ids if bos is None or not self._info.adds_bos or ids[:1] == [bos] else [bos, *ids]
 
     def _chat_ids(self, parts: Sequence[Part]) -> list[int]:
         """Ids of the joined text; ordinary text that names a control token is tokenized apart."""

@@ -331,7 +331,7 @@ class Embedding:
             return self._model.tokenize(encode(name, text), False, True)
         end = facts.sep_token_id if facts.eos_token_id is None else facts.eos_token_id
         ids = [
-            facts.bos_token_id if facts.adds_bos else None,
+            facts.bos_token_id if self._info.adds_bos else None,
             *self._model.tokenize(encode(name, query), False, False),
             end if facts.adds_eos else None,
             facts.sep_token_id if facts.adds_sep else None,

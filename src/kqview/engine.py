@@ -282,6 +282,8 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring, Many):
             specifies.
         chat_template: Jinja chat template to use instead of the one in the model's file. It is
             trusted: it is rendered in this process, without limits on its time and memory.
+        template_options: Extra variables for the template in every chat, such as
+            ``{"enable_thinking": False}``; those of a call win.
         lora: LoRA adapters for the model: a GGUF file, a (file, scale) pair, or a list of these.
         rpc_servers: Other machines that hold and compute layers, each the ``"host:port"`` of a
             llama.cpp ggml-rpc-server. Layers are spread over them and this machine's GPUs by free
@@ -322,6 +324,7 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring, Many):
         swa_full: bool = True,
         pooling: Pooling | None = None,
         chat_template: str | None = None,
+        template_options: Mapping[str, Any] | None = None,
         lora: Lora | Sequence[Lora] | None = None,
         rpc_servers: str | Sequence[str] | None = None,
         rpc_timeout_s: float = 300.0,
@@ -351,6 +354,7 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring, Many):
         )
         if chat_template is not None:
             encode("chat_template", chat_template)
+        self._take_template_options(template_options)
         source = model_options(model, n_gpu_layers)
         check_is_path(source.path)
         adapters = lora_adapters(lora)

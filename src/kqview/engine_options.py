@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final, Literal, TypedDict, cast, get_args
+from typing import Any, Final, Literal, TypedDict, cast, get_args
 
 import numpy as np
 
@@ -48,6 +48,7 @@ class EngineOptions(TypedDict, total=False):
     swa_full: bool
     pooling: Pooling | None
     chat_template: str | None
+    template_options: Mapping[str, Any] | None
     lora: Lora | Sequence[Lora] | None
     rpc_servers: str | Sequence[str] | None
     rpc_timeout_s: float

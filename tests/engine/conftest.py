@@ -9,21 +9,20 @@ import contextlib
 import inspect
 import os
 import shutil
-import subprocess
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import gguf
 import pytest
 
 from kqview import Engine, system_info
-from tests.support import archs, tiny_gguf
+from tests.support import archs, stock, tiny_gguf
 from tests.support.engines import open_engine
 from tests.support.rows import has_device
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 # Two devices that are no hardware (tests/device/fake_device.cpp), in developer builds.
 FAKE_DEVICE: Any = sys.modules.get("kqview._fake_device")
@@ -44,8 +43,6 @@ if (n_gpu_layers := os.environ.get("KQVIEW_TEST_GPU_LAYERS")) is not None:
     _engine_defaults()["n_gpu_layers"] = int(n_gpu_layers)
 if (device_rows := os.environ.get("KQVIEW_TEST_DEVICE_ROWS")) is not None:
     _engine_defaults()["device_rows"] = device_rows
-
-FETCH = Path(__file__).resolve().parents[2] / "vendor" / "fetch.py"
 
 
 def pytest_report_header() -> str:
@@ -95,11 +92,7 @@ def fake_devices() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def llama_cpp_dir() -> Path:
     """Folder of llama.cpp's pinned source, which holds vocabulary files; fetched if need be."""
-    done = subprocess.run(
-        [sys.executable, str(FETCH), "--print-path"], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return Path(done.stdout.strip())
+    return stock.source()
 
 
 @pytest.fixture(scope="session")

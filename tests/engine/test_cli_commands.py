@@ -413,10 +413,8 @@ def test_chat_takes_a_template_of_a_file(demo: Engine, tmp_path: Path) -> None:
     template = tmp_path / "template.jinja"
     template.write_text("{{ messages[0].content }}")
     words = ("Tom found", "--temp", "0", "-n", "8", "--chat-template", f"@{template}")
-    ids = demo.tokenize("Tom found", add_special=False)
-    assert (
-        run("chat", *words).stdout == demo.generate(ids, temperature=0, max_tokens=8).read() + "\n"
-    )
+    expected = demo.generate("Tom found", temperature=0, max_tokens=8).read()
+    assert run("chat", *words).stdout == expected + "\n"
 
 
 # ---- readers that leave

@@ -297,8 +297,9 @@ def contents(engine: Engine, messages: Any, **options: Any) -> list[str]:
 def test_spans_are_the_messages_with_their_marks(engine: Engine) -> None:
     pytest.importorskip("jinja2")
     found = contents(engine, CHAT)
+    assert found[0].startswith("<|endoftext|>")
     for text, message in zip(found, CHAT, strict=True):
-        assert text.startswith(f"<|im_start|>{message['role']}\n")
+        assert text.removeprefix("<|endoftext|>").startswith(f"<|im_start|>{message['role']}\n")
         assert message["content"] in text
         assert text.endswith("<|im_end|>\n")
     ids, spans = engine.apply_chat_template(CHAT, spans=True)

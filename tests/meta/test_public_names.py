@@ -68,7 +68,7 @@ GENERATE_DEFAULTS = {
 ENGINE_NAMES = {
     *("n_ctx", "n_slots", "n_batch", "n_ubatch", "n_threads", "n_gpu_layers", "flash_attn"),
     *("kv_type", "swa_full", "lora", "attention_budget_bytes", "run_ahead", "progress"),
-    *("pooling", "chat_template"),
+    *("pooling", "chat_template", "template_options"),
     *("rpc_servers", "rpc_timeout_s"),
 }
 CAPTURE_DEFAULTS = {
@@ -88,6 +88,7 @@ MODEL_NAMES = {
     *("n_ctx_train", "attention_layers", "attention_scale", "bos_token_id", "eos_token_id"),
     *("eot_token_id", "pad_token_id", "special_tokens", "rope_freq_base", "rope_freq_scale"),
     *("chat_template", "n_params", "size_bytes", "file_type", "classifier_labels", "metadata"),
+    "adds_bos",
 }
 ENGINE_MEMBERS = {
     *("model", "slots", "tokenize", "detokenize", "token_bytes", "token_text", "generate"),

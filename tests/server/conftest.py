@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import subprocess
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 from kqview.server import Settings
-from tests.support import tiny_gguf
+from tests.support import stock, tiny_gguf
 from tests.support.serving import Serve, Served, serving
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from kqview import Engine
     from kqview.server.config import Config
-
-FETCH = Path(__file__).resolve().parents[2] / "vendor" / "fetch.py"
 
 
 @pytest.fixture
@@ -45,14 +41,10 @@ def byte_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def qwen_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A qwen2 of 3 layers and 2 heads with random weights and the vocabulary of the real ones."""
-    done = subprocess.run(
-        [sys.executable, str(FETCH), "--print-path"], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
     return tiny_gguf.write_preset(
         tmp_path_factory.mktemp("model") / "qwen2.gguf",
         "tiny_qwen2_real_vocab",
-        llama_cpp_dir=Path(done.stdout.strip()),
+        llama_cpp_dir=stock.source(),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,7 @@ from tests.support.chat_templates import HARMONY, HELLO, TOOLS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 pytest.importorskip("jinja2")
 pytest.importorskip("llguidance")
@@ -234,6 +236,32 @@ def test_tools_go_to_the_user_where_a_template_has_no_system_messages(engine: En
     ids = prepare(engine, chat(messages=kind, tools=TOOLS, chat_template=shapes.GEMMA))
     text = engine.detokenize(ids.request.prompt)  # pyright: ignore[reportArgumentType]
     assert text.index("Be kind.") < text.index("You may call") < text.index("Who?")
+
+
+def test_file_may_have_a_template_of_its_own_for_tools(tmp_path: Path):
+    both: Any = [
+        {"name": "default", "template": "plain" + " " * 5000},
+        {
+            "name": "tool_use",
+            "template": "{% for tool in tools %}{{ tool.function.name }};{% endfor %}",
+        },
+    ]
+    path = tiny_gguf.write_model(tmp_path / "two.gguf", chat_template=both)
+
+    def prompts(**options: Any) -> list[str]:
+        with Engine(path, n_ctx=8192, n_threads=1, **options) as engine:
+            rendered = partial(engine.apply_chat_template, HELLO, tokenize=False)
+            served = [
+                prepare(engine, chat(**given)).request.prompt for given in ({}, {"tools": TOOLS})
+            ]
+            read = [engine.detokenize(ids).strip() for ids in served]  # pyright: ignore
+            assert read[0] == rendered().strip()
+            if not options:
+                assert read[1] == rendered(tools=TOOLS)
+            return read
+
+    assert prompts() == ["plain", "look_up;stop;"]
+    assert prompts(chat_template="mine {{ tools }}")[1].startswith("mine [{")
 
 
 def test_reasoning_of_earlier_answers_is_under_the_name_of_the_template(engine: Engine):

@@ -61,7 +61,7 @@ def config_of(**given: Any) -> Config:
 
 
 OTHERS = (
-    True, False, 7, 7.5, "x", "probs", "aggregated", "all", "on", "chatml", "cls", "kqview",
+    True, False, 7, 7.5, "x", "none", "probs", "aggregated", "all", "on", "chatml", "cls", "kqview",
     ("a.org",), ("top_k=3",), ("https://a.org",), ("10.0.0.0/8",),
 )  # fmt: skip
 

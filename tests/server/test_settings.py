@@ -15,6 +15,7 @@ LISTS = (
     "aliases",
     "lora",
     "sampling",
+    "template_options",
     "api_keys",
     "admin_keys",
     "cors_origins",
@@ -91,6 +92,8 @@ def test_list_of_anything_but_texts_is_refused(name: str, value: Any):
         ("attention_values", "weights"),
         ("attention_format", "sparse"),
         ("demo", 1),
+        ("template_options", ("low",)),
+        ("template_options", ("a b=low",)),
         ("sampling", ("temperature",)),
         ("sampling", ("warmth=1",)),
         ("sampling", ("stop=1",)),
@@ -184,6 +187,16 @@ def test_environment_is_read_and_given_values_win():
 def test_environment_that_cannot_be_read_is_refused(name: str, text: str):
     with pytest.raises(RequestError, match=name.lower()):
         Settings.from_env({f"KQVIEW_{name}": text})
+
+
+def test_variables_of_the_template_are_json_or_text():
+    given = ("effort=low", "n=3", "keeps=false", 'list=["a", 1]', "words=two words", "empty=")
+    assert Settings(template_options=given, reasoning="on").template_variables == {
+        "enable_thinking": True, "effort": "low", "n": 3, "keeps": False, "list": ["a", 1],
+        "words": "two words", "empty": "",
+    }  # fmt: skip
+    assert Settings(reasoning="off").template_variables == {"enable_thinking": False}
+    assert Settings().template_variables == {}
 
 
 def test_defaults_of_sampling_are_numbers_in_range():

@@ -1,9 +1,9 @@
 """What the stock llama-server makes of llama.cpp's chat templates, kept as hashes.
 
-Owns: the chats, the normal form of a prompt, and the file of hashes beside this one. Run as a
-program (``python -m tests.support.stock_templates``), asks the stock server, which
-``python bench/peers/build.py llama-server`` builds, and writes the file; with a folder as its
-argument, also writes the prompts themselves there, to read.
+Owns: the chats, the normal form of a prompt, and the file of hashes beside this one. As a program,
+``python -m tests.support.stock_templates``, it asks the stock server, which
+``python bench/peers/build.py llama-server`` builds, and writes the file. With a folder as its
+argument it also writes the prompts themselves there, to be read.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from datetime import UTC, datetime
+from datetime import datetime, timedelta
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,11 @@ _CALL = {
     "type": "function",
     "function": {"name": "weather", "arguments": '{"city": "Oslo"}'},
 }
+_OTHER_CALL = {
+    **_CALL,
+    "id": "call00002",
+    "function": {"name": "weather", "arguments": '{"city": "Rome"}'},
+}
 CHATS: dict[str, dict[str, Any]] = {
     "plain": {"messages": [_SYSTEM, _USER]},
     "turns": {
@@ -65,6 +71,29 @@ CHATS: dict[str, dict[str, Any]] = {
         ],
         "tools": [_TOOL],
     },
+    "two calls": {
+        "messages": [
+            _SYSTEM,
+            _USER,
+            {"role": "assistant", "content": "I look.", "tool_calls": [_CALL, _OTHER_CALL]},
+            {"role": "tool", "tool_call_id": "call00001", "content": "-3 degrees"},
+            {"role": "tool", "tool_call_id": "call00002", "content": "9 degrees"},
+            {"role": "assistant", "content": "Rome is warmer."},
+            {"role": "user", "content": "Thanks."},
+        ],
+        "tools": [_TOOL],
+    },
+    "thoughts": {
+        "messages": [
+            _USER,
+            {"role": "assistant", "reasoning_content": "It is winter.", "content": "It snows."},
+            {"role": "user", "content": "And in Rome?"},
+        ],
+    },
+    "no thoughts": {
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "Who are you?"}]}],
+        "chat_template_kwargs": {"enable_thinking": False},
+    },
 }
 
 
@@ -73,8 +102,9 @@ def hash_of(prompt: str | None, bos: str) -> str:
     if prompt is None:
         return REFUSED
     prompt = prompt.removeprefix(bos)
-    for form in _DATES:
-        prompt = prompt.replace(datetime.now(UTC).strftime(form), "<today>")
+    now = datetime.now()
+    for day, form in product((now, now - timedelta(days=1)), _DATES):  # midnight may have passed
+        prompt = prompt.replace(day.strftime(form), "<today>")
     return hashlib.sha256(prompt.encode()).hexdigest()[:16]
 
 
@@ -99,7 +129,7 @@ def _prompts(model: Path, template: Path) -> dict[str, str | None]:
         "--port", str(port), "--chat-template-file", str(template),
     ]  # fmt: skip
     with tempfile.TemporaryFile() as log:
-        server = subprocess.Popen(command, stdout=log, stderr=log, env={"TZ": "UTC"})
+        server = subprocess.Popen(command, stdout=log, stderr=log)
         try:
             until = time.monotonic() + _START_S
             while _asked(port, "GET", "/health") is None and server.poll() is None:
@@ -140,9 +170,11 @@ def main(templates: Path, shown: Path | None) -> None:
                 name: hash_of(prompt, "<|endoftext|>") for name, prompt in prompts.items()
             }
             print(template.stem, [name for name in prompts if prompts[name] is None], flush=True)
-            for name, prompt in prompts.items() if shown else ():
-                (shown / f"{template.stem}.{name}").write_text(prompt or REFUSED)
-    STORED.write_text(json.dumps(found, indent=1) + "\n")
+            if shown is not None:
+                for name, prompt in prompts.items():
+                    (shown / f"{template.stem}.{name}").write_text(prompt or REFUSED)
+    lines = (f"{json.dumps(name)}: {json.dumps(hashes)}" for name, hashes in found.items())
+    STORED.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
 if __name__ == "__main__":

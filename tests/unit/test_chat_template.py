@@ -215,6 +215,56 @@ def test_tojson_leaves_letters_and_signs_as_they_are():
     assert text_of(parts) == '"é<>&\'"'
 
 
+def test_what_a_filter_yields_is_a_list_in_json_and_text_is_not_escaped():
+    source = "{{ tools | map(attribute='function') | tojson }}"
+    assert text_of(parts_of(source, HELLO, tools=shapes.TOOLS[:1])).startswith('[{"name": ')
+    assert text_of(parts_of("{{ '<'|safe + messages[0].role + '&' }}", HELLO)) == "<user&"
+
+
+def test_template_may_change_its_own_lists_but_none_of_the_chat():
+    queue = "{% set ns = namespace(ids=[]) %}{% set _ = ns.ids.append(messages[0].role) %}"
+    assert text_of(parts_of(queue + "{{ ns.ids.pop(0) }}{{ ns.ids }}", HELLO)) == "user[]"
+    for mine in ("messages", "messages[0].content", "tools"):
+        with pytest.raises(RequestError, match="append"):
+            parts_of(f"{queue}{{{{ {mine}.append(1) }}}}", HELLO, tools=[{"name": "f"}])
+
+
+SHOWN = "{% for m in messages %}{{ m.role }}={{ m.content }};{% endfor %}"
+NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}"
+LEFT_OUT = SHOWN.replace("messages %}", "messages if m.role == 'user' %}", 1)
+
+
+@pytest.mark.parametrize("source", [NO_SYSTEM + SHOWN, LEFT_OUT])
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_system_message_that_a_template_does_not_show_begins_the_users(source: str, role: str):
+    system = {"role": role, "content": [{"type": "text", "text": "Be brief."}]}
+    assert text_of(parts_of(source, [system, HELLO[0]])) == "user=Be brief.\n Hi ;"
+    assert text_of(parts_of(source, [system])) == "user=Be brief.;"
+    assert text_of(parts_of(source, [system, HELLO[1]])).startswith("user=Be brief.;")
+
+
+def test_developer_is_the_system_unless_the_template_knows_the_role():
+    messages = [{"role": "developer", "content": "Be brief."}]
+    assert text_of(parts_of(SHOWN, messages)) == "system=Be brief.;"
+    assert text_of(parts_of("{# developer #}" + SHOWN, messages)) == "developer=Be brief.;"
+
+
+def test_defaults_are_those_of_llama_cpps_server():
+    source = "{{ [enable_thinking, preserve_thinking, clear_thinking] }}"
+    assert text_of(parts_of(source, HELLO)) == "[True, True, False]"
+    kept: dict[str, Any] = {"enable_thinking": False, "preserve_reasoning": False}
+    assert text_of(parts_of(source, HELLO, options=kept)) == "[False, False, True]"
+    chosen = {"clear_thinking": True}
+    assert text_of(parts_of(source, HELLO, options=chosen)) == "[True, True, True]"
+    today = datetime.now().strftime("%d %b %Y|%b %d %Y")
+    assert text_of(parts_of("{{ date_string }}|{{ datetime }}", HELLO)) == today
+
+
+def test_loop_over_tools_that_are_none_is_empty():
+    assert text_of(parts_of("{% for tool in tools %}x{% endfor %}.", HELLO)) == "."
+    assert text_of(parts_of("{{ tools is none }}", HELLO)) == "True"
+
+
 def test_refusal_of_the_template_is_a_request_error_with_its_words():
     with pytest.raises(RequestError, match="roles must alternate"):
         parts_of(shapes.GEMMA, [*HELLO, *HELLO])

@@ -58,6 +58,16 @@ def of(line: str) -> tuple[str, str]:
         ("-s 42 --seed -1 -n 64 -n -1", "--sampling seed=42 --max-tokens 64"),
         ("--top-nsigma 1.5 --top-n-sigma -1", "--sampling top_n_sigma=1.5"),
         ("--reasoning-budget 256", "--reasoning-budget 256"),
+        ("-rea 0 --reasoning=true", "--reasoning off --reasoning on"),
+        ("--reasoning auto -rea -1", "--reasoning auto --reasoning auto"),
+        ("--reasoning-format none", "--reasoning-format none"),
+        ("--reasoning-effort low", "--template-option reasoning_effort=low"),
+        ("--reasoning-effort default", ""),
+        ("--no-reasoning-preserve", "--template-option preserve_reasoning=false"),
+        (
+            '--chat-template-kwargs {"a":[1,"b"],"c":null}',
+            '--template-option a=[1, "b"] --template-option c=null',
+        ),
         # our own stay as they are
         ("--demo --slots 4 --ctx 512 --ngl 3", "--demo --slots 4 --ctx 512 --ngl 3"),
         ("--max-tokens 5 --allowed-hosts a", "--max-tokens 5 --allowed-hosts a"),
@@ -159,6 +169,11 @@ def env_of(environ: dict[str, str], line: str = "") -> tuple[str, str]:
         ({"LLAMA_ARG_NO_CONTEXT_SHIFT": "x"}, "--context-shift", "--context-shift"),
         ({"LLAMA_ARG_ENDPOINT_SLOTS": "off"}, "", "--no-slots"),
         ({"LLAMA_ARG_RERANKING": "1"}, "", "--pooling rank"),
+        ({"LLAMA_ARG_REASONING": "on"}, "", "--reasoning on"),
+        ({"LLAMA_ARG_REASONING": "on"}, "-rea off", "--reasoning off"),
+        ({"LLAMA_ARG_THINK": "none"}, "", "--reasoning-format none"),
+        ({"LLAMA_ARG_THINK_BUDGET": "9"}, "", "--reasoning-budget 9"),
+        ({"LLAMA_ARG_REASONING_PRESERVE": "0"}, "", "--template-option preserve_reasoning=false"),
         (
             {"LLAMA_ARG_CACHE_TYPE_K": "q8_0", "LLAMA_ARG_CACHE_TYPE_V": "q8_0"}, "",
             "--kv-type q8_0",

@@ -51,8 +51,20 @@ def checked_tools(tools: object) -> list[dict[str, Any]] | None:
 
 
 def checked_options(options: object) -> dict[str, Any]:
-    """Extra variables for the template, by name."""
-    return {} if options is None else _mapping("template_options", options)
+    """Extra variables for the template, by name.
+
+    Raises:
+        RequestError: *options* is not a mapping of what JSON can express, or has a text where
+            templates want true or false.
+    """
+    found = {} if options is None else _mapping("template_options", options)
+    thinks: object = found.get("enable_thinking")
+    if isinstance(thinks, str):  # which a template would take for true, whatever it says
+        raise RequestError(
+            f"template_options has enable_thinking as text, {_shown(thinks)}; pass true or false",
+            parameter="template_options",
+        )
+    return found
 
 
 def _each(

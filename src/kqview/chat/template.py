@@ -99,6 +99,7 @@ class ChatTemplate:
         self._has_lists = ".append(" in source
         self._knows_developer = "developer" in source
         self._calls_it_thinking = ".thinking" in source and "reasoning_content" not in source
+        self._has_blocks_of_thinking = "['thinking']" in source
         self._embeds_results = "['tool_responses']" in source and "tool_call_id" not in source
         # Apertus deliberates only if it is asked to.
         self._thinks = "<|inner_prefix|>" not in source
@@ -134,6 +135,7 @@ class ChatTemplate:
         - A system message that the template refuses or leaves out begins the user's next one.
         - The developer is the system for a template that does not know the role.
         - ``reasoning_content`` is also ``thinking`` for a template that knows it by that name only.
+          It is a part of the content for a template that has parts for it.
         - Results of tools go into the message with the calls for a template that has them there.
 
         Raises:
@@ -212,12 +214,12 @@ class ChatTemplate:
         options: Mapping[str, Any],
     ) -> str:
         variables = {
-            **_defaults(options),
+            **_defaults(options, tools or ()),
             "enable_thinking": self._thinks,
             **self._variables,
             **options,
-            **_shown(tools),
             "messages": messages,
+            "tools": tools,
             "add_generation_prompt": add_generation_prompt,
         }
         if self._has_lists:
@@ -264,7 +266,7 @@ class ChatTemplate:
             text, _, _ = self._tried(messages, None, True, {})
         except RequestError:
             return False
-        return _PROBE in text and "'text'" not in text
+        return _PROBE in text and not any(key in text for key in ("'text'", '"text"'))
 
     def _fitted(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         """*messages* as the template supports them; see `render`."""
@@ -273,9 +275,9 @@ class ChatTemplate:
             fitted = _with_results(fitted)
         if not self._takes_system and fitted and fitted[0].get("role") == "system":
             system, *rest = fitted
-            words = [text_of(system.get("content"))]
+            words = [_content_text(system.get("content"))]
             if rest and rest[0].get("role") == "user":
-                words.append(text_of(rest.pop(0).get("content")))
+                words.append(_content_text(rest.pop(0).get("content")))
             fitted = [{"role": "user", "content": "\n".join(words)}, *rest]
         return [self._with_content(message) for message in fitted]
 
@@ -290,10 +292,18 @@ class ChatTemplate:
 
     def _with_content(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
         content: object = message.get("content")
+        thoughts = message.get("reasoning_content")
+        if thoughts and self._has_blocks_of_thinking:
+            blocks = [{"type": "thinking", "thinking": thoughts}]
+            text = _content_text(content)
+            return {
+                **message,
+                "content": [*blocks, *([{"type": "text", "text": text}] if text else [])],
+            }
         if content is None and _has_calls(message):
             return {**message, "content": ""}
         if isinstance(content, list) and self._takes_text and not self._takes_parts:
-            return {**message, "content": text_of(content)}
+            return {**message, "content": _content_text(cast("object", content))}
         if isinstance(content, str) and self._takes_parts and not self._takes_text:
             return {**message, "content": [{"type": "text", "text": content}]}
         return message
@@ -303,15 +313,15 @@ _PROBE: Final = "Hello there"
 _PROBE_PARTS: Final = [{"type": "text", "text": _PROBE}]
 
 
-def text_of(content: object) -> str:
-    """The text of a message's content: text, text parts, which are joined with newlines, or None."""
+def _content_text(content: object) -> str:
+    """The text of a message's content: text, parts, which are joined with newlines, or None."""
     if isinstance(content, list):
         return "\n".join(part["text"] for part in cast("list[dict[str, str]]", content))
     return "" if content is None else str(content)
 
 
 def _with_results(messages: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """*messages* with each answer, its calls and their results in one, as in Gemma 4's first form."""
+    """*messages* with an answer, its calls and their results in one, as Gemma 4 has had them."""
     made: list[Mapping[str, Any]] = []
     for message in messages:
         last = made[-1] if made else {}
@@ -322,13 +332,13 @@ def _with_results(messages: Iterable[Mapping[str, Any]]) -> list[Mapping[str, An
             call = last["tool_calls"][ids.index(id_) if id_ in ids else len(known) % len(ids)]
             result = {
                 "name": call.get("function", call)["name"],
-                "response": _read(text_of(message.get("content"))),
+                "response": _read(_content_text(message.get("content"))),
             }
-            made[-1] = {**last, "tool_responses": [*known, result]}
+            made[-1] = {**last, "tool_responses": [*known, result], "content": ""}
         elif (
             message.get("role") == "assistant"
             and "tool_responses" in last
-            and not (last.get("content") or _has_calls(message))
+            and not (last["content"] or _has_calls(message))
         ):
             made[-1] = {**last, "content": message.get("content")}
         else:
@@ -578,14 +588,17 @@ def _listed(value: object) -> list[Any]:
     raise TypeError(f"{type(value).__name__} is not JSON")
 
 
-def _defaults(options: Mapping[str, Any]) -> dict[str, Any]:
+def _defaults(options: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Variables as llama.cpp's server sets them, where a chat does not."""
+    functions = [tool.get("function", tool) for tool in tools]
     found: dict[str, Any] = {
         "documents": None,
         "bos_token": "",
         "eos_token": "",
         "date_string": _now("%d %b %Y"),
         "datetime": _now("%b %d %Y"),
+        # What firefunction reads, whose tools the stock server leaves out.
+        "functions": _to_json(functions, indent=4) if functions else "",
     }
     keeps = options.get("preserve_reasoning", True)
     if isinstance(keeps, bool):  # the names that templates have for it
@@ -595,15 +608,6 @@ def _defaults(options: Mapping[str, Any]) -> dict[str, Any]:
     if "reasoning_effort" in options:
         found["reasoning_strength"] = options["reasoning_effort"]
     return found
-
-
-def _shown(tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Any]:
-    """*tools* by the names that templates have for them."""
-    functions = [tool.get("function", tool) for tool in tools or ()]
-    return {
-        "tools": tools,
-        "functions": _to_json(functions, indent=4) if functions else "",
-    }
 
 
 def _refuse(message: object = "") -> NoReturn:

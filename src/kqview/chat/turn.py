@@ -14,7 +14,7 @@ from kqview.chat import formats, tool_format
 from kqview.chat.reasoning import THINK_TAGS, Piece, Split, opened_by, split_of
 from kqview.chat.tool_format import CallDelta, CallReader, Format, Tool, Wanted
 from kqview.errors import InvalidSampling, RequestError, shown
-from kqview.types import Sampling
+from kqview.types import ModelInfo, Sampling
 from kqview.types.reply import Reply, ToolCall
 
 N_END: Final = 32
@@ -128,6 +128,14 @@ def chosen_tools(
 
 
 # ---- prompts
+
+
+def template_for(model: ModelInfo, *, has_tools: bool) -> str | None:
+    """The template of *model* for a chat; files of some models have one more for tools."""
+    own, metadata = model.chat_template, model.metadata
+    named = metadata.get("tokenizer.chat_template.tool_use")
+    is_own = own == metadata.get("tokenizer.chat_template")
+    return named if named and is_own and (has_tools or own is None) else own
 
 
 def continued(messages: Sequence[Mapping[str, Any]], wanted: bool | None = True) -> str | None:

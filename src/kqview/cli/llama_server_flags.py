@@ -8,11 +8,13 @@ Pure, but for files of keys and templates.
 """
 
 import dataclasses
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final, cast
 
+from kqview import json_input
 from kqview.errors import RequestError
 from kqview.server.settings import Settings, flag_of
 
@@ -28,6 +30,7 @@ _RENAMED: Final[Mapping[str, str]] = {
     "-to": "--idle-timeout-s",
     "--timeout": "--idle-timeout-s",
     "-ub": "--ubatch-size",
+    "-rea": "--reasoning",
     "-fa": "--flash-attn",
     "-ctk": "--kv-type",
     "--cache-type-k": "--kv-type",
@@ -65,6 +68,15 @@ _LAYERS: Final = ("-ngl", "--gpu-layers", "--n-gpu-layers", "--ngl")
 _SLOTS: Final = ("-np", "--parallel")
 _CONTEXT: Final = ("-c", "--ctx-size")
 _V_TYPE: Final = ("-ctv", "--cache-type-v")
+_KWARGS: Final = "--chat-template-kwargs"
+_EFFORT: Final = "--reasoning-effort"
+# What llama-server takes for words of its flags.
+_REASONING: Final[Mapping[str, str]] = {
+    **dict.fromkeys(("on", "enabled", "true", "1"), "on"),
+    **dict.fromkeys(("off", "disabled", "false", "0"), "off"),
+    "-1": "auto",
+}
+_PRESERVE: Final = {"--reasoning-preserve": "true", "--no-reasoning-preserve": "false"}
 _IGNORED: Final = frozenset(
     {
         "--metrics", "--jinja", "-cb", "--cont-batching", "-nocb", "--no-cont-batching", "--mlock",
@@ -78,7 +90,7 @@ _IGNORED: Final = frozenset(
         "--mmproj-auto", "--no-mmproj-auto", "--mmproj-offload", "--no-mmproj-offload",
         "--reuse-port", "--escape", "-e", "--no-escape", "--no-host", "--log-jsonl",
         "--no-log-jsonl", "--check-tensors", "-bs", "--backend-sampling", "--cors-credentials",
-        "--no-cors-credentials", "--reasoning-preserve", "--no-reasoning-preserve",
+        "--no-cors-credentials",
         "--prefill-assistant", "--models-autoload", "--no-models-autoload", "--no-agent", "-no-ag",
         "--no-spec-draft-backend-sampling", "--no-ui-mcp-proxy", "--no-webui-mcp-proxy",
         "--no-skip-chat-parsing",
@@ -96,7 +108,7 @@ _IGNORED_WITH_VALUE: Final = frozenset(
         "--cpu-strict-batch", "-lzm", "--lazy-mode", "-cms", "--checkpoint-min-step", "--tags",
         "--cors-methods", "--cors-headers", "--ui-config", "--webui-config", "--ui-config-file",
         "--webui-config-file", "--models-max", "--sleep-idle-seconds", "--log-prompts-dir",
-        "-hft", "--hf-token", "--reasoning-format", "--image-min-tokens", "--image-max-tokens",
+        "-hft", "--hf-token", "--image-min-tokens", "--image-max-tokens",
         "--mtmd-batch-max-tokens", "--video-fps", "--video-timestamp-interval",
         "--video-ffmpeg-dir",
     }
@@ -128,9 +140,7 @@ _LACKING: Final[Mapping[str, Sequence[str]]] = {
     "this as a default of all requests; send it with each": ("--samplers", "--sampler-seq",
         "--sampling-seq", "--ignore-eos", "--dry-sequence-breaker", "-l", "--logit-bias",
         "--grammar", "--grammar-file", "-j", "--json-schema", "-jf", "--json-schema-file",
-        "-r", "--reverse-prompt", "--embd-normalize", "--chat-template-kwargs",
-        "--keep", "-rea", "--reasoning", "--reasoning-effort",
-        "--no-prefill-assistant"),
+        "-r", "--reverse-prompt", "--embd-normalize", "--keep", "--no-prefill-assistant"),
     "this sampler": ("--adaptive-target", "--adaptive-decay"),
     "a message at the limit of thinking": ("--reasoning-budget-message",),
     "chats without Jinja and its tools": ("--no-jinja", "--skip-chat-parsing"),
@@ -170,6 +180,11 @@ _VARIABLES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "LLAMA_ARG_MODELS_DIR": ("--models-dir",),
         "LLAMA_ARG_CHAT_TEMPLATE": ("--chat-template",),
         "LLAMA_ARG_CHAT_TEMPLATE_FILE": ("--chat-template-file",),
+        "LLAMA_ARG_CHAT_TEMPLATE_KWARGS": (_KWARGS, "--template-option"),
+        "LLAMA_ARG_REASONING": ("--reasoning", "-rea"),
+        "LLAMA_ARG_REASONING_EFFORT": (_EFFORT, "--template-option"),
+        "LLAMA_ARG_THINK": ("--reasoning-format",),
+        "LLAMA_ARG_THINK_BUDGET": ("--reasoning-budget",),
         "LLAMA_ARG_TEMPERATURE": ("--temp", "--temperature", "--sampling"),
         "LLAMA_ARG_TOP_K": ("--top-k", "--sampling"),
         "LLAMA_ARG_TOP_P": ("--top-p", "--sampling"),
@@ -186,6 +201,7 @@ _SWITCHES: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
         "LLAMA_ARG_ENDPOINT_SLOTS": ("--slot-endpoints", "--no-slots"),
         "LLAMA_ARG_ENDPOINT_PROPS": ("--props", "--no-props"),
         "LLAMA_ARG_RERANKING": ("--reranking", ""),
+        "LLAMA_ARG_REASONING_PRESERVE": ("--reasoning-preserve", "--no-reasoning-preserve"),
     }
 )
 # Those of what kqview lacks: the beginnings of their names.
@@ -195,7 +211,7 @@ _LACKING_VARIABLES: Final = (
     "LLAMA_ARG_OVERRIDE_TENSOR", "LLAMA_ARG_CPU_MOE", "LLAMA_ARG_N_CPU_", "LLAMA_ARG_SPLIT_MODE",
     "LLAMA_ARG_TENSOR_SPLIT", "LLAMA_ARG_MAIN_GPU", "LLAMA_ARG_API_PREFIX", "LLAMA_ARG_TOOLS",
     "LLAMA_ARG_MCP_", "LLAMA_ARG_AGENT", "LLAMA_ARG_MODELS_PRESET", "LLAMA_ARG_DRAFT_",
-    "LLAMA_ARG_THINK_BUDGET", "LLAMA_ARG_CHAT_TEMPLATE_KWARGS", "LLAMA_ARG_KV_UNIFIED_PER_SLOT",
+    "LLAMA_ARG_THINK_BUDGET_MESSAGE", "LLAMA_ARG_KV_UNIFIED_PER_SLOT",
 )  # fmt: skip
 _PREFIX: Final = "LLAMA_ARG_"
 _FALSE: Final = frozenset({"0", "off", "false", "disabled"})
@@ -292,8 +308,17 @@ def _written(name: str, value: str | None, n_slots: int | None) -> list[str]:
         )
     if name in ("--rerank", "--reranking"):
         return ["--pooling", "rank"]
+    if name in _PRESERVE:
+        return ["--template-option", f"preserve_reasoning={_PRESERVE[name]}"]
     if value is None:
         return [name]
+    if name in ("-rea", "--reasoning"):
+        return ["--reasoning", _REASONING.get(value, value)]
+    if name == _EFFORT:
+        return [] if value == "default" else ["--template-option", f"reasoning_effort={value}"]
+    if name == _KWARGS:
+        items = _object_of(name, value).items()
+        return [w for k, v in items for w in ("--template-option", f"{k}={json.dumps(v)}")]
     if name in _SLOTS:
         return ["--slots", str(_AUTO_SLOTS if n_slots == -1 else n_slots)]
     if name in _CONTEXT:
@@ -321,7 +346,8 @@ def _flags(words: Sequence[str]) -> Iterator[Flag]:
     rest = list(words)
     with_value = {
         *_RENAMED, *_LISTS, *_LAYERS, *_SLOTS, *_CONTEXT, *_V_TYPE, *_IGNORED_WITH_VALUE,
-        *_SAMPLING, *_MOST_TOKENS, "--api-key-file", "--chat-template", "--chat-template-file",
+        *_SAMPLING, *_MOST_TOKENS, _KWARGS, _EFFORT, "--reasoning", "--api-key-file",
+        "--chat-template", "--chat-template-file",
     }  # fmt: skip
     while rest:
         name = rest.pop(0)
@@ -343,6 +369,16 @@ def _number(name: str, value: str | None) -> int:
         return int(value or "")
     except ValueError:
         raise RequestError(f"{name} is {value!r}; write a whole number") from None
+
+
+def _object_of(name: str, text: str) -> dict[str, Any]:
+    try:
+        found = json_input.loads(text)
+    except ValueError as error:
+        raise RequestError(f"{name} is {text!r}, which is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise RequestError(f"{name} is {text!r}; write a JSON object")
+    return cast("dict[str, Any]", found)
 
 
 def _text_of(name: str, path: str) -> str:

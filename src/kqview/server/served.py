@@ -445,6 +445,7 @@ class Served:
             pinned_bytes=s.pinned_bytes,
             lora=self._adapters() if is_own else None,
             chat_template=_template(template) if is_own else None,
+            template_options=s.template_variables,
             **self._options(path, given),
         )
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from types import NoneType
 from typing import Any, Final, Literal, Self, get_args, get_origin, get_type_hints
 
+from kqview import json_input
 from kqview.errors import RequestError, shown
 from kqview.types.sampling import OPTIONS
 
@@ -23,6 +24,8 @@ DefaultFormat = Literal["per_layer", "aggregated"]
 FlashAttn = Literal["auto", "on", "off"]
 AttentionKernel = Literal["auto", "kqview", "llama.cpp"]
 Pooling = Literal["none", "mean", "cls", "last", "rank"]
+Reasoning = Literal["auto", "on", "off"]
+ReasoningFormat = Literal["auto", "none", "deepseek", "deepseek-legacy"]
 
 TracedRequests = Literal["mods", "all"]
 
@@ -125,6 +128,17 @@ class Settings:
         "--chat-template-file FILE reads it from a file",
         is_text=True,
     )
+    template_options: tuple[str, ...] = _setting(
+        (),
+        "variables of the chat template where a request gives none: NAME=VALUE, a value of JSON or "
+        "else text, such as reasoning_effort=low; --chat-template-kwargs takes an object of them",
+        flag="--template-option",
+    )
+    reasoning: Reasoning = _setting(
+        "auto",
+        "whether a model that can reason or not does so in chats, if a request does not say: on, "
+        "off, or auto for what its template is made for",
+    )
     request_chat_template: bool = _setting(
         False,
         "let requests bring a chat_template of their own, which is rendered with limits on its "
@@ -189,6 +203,11 @@ class Settings:
         (),
         "how tokens are chosen if a request to llama-server's, OpenAI's or Anthropic's API does "
         f"not say: NAME=VALUE, such as temperature=0.6; names are {_NUMERIC}",
+    )
+    reasoning_format: ReasoningFormat = _setting(
+        "auto",
+        "where reasoning goes if a request does not say: none leaves it in the content, the others "
+        "put it into reasoning_content",
     )
     reasoning_budget: int = _setting(
         -1,
@@ -374,6 +393,12 @@ class Settings:
         pairs = (one.partition("=") for one in self.sampling)
         return {name: _number(name, value) for name, _, value in pairs}
 
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """The values of ``template_options`` by name, and what ``reasoning`` says."""
+        found = {} if self.reasoning == "auto" else {"enable_thinking": self.reasoning == "on"}
+        return found | dict(map(_template_option, self.template_options))
+
     @classmethod
     def from_env(cls, environ: Mapping[str, str], **given: Any) -> Self:
         """Settings of the environment; *given* ones, where not None, win.
@@ -496,6 +521,22 @@ def _checked_sampling(text: str) -> str:
     return text
 
 
+def _checked_template_option(text: str) -> str:
+    """``NAME=VALUE``."""
+    name, equals, _ = text.partition("=")
+    if not name.isidentifier() or not equals:
+        raise _wrong("template_options", text, "write NAME=VALUE, such as reasoning_effort=low")
+    return text
+
+
+def _template_option(text: str) -> tuple[str, Any]:
+    name, _, value = text.partition("=")
+    try:
+        return name, json_input.loads(value)
+    except ValueError:
+        return name, value
+
+
 def _number(name: str, text: str) -> float:
     try:
         return int(text) if text.lstrip("-").isdecimal() else float(text)
@@ -509,6 +550,7 @@ _CHECKS: Final[Mapping[str, Callable[[str], str]]] = {
     "trusted_proxies": _checked_proxy,
     "lora": str,
     "sampling": _checked_sampling,
+    "template_options": _checked_template_option,
 }
 
 

@@ -53,6 +53,7 @@ def with_fields(
         chat,
         sampling=sampling,
         max_tokens=max_tokens_of(body),
+        reasoning=settings.reasoning_format,
         reasoning_budget=budget_of(budget, sampling, settings),
         attention=attention_of(attention, settings),
         names={**chat.names, **names_of(body), **ATTENTION_NAMES, **names},

@@ -24,6 +24,7 @@ from kqview.chat.turn import (
     continued,
     opened_in,
     reasoning_of,
+    template_for,
 )
 from kqview.engine import Engine
 from kqview.errors import RequestError
@@ -34,9 +35,9 @@ from kqview.server.api.reasoning_cap import ReasoningCap, cap_of
 from kqview.server.attention import AttentionWanted
 from kqview.server.errors import renamed
 from kqview.server.run import GenerateRequest, Removal, Run
+from kqview.server.settings import ReasoningFormat
 from kqview.types import Sampling
 
-ReasoningFormat = Literal["none", "auto", "deepseek", "deepseek-legacy"]
 ChooseSplit = Callable[[str, str, Split], Split]
 """Given a chat template, the end of a prompt and how answers are split by these, how they are."""
 
@@ -119,7 +120,7 @@ def prepare(engine: Engine, chat: ChatRequest) -> ChatWork:
         RequestError: A message or a tool is malformed, tools and a grammar exclude each other, or
             as `Engine.apply_chat_template`.
     """
-    source = template_of(engine, chat.chat_template)
+    source = _template_of(engine, chat)
     tools = _tools(chat)
     ids, begun = prompt_of(engine, chat)
     # What the answer continues decides whether it begins inside of reasoning.
@@ -178,9 +179,11 @@ def _cap(engine: Engine, chat: ChatRequest, split: Split) -> ReasoningCap | None
     return cap_of(chat.reasoning_budget, split, chat.sampling, max_tokens=most, names=chat.names)
 
 
-def template_of(engine: Engine, given: str | None = None) -> str:
-    """The template to use: *given*, the model's own, or ChatML."""
-    return given if given is not None else engine.model.chat_template or CHATML
+def _template_of(engine: Engine, chat: ChatRequest) -> str:
+    """The template to use: that of the request, the model's own, or ChatML."""
+    if chat.chat_template is not None:
+        return chat.chat_template
+    return template_for(engine.model, has_tools=bool(_tools(chat))) or CHATML
 
 
 def prompt_of(engine: Engine, chat: ChatRequest) -> tuple[list[int], str]:
@@ -192,11 +195,12 @@ def prompt_of(engine: Engine, chat: ChatRequest) -> tuple[list[int], str]:
     try:
         return _prompt_of(engine, chat)
     except RequestError as error:
-        raise renamed(error, chat.names) from None
+        names = {"template_options": "chat_template_kwargs", **chat.names}
+        raise renamed(error, names) from None
 
 
 def _prompt_of(engine: Engine, chat: ChatRequest) -> tuple[list[int], str]:
-    source = template_of(engine, chat.chat_template)
+    source = _template_of(engine, chat)
     messages: list[Any] = list(chat.messages)
     for i, message in enumerate(messages):
         _check_is_text(i, message.get("content"))

@@ -23,7 +23,7 @@ from kqview.server.api.reasoning_cap import cap_of_texts
 from kqview.server.errors import NotSupported
 from kqview.server.run import GenerateRequest
 from kqview.server.settings import Settings
-from kqview.types import ModelInfo, Sampling
+from kqview.types import Sampling
 
 Parts = list[int | str]
 """A prompt: ids and texts, which follow one another."""
@@ -280,11 +280,6 @@ def chat_of(body: schema.TemplateBody, settings: Settings, *, request_id: str) -
 # ---- infill
 
 _FIM_WINDOW: Final = 2048  # tokens around the gap, as llama.cpp's server takes of a batch
-
-
-def bos_of(model: ModelInfo, ends: Sequence[int]) -> list[int]:
-    """The id at the beginning of a text, if the model wants one; *ends* are those of no text."""
-    return list(ends[:1]) if ends and ends[0] == model.bos_token_id else []
 
 
 def extra_texts(body: schema.InfillBody, fim: Mapping[str, int]) -> list[int | str]:

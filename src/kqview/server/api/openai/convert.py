@@ -148,7 +148,7 @@ def chat_of(
         allowed_tools=allowed,
         parallel_calls=body.parallel_tool_calls is not False and tool_name is None,
         schema={"type": "object"} if json_schema == {} else json_schema,
-        reasoning=body.reasoning_format or "auto",
+        reasoning=body.reasoning_format or settings.reasoning_format,
         reasoning_budget=budget_of(reasoning_budget_of(body), sampling, settings),
         template_options=_template_options(body),
         adds_generation_prompt=body.add_generation_prompt is not False,
