@@ -13,10 +13,12 @@ from kqview._core import Engine as CoreEngine
 from kqview._core import Model as CoreModel
 from kqview.arguments import encode, invalid
 from kqview.chat import CHATML
+from kqview.chat.formats import FORMATS, format_of
+from kqview.chat.functions import ToolLike
 from kqview.chat.messages import Message, checked_messages, checked_options, checked_tools
 from kqview.chat.rendering import ConfinedTemplate, template_helpers
 from kqview.chat.spans import Part
-from kqview.chat.tool_format import format_of, said
+from kqview.chat.tool_format import said
 from kqview.chat.turn import (
     N_END,
     Choice,
@@ -120,7 +122,7 @@ class Conversation:
         self,
         messages: Sequence[Message],
         *,
-        tools: Sequence[Mapping[str, Any] | type[Any]] | None = None,
+        tools: Sequence[ToolLike] | None = None,
         tool_choice: ToolChoice | None = None,
         parallel_tool_calls: bool | None = True,
         continue_final_message: bool | None = False,
@@ -188,7 +190,7 @@ class Conversation:
         sampling = sampling_of(others.get("sampling"), fields)
         schema, form = schema_of(sampling), format_of(source)
         # A model that may reason or not does not if its answer is JSON.
-        is_plain = form != "harmony" and reasoning.how != "open"
+        is_plain = not FORMATS[form].answer and reasoning.how != "open"
         if choice.needs_call or (schema is not None and (choice.tools or not is_plain)):
             sampling = constrained(
                 replace(sampling, json_schema=None),
@@ -207,7 +209,7 @@ class Conversation:
         self,
         messages: Sequence[Message],
         *,
-        tools: Sequence[Mapping[str, Any] | type[Any]] | None = None,
+        tools: Sequence[ToolLike] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tokenize: Literal[True] = True,
@@ -221,7 +223,7 @@ class Conversation:
         self,
         messages: Sequence[Message],
         *,
-        tools: Sequence[Mapping[str, Any] | type[Any]] | None = None,
+        tools: Sequence[ToolLike] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tokenize: Literal[True] = True,
@@ -235,7 +237,7 @@ class Conversation:
         self,
         messages: Sequence[Message],
         *,
-        tools: Sequence[Mapping[str, Any] | type[Any]] | None = None,
+        tools: Sequence[ToolLike] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tokenize: Literal[False],
@@ -249,7 +251,7 @@ class Conversation:
         self,
         messages: Sequence[Message],
         *,
-        tools: Sequence[Mapping[str, Any] | type[Any]] | None = None,
+        tools: Sequence[ToolLike] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tokenize: bool = True,
@@ -265,9 +267,10 @@ class Conversation:
 
         Args:
             messages: Mappings with ``role`` and ``content`` (text, or a list of text parts).
-            tools: Functions that the model may call, in the form of OpenAI's API, or the part of it
-                under "function"; a pydantic model stands for a function with its fields. A template
-                that ignores them is an error: see `kqview.chat.tools_as_text`.
+            tools: Functions that the model may call: Python functions, described by their hints and
+                docstrings; mappings in the form of OpenAI's API, or the part of it under
+                "function"; a pydantic model stands for a function with its fields. A template that
+                ignores them is an error: see `kqview.chat.tools_as_text`.
             add_generation_prompt: End the prompt with the header of the assistant's message.
             continue_final_message: End the prompt with the last message instead, which is the
                 assistant's, so that the answer continues its text. The header before it is that of
@@ -322,7 +325,7 @@ class Conversation:
     def _rendered(
         self,
         messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any] | type[Any]] | None,
+        tools: Sequence[ToolLike] | None,
         source: str,
         template_options: Mapping[str, Any] | None,
         *,

@@ -12,11 +12,12 @@ import json
 import random
 import re
 import time
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from kqview.chat import tool_format
+from kqview.chat.formats import FORMATS
 from kqview.chat.reasoning import Split
 from kqview.chat.turn import Answer, reader_of
 from kqview.server.api.chat_work import AnswerReader, Reading
@@ -25,30 +26,26 @@ from tests.attack.summary import Summary, main
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-FORMATS: tuple[tool_format.Format, ...] = get_args(tool_format.Format)
 BEGIN, END = "<\uff5ctool\u2581calls\u2581begin\uff5c>", "<\uff5ctool\u2581calls\u2581end\uff5c>"
 ONE, ONE_END = "<\uff5ctool\u2581call\u2581begin\uff5c>", "<\uff5ctool\u2581call\u2581end\uff5c>"
 SEP = "<\uff5ctool\u2581sep\uff5c>"
 STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
-# A call with the arguments %s, which are one value in the elements of the last ones.
-CALLS: dict[tool_format.Format, Sequence[str]] = {
-    "hermes": (
-        '<tool_call>\n{"name": "f", "arguments": %s}\n</tool_call>',
-        '<tool_call>{"arguments": %s, "name": "f"}</tool_call>',
-    ),
-    "mistral": ('[TOOL_CALLS][{"name": "f", "arguments": %s}]', "[TOOL_CALLS]f[ARGS]%s"),
-    "mistral_named": ("[TOOL_CALLS]f[ARGS]%s", "[TOOL_CALLS]f[CALL_ID]1[ARGS]%s"),
-    "llama": ('{"name": "f", "parameters": %s}', '<|python_tag|>{"name": "f", "parameters": %s}'),
-    "deepseek": (f"{BEGIN}{ONE}f{SEP}%s{ONE_END}{END}",),
-    "deepseek_fenced": (f"{BEGIN}{ONE}function{SEP}f\n```json\n%s\n```{ONE_END}{END}",),
-    "harmony": (
-        "<|channel|>commentary to=functions.f <|constrain|>json<|message|>%s<|call|>",
-    ),
-    "xml": (
-        "<tool_call>\n<function=f>\n<parameter=a>\n%s\n</parameter>\n</function>\n</tool_call>",
-        "<function=f><parameter=b>%s</parameter></function>",
-    ),
-}  # fmt: skip
+
+
+def calls_in(form: str) -> tuple[str, ...]:
+    """Calls with the arguments %s, which are one value in formats that write them one by one."""
+    syntax = FORMATS[form]
+    arguments = syntax.argument.replace("$value", f"{''.join(syntax.quotes[:1])}%s") or "%s"
+    text = f"{syntax.begin}{syntax.call.replace('$arguments', arguments)}{syntax.end}"
+    for name, word in (("name", "f"), ("key", "a"), ("index", "0"), ("id", "abcdefgh1")):
+        text = text.replace(f"${name}", word)
+    texts = [text.replace("$text", word).replace("$type", word) for word in ("true", "string")]
+    if syntax.is_object:
+        texts.append(f'{syntax.marks[0] if syntax.marks else ""}{{"arguments": %s, "name": "f"}}')
+    return (*texts, text.replace("\n", ""), "<tool_call>\n<function=f>\n<parameter=b>%s")
+
+
+CALLS: dict[str, Sequence[str]] = {form: calls_in(form) for form in FORMATS}
 WORDS = (
     "NaN", "-Infinity", "1e999", "-1e-999", "007", "0x1F", "1_000", "9" * 400, "9" * 5000, "True",
     "None", "undefined", "two words", "''", "'a'", '""', r'"\ud800"', r'["\ud800"]', r'"\udc00"',
@@ -57,8 +54,9 @@ WORDS = (
     '{"a":' * 90 + "1" + "}" * 90, "[" * 9000 + "]" * 9000, '"\U0001f600"', "\u2028", "\ufffe", "é",
     "{'a': 1}", "{a: 1}", '{"a" 1}', '{1: 2}', '{"a": 1} {', "}", "]", '"', "\\", "",
 )  # fmt: skip
+MARKS = itertools.chain(*((*one.marks, *one.closes) for one in FORMATS.values()))
 PIECES = (
-    *itertools.chain(*FORMATS), "<tool_call>", "</tool_call>", "<function=f>", "</function>",
+    *MARKS, "<tool_call>", "</tool_call>", "<function=f>", "</function>",
     "<parameter=a>", "</parameter>", "<function=", "<parameter=", ">", "[TOOL_CALLS]", "[ARGS]",
     "[CALL_ID]", BEGIN, END, ONE, ONE_END, SEP, "<|channel|>", "<|message|>", "<|call|>", "<|end|>",
     "<|start|>", "commentary to=functions.f ", "final", "<|python_tag|>", "<think>", "</think>",
@@ -91,7 +89,7 @@ def is_open(arguments: str) -> bool:
     return not arguments or is_inside or '"' in signs
 
 
-def read(form: tool_format.Format, pieces: Sequence[str]) -> list[object]:
+def read(form: str, pieces: Sequence[str]) -> list[object]:
     """Reasoning, content and calls of an answer that came in *pieces*."""
     reader: AnswerReader = READINGS[form].reader()
     answer = Answer()
@@ -102,9 +100,9 @@ def read(form: tool_format.Format, pieces: Sequence[str]) -> list[object]:
     return [answer.reasoning, answer.content, *calls]
 
 
-def arguments_of(form: tool_format.Format, rng: random.Random) -> str:
+def arguments_of(form: str, rng: random.Random) -> str:
     """Arguments that are broken in a few places."""
-    if form == "xml":
+    if FORMATS[form].argument:
         return rng.choice(WORDS)
     items = [f'"{key}": {rng.choice(WORDS)}' for key in "abc"[: rng.randrange(4)]]
     text = "{" + ", ".join(items) + "}"
@@ -116,7 +114,7 @@ def arguments_of(form: tool_format.Format, rng: random.Random) -> str:
 
 def once(rng: random.Random, summary: Summary) -> None:
     """One answer, in one piece and cut."""
-    form = rng.choice(FORMATS)
+    form = rng.choice(list(FORMATS))
     if rng.random() < 0.6:
         text = rng.choice(CALLS[form]) % arguments_of(form, rng)
     else:
@@ -130,7 +128,7 @@ def once(rng: random.Random, summary: Summary) -> None:
         if read(form, pieces) != found:
             summary.fail(f"{form}: {pieces!r} reads otherwise than in one piece")
         msgspec.json.encode(found)
-        reader_of("".join(CALLS[form]), None, TOOLS)(text).to_message()
+        reader_of("".join(FORMATS[form].shown[0]), None, TOOLS)(text).to_message()
         for _, arguments in found[2:]:
             if is_open(arguments):
                 summary.count(f"{form}, call without an end")

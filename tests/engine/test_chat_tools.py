@@ -215,9 +215,9 @@ def look_up(word: str) -> str:
             "regex cannot be combined with tools",
         ),
         (
-            {"tools": [look_up]},
+            {"tools": [7]},
             RequestError,
-            r"tools\[0\] is of type function; pass .* pydantic",
+            r"tools\[0\] is of type int; pass .* pydantic",
         ),
         ({"parallel_tool_calls": 1}, RequestError, "parallel_tool_calls must be True or False"),
         (

@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kqview import Engine, Sampling
+from kqview.chat.formats import format_of
 from kqview.chat.reasoning import Split
-from kqview.chat.tool_format import Wanted, format_of, grammar, literal
+from kqview.chat.tool_format import Wanted, grammar, literal
 from kqview.errors import InvalidSampling, RequestError
 from kqview.server.api.chat_work import (
     Answer,
@@ -470,7 +471,7 @@ def test_elements_become_json_while_they_are_written():
     assert piece.call.arguments == r"one \"two\""
     [piece] = reader.feed("\nthree</parameter>")[:1]
     assert piece.call is not None
-    assert piece.call.arguments == r"\nthree"
+    assert piece.call.arguments == r"\nthree" + '"'
 
 
 def test_template_without_tools_reads_its_own_calls_and_those_it_was_told_of(engine: Engine):

@@ -12,6 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kqview.chat.reasoning import (
+    THINK_TAGS,
     HarmonySplitter,
     Piece,
     Split,
@@ -37,6 +38,8 @@ SPLITS = {
     "tags alone": Split(mode="tags"),
     "marker": Split(mode="marker", marker=MARKER),
     "harmony": Split(mode="harmony"),
+    "frames": Split(frames=("<final>", "</final>")),
+    "recipients": Split(mode="harmony", has_recipients=True),
 }
 WORDS = (
     "<think>", "</think>", "<analysis>", "</analysis>", "<final>", "</final>", "===FINAL===",
@@ -78,6 +81,10 @@ def test_any_cutting_of_any_text_gives_the_same_split(name: str, text: str, cuts
 def by_thinking(text: str, *, is_open: bool) -> list[Piece]:
     begun = "" if is_open else r"\s*<(?P<tag>think|thinking|seed:think)>"
     end = "</think>" if is_open else "</(?P=tag)>"
+    closes = "|".join(map(re.escape, THINK_TAGS.values()))
+    bare = re.fullmatch(rf"\s*(?:{closes})(.*)", text, re.DOTALL)
+    if bare is not None and not is_open:
+        return [Piece("content", bare[1].lstrip())]
     found = re.fullmatch(f"{begun}(.*?)(?:{end}(.*))?", text, re.DOTALL)
     if found is None:
         return [Piece("content", text)]
@@ -154,6 +161,7 @@ def test_split_is_that_of_a_simple_reading_of_the_whole_text(name: str, text: st
         ("think", "<think>cut off ", [("reasoning", "cut off")]),
         ("think", "<think></think>b", [("content", "b")]),
         ("think", "<thin", [("content", "<thin")]),
+        ("think", "</mm:think>a", [("content", "a")]),
         ("think opened", "a</think>b", [("reasoning", "a"), ("content", "b")]),
         ("think opened", "a</thin", [("reasoning", "a</thin")]),
         (
@@ -197,6 +205,17 @@ def test_split_is_that_of_a_simple_reading_of_the_whole_text(name: str, text: st
             [("content", "I look."), ("call", "")],
         ),
         ("harmony", "no channel at all", [("content", "no channel at all")]),
+        (
+            "recipients",
+            " to=self<|message|>a<|eom|><|start|>assistant to=user<|message|>b<|eot|>",
+            [("reasoning", "a"), ("content", "b")],
+        ),
+        ("recipients", " to=f<|message|>call", [("content", "call")]),
+        ("frames", "<final>a <final>b</final>", [("content", "a b")]),
+        ("frames", "<think>a<final></think> <final>b</final>",
+         [("reasoning", "a<final>"), ("content", "b")]),
+        ("frames", "<|channel>thought\na\n<channel|>b", [("reasoning", "a"), ("content", "b")]),
+        ("frames", "Here are my reasoning steps:", [("content", "Here are my reasoning steps:")]),
     ],
 )  # fmt: skip
 def test_answer_is_split_at_its_marks(name: str, text: str, expected: list[tuple[str, str]]):
@@ -231,6 +250,7 @@ def test_reasoning_comes_while_it_is_written():
 @example(text="<analysis>a<fin")
 @example(text="a===FINAL")
 @example(text="<|channel|>analysis<|message|>a<|en")
+@example(text="</analysis><think><analysis>")
 def test_closing_text_ends_the_reasoning_and_leaves_it_as_it_is(name: str, text: str):
     splitter = SPLITS[name].splitter()
     pieces = splitter.feed(text)
@@ -241,7 +261,7 @@ def test_closing_text_ends_the_reasoning_and_leaves_it_as_it_is(name: str, text:
     assert splitter.closing is None
     pieces += splitter.feed("Answer")
     pieces += splitter.flush()
-    *before, answer = visible(pieces)
+    *before, answer = (piece for piece in pieces if piece.kind != "mark")
     assert answer == Piece("content", "Answer")
     assert "".join(piece.text for piece in pieces) == f"{text}{closing}Answer"
     # Nothing of the closing text, and of a mark that had begun, is reasoning.

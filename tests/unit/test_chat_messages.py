@@ -168,7 +168,7 @@ def test_family_decides_what_is_a_call():
     assert parse_tool_calls(text, "hermes") == Reply(text)
     assert parse_tool_calls(text, "mistral") == Reply(text)
     assert parse_tool_calls(text, "llama").tool_calls == (ADD,)
-    with pytest.raises(RequestError, match="hermes, mistral, llama"):
+    with pytest.raises(RequestError, match=r"choose from .*hermes, llama"):
         parse_tool_calls(text, "gpt")  # type: ignore[arg-type]
 
 

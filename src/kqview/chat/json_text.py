@@ -8,7 +8,10 @@ U+FFFD. Commas, colons, values and brackets that are missing or wrong are mended
 import json
 import math
 import re
+from collections.abc import Sequence
 from typing import Any, Final, Literal, cast
+
+from kqview.chat.marks import Marks
 
 DEPTH_MAX: Final = 64
 """Deepest nesting; what is nested deeper becomes a string."""
@@ -75,7 +78,9 @@ def literal(word: str) -> str:
     except (ValueError, RecursionError):
         value, end = None, -1
     if end != len(text):
-        return _quoted(word)
+        python = Notation(PYTHON)
+        made, n = python.feed(text) if text[:1] in ("{", "[") and "'" in text else ("", -1)
+        return made if python.is_over and n == len(text) else _quoted(word)
     if not isinstance(value, str | list | dict):
         return text
     written = json.dumps(value, ensure_ascii=False)
@@ -91,7 +96,7 @@ class JsonText:
         self._closers: list[str] = []
         self._next: Literal["key", "colon", "value", "comma"] = "value"
         self._comma = ""  # and white space behind it, until another item comes
-        self._word = ""
+        self._words: list[str] = []  # pieces of a bare word
         self._in_string = False
         self._escape = ""
         self._n_raw = 0  # brackets that are open inside of a string for what is nested too deeply
@@ -110,7 +115,7 @@ class JsonText:
             elif self._in_string:
                 made.append(self._string(char) if run is None else run[0])
             elif run is not None:
-                self._word += run[0]
+                self._words.append(run[0])
             else:
                 made += self._bare(), self._sign(char)
         return "".join(made), at
@@ -119,7 +124,8 @@ class JsonText:
         """What makes a text valid that has no object or list: JSON to go on with."""
         if self._closers or self._in_string or self.is_over:
             return ""
-        return _quoted(self._word.strip()) if self._word.strip() else "{}"
+        word = "".join(self._words).strip()
+        return _quoted(word) if word else "{}"
 
     def _string(self, char: str) -> str:
         if self._escape or char == "\\":
@@ -143,7 +149,7 @@ class JsonText:
 
     def _bare(self) -> str:
         """The word before a sign, with the white space around it."""
-        word, self._word = self._word, ""
+        word, self._words = "".join(self._words), []
         text = word.strip()
         if not text or not self._closers:
             return self._space(word if not text else "")
@@ -222,6 +228,52 @@ class JsonText:
         if missing:
             self._next = "comma"
         return missing
+
+
+PYTHON: Final = ("'", '"')
+"""Quotes of Python, in whose texts backslashes escape."""
+
+
+class Notation(JsonText):
+    """Makes JSON of an object or list with other quotes than JSON's, while it comes in pieces."""
+
+    _SIGNS: Final = str.maketrans({"=": ":", "(": "[", ")": "]"})  # JsonText closes what is open
+
+    def __init__(self, quotes: Sequence[str], *, is_open: bool = False) -> None:
+        """Read texts in *quotes*; *is_open*: the value is an object whose bracket is not fed."""
+        super().__init__()
+        self._begun = super().feed("{")[0] if is_open else ""
+        self._outside, self._quote = Marks(quotes), ""
+        self._has_escapes = quotes == PYTHON
+        self._inside = Marks(())
+        self._after = ""  # a backslash, until the next character comes
+
+    def feed(self, text: str) -> tuple[str, int]:
+        """As `JsonText.feed`."""
+        made, self._begun, rest = [self._begun], "", text
+        while True:
+            if self._after and rest:
+                char, rest, self._after = rest[0], rest[1:], ""
+                made.append(super().feed(_quoted("'")[1:-1] if char == "'" else f"\\{char}")[0])
+            marks = self._inside if self._quote else self._outside
+            before, mark = marks.feed(rest)
+            if self._quote:
+                made.append(super().feed(_quoted(before)[1:-1])[0])
+            else:
+                piece, n = super().feed(before.translate(self._SIGNS))
+                made.append(piece)
+                if self.is_over:
+                    left = len(before) - n + len(mark or "") + len(marks.take())
+                    return "".join(made), len(text) - left
+            if mark is None:
+                return "".join(made), len(text)
+            rest = marks.take()
+            if mark == "\\":
+                self._after = mark
+                continue
+            made.append(super().feed('"')[0])
+            self._quote = "" if self._quote else mark
+            self._inside = Marks([mark, "\\"] if self._has_escapes else [mark])
 
 
 def _quoted(text: str) -> str:

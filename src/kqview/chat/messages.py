@@ -1,4 +1,4 @@
-"""Messages and tools of a chat, checked before a template sees them; tool calls in an answer.
+"""Messages and tools of a chat, checked before a template sees them.
 
 A message is a mapping in the format of OpenAI's chat API and of transformers: ``role``,
 ``content`` and, for tools, ``tool_calls``, ``tool_call_id`` and ``name``. Other keys are passed on
@@ -7,16 +7,14 @@ can neither modify nor call anything that belongs to the caller.
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import MappingProxyType
-from typing import Any, Final, Literal, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, cast
 
 from kqview import json_input
 from kqview.arguments import invalid
-from kqview.chat.json_text import decoded
+from kqview.chat.functions import tool_of
 from kqview.chat.spans import ROLES
 from kqview.errors import RequestError
-from kqview.types.reply import Reply, ToolCall
 
 Message = Mapping[str, Any]
 
@@ -43,10 +41,11 @@ def checked_tools(tools: object) -> list[dict[str, Any]] | None:
     """*tools* as dicts of the form ``{"type": "function", "function": {"name": ...}}``.
 
     A bare function, ``{"name": ..., "parameters": ...}``, is wrapped in that form; a pydantic model
-    is a function that has its name, description and fields.
+    is a function that has its name, description and fields; a Python function is described by its
+    hints and docstring, see `functions.tool_of`.
 
     Raises:
-        RequestError: *tools* is not a sequence of such mappings.
+        RequestError: *tools* is not a sequence of such mappings, models and functions.
     """
     return None if tools is None else _each("tools", tools, _tool) or None
 
@@ -163,12 +162,14 @@ def _tool(where: str, value: object) -> dict[str, Any]:
 
 
 def _function_of(where: str, value: object) -> dict[str, Any]:
-    """The function whose parameters are the fields of a pydantic model."""
+    """A Python function, or one whose parameters are the fields of a pydantic model."""
     schema_of = getattr(value, "model_json_schema", None)
+    if callable(value) and not isinstance(value, type):
+        return tool_of(where, value)
     if not isinstance(value, type) or schema_of is None:
         raise RequestError(
-            f"{where} is of type {type(value).__name__}; pass the function as a mapping, "
-            '{"name": "...", "description": "...", "parameters": {...}}, or as a pydantic model '
+            f"{where} is of type {type(value).__name__}; pass the function itself, a mapping, "
+            '{"name": "...", "description": "...", "parameters": {...}}, or a pydantic model '
             "whose fields are its parameters",
             parameter="tools",
         )
@@ -214,148 +215,3 @@ def _plain(where: str, value: object, nesting: int) -> Any:
 def _shown(value: object) -> str:
     shown = repr(value)
     return shown if len(shown) <= 60 else shown[:57] + "..."
-
-
-# ---- answers
-#
-# llama.cpp's own parser (its ``common`` library) knows more forms. It is not linked: it brings a
-# second template engine and several times the code of this package's core, and it parses its own
-# rendering of a template, not text.
-
-
-Family = Literal["hermes", "llama", "mistral"]
-
-
-def parse_tool_calls(text: str, family: Family | None = None) -> Reply:
-    """Split *text*, such as ``Generation.text``, into content and tool calls.
-
-    What does not parse stays text: the answer of a model is never an error. In arguments, a number
-    that JSON does not have, such as NaN or 1e999, is the string that the model wrote, and half of a
-    surrogate pair is U+FFFD.
-
-    Args:
-        text: The whole answer.
-        family: The form of the calls:
-
-            - "hermes" (Qwen 2.5 and 3, Hermes):
-              ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``
-            - "mistral": ``[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]``, or the newer
-              ``[TOOL_CALLS]name[ARGS]{...}``
-            - "llama" (Llama 3): the whole answer is ``{"name": ..., "parameters": {...}}``, after
-              an optional ``<|python_tag|>``
-
-            None tries them in this order. Name the family if an answer may look like a call
-            without being one.
-
-    Raises:
-        RequestError: *family* is unknown.
-    """
-    if family is not None and family not in _PARSERS:
-        raise RequestError(f"family is {family!r}; choose from {', '.join(_PARSERS)}")
-    for name, parse in _PARSERS.items():
-        if family in (None, name):
-            reply = parse(text)
-            if reply.tool_calls:
-                return reply
-    return Reply(text)
-
-
-_HERMES_START: Final = "<tool_call>"
-_HERMES_END: Final = "</tool_call>"
-_MISTRAL: Final = "[TOOL_CALLS]"
-_MISTRAL_NAMED: Final = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\]([\w-]+))?\[ARGS\]")
-_PYTHON_TAG: Final = "<|python_tag|>"
-
-
-def _hermes(text: str) -> Reply:
-    content: list[str] = []
-    calls: list[ToolCall] = []
-    end = 0
-    while (start := text.find(_HERMES_START, end)) >= 0:
-        value, stop = _read_json(text, start + len(_HERMES_START))
-        call = _to_call(value, "arguments")
-        after = _skip_space(text, stop)
-        if call is None:
-            content.append(text[end : start + len(_HERMES_START)])
-            end = start + len(_HERMES_START)
-            continue
-        content.append(text[end:start])
-        calls.append(call)
-        # The generation may end before the closing mark.
-        closed = text.startswith(_HERMES_END, after)
-        end = after + len(_HERMES_END) if closed else stop
-    return _reply([*content, text[end:]], calls)
-
-
-def _mistral(text: str) -> Reply:
-    before, mark, rest = text.partition(_MISTRAL)
-    if not mark:
-        return Reply(text)
-    value, stop = _read_json(rest, 0)
-    if isinstance(value, list):
-        found = [_to_call(item, "arguments") for item in cast("list[object]", value)]
-        if found and None not in found:
-            return _reply([before, rest[stop:]], [call for call in found if call])
-        return Reply(text)
-    calls: list[ToolCall] = []
-    end = 0
-    while match := _MISTRAL_NAMED.match(rest, end):
-        arguments, stop = _read_json(rest, match.end())
-        if not isinstance(arguments, dict):
-            break
-        calls.append(ToolCall(match[1], cast("dict[str, Any]", arguments), match[2]))
-        end = stop
-        if rest.startswith(_MISTRAL, end):
-            end += len(_MISTRAL)
-    return _reply([before, rest[end:]], calls)
-
-
-def _llama(text: str) -> Reply:
-    rest = text.strip().removeprefix(_PYTHON_TAG)
-    calls: list[ToolCall] = []
-    end = 0
-    while end < len(rest):
-        value, stop = _read_json(rest, end)
-        call = _to_call(value, "parameters") or _to_call(value, "arguments")
-        if call is None:
-            return Reply(text)
-        calls.append(call)
-        end = _skip_space(rest, stop)
-        end = _skip_space(rest, end + 1) if rest.startswith(";", end) else end
-    return _reply([], calls)
-
-
-_PARSERS: Final[Mapping[Family, Callable[[str], Reply]]] = MappingProxyType(
-    {"hermes": _hermes, "mistral": _mistral, "llama": _llama}
-)
-
-
-def _read_json(text: str, start: int) -> tuple[object, int]:
-    """The JSON value at *start* and its end; None and *start* if there is none."""
-    try:
-        return decoded(text, _skip_space(text, start))
-    except (ValueError, RecursionError):
-        return None, start
-
-
-def _skip_space(text: str, start: int) -> int:
-    while start < len(text) and text[start].isspace():
-        start += 1
-    return start
-
-
-def _to_call(value: object, key: str) -> ToolCall | None:
-    if not isinstance(value, dict):
-        return None
-    fields = cast("dict[str, object]", value)
-    name, arguments, id_ = fields.get("name"), fields.get(key), fields.get("id")
-    if isinstance(arguments, str):  # some models write JSON text inside JSON
-        arguments, _ = _read_json(arguments, 0)
-    if not isinstance(name, str) or not name or not isinstance(arguments, dict):
-        return None
-    id_ = id_ if isinstance(id_, str) else None
-    return ToolCall(name, cast("dict[str, Any]", arguments), id_)
-
-
-def _reply(content: Iterable[str], calls: Iterable[ToolCall]) -> Reply:
-    return Reply("".join(content).strip(), tuple(calls))

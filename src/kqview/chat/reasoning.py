@@ -14,6 +14,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple, Protocol
 
+from kqview.chat.formats import CHANNEL, MESSAGE, format_of
+from kqview.chat.marks import Marks
+
 Kind = Literal["reasoning", "content", "call", "mark"]
 
 
@@ -49,52 +52,6 @@ class Splitter(Protocol):
         ...
 
 
-class Marks:
-    """Text up to the first of some marks; holds back what may be the beginning of one."""
-
-    def __init__(self, marks: Iterable[str]) -> None:
-        """Look for *marks*; empty ones are ignored."""
-        self._marks = tuple(mark for mark in marks if mark)
-        self._n_most = max(map(len, self._marks), default=0)
-        self._held = ""
-
-    def feed(self, text: str) -> tuple[str, str | None]:
-        """Add *text*.
-
-        Returns:
-            The text that is certainly before every mark, and the mark that follows it, None if none
-            does so far. What comes after the mark is held; feed "" to go on.
-        """
-        whole = self._held + text
-        found = [(at, mark) for mark in self._marks if (at := whole.find(mark)) >= 0]
-        at, mark = min(
-            found, default=(len(whole), None), key=lambda one: (one[0], -len(one[1] or ""))
-        )
-        for start in range(max(0, len(whole) - self._n_most + 1), at):
-            if any(one.startswith(whole[start:]) for one in self._marks):
-                at, mark = start, None
-                break
-        else:
-            # A longer mark may begin with this one.
-            rest = whole[at:]
-            if mark is not None and any(
-                len(one) > len(rest) and one.startswith(rest) for one in self._marks
-            ):
-                mark = None
-        self._held = whole[at + len(mark or "") :]
-        return whole[:at], mark
-
-    @property
-    def held(self) -> str:
-        """What may still become a mark."""
-        return self._held
-
-    def take(self) -> str:
-        """What is held; nothing is then."""
-        held, self._held = self._held, ""
-        return held
-
-
 class NoReasoning:
     """All of it is content."""
 
@@ -123,11 +80,11 @@ class _Text:
         self.kind: Kind = "content"
         self._is_after_mark = False
         self._is_before_mark = False
-        self._space = ""  # may be next to a mark
+        self._spaces: list[str] = []  # may be next to a mark
 
     def begin(self, kind: Kind, mark: str = "", *, is_before_mark: bool) -> list[Piece]:
         """After *mark*, the text is of this *kind*; *is_before_mark*: another one may follow."""
-        space, self._space = self._space, ""
+        space, self._spaces = "".join(self._spaces), []
         self.kind, self._is_after_mark, self._is_before_mark = kind, True, is_before_mark
         return _pieces("mark", space + mark)
 
@@ -138,14 +95,17 @@ class _Text:
             words = text.lstrip()
             space, text = text[: len(text) - len(words)], words
             self._is_after_mark = not text
-        text = self._space + text
         words = text.rstrip() if self._is_before_mark else text
-        self._space = text[len(words) :]
+        after = text[len(words) :]
+        if words:
+            words, self._spaces = "".join([*self._spaces, words]), []
+        self._spaces += [after] if after else []
         return _pieces("mark", space) + _pieces(self.kind, words)
 
     def end(self) -> list[Piece]:
         """No further mark comes."""
-        return _pieces("mark" if self.kind == "reasoning" else self.kind, self._space)
+        space = "".join(self._spaces)
+        return _pieces("mark" if self.kind == "reasoning" else self.kind, space)
 
 
 THINK_TAGS: Final[Mapping[str, str]] = {
@@ -154,25 +114,59 @@ THINK_TAGS: Final[Mapping[str, str]] = {
     "<seed:think>": "</seed:think>",
     "[THINK]": "[/THINK]",
     "<|START_THINKING|>": "<|END_THINKING|>",
+    "<think:opensource>": "</think:opensource>",
+    "<mm:think>": "</mm:think>",
+    "<|inner_prefix|>": "<|inner_suffix|>",
+    "<|channel>thought": "<channel|>",
+    "<|open|>think<|sep|>": "<|close|>think<|sep|>",
+    "<|think|>": "<|end|>",
+    "Here are my reasoning steps:": "[BEGIN FINAL RESPONSE]",  # at the end of a prompt only
 }
 """Marks around reasoning at the beginning of an answer: how it opens, and how it closes."""
+
+# What a template shows -> marks around what is not reasoning, and no part of it.
+_FRAMES: Final[Mapping[str, Sequence[str]]] = {
+    "<|START_RESPONSE|>": ("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
+    "<|START_TEXT|>": ("<|START_TEXT|>", "<|END_TEXT|>"),
+    "<response></response>": ("<response>", "</response>"),
+    "[BEGIN FINAL RESPONSE]": ("[BEGIN FINAL RESPONSE]", "[END FINAL RESPONSE]"),
+    "<|end_of_msg|>": tuple(
+        f"<|{mark}|>{what}<|sep|>"
+        for mark, what in (("open", "response"), ("close", "response"), ("close", "message"))
+    ),
+    "<|begin|>assistant": ("<|begin|>assistant", "<|content|>"),
+}
 
 
 class ThinkSplitter:
     """Reasoning between two marks at the beginning of the answer, as in ``<think>...</think>``.
 
-    An answer that does not begin with an opening mark is content, unchanged.
+    An answer that does not begin with a mark is content, unchanged. One that begins with a closing
+    mark has no reasoning.
     """
 
     def __init__(
-        self, tags: Mapping[str, str] = THINK_TAGS, *, opened_by: str | None = None
+        self,
+        tags: Mapping[str, str] = THINK_TAGS,
+        *,
+        opened_by: str | None = None,
+        frames: Sequence[str] = (),
     ) -> None:
-        """Split at *tags*; *opened_by* is the opening mark with which the prompt ends, if any."""
+        """Split at marks.
+
+        Args:
+            tags: Around reasoning. One that begins with a letter is text in an answer.
+            opened_by: The opening mark with which the prompt ends, if any.
+            frames: Marks around the content.
+        """
         self._tags = tags
+        self._starts = [tag for tag in (*tags, *tags.values()) if not tag[0].isalpha()]
+        self._frames = frames
         self._start: str | None = ""  # what may become an opening mark; None behind it
+        self._spaces: list[str] = []  # before it
         self._text = _Text()
         self._close = ""
-        self._marks = Marks(())
+        self._marks = Marks(frames)
         if opened_by is not None:
             self._open(opened_by, "")
 
@@ -181,6 +175,10 @@ class ThinkSplitter:
         self._close = self._tags[tag]
         self._marks = Marks([self._close])
         return self._text.begin("reasoning", mark, is_before_mark=True)
+
+    def _content(self, _tag: str, mark: str) -> list[Piece]:
+        self._marks = Marks(self._frames)
+        return self._text.begin("content", mark, is_before_mark=False)
 
     @property
     def closing(self) -> str | None:
@@ -193,28 +191,31 @@ class ThinkSplitter:
         if self._start is not None:
             text = self._start + text
             begun = text.lstrip()
-            tag = next((tag for tag in self._tags if begun.startswith(tag)), None)
-            if tag is None and any(tag.startswith(begun) for tag in self._tags):
-                self._start = text
+            self._spaces.append(text[: len(text) - len(begun)])
+            tag = next((tag for tag in self._starts if begun.startswith(tag)), None)
+            if tag is None and any(tag.startswith(begun) for tag in self._starts):
+                self._start = begun
                 return []
             self._start = None
-            if tag is not None:
-                n = len(text) - len(begun) + len(tag)
-                pieces += self._open(tag, text[:n])
-                text = text[n:]
-        if self._text.kind == "reasoning":
+            space, text = "".join(self._spaces), begun
+            if tag is None:
+                text = space + text
+            else:
+                begin = self._open if tag in self._tags else self._content
+                pieces += begin(tag, space + tag)
+                text = text[len(tag) :]
+        while True:
             before, mark = self._marks.feed(text)
             pieces += self._text.add(before)
             if mark is None:
                 return pieces
-            pieces += self._text.begin("content", mark, is_before_mark=False)
             text = self._marks.take()
-        return pieces + self._text.add(text)
+            pieces += self._content(mark, mark)
 
     def flush(self) -> list[Piece]:
         """See `Splitter`."""
-        if self._start:
-            return _pieces("content", self._start)
+        if self._start is not None:
+            return _pieces("content", "".join(self._spaces) + self._start)
         return self._text.add(self._marks.take()) + self._text.end()
 
 
@@ -340,11 +341,10 @@ class MarkerSplitter:
         return _pieces("content", begun + self._marks.take())
 
 
-CHANNEL: Final = "<|channel|>"
-MESSAGE: Final = "<|message|>"
-_ENDS: Final = ("<|end|>", "<|return|>", "<|call|>", "<|start|>")
+_ENDS: Final = ("<|end|>", "<|return|>", "<|call|>", "<|start|>", "<|eom|>", "<|eot|>")
 _FUNCTIONS: Final = "functions."
 _HEADERS: Final = ("assistant", "to=")  # how a header may begin before its channel
+_BEGUN_MAX: Final = max(map(len, _HEADERS))
 _NEXT_MESSAGE: Final = "<|end|><|start|>assistant"
 
 
@@ -356,16 +356,25 @@ class HarmonySplitter:
     any channel is content.
     """
 
-    def __init__(self, *, may_call: bool = False) -> None:
-        """*may_call*: `closing` leaves it open whether a call or the answer follows."""
-        self._header = ""
+    def __init__(self, *, may_call: bool = False, has_recipients: bool = False) -> None:
+        """Split at headers.
+
+        Args:
+            may_call: `closing` leaves it open whether a call or the answer follows.
+            has_recipients: Headers have recipients instead of channels: "self" for reasoning, and
+                the name of a function for content with its call.
+        """
+        self._has_recipients = has_recipients
+        self._header: list[str] = []
+        self._begun = ""  # the first characters of the header, without white space
         self._is_header = True
         self._has_channel = False
         self._kind: Kind = "content"
         self._name = ""
         self._marks = Marks([MESSAGE, CHANNEL, *_ENDS])
-        answer = "" if may_call else f"{CHANNEL}final{MESSAGE}"
-        self._closing = _NEXT_MESSAGE + answer
+        answer = f" to=user{MESSAGE}" if has_recipients else f"{CHANNEL}final{MESSAGE}"
+        end = "<|eom|><|start|>assistant" if has_recipients else _NEXT_MESSAGE
+        self._closing = end + ("" if may_call else answer)
 
     @property
     def closing(self) -> str | None:
@@ -385,7 +394,7 @@ class HarmonySplitter:
             if mark == CHANNEL:
                 pieces += [] if self._is_header else self._begin_header("")
                 self._has_channel = True
-                self._header += CHANNEL
+                self._header.append(CHANNEL)
             elif mark == MESSAGE and self._is_header:
                 pieces += self._begin_message()
             elif mark == MESSAGE:
@@ -400,17 +409,20 @@ class HarmonySplitter:
 
     def _end_header(self) -> list[Piece]:
         """What became of the header: content if the answer has had no channel."""
-        header, self._header = self._header, ""
+        header, self._header, self._begun = "".join(self._header), [], ""
         return _pieces("mark" if self._has_channel else "content", header)
 
     def _begin_message(self) -> list[Piece]:
-        header, self._header = self._header, ""
+        header, self._header, self._begun = "".join(self._header), [], ""
         self._is_header = False
         self._has_channel = True
         recipient = header.partition("to=")[2].partition(" ")[0].partition("<|")[0].strip()
         self._name = recipient.removeprefix(_FUNCTIONS)
         channel = header.partition(CHANNEL)[2].split(maxsplit=1)
         pieces = [Piece("mark", header + MESSAGE)]
+        if self._has_recipients:
+            self._kind, self._name = "reasoning" if self._name == "self" else "content", ""
+            return pieces
         if self._name:
             self._kind = "call"
             return [*pieces, Piece("call", "", self._name)]
@@ -420,8 +432,8 @@ class HarmonySplitter:
     def _text(self, text: str) -> list[Piece]:
         if not self._is_header:
             return [Piece(self._kind, text, self._name)] if text else []
-        self._header += text
-        begun = self._header.lstrip()
+        self._header.append(text)
+        begun = self._begun = (self._begun + text).lstrip()[:_BEGUN_MAX]
         if self._has_channel or any(
             begun.startswith(one) or one.startswith(begun) for one in _HEADERS
         ):
@@ -475,6 +487,8 @@ class Split:
         tags: With "tags": names of the tags of reasoning and answer.
         marker: With "tags" and "marker": the marker; "" for none beside tags.
         may_call: With "harmony": whether there are functions to call.
+        frames: With "think": marks around the content.
+        has_recipients: With "harmony": as in `HarmonySplitter`.
     """
 
     mode: Literal["none", "think", "harmony", "tags", "marker"] = "think"
@@ -482,6 +496,8 @@ class Split:
     tags: tuple[str, str] = ("analysis", "final")
     marker: str = ""
     may_call: bool = False
+    frames: tuple[str, ...] = ()
+    has_recipients: bool = False
 
     def splitter(self) -> Splitter:
         """A splitter for one answer."""
@@ -489,14 +505,27 @@ class Split:
             case "none":
                 return NoReasoning()
             case "think":
-                return ThinkSplitter(opened_by=self.opened)
+                return ThinkSplitter(opened_by=self.opened, frames=self.frames)
             case "harmony":
-                return HarmonySplitter(may_call=self.may_call)
+                return HarmonySplitter(may_call=self.may_call, has_recipients=self.has_recipients)
             case "tags":
                 is_open = self.opened == f"<{self.tags[0]}>"
                 return TagSplitter(*self.tags, self.marker, is_open=is_open)
             case "marker":
                 return MarkerSplitter(self.marker)
+
+
+def split_of(template: str, opened: str | None, *, may_call: bool) -> Split:
+    """How the model with this chat template marks its reasoning; the rest as in `Split`."""
+    form = format_of(template)
+    frames = (mark for shown in _FRAMES if shown in template for mark in _FRAMES[shown])
+    return Split(
+        mode="harmony" if form in ("harmony", "muse") else "think",
+        opened=opened,
+        may_call=may_call,
+        frames=tuple(frames),
+        has_recipients=form == "muse",
+    )
 
 
 THINKING: Final = Split()

@@ -8,65 +8,47 @@ import json
 import re
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final, Literal, cast
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal, Protocol, cast
 
-from kqview.chat.json_text import JsonText
+from kqview import json_input
+from kqview.chat.formats import (
+    CHANNEL,
+    FORMATS,
+    HEAD_MAX,
+    MESSAGE,
+    SEPARATORS,
+    Format,
+    Syntax,
+    pieces,
+)
+from kqview.chat.functions import ToolLike
+from kqview.chat.json_text import DEPTH_MAX, JsonText, Notation, decoded
 from kqview.chat.json_text import literal as json_literal
-from kqview.chat.messages import parse_tool_calls
-from kqview.chat.reasoning import CHANNEL, MESSAGE, THINK_TAGS, Marks
+from kqview.chat.marks import Marks
+from kqview.chat.messages import checked_tools
+from kqview.chat.reasoning import THINK_TAGS
+from kqview.errors import RequestError
 from kqview.types.json_schema import COMPACT, LINES, held
+from kqview.types.reply import Reply, ToolCall
 
 Tool = Mapping[str, Any]
-Format = Literal[
-    "hermes", "mistral", "mistral_named", "llama", "harmony", "xml", "deepseek", "deepseek_fenced"
-]
 Mark = Callable[[str], str]
-"""Text of a mark in an answer -> how a grammar says it."""
+"""Text of an answer, with marks in it -> how a grammar says it."""
 
 _OPEN: Final = "<tool_call>"
 _CLOSE: Final = "</tool_call>"
-_MISTRAL: Final = "[TOOL_CALLS]"
-_ARGS: Final = "[ARGS]"
-_FUNCTION: Final = "<function="
-_PARAMETER: Final = "<parameter="
-# DeepSeek's marks, with its own vertical bars and spaces.
-_CALLS_BEGIN: Final = "<\uff5ctool\u2581calls\u2581begin\uff5c>"
-_CALLS_END: Final = "<\uff5ctool\u2581calls\u2581end\uff5c>"
-_CALL_BEGIN: Final = "<\uff5ctool\u2581call\u2581begin\uff5c>"
-_CALL_END: Final = "<\uff5ctool\u2581call\u2581end\uff5c>"
-_SEP: Final = "<\uff5ctool\u2581sep\uff5c>"
-_PYTHON_TAG: Final = "<|python_tag|>"
 _RESULTS: Final = ("tool", "function")
-_CONSTRAIN: Final = "<|constrain|>"
+# How messages with reasoning begin and end, where messages have headers.
+_THOUGHTS: Final[Mapping[Format, tuple[str, str]]] = {
+    "harmony": (f"{CHANNEL}analysis{MESSAGE}", "<|end|>"),
+    "muse": (f" to=self{MESSAGE}", "<|eom|>"),
+}
+_DOLLAR: Final = "\0"  # in a name, while the other signs of a pattern are replaced
 _MOST_CALLS: Final = 32  # that a grammar allows in one answer
-
-
-# What a template shows -> the format of its model; the first row that is shown as a whole.
-_SHOWN: Final[Sequence[tuple[Sequence[str], Format]]] = (
-    ((CHANNEL, MESSAGE), "harmony"),
-    ((_MISTRAL, _ARGS), "mistral_named"),
-    ((_MISTRAL,), "mistral"),
-    ((_FUNCTION, _PARAMETER), "xml"),
-    ((_CALL_BEGIN, "```json"), "deepseek_fenced"),
-    ((_CALL_BEGIN,), "deepseek"),
-    ((_OPEN,), "hermes"),
-    ((_PYTHON_TAG,), "llama"),
-    (('"parameters"', "ipython"), "llama"),
-)
-
-
-def format_of(template: str) -> Format:
-    """The format of the model with this chat template; Hermes' if it shows none."""
-    for marks, form in _SHOWN:
-        if all(mark in template for mark in marks):
-            return form
-    return "hermes"
-
-
-def is_harmony(template: str) -> bool:
-    """Whether answers have the channels of Harmony."""
-    return CHANNEL in template and MESSAGE in template
+_SEPARATED: Final = re.compile(f"[{re.escape(SEPARATORS)}]*")
+_ID: Final = re.compile(r'"id"\s*:\s*"([\w.:-]+)"')
+_AT_ONCE: Final = 4096  # characters that are read in one go, so that the work is linear
 
 
 def knows_tools(template: str) -> bool:
@@ -75,7 +57,7 @@ def knows_tools(template: str) -> bool:
 
 
 def tools_as_text(
-    messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool], *, role: str = "system"
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[ToolLike], *, role: str = "system"
 ) -> list[dict[str, Any]]:
     """*messages* for a template that knows no tools: tools, calls and results are text.
 
@@ -97,7 +79,7 @@ def tools_as_text(
             shown.append(made)
     if not tools:
         return shown
-    listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+    listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in checked_tools(tools) or ())
     text = (
         "You may call these functions to answer. Each line describes one as JSON:\n"
         f"<tools>\n{listed}\n</tools>\n"
@@ -183,13 +165,16 @@ def grammar(wanted: Wanted, form: Format, mark: Mark) -> str:
     rules: list[str] = []
     choices: list[str] = []
     if wanted.calls:
-        choices.append(_calls(wanted, form, mark, rules))
+        space = "" if form in _THOUGHTS or wanted.reasoning != "no" else "SPACE? "
+        choices.append(space + _calls(wanted, form, mark, rules))
+        if form == "gemma":
+            rules += _notation(FORMATS[form].quotes[0], mark)
     if wanted.schema is not None:
         rules.append(f"answer: {_json(wanted.schema, COMPACT)}")
-        final = f'{mark(CHANNEL)} "final" {mark(MESSAGE)} ' if form == "harmony" else ""
-        choices.append(f"{final}answer")
+        choices.append(" ".join([*_said(FORMATS[form].answer, mark), "answer"]))
     body = " | ".join(choices)
     start = f"{_reasoning(wanted, form, mark, rules)}({body})"
+    rules += [r"SPACE: /[ \n]{1,4}/", r"LINES: /\n{1,2}/"]
     return "\n".join(["%llguidance {}", f"start: {start}", *rules]) + "\n"
 
 
@@ -203,10 +188,18 @@ def token(id: int) -> str:
     return f"<[{id}]>"
 
 
-def said(control_tokens: Mapping[str, int], mark: str) -> str:
-    """A mark as a grammar says it: control tokens by their id, because no text matches them."""
-    id_ = control_tokens.get(mark)
-    return literal(mark) if id_ is None else token(id_)
+def said(control_tokens: Mapping[str, int], text: str) -> str:
+    """*text* as a grammar says it: control tokens by their id, because no text matches them."""
+    found = [re.escape(name) for name in control_tokens if name in text]
+    parts = (
+        re.split(f"({'|'.join(sorted(found, key=len, reverse=True))})", text) if found else [text]
+    )
+    shown = (
+        token(control_tokens[part]) if i % 2 else literal(part)
+        for i, part in enumerate(parts)
+        if part
+    )
+    return " ".join(shown)
 
 
 def _json(schema: Mapping[str, Any] | str, space: Mapping[str, Any] = LINES) -> str:
@@ -226,88 +219,136 @@ def _until(name: str, end: str, mark: Mark, rules: list[str]) -> str:
 
 
 def _reasoning(wanted: Wanted, form: Format, mark: Mark, rules: list[str]) -> str:
-    if form == "harmony":
-        rest = _until("reasoning", "<|end|>", mark, rules)
-        opened = f'{mark(CHANNEL)} "analysis" {mark(MESSAGE)}'
-        return f'({opened} {rest} {mark("<|start|>")} "assistant")? '
+    if form in _THOUGHTS:
+        opened, end = _THOUGHTS[form]
+        rest = _until("reasoning", end, mark, rules)
+        return f"({mark(opened)} {rest} {mark('<|start|>assistant')})? "
     if wanted.reasoning == "no":
         return ""
     rest = _until("reasoning", THINK_TAGS[wanted.tag], mark, rules)
-    rules.append(r"SPACE: /[ \n]{1,4}/")
-    if wanted.reasoning == "open":
-        return f"{rest} SPACE? "
-    return f"({mark(wanted.tag)} {rest} SPACE?)? "
+    return (
+        f"{rest} SPACE? " if wanted.reasoning == "open" else f"({mark(wanted.tag)} {rest} SPACE?)? "
+    )
 
 
 def _calls(wanted: Wanted, form: Format, mark: Mark, rules: list[str]) -> str:
+    syntax = FORMATS[form]
     for i, tool in enumerate(wanted.calls):
         function = object_of(tool["function"])
         # A function of which none are given has no parameters, as in OpenAI's API.
         given = function.get("parameters")
         schema = object_of({"properties": {}} if given is None else given)
-        if form == "xml":
-            rules.append(f"call_{i}: {_xml_call(i, function['name'], schema, mark, rules)}")
-            continue
-        rules.append(f"arguments_{i}: {_json({'type': 'object', **schema})}")
-        rules.append(f"call_{i}: {_call(function['name'], f'arguments_{i}', form, mark)}")
+        rules.append(f"call_{i}: {_call(i, function['name'], schema, syntax, mark, rules)}")
     rules.append("call: " + " | ".join(f"call_{i}" for i in range(len(wanted.calls))))
-    most = _MOST_CALLS - 1
-    if form == "mistral":
-        more = f' (", " call){{0,{most}}}' if wanted.is_parallel else ""
-        return f'{mark(_MISTRAL)} "[" call{more} "]"'
-    if not wanted.is_parallel or form == "harmony":  # whose turn ends with a call
-        is_framed = "deepseek" in form
-        return f"{mark(_CALLS_BEGIN)} call {mark(_CALLS_END)}" if is_framed else "call"
-    between = {"hermes": '"\\n"', "xml": '"\\n"', "llama": '"; "'}.get(form, "")
-    calls = f"call ({between} call){{0,{most}}}"
-    return f"{mark(_CALLS_BEGIN)} {calls} {mark(_CALLS_END)}" if "deepseek" in form else calls
+    calls, end = "call", _said(syntax.end, mark)
+    if not syntax.between.strip():
+        # White space is one word of the grammar, whatever follows it.
+        end = ["SPACE?", *_said(syntax.end.lstrip(), mark)] if syntax.end else []
+    if wanted.is_parallel and form != "harmony":  # whose turn ends with a call
+        between = mark(syntax.between) if syntax.between.strip() else "SPACE?"
+        calls += f" ({between} call){{0,{_MOST_CALLS - 1}}}"
+    return " ".join([*_said(syntax.begin, mark), calls, *end])
 
 
-def _call(name: str, arguments: str, form: Format, mark: Mark) -> str:
-    if form == "harmony":
-        json_mark = f"{mark(_CONSTRAIN)} {literal('json')}"
-        to = literal(f"commentary to=functions.{name} ")
-        return f"{mark(CHANNEL)} {to} {json_mark} {mark(MESSAGE)} {arguments}"
-    if form == "mistral_named":
-        return f"{mark(_MISTRAL)} {literal(name)} {mark(_ARGS)} {arguments}"
-    if form == "deepseek":
-        return f"{mark(_CALL_BEGIN)} {literal(name)} {mark(_SEP)} {arguments} {mark(_CALL_END)}"
-    if form == "deepseek_fenced":
-        head = literal(f"{name}\n```json\n")
-        end = literal("\n```")
-        return (
-            f'{mark(_CALL_BEGIN)} "function" {mark(_SEP)} {head} {arguments} {end} '
-            f"{mark(_CALL_END)}"
-        )
-    key = "parameters" if form == "llama" else "arguments"
-    head = literal(f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{key}": ')
-    if form == "hermes":
-        line = literal("\n")
-        head = literal(f'\n{{"name": {json.dumps(name, ensure_ascii=False)}, "{key}": ')
-        return f'{mark(_OPEN)} {head} {arguments} "}}" {line} {mark(_CLOSE)}'
-    return f'{head} {arguments} "}}"'
+def _said(text: str, mark: Mark) -> list[str]:
+    return [mark(text)] if text else []
 
 
-def _xml_call(i: int, name: str, schema: Mapping[str, Any], mark: Mark, rules: list[str]) -> str:
-    """A call whose arguments are elements, in the order of the schema."""
+def _call(
+    i: int, name: str, schema: Mapping[str, Any], syntax: Syntax, mark: Mark, rules: list[str]
+) -> str:
+    shown = json.dumps(name, ensure_ascii=False)[1:-1] if syntax.is_object else name
+    say = _lines if syntax.argument else _said
+    parts: list[str] = []
+    # A name and what is around it are one word: a grammar reads the longest word that may come.
+    for j, piece in enumerate(pieces(syntax.call.replace("$name", shown.replace("$", _DOLLAR)))):
+        if j % 2 == 0:
+            parts += say(piece.replace(_DOLLAR, "$"), mark)
+        elif piece != "arguments":
+            parts.append("/[0-9]{1,3}/" if piece == "index" else "/[a-zA-Z0-9]{9}/")
+        elif syntax.argument:
+            parts.append(_arguments(i, schema, syntax, mark, rules))
+        else:
+            rules.append(f"arguments_{i}: {_json({'type': 'object', **schema})}")
+            parts.append(f"arguments_{i}")
+    return " ".join(part for part in parts if part)
+
+
+def _lines(text: str, mark: Mark) -> list[str]:
+    """*text*, whose line ends a model may leave out."""
+    made: list[str] = []
+    for word in re.split(r"(\n+)", text):
+        made += ["LINES?"] if word[:1] == "\n" else _said(word, mark)
+    return made
+
+
+def _arguments(
+    i: int, schema: Mapping[str, Any], syntax: Syntax, mark: Mark, rules: list[str]
+) -> str:
+    """Arguments one by one, in the order of the schema."""
     required = schema.get("required")
     needed = cast("list[object]", required) if isinstance(required, list) else []
-    head = literal(f"\n{_FUNCTION}{name}>\n")
-    parts = [f"{mark(_OPEN)} {head}"]
-    for j, (key, given) in enumerate(object_of(schema.get("properties")).items()):
-        kind, rule = object_of(given), f"value_{i}_{j}"
-        end = literal("\n</parameter>\n")
-        if not _is_text(kind):
-            rules.append(f"{rule}: {_json(kind)} {end}")
-        elif isinstance(kind.get("enum"), list):
-            choices = " | ".join(literal(str(one)) for one in kind["enum"])
-            rules.append(f"{rule}: ({choices}) {end}")
-        else:
-            rules.append(f"{rule}[suffix={end}]: /(?s:.*)/")
-        begun = literal(f"{_PARAMETER}{key}>\n")
-        element = f"{begun} {rule}"
-        parts.append(element if key in needed else f"({element})?")
-    return " ".join([*parts, literal("</function>\n"), mark(_CLOSE)])
+    first, more = (
+        "",
+        "",
+    )  # from the last argument to the first: what may be left, behind none or some
+    for j, (key, given) in reversed([*enumerate(object_of(schema.get("properties")).items())]):
+        value = _argument(f"value_{i}_{j}", key, object_of(given), syntax, mark, rules)
+        comma = " ".join(_said(syntax.comma, mark))
+        is_needed = key in needed
+        rules.append(f"first_{i}_{j}: {value} {more}" + ("" if is_needed else f" | {first}"))
+        rules.append(f"more_{i}_{j}: {comma} {value} {more}" + ("" if is_needed else f" | {more}"))
+        first, more = f"first_{i}_{j}", f"more_{i}_{j}"
+    return first
+
+
+def _argument(
+    rule: str, key: str, kind: Mapping[str, Any], syntax: Syntax, mark: Mark, rules: list[str]
+) -> str:
+    is_text = _is_text(kind)
+    shown = {"key": key, "text": "true" if is_text else "false", "value": "\0"}
+    shown["type"] = _type_name(kind)
+    parts = pieces(syntax.argument)
+    whole = "".join(shown[part] if j % 2 else part for j, part in enumerate(parts))
+    before, _, after = whole.partition("\0")
+    end = after.rstrip("\n")
+    if syntax.quotes:
+        quote = syntax.quotes[0] if is_text else ""
+        before, end = before + quote, quote
+    stem = before.rstrip("\n")
+    begun = " ".join([*_lines(stem, mark), *_said(before[len(stem) :], mark)])
+    choices = kind.get("enum")
+    if is_text and isinstance(choices, list):
+        said = " | ".join(literal(str(one)) for one in cast("list[object]", choices))
+        rules.append(f"{rule}: ({said}) {mark(end)}")
+    elif is_text and end == "'":
+        rules.append(rf"""{rule}: /([^'\\\x00-\x1f]|\\['"\\nrt])*'/""")
+    elif is_text:
+        _until(rule, end, mark, rules)
+    elif kind.get("type") == "boolean":  # templates write it as Python, too
+        rules.append(" ".join([f"{rule}: /true|false|True|False/", *_said(end, mark)]))
+    elif syntax.quotes[:1] == ['<|"|>'] and kind.get("type") not in ("integer", "number"):
+        rules.append(f"{rule}: notation")
+    else:
+        rules.append(" ".join([f"{rule}: {_json(kind)}", *_said(end, mark)]))
+    return f"{begun} {rule}" + (" LINES?" if after.endswith("\n") else "")
+
+
+def _type_name(kind: Mapping[str, Any]) -> str:
+    name = "string" if _is_text(kind) else str(kind.get("type", "object"))
+    return "number" if name == "integer" else name
+
+
+def _notation(quote: str, mark: Mark) -> list[str]:
+    """Rules of any value in Gemma's notation."""
+    rules = [
+        "notation: object | list | text | /-?[0-9]{1,16}(\\.[0-9]{1,16})?|true|false|null/",
+        'object: "{" (pair ("," pair)*)? "}"',
+        'pair: /[^\\x00-\\x1f:{}\\[\\],<"]{1,64}/ ":" notation',
+        'list: "[" (notation ("," notation)*)? "]"',
+    ]
+    _until("text_end", quote, mark, rules)
+    return [*rules, f"text: {mark(quote)} text_end"]
 
 
 def text_parameters(tools: Sequence[Tool]) -> Mapping[str, frozenset[str]]:
@@ -348,83 +389,52 @@ class CallDelta:
     name: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Syntax:
-    """How a call is written whose name precedes its arguments.
+class _Arguments(Protocol):
+    """Makes JSON of a call's arguments while they come."""
 
-    Attributes:
-        marks: Each begins a call.
-        head: What is between mark and arguments; its groups are names of the function.
-        close: What ends the call; "" if its arguments do.
-        silent: Marks around all calls, which are no text.
-        family: As `parse_tool_calls` takes it, for calls that are not written as usual; None if it
-            knows none.
-    """
+    is_over: bool
 
-    marks: Sequence[str]
-    head: re.Pattern[str]
-    close: str = ""
-    silent: Sequence[str] = ()
-    family: Literal["hermes", "mistral"] | None = None
-
-
-# The value of a call's arguments follows. A name with escapes is read with the whole call.
-_HERMES: Final = _Syntax(
-    (_OPEN,),
-    re.compile(
-        r'\s*\{\s*"name"\s*:\s*"([^"\\\x00-\x1f]+)"\s*,'
-        r'\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
-    ),
-    _CLOSE,
-    family="hermes",
-)
-_DEEPSEEK: Final = _Syntax(
-    (_CALL_BEGIN,),
-    re.compile(rf"\s*(?:function{_SEP}([^\s<`]+)\s*```json\s*|([^\s<]+){_SEP}\s*)(?=\{{)"),
-    _CALL_END,
-    silent=(_CALLS_BEGIN, _CALLS_END),
-)
-_NAMED: Final = _Syntax(
-    (_MISTRAL,),
-    re.compile(r"\s*([^\s\[{]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?\[ARGS\]\s*(?=\{)"),
-    family="mistral",
-)
-# An answer's calls are known by their marks, so a reader may look for those of several syntaxes: a
-# model whose template has no place for tools was told of Hermes' form.
-_SYNTAXES: Final[Mapping[Format, Sequence[_Syntax]]] = {
-    "hermes": (_HERMES,),
-    "mistral": (_NAMED,),
-    "mistral_named": (_NAMED,),
-    "deepseek": (_DEEPSEEK, _HERMES),
-    "deepseek_fenced": (_DEEPSEEK, _HERMES),
-}
+    def feed(self, text: str) -> tuple[str, int]:
+        """Add *text*: JSON to go on with, and how many characters belong to the arguments."""
+        ...
 
 
 class CallReader:
-    """Takes calls out of an answer's content while it comes; what is no call stays text."""
+    """Takes calls out of an answer's content while it comes; what is no call stays text.
+
+    An answer's calls are known by their marks, so several formats can be read at once. The work is
+    linear in the length of the answer.
+    """
 
     def __init__(self, form: Format, texts: Mapping[str, frozenset[str]] | None = None) -> None:
         """Read calls of this format; *texts* as from `text_parameters`."""
         self._form = form
+        self._texts = texts or {}
         self._n_calls = 0
-        self._state: Literal["text", "head", "value", "tail", "held"] = "text"
-        self._syntaxes = {
-            mark: syntax for syntax in _SYNTAXES.get(form, ()) for mark in syntax.marks
-        }
-        self._silent = {mark for syntax in self._syntaxes.values() for mark in syntax.silent}
-        self._marks = Marks([*self._syntaxes, *self._silent])
-        self._mark = ""  # of the call that is read
-        self._buffer = ""
-        self._value = JsonText()
-        self._has_begun = False  # whether a word of the answer came, for Llama's
-        self._elements = _XmlCalls(self, texts or {}) if form == "xml" else None
+        self._opens: dict[str, list[Syntax]] = {}
+        self._closes: set[str] = set()
+        for syntax in (FORMATS[form], *(FORMATS[name] for name in FORMATS[form].reads)):
+            for mark in syntax.marks:
+                self._opens.setdefault(mark, []).append(syntax)
+            self._closes.update(syntax.closes)
+        self._state: _State = "start"
+        self._held: list[str] = []  # white space at the start, or all of what may be a call
+        self._is_after = False  # whether only white space came since the last call
+        self._marks = Marks([*self._opens, *self._closes])
+        self._syntaxes: list[Syntax] = []  # of the call that is read
+        self._mark = self._head = ""
+        self._n_in_list = 0
+        self._value: _Arguments = JsonText()
+        self._tail = ""  # of a call, behind its arguments
+        self.written_ids: dict[int, str] = {}
+        """Index of a call -> the id that the model wrote."""
 
-    def begin(self, name: str) -> CallDelta:
+    def begin(self, name: str, id_: str | None = None) -> CallDelta:
         """A call whose function is known; `arguments` follow."""
         self._n_calls += 1
         # Mistral's templates take ids of nine letters and digits only.
-        id_ = uuid.uuid4().hex[:9] if "mistral" in self._form else f"call_{uuid.uuid4().hex[:24]}"
-        return CallDelta(self._n_calls - 1, "", id_, name)
+        size, first = (9, "") if "mistral" in self._form else (24, "call_")
+        return CallDelta(self._n_calls - 1, "", id_ or first + uuid.uuid4().hex[:size], name)
 
     def arguments(self, text: str) -> CallDelta:
         """Further arguments of the call that began last."""
@@ -444,248 +454,430 @@ class CallReader:
         if self._form != "harmony" or self._state != "value":
             return []
         self._state = "text"
-        rest = self._value.end()
+        rest = cast("JsonText", self._value).end()
         return [self.arguments(rest)] if rest else []
 
     def feed(self, text: str) -> list[str | CallDelta]:
         """Add content; returns text and calls in their order."""
-        if self._elements is not None:
-            return self._elements.feed(text)
-        if self._form == "llama":
-            return self._llama(text)
         if self._form == "harmony":  # calls have channels of their own
             return [text] if text else []
-        return self._marked(text)
-
-    def _llama(self, text: str) -> list[str | CallDelta]:
-        """Calls without marks around them are read when the answer is complete."""
-        self._buffer += text
-        if self._state == "held":
-            return []
-        begun = self._buffer.lstrip()
-        if not self._has_begun and (
-            begun.startswith(("{", _PYTHON_TAG)) or _PYTHON_TAG.startswith(begun)
-        ):
-            return []
-        self._has_begun = True
-        text, self._buffer = self._buffer, ""
-        return [text] if text else []
-
-    def _marked(self, text: str) -> list[str | CallDelta]:
         found: list[str | CallDelta] = []
-        while True:
-            if self._state == "held":  # until the answer is complete
-                self._buffer += text
-                return found
-            if self._state == "text":
-                before, mark = self._marks.feed(text)
-                found += [before] if before else []
-                if mark is None:
-                    return found
-                text = self._marks.take()
-                if mark not in self._silent:
-                    self._state, self._buffer, self._mark = "head", "", mark
-                continue
-            syntax = self._syntaxes[self._mark]
-            if self._state == "head":
-                self._buffer += text
-                head = syntax.head.match(self._buffer)
-                if head is not None:
-                    found.append(self.begin(head[head.lastindex or 1]))
-                    self._state, self._value = "value", JsonText()
-                    text = self._buffer[head.end() :]
-                elif self._mark == _MISTRAL and self._buffer.lstrip().startswith(("[", "{")):
-                    self._state, self._buffer, text = "held", self._mark + self._buffer, ""
-                elif syntax.close and (at := self._buffer.find(syntax.close)) >= 0:
-                    end = at + len(syntax.close)  # not written as usual
-                    found += self._parsed(self._mark + self._buffer[:end], syntax)
-                    text = self._leave(self._buffer[end:])
-                else:
-                    return found
-            elif self._state == "value":
+        for start in range(0, len(text), _AT_ONCE):
+            rest: str | None = text[start : start + _AT_ONCE]
+            while rest is not None:
+                rest = self._step(rest, found)
+        return found
+
+    def _step(self, text: str, found: list[str | CallDelta]) -> str | None:
+        """Read *text* in the present state; what is left for the next one, None if nothing is."""
+        match self._state:
+            case "start":
+                return self._start(text)
+            case "text":
+                return self._text(text, found)
+            case "head":
+                return self._find_head(text, found)
+            case "value":
                 valid, n = self._value.feed(text)
                 if valid:
                     found.append(self.arguments(valid))
-                if not self._value.is_over:
-                    return found
-                text, self._state, self._buffer = text[n:], "tail", ""
-            else:  # the brace of the call, and its closing mark
-                self._buffer += text
-                at = self._buffer.find(syntax.close)
-                if at < 0:
-                    return found
-                text = self._leave(self._buffer[at + len(syntax.close) :])
+                return self._end_value(text[n:]) if self._value.is_over else None
+            case "tail":
+                before, mark = self._marks.feed(text)
+                self._tail = (self._tail + before)[:HEAD_MAX]
+                return None if mark is None else self._end_call(mark)
 
-    def _leave(self, rest: str) -> str:
-        self._state, self._buffer = "text", ""
+    def _start(self, text: str) -> str | None:
+        self._held.append(text)
+        begun = text.lstrip()
+        if not begun:
+            return None
+        syntax = FORMATS[self._form]
+        self._state = "text"
+        self._held[-1] = text[: len(text) - len(begun)]
+        if (syntax.answer and syntax.is_list) or (syntax.bare and begun.startswith(syntax.bare)):
+            self._open("", [syntax])
+        return begun
+
+    def _text(self, text: str, found: list[str | CallDelta]) -> str | None:
+        before, mark = self._marks.feed(text)
+        if mark is not None and mark not in self._opens:
+            before += "" if self._is_after and not before.strip() else mark
+        self._write(before, found)
+        if mark is None:
+            return None
+        rest = self._marks.take()
+        if mark in self._opens:
+            self._open(mark, self._opens[mark])
         return rest
 
-    def _parsed(self, text: str, syntax: _Syntax | None) -> list[str | CallDelta]:
-        family = "llama" if syntax is None else syntax.family
-        if family is None:
-            return [text]
-        reply = parse_tool_calls(text, family)
-        # A lone surrogate in a name has no UTF-8.
-        if not reply.tool_calls or not all(_is_utf8(call.name) for call in reply.tool_calls):
-            return [text]
-        found: list[str | CallDelta] = [reply.content] if reply.content.strip() else []
-        for call in reply.tool_calls:
-            begun = self.begin(call.name)
-            id_ = call.id if call.id and _is_utf8(call.id) else begun.id
-            found.append(CallDelta(begun.index, "", id_, call.name))
-            written = json.dumps(dict(call.arguments), ensure_ascii=False)
-            found.append(self.arguments(JsonText().feed(written)[0]))
-        return found
+    def _write(self, text: str, found: list[str | CallDelta]) -> None:
+        """Text of the answer; white space before it, or behind a call, waits for other text."""
+        if text.strip():
+            self._is_after = False
+        elif self._held or self._is_after:
+            self._held.append(text)
+            return
+        text, self._held = "".join([*self._held, text]), []
+        if text:
+            found.append(text)
+
+    def _open(self, mark: str, syntaxes: list[Syntax]) -> None:
+        self._state, self._n_in_list = "head", 0
+        self._mark, self._head, self._syntaxes = mark, mark, syntaxes
+        self._space, self._held = "".join(self._held), [mark]
+        self._marks = Marks([close for syntax in syntaxes for close in syntax.closes])
+
+    def _leave(self, *, is_after: bool) -> None:
+        self._state, self._is_after, self._held = "text", is_after, []
+        self._marks = Marks([*self._opens, *self._closes])
+
+    def _find_head(self, text: str, found: list[str | CallDelta]) -> str | None:
+        self._held.append(text)
+        if len(self._head) < HEAD_MAX:
+            self._head = (self._head + text)[:HEAD_MAX]
+            for syntax in self._syntaxes:
+                if (head := syntax.head.match(self._head)) is not None:
+                    rest = "".join(self._held)[head.end() :]
+                    self._begin(syntax, head["name"].strip(), found)
+                    if id_ := head.groupdict().get("id"):
+                        self.written_ids[self._n_calls - 1] = id_
+                    return rest
+        if self._n_in_list:
+            return self._between(found)
+        answer = self._syntaxes[0].answer if self._syntaxes[0].is_list else ""
+        if answer and (self._mark + answer).startswith(self._head):
+            return None
+        if answer and self._head.startswith(self._mark + answer):
+            rest = "".join(self._held)[len(self._mark + answer) :]
+            self._leave(is_after=False)
+            return rest
+        _, mark = self._marks.feed(text)
+        if mark is None:
+            return None
+        rest = self._marks.take()
+        whole = "".join(self._held)
+        self._no_head(whole[: len(whole) - len(rest)], found)
+        return rest
+
+    def _between(self, found: list[str | CallDelta]) -> str | None:
+        """Behind a call of a list, where no other has begun so far."""
+        syntax = self._syntaxes[0]
+        rest = "".join(self._held).lstrip(" \t\r\n,;]")
+        close = next((close for close in syntax.closes if rest.startswith(close)), None)
+        if close is not None:
+            self._leave(is_after=True)
+            return rest[len(close) :]
+        may_be = not rest or any(close.startswith(rest) for close in syntax.closes)
+        if may_be or (rest.startswith(syntax.lead) and len(rest) < HEAD_MAX):
+            self._held = [rest]
+            self._head = rest
+            return None
+        self._leave(is_after=True)
+        return rest
+
+    def _begin(self, syntax: Syntax, name: str, found: list[str | CallDelta]) -> None:
+        self._syntaxes, self._state, self._held = [syntax], "value", []
+        found.append(self.begin(name))
+        if syntax.quotes:
+            self._value = Notation(syntax.quotes, is_open=True)
+        elif syntax.argument:
+            self._value = _Elements(syntax, self._texts.get(name, frozenset()))
+        else:
+            self._value = JsonText()
+
+    def _end_value(self, rest: str) -> str:
+        [syntax] = self._syntaxes
+        self._marks = Marks([*syntax.closes, "}" if syntax.is_object and syntax.is_list else ""])
+        if syntax.quotes and syntax.is_list:
+            self._go_on()
+        elif (syntax.argument and not syntax.quotes) or not (syntax.closes or syntax.is_object):
+            self._leave(is_after=True)
+        else:
+            self._state = "tail"
+            if not syntax.closes:
+                self._marks = Marks(["}"])
+        return rest
+
+    def _end_call(self, mark: str) -> str:
+        rest = self._marks.take()
+        if (id_ := _ID.search(self._tail)) is not None:
+            self.written_ids[self._n_calls - 1] = id_[1]
+        self._tail = ""
+        if mark == "}" and self._syntaxes[0].is_list:
+            self._go_on()
+        else:
+            self._leave(is_after=True)
+        return rest
+
+    def _go_on(self) -> None:
+        """Another call of the same list may follow."""
+        self._state, self._head, self._held = "head", "", []
+        self._n_in_list += 1
+
+    def _no_head(self, whole: str, found: list[str | CallDelta]) -> None:
+        """*whole*, from its mark to its end, is not written as usual."""
+        space = self._space
+        calls = [] if not any(one.is_object for one in self._syntaxes) else self._parsed(whole)
+        self._leave(is_after=bool(calls))
+        if calls:
+            found += calls
+        else:
+            self._held = [space]
+            self._write(whole, found)
+
+    def _parsed(self, whole: str) -> list[CallDelta]:
+        """Calls that are JSON objects, in whatever order their keys are; none if it is not all."""
+        body, at, calls = whole[len(self._mark) :], 0, list[tuple[str, str, str | None]]()
+        ends = tuple(close for syntax in self._syntaxes for close in syntax.closes)
+        while True:
+            at = cast("re.Match[str]", _SEPARATED.match(body, at)).end()
+            if at == len(body) or (ends and body.startswith(ends, at)):
+                break
+            try:
+                value, at = decoded(body, at)
+            except (ValueError, RecursionError):
+                return []
+            call = _call_of(value)
+            if call is None:
+                return []
+            calls.append(call)
+        deltas: list[CallDelta] = []
+        for name, arguments, id_ in calls:
+            deltas += [self.begin(name, id_), self.arguments(arguments)]
+            if id_ is not None:
+                self.written_ids[self._n_calls - 1] = id_
+        return deltas
 
     def flush(self) -> list[str | CallDelta]:
         """What is clear only when the answer is complete."""
-        if self._elements is not None:
-            return self._elements.flush()
+        found: list[str | CallDelta] = []
         if self._form == "harmony":
             return self.end_channel()
-        text = self._marks.take()
-        buffer, self._buffer = self._buffer, ""
-        if self._form == "llama":
-            return self._parsed(buffer, None) if buffer else []
-        if self._state == "held":
-            return self._parsed(buffer, self._syntaxes[self._mark])
-        if self._state == "head":  # the answer ended before the closing mark
-            return self._parsed(self._mark + buffer, self._syntaxes[self._mark])
-        return [text] if text else []
+        if self._state == "head" and self._n_in_list:
+            rest = "".join(self._held).lstrip(SEPARATORS)
+            self._leave(is_after=True)
+            self._write(rest, found)
+        elif self._state == "head":
+            self._no_head("".join(self._held), found)
+        elif self._state == "text":
+            self._write(self._marks.take(), found)
+        elif isinstance(self._value, _Elements) and (rest := self._value.flush()):
+            found.append(self.arguments(rest))
+        if self._state in ("start", "text") and self._held and not self._is_after:
+            found.append("".join(self._held))
+        return found
 
 
-_XML_NAME: Final = re.compile(r"([^<>\n]+)>\n?")
+_State = Literal["start", "text", "head", "value", "tail"]
 
 
-class _XmlCalls:
-    """Reads calls written as ``<function=NAME><parameter=KEY>VALUE</parameter></function>``.
+def parse_tool_calls(text: str, family: Format | None = None) -> Reply:
+    """Split *text*, such as ``Generation.text``, into content and tool calls.
 
-    The arguments become JSON while they come. What is text by the function's schema stays so; other
-    values are JSON if they can be read as such.
+    What does not parse stays text: the answer of a model is never an error. In arguments, a number
+    that JSON does not have, such as NaN or 1e999, is the string that the model wrote, and half of a
+    surrogate pair is U+FFFD. A call that was cut off is left out.
+
+    Args:
+        text: The whole answer.
+        family: The format of the calls, a key of `FORMATS`: "hermes" (Qwen 2.5 and 3, Hermes),
+            "mistral", "llama" (the whole answer is calls), "glm", "kimi_k2" and others. None tries
+            the first three in this order. Name it if an answer may look like a call without being
+            one.
+
+    Raises:
+        RequestError: *family* is unknown.
+    """
+    if family is not None and family not in FORMATS:
+        raise RequestError(f"family is {family!r}; choose from {', '.join(FORMATS)}")
+    for form in ("hermes", "mistral", "llama") if family is None else (family,):
+        reader, content, calls = CallReader(form), list[str](), list[tuple[str, list[str]]]()
+        for one in [*reader.feed(text), *reader.flush()]:
+            if isinstance(one, str):
+                content.append(one)
+                continue
+            if one.name is not None:
+                calls.append((one.name, []))
+            calls[-1][1].append(one.arguments)
+        found: list[ToolCall] = []
+        for i, (name, written) in enumerate(calls):
+            try:
+                arguments = object_of(json_input.loads("".join(written)))
+            except ValueError:
+                continue
+            found.append(ToolCall(name, arguments, reader.written_ids.get(i)))
+        rest = "".join(content).strip()
+        if found and not (form == "llama" and rest):
+            return Reply(rest, tuple(found))
+    return Reply(text)
+
+
+class _Elements:
+    """Reads arguments that are elements, such as ``<parameter=KEY>VALUE</parameter>``.
+
+    They become JSON while they come. What is text by the function's schema, or by what the element
+    says, stays so; other values are JSON if they can be read as such.
     """
 
-    # What may come next in each state.
-    _AHEAD: Final[Mapping[str, Sequence[str]]] = {
-        "text": (_OPEN, "<seed:tool_call>", _FUNCTION),
-        "opened": (_FUNCTION, _CLOSE, "</seed:tool_call>"),
-        "call": (_PARAMETER, "</function>", _CLOSE, "</seed:tool_call>"),
-        "value": ("\n</parameter>", "</parameter>"),
-        "closing": (_CLOSE, "</seed:tool_call>", _OPEN, "<seed:tool_call>", _FUNCTION),
-    }
-
-    def __init__(self, calls: CallReader, texts: Mapping[str, frozenset[str]]) -> None:
-        self._calls = calls
+    def __init__(self, syntax: Syntax, texts: frozenset[str]) -> None:
+        self.is_over = False
+        self._syntax = syntax
         self._texts = texts
-        self._state: Literal["text", "opened", "call", "value", "closing"] = "text"
-        self._marks = Marks(self._AHEAD["text"])
-        self._named = ""  # the mark before a name that is being read
-        self._name = ""
-        self._buffer = ""
-        self._function = ""
-        self._is_text = False
-        self._n_arguments = 0
+        self._open = syntax.argument.partition("$")[0]
+        self._state: Literal["between", "key", "begun", "value"] = "between"
+        self._marks = Marks([self._open, *syntax.closes])
+        self._held = ""  # an element up to its value
+        self._value: list[str] = []
+        self._is_text = self._is_wrapped = False
+        self._key = ""
+        self._n = 0
 
-    def feed(self, text: str) -> list[str | CallDelta]:
-        """As `CallReader.feed`."""
-        found: list[str | CallDelta] = []
-        while True:
-            if self._named:
-                self._buffer += text
-                name = _XML_NAME.match(self._buffer)
-                # A line end behind the name belongs to the mark.
-                if name is None or (name.end() == len(self._buffer) and name[0][-1] == ">"):
-                    return found
-                text, named = self._buffer[name.end() :], self._named
-                self._buffer = self._named = ""
-                found += self._begin(named, name[1])
-                continue
-            state = self._state
-            before, mark = self._marks.feed(text)
-            text = self._marks.take()
-            found += self._between(before)
-            if self._state != state:  # which looks for other marks
-                text = (mark or "") + text
-                continue
-            if mark is None:
-                self._marks.feed(text)  # it is still held back
-                return found
-            if mark in (_FUNCTION, _PARAMETER):
-                self._named, self._buffer = mark, ""
-            else:
-                found += self._pass(mark)
+    def feed(self, text: str) -> tuple[str, int]:
+        """As `JsonText.feed`."""
+        made: list[str] = []
+        rest: str | None = text
+        left = ""
+        while rest is not None and not self.is_over:
+            left = rest
+            match self._state:
+                case "between":
+                    rest = self._between(rest, made)
+                case "key":
+                    rest = self._find_key(rest, made)
+                case "begun":
+                    rest = self._begin_value(rest)
+                case "value":
+                    rest = self._read(rest, made)
+            left = rest or ""
+        return "".join(made), len(text) - len(left)
 
-    def _go(self, state: Literal["text", "opened", "call", "value", "closing"]) -> None:
-        self._state, self._marks = state, Marks(self._AHEAD[state])
+    def _between(self, text: str, made: list[str]) -> str | None:
+        _, mark = self._marks.feed(text)
+        if mark is None:
+            return None
+        if mark == self._open:
+            self._state, self._held = "key", mark
+        else:
+            self.is_over = True
+            made.append("}" if self._n else "{}")
+        return self._marks.take()
 
-    def _between(self, text: str) -> list[str | CallDelta]:
-        """Text before the next mark."""
-        if not text:
-            return []
-        if self._state == "value":
-            if not self._is_text:
-                self._buffer += text
-                return []
-            return [self._calls.arguments(json.dumps(text, ensure_ascii=False)[1:-1])]
-        if self._state in ("opened", "closing"):
-            self._buffer += text
-            if self._state == "opened" or self._buffer.isspace():
-                return []
-            text, self._buffer = self._buffer, ""
-            self._go("text")
-        return [text] if self._state == "text" else []
-
-    def _begin(self, mark: str, name: str) -> list[str | CallDelta]:
-        if mark == _FUNCTION:
-            self._function, self._n_arguments = name.strip(), 0
-            self._go("call")
-            return [self._calls.begin(self._function)]
-        key = name.strip()
-        self._is_text = key in self._texts.get(self._function, ())
-        between = ", " if self._n_arguments else "{"
-        self._n_arguments += 1
-        self._buffer = ""
-        self._go("value")
-        shown = json.dumps(key, ensure_ascii=False)
+    def _find_key(self, text: str, made: list[str]) -> str | None:
+        whole = self._held + text
+        self._held = whole[:HEAD_MAX]
+        begun = self._syntax.begins_value.match(self._held)
+        if begun is None:
+            if len(self._held) < HEAD_MAX:
+                return None
+            self._state, self._marks = "between", Marks([self._open, *self._syntax.closes])
+            return whole[len(self._open) :]
+        said = begun.groupdict()
+        self._key = said["key"].strip()
+        kind = said.get("text") or said.get("type")
+        self._is_text = self._key in self._texts if kind is None else kind in ("true", "string")
+        shown = json.dumps(self._key, ensure_ascii=False)
         quote = '"' if self._is_text else ""
-        return [self._calls.arguments(f"{between}{shown}: {quote}")]
+        made.append(f"{', ' if self._n else '{'}{_utf8(shown)}: {quote}")
+        self._n += 1
+        self._state, self._value, self._held = "begun", [], ""
+        return whole[begun.end() :]
 
-    def _pass(self, mark: str) -> list[str | CallDelta]:
-        """A mark without a name."""
-        if self._state == "value":
-            self._go("call")
-            value, self._buffer = self._buffer, ""
-            return [
-                self._calls.arguments(
-                    '"' if self._is_text else json_literal(value.removesuffix("\n"))
-                )
-            ]
-        if self._state == "call":
-            self._go("closing" if mark == "</function>" else "text")
-            return [self._calls.arguments("}" if self._n_arguments else "{}")]
-        if mark in (_OPEN, "<seed:tool_call>"):
-            self._go("opened")
-            self._buffer = mark
-            return []
-        # Nothing was called between the marks.
-        kept: list[str | CallDelta] = [self._buffer + mark] if self._state == "opened" else []
-        self._go("text")
-        self._buffer = ""
-        return kept
+    def _begin_value(self, text: str) -> str | None:
+        """Pass what is before the value, and no part of it."""
+        self._held += text
+        begin, end = self._syntax.wrap
+        first = "\n" if self._syntax.has_lines else begin
+        if first.startswith(self._held) and self._held != first:
+            return None
+        self._is_wrapped = bool(begin) and self._held.startswith(begin)
+        close = self._syntax.ends_value.replace("$key", self._key)
+        close = end + close if self._is_wrapped else close
+        self._marks = Marks([close, "\n" + close] if self._syntax.has_lines else [close])
+        self._state = "value"
+        held, self._held = self._held, ""
+        return held.removeprefix(first)
 
-    def flush(self) -> list[str | CallDelta]:
-        """As `CallReader.flush`; a call that is not complete stays so."""
+    def _read(self, text: str, made: list[str]) -> str | None:
+        before, mark = self._marks.feed(text)
+        if self._is_text:
+            made.append(json.dumps(_utf8(before), ensure_ascii=False)[1:-1])
+        else:
+            self._value.append(before)
+        if mark is None:
+            return None
+        if self._is_text:
+            made.append('"')
+        else:
+            value = "".join(self._value)
+            sign = self._syntax.nests
+            is_nested = sign and f"{sign}<" in value
+            made.append(_nested(value, sign) if is_nested else json_literal(value))
         rest = self._marks.take()
-        if self._named:
-            return [self._named + self._buffer] if self._named == _FUNCTION else []
-        if self._state in ("opened", "closing"):
-            return [self._buffer + rest] if self._buffer + rest else []
-        return self._between(rest)
+        self._state, self._marks = "between", Marks([self._open, *self._syntax.closes])
+        return rest
+
+    def flush(self) -> str:
+        """The rest of a text that was cut off."""
+        rest = self._marks.take() if self._state == "value" and self._is_text else ""
+        return json.dumps(_utf8(rest), ensure_ascii=False)[1:-1]
 
 
-def _is_utf8(text: str) -> bool:
-    """Whether *text* has UTF-8, which JSON's escapes of lone surrogates do not."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+def _nested(text: str, sign: str) -> str:
+    """JSON of elements inside of each other: lists have items, objects have other elements."""
+    first, *rest = text.split(f"{sign}<")
+    root = _Node("", [first])
+    path = [root]
+    for element in rest:
+        tag, _, words = element.partition(">")
+        if tag.startswith("/"):
+            path = path[:-1] or path
+        elif len(path) < DEPTH_MAX:
+            path.append(_Node(tag, [words]))
+            path[-2].inner.append(path[-1])
+        else:
+            path[-1].text.append(words)
+    return root.to_json()
+
+
+@dataclass(slots=True)
+class _Node:
+    """An element with its text, and those inside of it."""
+
+    tag: str
+    text: list[str]
+    inner: "list[_Node]" = field(default_factory=list["_Node"])
+
+    def to_json(self) -> str:
+        if not self.inner:
+            return json_literal("".join(self.text))
+        values = [one.to_json() for one in self.inner]
+        if all(one.tag == "item" for one in self.inner):
+            return f"[{', '.join(values)}]"
+        keys = (json.dumps(_utf8(one.tag), ensure_ascii=False) for one in self.inner)
+        return (
+            f"{{{', '.join(f'{key}: {value}' for key, value in zip(keys, values, strict=True))}}}"
+        )
+
+
+def _call_of(value: object) -> tuple[str, str, str | None] | None:
+    """Name, arguments as JSON, and id of a call that is a JSON object; None if it is none."""
+    fields = object_of(value)
+    fields = object_of(fields.get("function")) or fields
+    name = fields.get("name", fields.get("tool_name"))
+    arguments = fields.get("arguments", fields.get("parameters"))
+    id_ = fields.get("id")
+    if isinstance(arguments, str):  # some models write JSON text inside JSON
+        try:
+            arguments, _ = decoded(arguments.strip())
+        except (ValueError, RecursionError):
+            return None
+    if not isinstance(name, str) or not name or not isinstance(arguments, dict):
+        return None
+    written, _ = JsonText().feed(json.dumps(arguments, ensure_ascii=False))
+    return name, written, id_ if isinstance(id_, str) and id_ else None
+
+
+def _utf8(text: str) -> str:
+    """*text* with U+FFFD for what has no UTF-8: half a surrogate pair."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

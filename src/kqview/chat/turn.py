@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal, NamedTuple, TypedDict, cast
 
 from kqview import json_input
-from kqview.chat import tool_format
-from kqview.chat.reasoning import THINK_TAGS, Piece, Split, opened_by
+from kqview.chat import formats, tool_format
+from kqview.chat.reasoning import THINK_TAGS, Piece, Split, opened_by, split_of
 from kqview.chat.tool_format import CallDelta, CallReader, Format, Tool, Wanted
 from kqview.errors import InvalidSampling, RequestError, shown
 from kqview.types import ModelInfo, Sampling
@@ -257,7 +257,7 @@ def constrained(
         )
     if not needs_call and schema is None:
         return sampling
-    if not has_tools and reasoning.how == "no" and form != "harmony":
+    if not has_tools and reasoning.how == "no" and not formats.FORMATS[form].answer:
         return replace(sampling, json_schema=schema)
     wanted = Wanted(
         calls=choice.tools,
@@ -289,9 +289,9 @@ class Parts:
     ) -> None:
         """Arguments as in `Reading`."""
         # A call in a channel of its own needs no tools to be one.
-        form = "harmony" if split.mode == "harmony" else calls
+        has_channels = split.mode == "harmony" and not split.has_recipients
+        form = "harmony" if has_channels else calls
         self._calls = CallReader(form, texts) if form is not None else None
-        self._space = ""  # after a call: line ends between calls are no content
         self.has_calls = False
         """Whether there are tool calls so far."""
 
@@ -318,18 +318,8 @@ class Parts:
         return [] if self._calls is None else self._of_calls(self._calls.flush())
 
     def _of_calls(self, found: Iterable[str | CallDelta]) -> list[Delta]:
-        deltas: list[Delta] = []
-        for one in found:
-            if isinstance(one, str) and self.has_calls:
-                self._space += one
-                if not self._space.isspace():
-                    deltas.append(Delta(content=self._space))
-                    self._space = ""
-            elif isinstance(one, str):
-                deltas.append(Delta(content=one))
-            else:
-                self.has_calls, self._space = True, ""
-                deltas.append(Delta(call=one))
+        deltas = [Delta(content=one) if isinstance(one, str) else Delta(call=one) for one in found]
+        self.has_calls = self.has_calls or any(delta.call is not None for delta in deltas)
         return deltas
 
 
@@ -370,9 +360,8 @@ def reader_of(source: str, opened: str | None, tools: Sequence[Tool]) -> Callabl
         opened: The mark of reasoning inside of which the answer begins, None if it does not.
         tools: Those that may be called.
     """
-    form = tool_format.format_of(source) if tools else None
-    mode = "harmony" if tool_format.is_harmony(source) else "think"
-    split = Split(mode=mode, opened=opened, may_call=bool(tools))
+    form = formats.format_of(source) if tools else None
+    split = split_of(source, opened, may_call=bool(tools))
     texts = tool_format.text_parameters(tools)
 
     def read(text: str) -> Reply:

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, Literal
 
-from kqview.chat import CHATML, tool_format
-from kqview.chat.reasoning import THINKING, Piece, Split, TokenCounter
+from kqview.chat import CHATML, formats, tool_format
+from kqview.chat.reasoning import THINKING, Piece, Split, TokenCounter, split_of
 from kqview.chat.tool_format import CallDelta, Format, Tool
 from kqview.chat.turn import (
     N_END,
@@ -126,11 +126,11 @@ def prepare(engine: Engine, chat: ChatRequest) -> ChatWork:
     # What the answer continues decides whether it begins inside of reasoning.
     end = engine.detokenize(ids[-N_END:]) if ids else ""
     opened = opened_in(begun, end)
-    native = tool_format.format_of(source)
+    native = formats.format_of(source)
     # A template that has no place for tools shows them in Hermes' format.
     form = native if tool_format.knows_tools(source) or native == "harmony" else "hermes"
-    is_harmony = form == "harmony"
-    split = Split(mode="harmony" if is_harmony else "think", opened=opened, may_call=bool(tools))
+    split = split_of(source, opened, may_call=bool(tools))
+    is_harmony = split.mode == "harmony"
     if chat.split is not None:
         split = chat.split(source, end, split)
     reasoning = reasoning_of(source, end, opened)
