@@ -59,7 +59,7 @@ _N_BEFORE_HEADER: Final = 4
 class PlainChatOptions(PlainGenerateOptions, total=False):
     """`ChatOptions` without ``json_schema``, which says what `Generation.parsed` is."""
 
-    tools: Sequence[Mapping[str, Any] | type[Any]] | None
+    tools: Sequence[ToolLike] | None
     tool_choice: ToolChoice | None
     parallel_tool_calls: bool | None
     continue_final_message: bool | None
@@ -77,6 +77,7 @@ class Conversation:
     _core: CoreEngine
     _model: CoreModel
     _info: ModelInfo
+    _template_options: Mapping[str, Any] = MappingProxyType({})
 
     def _take_template_options(self, options: object) -> None:
         """Variables of every chat; raises as `apply_chat_template`."""
