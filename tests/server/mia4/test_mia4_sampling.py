@@ -33,6 +33,7 @@ VALUES: dict[str, tuple[Any, Any, Any, Any]] = {
     "max_tokens": (16, 32, 64, 128),
     "top_n_sigma": (1.0, 2.0, 3.0, 4.0),
     "min_keep": (1, 2, 3, 4),
+    "min_tokens": (1, 2, 3, 4),
     "dynatemp_range": (0.1, 0.2, 0.3, 0.4),
     "dynatemp_exponent": (1.1, 1.2, 1.3, 1.4),
     "dry_multiplier": (0.1, 0.2, 0.3, 0.4),
