@@ -34,6 +34,8 @@ _RENAMED: Final[Mapping[str, str]] = {
     "--ssl-key-file": "--ssl-keyfile",
     "--ssl-cert-file": "--ssl-certfile",
 }
+_VERBOSE: Final = ("-v", "--log-verbose")
+_UNIFIED: Final = ("-kvu", "--kv-unified")
 # Several values between commas, as llama-server has them; our own lists take them as well.
 _LISTS: Final[Mapping[str, str]] = {
     **{
@@ -67,10 +69,11 @@ _CONTEXT: Final = ("-c", "--ctx-size")
 _V_TYPE: Final = ("-ctv", "--cache-type-v")
 _IGNORED: Final = frozenset(
     {
-        "--metrics", "--jinja", "-cb", "--cont-batching", "-nocb", "--no-cont-batching", "--mlock",
+        "--metrics", "--jinja", "--no-jinja", "-cb", "--cont-batching", "-nocb",
+        "--no-cont-batching", "--mlock",
         "--mmap", "--no-mmap", "--warmup", "--no-warmup", "--perf", "--no-perf", "--webui",
-        "--no-webui", "--ui", "--no-ui", "-kvu", "--kv-unified", "-no-kvu", "--no-kv-unified",
-        "--swa-full", "--log-disable", "-v", "--verbose", "--log-verbose", "--log-prefix",
+        "--no-webui", "--ui", "--no-ui", "-no-kvu", "--no-kv-unified",
+        "--swa-full", "--log-disable", "--log-prefix",
         "--no-log-prefix", "--log-timestamps", "--no-log-timestamps", "--offline", "--cache-prompt",
         "--no-cache-prompt", "--cache-idle-slots", "--no-cache-idle-slots",
         "--repack", "-nr", "--no-repack", "--op-offload", "--no-op-offload", "--embedding",
@@ -133,7 +136,7 @@ _LACKING: Final[Mapping[str, Sequence[str]]] = {
         "--no-prefill-assistant"),
     "this sampler": ("--adaptive-target", "--adaptive-decay"),
     "a message at the limit of thinking": ("--reasoning-budget-message",),
-    "chats without Jinja and its tools": ("--no-jinja", "--skip-chat-parsing"),
+    "chats whose calls and reasoning nobody reads": ("--skip-chat-parsing",),
     "special tokens in texts": ("-sp", "--special"),
     "this form of infill": ("--spm-infill",),
     "a limit for one slot in a shared cache": ("--kv-unified-per-slot",),
@@ -233,6 +236,8 @@ def translated(
     kv_type = next(
         (value for name, value in reversed(flags) if name in ("-ctk", "--cache-type-k")), "f16"
     )
+    # With one cache for all, each slot may hold all of it.
+    n_parts = 1 if any(name in _UNIFIED for name, _ in flags) else n_slots
     found: list[str] = []
     for name, value in flags:
         if name in _IGNORED or name in _IGNORED_WITH_VALUE:
@@ -242,8 +247,8 @@ def translated(
                 raise RequestError(
                     f"{name} is {value} and keys are {kv_type}; use one type for both"
                 )
-        elif name != "--slots" or value is not None:
-            found += _written(name, value, n_slots)
+        elif name not in _UNIFIED and (name != "--slots" or value is not None):
+            found += _written(name, value, n_slots, n_parts)
     if ignored:
         names = " ".join(dict.fromkeys(ignored))
         note(f"flags of llama-server without effect here: {names}")
@@ -284,7 +289,7 @@ def _lacking(name: str) -> str | None:
     return None
 
 
-def _written(name: str, value: str | None, n_slots: int | None) -> list[str]:
+def _written(name: str, value: str | None, n_slots: int | None, n_parts: int | None) -> list[str]:
     what = _lacking(name)
     if what is not None:
         raise RequestError(
@@ -293,12 +298,12 @@ def _written(name: str, value: str | None, n_slots: int | None) -> list[str]:
     if name in ("--rerank", "--reranking"):
         return ["--pooling", "rank"]
     if value is None:
-        return [name]
+        return ["--verbose" if name in _VERBOSE else name]
     if name in _SLOTS:
         return ["--slots", str(_AUTO_SLOTS if n_slots == -1 else n_slots)]
     if name in _CONTEXT:
         # The context of all slots together, unless llama.cpp chooses how many there are.
-        n_ctx = _number(name, value) // max(1, n_slots or 1)
+        n_ctx = _number(name, value) // max(1, n_parts or 1)
         return ["--ctx", str(n_ctx)] if n_ctx else []
     if name in _LAYERS:
         return ["--ngl", "-1" if value in ("auto", "all") else value]

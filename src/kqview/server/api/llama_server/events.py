@@ -10,7 +10,7 @@ import msgspec
 from msgspec import UNSET
 
 from kqview.generation.text import ShownText
-from kqview.server.api.llama_fields import Timings, error_body, timings
+from kqview.server.api.llama_fields import Timings, error_body, prompt_progress, timings
 from kqview.server.api.llama_server import schema
 from kqview.server.api.llama_server.convert import Plan, fields_of, stop_type
 from kqview.server.api.mods_field import removed, tool_calls_of
@@ -94,11 +94,12 @@ class CompletionEvents:
         sample, text = self._added(run, step)
         token, body = step.token, self._plan.body
         partial = self._partial(run, sample, text, [token.id])
-        if body.return_progress and len(sample.ids) == 1:
-            partial.prompt_progress = self._progress(run, sample)
         if token.logprob is not None:
             partial.completion_probabilities = [self._logprob(token)]
-        return [msgspec.json.encode(partial)]
+        events = [partial]
+        if body.return_progress and len(sample.ids) == 1:
+            events = [*self._progress(run, sample), partial]
+        return [_NEXT.join(map(msgspec.json.encode, events))]
 
     def removed(self, run: Run, removal: Removal) -> list[bytes]:
         """What a client is to drop, in an event of its own."""
@@ -165,10 +166,15 @@ class CompletionEvents:
             timings=sample.timings(run) if self._plan.body.timings_per_token else UNSET,
         )
 
-    def _progress(self, run: Run, sample: Sample) -> schema.Progress:
-        n_prompt = self._n_prompt(sample)
-        spent = sample.timings(run)
-        return schema.Progress(n_prompt, spent.cache_n, n_prompt, int(spent.prompt_ms))
+    def _progress(self, run: Run, sample: Sample) -> list[schema.Partial]:
+        empty = msgspec.structs.replace(self._partial(run, sample, "", []), tokens_predicted=0)
+        has_timings = self._plan.body.timings_per_token
+        return [
+            msgspec.structs.replace(
+                empty, prompt_progress=progress, timings=spent if has_timings else UNSET
+            )
+            for progress, spent in prompt_progress(sample.timings(run))
+        ]
 
     def _end(self, run: Run, sample: Sample, *, is_stream: bool) -> Any:
         plan, generation = self._plan, run.generations[sample.index]

@@ -24,7 +24,7 @@ from kqview.server.api.attention_protocol import (
 )
 from kqview.server.api.chat_work import Answer as ChatAnswer
 from kqview.server.api.chat_work import AnswerReader, Delta, counts_of, finish_reason
-from kqview.server.api.llama_fields import Timings, error_body, timings
+from kqview.server.api.llama_fields import Timings, error_body, prompt_progress, timings
 from kqview.server.api.mods_field import removed, tool_calls_of
 from kqview.server.api.openai.convert import Plan, usage_of
 from kqview.server.budget import Hold
@@ -186,6 +186,7 @@ class Chunks:
             return []
         sample, token = self._sample(step.sample), step.token
         sample.note()
+        is_first = not sample.has_begun
         choices = self._begun(sample)
         if sample.reader is not None:
             texts = [_delta(delta) for delta in sample.reader.feed(token.text)]
@@ -199,7 +200,9 @@ class Chunks:
         new = [self._choice(sample, text, None) for text in texts]
         if logprobs is not None:
             new[0]["logprobs"] = logprobs
-        events = [event_pieces(self._chunk(run, [one], sample), None) for one in choices]
+        events = [event_pieces(self._chunk(run, [one]), None) for one in choices]
+        if is_first and self._plan.has_progress:
+            events += self._progress(run, sample)
         for i, choice in enumerate(new):
             if i == 0 and fields is not None:
                 chunk = self._chunk(run, [{**choice, "attention": fields}], sample)
@@ -259,6 +262,15 @@ class Chunks:
     def error(self, run: Run | None, answer: Answer) -> list[bytes]:
         """What went wrong."""
         return [msgspec.json.encode(error_body(answer))]
+
+    def _progress(self, run: Run, sample: Sample) -> list[Sequence[bytes]]:
+        """Chunks about the prompt, before those of its first token."""
+        chunks: list[Object] = []
+        for progress, spent in prompt_progress(sample.timings(run)):
+            chunks.append({**self._chunk(run, []), "prompt_progress": progress})
+            if self._plan.has_timings:
+                chunks[-1]["timings"] = spent
+        return [event_pieces(one, None) for one in chunks]
 
     def _sample(self, index: int) -> Sample:
         if index not in self._samples:
@@ -385,6 +397,8 @@ class Whole:
         reply["choices"] = choices
         reply["usage"] = usage_of(counts_of(run), is_prefill=plan.is_prefill)
         reply["timings"] = timings(run.usage)
+        if plan.shown_prompt is not None:
+            reply["__verbose"] = {"prompt": plan.shown_prompt}
         return msgspec.json.encode(reply)
 
     def _choice(self, run: Run, i: int) -> Object:
