@@ -11,12 +11,18 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+
+import kqview.cli.serving
+import kqview.server  # noqa: F401  # before the first fork
+from kqview.__main__ import main
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,6 +30,8 @@ if TYPE_CHECKING:
 MODELS = Path(os.environ["LLAMA_SUITE_MODELS"])
 RESULTS = Path(os.environ["LLAMA_SUITE_RESULTS"])
 LIMIT_S = 120
+KQVIEW = "kqview"
+"""Stands for the program of ours, which is not started but forked."""
 # Repository, or the first folder of a file in it, and the model that stands for it.
 _STAND_INS = {
     "ggml-org/test-model-stories260K": "demo",
@@ -41,6 +49,61 @@ _FIXED_TEXTS = ('"42"', '"foooooo"', "a{5,5}", "[ -3000 ]", "(\\{|John)+")
 sys.modules["wget"] = ModuleType("wget")
 sys.modules["filelock"] = ModuleType("filelock")
 sys.modules["filelock"].__dict__["FileLock"] = contextlib.nullcontext
+
+
+class ForkedServer:
+    """``kqview serve`` in a fork of this process, with the methods of a Popen that the suite uses.
+
+    Such a start takes a tenth of the time of one that imports everything, and there are hundreds.
+    """
+
+    def __init__(self, args: list[str], *, env: dict[str, str], stdout: Any, **_: Any) -> None:
+        words = ["kqview", "serve", *args[1:]]
+        if "--model" not in words:  # a router, here a server of the demo model
+            words.append("--demo")
+        self.returncode: int | None = None
+        sys.stdout.flush()
+        self.pid = os.fork()
+        if self.pid:
+            return
+        status = 1
+        try:
+            os.dup2(stdout.fileno(), 1)
+            os.dup2(stdout.fileno(), 2)
+            os.environ.clear()
+            os.environ.update(env)
+            sys.argv = words
+            status = main()
+        except SystemExit as end:
+            status = end.code if isinstance(end.code, int) else 1
+        finally:
+            os._exit(status or 0)
+
+    def poll(self) -> int | None:
+        """The exit status, None while it runs."""
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def wait(self, timeout: float) -> None:
+        """Wait for the end."""
+        until_s = time.monotonic() + timeout
+        while self.poll() is None:
+            if time.monotonic() > until_s:
+                raise subprocess.TimeoutExpired("kqview", timeout)
+            time.sleep(0.01)
+
+    def terminate(self) -> None:
+        """Ask it to end."""
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End it."""
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
 
 
 def pytest_configure() -> None:
@@ -64,6 +127,10 @@ def pytest_configure() -> None:
     def download_file(url: str, output_file_path: str | None = None) -> str:
         return str(MODELS / ("lora.gguf" if "shakespeare" in url else "demo.gguf"))
 
+    if os.environ["LLAMA_SERVER_BIN_PATH"] == KQVIEW:
+        utils.subprocess = SimpleNamespace(
+            Popen=ForkedServer, TimeoutExpired=subprocess.TimeoutExpired
+        )
     utils.match_regex, utils.download_file = match_regex, download_file
     utils.ServerProcess.start = start
     utils.ServerPreset.load_all = staticmethod(lambda: None)

@@ -13,6 +13,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,15 +42,65 @@ _SUBSTITUTIONS = (
 )
 
 
-def source() -> Path:
-    """The folder of llama.cpp's pinned source."""
+@dataclass(frozen=True)
+class Prepared:
+    """A copy of the tests, and the models."""
+
+    folder: Path
+    tests: Path
+    models: Path
+
+    def files(self) -> list[str]:
+        """Names of the files of tests."""
+        return sorted(file.name for file in (self.tests / "unit").glob("test_*.py"))
+
+    def run(self, name: str, wanted: Sequence[str]) -> dict[str, dict[str, str]]:
+        """Run tests against a program.
+
+        Args:
+            name: "control" for llama-server; others run kqview. Logs and results have it as their
+                name.
+            wanted: Files, or cases, by their names in ``unit``.
+
+        Returns:
+            For each case, by its id without the folder, its outcome and, where it failed, why.
+        """
+        results = self.folder / f"{name}.jsonl"
+        results.touch()
+        program = stock.find_binary("llama-server") if name == "control" else "kqview"
+        environ = {
+            **os.environ,
+            "LLAMA_SERVER_BIN_PATH": str(program),
+            "LLAMA_SUITE_MODELS": str(self.models),
+            "LLAMA_SUITE_RESULTS": str(results),
+            "KQVIEW_SUPERVISE": "false",
+            "PYTHONPATH": os.pathsep.join([str(self.tests), str(ROOT)]),
+        }
+        for i, one in enumerate(wanted):
+            # A process of its own: a crash ends that one only.
+            command = [
+                sys.executable, "-m", "pytest", "-q", "-c", "pytest.ini", "--rootdir", ".",
+                "-p", "tests.llama_suite.plugin", "-p", "no:cacheprovider", "-m", "not slow",
+                f"unit/{one}",
+            ]  # fmt: skip
+            log = self.folder / f"{name}-{i}.log"
+            with log.open("w") as out:
+                subprocess.run(
+                    command, cwd=self.tests, env={**environ, "PORT": str(free_port())},
+                    stdout=out, stderr=subprocess.STDOUT, timeout=RUNS_WITHIN_S, check=False,
+                )  # fmt: skip
+            last = log.read_text(errors="replace").rstrip().rpartition("\n")[2]
+            print(f"{name}: {one[:60]}: {last}", flush=True)
+        rows = map(json.loads, results.read_text("utf-8").splitlines())
+        return {row["case"]: row for row in rows}
+
+
+def prepare(folder: Path) -> Prepared:
+    """Copy the tests into *folder*, and write the models there."""
     command = [sys.executable, ROOT / "vendor" / "fetch.py"]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
-    return Path(done.stdout.strip())
-
-
-def copy(folder: Path, llama_cpp: Path) -> Path:
-    """Copy the tests into *folder*, at their place beside the templates that they name."""
+    llama_cpp = Path(done.stdout.strip())
+    # At the place beside the templates that they name.
     tests = folder / "tools" / "server" / "tests"
     shutil.copytree(llama_cpp / "tools" / "server" / "tests", tests)
     (folder / "models").symlink_to(llama_cpp / "models")
@@ -59,7 +110,10 @@ def copy(folder: Path, llama_cpp: Path) -> Path:
         for pattern, replacement in _SUBSTITUTIONS:
             text = re.sub(pattern, replacement, text)
         file.write_text(text, "utf-8")
-    return tests
+    models = folder / "stand-ins"
+    models.mkdir()
+    write_models(models, tests)
+    return Prepared(folder, tests, models)
 
 
 def write_models(folder: Path, tests: Path) -> None:
@@ -81,57 +135,7 @@ def write_models(folder: Path, tests: Path) -> None:
     tiny_gguf.write_bert(folder / "rerank.gguf", pooling=rank, n_classes=1, words=words)
 
 
-def server_program(folder: Path, *, control: bool) -> Path:
-    """The program to test: llama-server, or one that takes its flags and runs ``kqview serve``."""
-    if control:
-        return stock.find_binary("llama-server")
-    path = folder / "server"
-    # A router, which has no model, is one that serves the demo model.
-    path.write_text(
-        "#!/bin/sh\n"
-        'case " $* " in *" --model "*) ;; *) set -- "$@" --demo ;; esac\n'
-        f'exec "{sys.executable}" -m kqview serve "$@"\n'
-    )
-    path.chmod(0o755)
-    return path
-
-
 def free_port() -> int:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return sock.getsockname()[1]
-
-
-def run(
-    tests: Path, models: Path, program: Path, files: Sequence[str], results: Path
-) -> dict[str, dict[str, str]]:
-    """Run *files* of the suite against *program*.
-
-    Returns:
-        For each case, by its id without the folder, its outcome and, where it failed, why.
-    """
-    environ = {
-        **os.environ,
-        "LLAMA_SERVER_BIN_PATH": str(program),
-        "LLAMA_SUITE_MODELS": str(models),
-        "LLAMA_SUITE_RESULTS": str(results),
-        "KQVIEW_SUPERVISE": "false",
-        "PYTHONPATH": os.pathsep.join([str(tests), str(ROOT)]),
-    }
-    results.touch()
-    for name in files:
-        # A file of its own: a crash ends that one only.
-        command = [
-            sys.executable, "-m", "pytest", "-q", "-c", "pytest.ini", "--rootdir", ".",
-            "-p", "tests.llama_suite.plugin", "-p", "no:cacheprovider", "-m", "not slow",
-            f"unit/{name}",
-        ]  # fmt: skip
-        log = results.with_suffix(f".{name}.log")
-        with log.open("w") as out:
-            subprocess.run(
-                command, cwd=tests, env={**environ, "PORT": str(free_port())}, stdout=out,
-                stderr=subprocess.STDOUT, timeout=RUNS_WITHIN_S, check=False,
-            )  # fmt: skip
-        print(name, log.read_text(errors="replace").rstrip().rpartition("\n")[2], flush=True)
-    rows = map(json.loads, results.read_text("utf-8").splitlines())
-    return {row["case"]: row for row in rows}

@@ -236,11 +236,15 @@ _Body = TypeVar("_Body", bound=LlamaFields)
 
 
 def with_defaults(body: _Body, settings: Settings) -> _Body:
-    """*body*, with the operator's values in fields of sampling that it leaves open."""
+    """*body*, with the operator's values in fields that it leaves open."""
+    tables = {**_FIELDS, **_OTHER_FIELDS}
     missing = {
         names[0]: value
-        for option, value in settings.sampling_defaults.items()
-        if (names := _FIELDS.get(option)) and all(getattr(body, name) is None for name in names)
+        for option, value in [
+            *settings.sampling_defaults.items(),
+            ("max_tokens", settings.n_predict),
+        ]
+        if (names := tables.get(option)) and all(getattr(body, name) is None for name in names)
     }
     return msgspec.structs.replace(body, **missing) if missing else body
 

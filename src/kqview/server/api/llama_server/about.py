@@ -154,7 +154,8 @@ def props_of(
     sampling = Sampling(**settings.sampling_defaults)
     return Props(
         default_generation_settings=Defaults(
-            generation_settings(_NO_FIELDS, sampling, -1, is_short=True), n_ctx
+            generation_settings(_NO_FIELDS, sampling, settings.n_predict or -1, is_short=True),
+            n_ctx,
         ),
         total_slots=n_slots,
         model_alias=name,

@@ -139,6 +139,13 @@ def chat_of(
     settings: Settings,
 ) -> ChatRequest:
     """The neutral chat in *body*; *tokenize* as in `sampling_of`, raises as `chat_plan`."""
+    continues = _continues(body.continue_final_message)
+    if continues and body.add_generation_prompt:
+        raise RequestError(
+            "add_generation_prompt and continue_final_message are both true, but an answer either "
+            "begins or goes on; send one of them",
+            parameter="continue_final_message",
+        )
     tool_choice, tool_name, allowed = _tool_choice(body.tool_choice)
     wanted_format = _response_schema(body.response_format)
     json_schema = first(wanted_format, body.json_schema)
@@ -161,7 +168,7 @@ def chat_of(
         reasoning_budget=budget_of(reasoning_budget_of(body), sampling, settings),
         template_options=_template_options(body),
         adds_generation_prompt=body.add_generation_prompt is not False,
-        continues=_continues(body.continue_final_message),
+        continues=continues,
         n_samples=n_samples_of(body),
         attention=attention_of(body.attention, settings),
         names={**names_of(body), **_NAMES, "json_schema": schema_name},
