@@ -53,7 +53,7 @@ def test_properties_are_those_of_model_and_server(demo: Served, client: httpx.Cl
 
 
 def test_properties_have_what_the_server_was_started_with():
-    settings = Settings(sampling=("seed=42", "temperature=0.5"), n_predict=9)
+    settings = Settings(sampling=("seed=42", "temperature=0.5"), default_max_tokens=9)
     with serving(settings) as served, served.client() as own:
         shown = own.get("/props").json()["default_generation_settings"]["params"]
         reply = own.post("/completion", json={"prompt": "Anna", "ignore_eos": True}).json()

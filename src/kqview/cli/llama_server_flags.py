@@ -154,7 +154,7 @@ _VARIABLES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "LLAMA_ARG_THREADS": ("-t", "--threads"),
         "LLAMA_ARG_CTX_SIZE": (*_CONTEXT, "--ctx"),
         "LLAMA_ARG_N_PARALLEL": (*_SLOTS, "--slots"),
-        "LLAMA_ARG_N_PREDICT": _MOST_TOKENS,
+        "LLAMA_ARG_N_PREDICT": (*_MOST_TOKENS, "--default-max-tokens"),
         "LLAMA_ARG_UBATCH": ("-ub", "--ubatch-size"),
         "LLAMA_ARG_FLASH_ATTN": ("-fa", "--flash-attn"),
         "LLAMA_ARG_CACHE_TYPE_K": ("-ctk", "--cache-type-k", "--kv-type"),
@@ -311,7 +311,7 @@ def _written(name: str, value: str | None, n_slots: int | None, n_parts: int | N
         is_off = name in _OFF_BELOW_ZERO and value.startswith("-")
         return [] if is_off else ["--sampling", f"{_SAMPLING[name]}={value}"]
     if name in _MOST_TOKENS:
-        return ["--n-predict", value] if _number(name, value) > 0 else []
+        return ["--default-max-tokens", value] if _number(name, value) > 0 else []
     if name == "--chat-template-file":
         return ["--chat-template", _text_of(name, value)]
     if name == "--api-key-file":

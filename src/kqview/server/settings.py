@@ -191,7 +191,7 @@ class Settings:
         "how tokens are chosen if a request to llama-server's, OpenAI's or Anthropic's API does "
         f"not say: NAME=VALUE, such as temperature=0.6; names are {_NUMERIC}",
     )
-    n_predict: int | None = _setting(
+    default_max_tokens: int | None = _setting(
         None,
         "most tokens of a request to llama-server's, OpenAI's or Anthropic's API that does not "
         "say; without it, as many as fit",

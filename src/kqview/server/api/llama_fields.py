@@ -242,7 +242,7 @@ def with_defaults(body: _Body, settings: Settings) -> _Body:
         names[0]: value
         for option, value in [
             *settings.sampling_defaults.items(),
-            ("max_tokens", settings.n_predict),
+            ("max_tokens", settings.default_max_tokens),
         ]
         if (names := tables.get(option)) and all(getattr(body, name) is None for name in names)
     }

@@ -154,7 +154,9 @@ def props_of(
     sampling = Sampling(**settings.sampling_defaults)
     return Props(
         default_generation_settings=Defaults(
-            generation_settings(_NO_FIELDS, sampling, settings.n_predict or -1, is_short=True),
+            generation_settings(
+                _NO_FIELDS, sampling, settings.default_max_tokens or -1, is_short=True
+            ),
             n_ctx,
         ),
         total_slots=n_slots,
