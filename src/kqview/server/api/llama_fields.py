@@ -10,7 +10,9 @@ left out are off. Fields that change only how llama.cpp computes (``backend_samp
 """
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Annotated, Any, Final, TypeVar
 
@@ -528,6 +530,29 @@ def timings(usage: Usage) -> Timings:
 
 def _ratio(total: float, n: float) -> float:
     return total / n if n > 0 else 0.0
+
+
+class Clock:
+    """Timings of a generation while it runs."""
+
+    def __init__(self, sample: int = 0) -> None:
+        """Begin with generation *sample* of a run."""
+        self._sample = sample
+        self.first_s: float | None = None
+        """When its first token came, in seconds of ``time.monotonic``; None before."""
+
+    def note(self) -> None:
+        """Note that a token came."""
+        if self.first_s is None:
+            self.first_s = time.monotonic()
+
+    def timings(self, run: Run) -> Timings:
+        """So far; whole once the run has ended."""
+        usage = run.generations[self._sample].usage
+        if run.is_over or self.first_s is None:
+            return timings(usage)
+        prefill_s, decode_s = self.first_s - run.started_s, time.monotonic() - self.first_s
+        return timings(replace(usage, prefill_s=prefill_s, decode_s=decode_s))
 
 
 class Progress(Struct):
