@@ -299,7 +299,7 @@ class ChatCompletion(Struct, kw_only=True):
         choices: The answers.
         usage: Tokens of the request.
         timings: What it cost.
-        verbose: The prompt, with ``verbose``.
+        __verbose: The prompt, with ``verbose``, such as {"prompt": "<|im_start|>user"}.
     """
 
     id: str
