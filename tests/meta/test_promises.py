@@ -1,4 +1,4 @@
-"""Tables that name tests: what is promised, and llama.cpp's own tests. Every test exists."""
+"""The table of what is promised: every test that it names exists."""
 
 from __future__ import annotations
 
@@ -11,10 +11,7 @@ import pytest
 pytestmark = pytest.mark.full
 
 ROOT = Path(__file__).parents[2]
-PAGES = (
-    ROOT / "src" / "kqview" / "server" / "README.md",
-    ROOT / "tests" / "server" / "llama_server_suite.md",
-)
+PAGE = ROOT / "src" / "kqview" / "server" / "README.md"
 # | promise | [`test`](path) ... |
 ROW = re.compile(r"^\| (?P<promise>[^|]+) \| (?P<tests>[^|]*\]\([^|]+) \|$", re.MULTILINE)
 LINK = re.compile(r"\[`([^`]+)`\]\(([^)]+)\)")
@@ -23,9 +20,8 @@ LINK = re.compile(r"\[`([^`]+)`\]\(([^)]+)\)")
 def rows() -> list[tuple[str, str, Path]]:
     """(promise, name of the test, its file) of each link in the tables."""
     return [
-        (row["promise"], name, (page.parent / path).resolve())
-        for page in PAGES
-        for row in ROW.finditer(page.read_text(encoding="utf-8"))
+        (row["promise"], name, (PAGE.parent / path).resolve())
+        for row in ROW.finditer(PAGE.read_text(encoding="utf-8"))
         for name, path in LINK.findall(row["tests"])
     ]
 

@@ -52,6 +52,16 @@ def test_properties_are_those_of_model_and_server(demo: Served, client: httpx.Cl
     assert "grammar" not in settings["params"]
 
 
+def test_properties_have_what_the_server_was_started_with():
+    settings = Settings(sampling=("seed=42", "temperature=0.5"), default_max_tokens=9)
+    with serving(settings) as served, served.client() as own:
+        shown = own.get("/props").json()["default_generation_settings"]["params"]
+        reply = own.post("/completion", json={"prompt": "Anna", "ignore_eos": True}).json()
+        more = own.post("/completion", json={"prompt": "A", "n_predict": 10, "ignore_eos": True})
+    assert (shown["seed"], shown["temperature"], shown["n_predict"]) == (42, 0.5, 9)
+    assert (reply["tokens_predicted"], more.json()["tokens_predicted"]) == (9, 10)
+
+
 def test_properties_are_changed_only_if_the_server_was_started_for_it(client: httpx.Client):
     reply = client.post("/props", json={})
     assert reply.status_code == 501
@@ -93,6 +103,7 @@ def test_metrics_have_llama_cpps_names_beside_ours():
     assert values["llamacpp:tokens_predicted_total"] == 10
     assert values["llamacpp:tokens_predicted_total"] == values["kqview_generated_tokens_total"]
     assert values["llamacpp:n_tokens_max"] == n_prompt + 5
+    assert values["llamacpp:spec_decode_num_drafts_total"] == 0
     assert values["llamacpp:n_decode_total"] >= 10
     assert values["llamacpp:prompt_seconds_total"] > 0
     assert values["llamacpp:tokens_predicted_seconds_total"] > 0
@@ -188,6 +199,10 @@ def test_chat_that_cannot_be_rendered_is_refused(
     [
         ("Q: {{ messages[0].content }} A:", "Q: Hi A:"),
         ("chatml", "<|im_start|>user\nHi<|im_end|>\n"),
+        (
+            "command-r",
+            "<|START_OF_TURN_TOKEN|><|USER_TOKEN|>Hi<|END_OF_TURN_TOKEN|>",
+        ),
     ],
 )
 def test_operator_may_give_another_template(template: str, expected: str):
@@ -200,12 +215,12 @@ def test_operator_may_give_another_template(template: str, expected: str):
         shown = client.get("/props").json()["chat_template"]
         counted = client.post("/v1/chat/completions/input_tokens", json=messages).json()
         n_tokens = len(served.engine.tokenize(expected))
-    assert shown == template or template == "chatml"
+    assert shown == template or "{" not in template
     assert counted["input_tokens"] == n_tokens
 
 
 def test_template_that_cannot_work_is_refused_before_anything_is_served():
     with pytest.raises(RequestError, match="--chat-template-file"):
-        Settings(chat_template="llama3")
+        Settings(chat_template="llama33")
     with pytest.raises(UnsupportedModel, match="chat template does not parse"):
         Engine.demo(chat_template="{% for")

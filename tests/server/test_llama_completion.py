@@ -376,15 +376,31 @@ def test_stream_of_several_prompts_says_which_text_a_token_is_of(client: httpx.C
 
 
 def test_stream_with_timings_probabilities_and_progress(client: httpx.Client):
-    *tokens, end = stream(
+    begun, evaluated, *tokens, end = stream(
         client, n_predict=3, n_probs=1, timings_per_token=True, return_progress=True
     )
     assert [one["timings"]["predicted_n"] for one in tokens] == [1, 2, 3]
     assert all(len(one["completion_probabilities"]) == 1 for one in tokens)
     assert "completion_probabilities" not in end
-    progress = tokens[0]["prompt_progress"]
-    assert progress["processed"] == progress["total"] == tokens[0]["tokens_evaluated"]
-    assert "prompt_progress" not in tokens[1]
+    progress = [one["prompt_progress"] for one in (begun, evaluated)]
+    assert progress[0]["processed"] == progress[0]["cache"] == progress[1]["cache"]
+    assert progress[1]["processed"] == progress[1]["total"] == tokens[0]["tokens_evaluated"]
+    assert begun["timings"]["prompt_ms"] == 0 < evaluated["timings"]["prompt_ms"]
+    assert not any("prompt_progress" in one for one in tokens)
+
+
+def test_rates_are_those_of_steps(client: httpx.Client):
+    one, many = (complete(client, n_predict=n, ignore_eos=True)["timings"] for n in (1, 8))
+    assert one["predicted_per_second"] == one["predicted_per_token_ms"] == 0
+    assert many["predicted_per_token_ms"] == pytest.approx(many["predicted_ms"] / 7)
+
+
+def test_ignored_ends_are_shown_as_biases(demo: Served, client: httpx.Client):
+    model = demo.engine.model
+    settings = complete(client, n_predict=1, ignore_eos=True)["generation_settings"]
+    assert settings["logit_bias"] == [
+        {"bias": None, "token": id_} for id_ in (model.eos_token_id, model.eot_token_id)
+    ]
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])

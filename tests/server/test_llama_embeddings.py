@@ -97,9 +97,12 @@ def test_many_short_texts_are_tokenized_in_another_thread(
 def test_ids_and_mixtures_are_texts_too(embedder: Served, client: httpx.Client):
     ids = embedder.engine.tokenize(TEXTS[0])
     expected = embedder.engine.embed(TEXTS[0])[None]
-    for form in (ids, [ids], [{"prompt_string": TEXTS[0]}], [[ids[0], TEXTS[0]]]):
+    content = {"content": [{"type": "text", "text": part} for part in (TEXTS[0][:3], TEXTS[0][3:])]}
+    for form in (ids, [ids], [{"prompt_string": TEXTS[0]}], [[ids[0], TEXTS[0]]], content):
         found = vectors_of(client.post("/embedding", json={"input": form}))
         np.testing.assert_allclose(found, expected, atol=1e-5)
+        [openai] = client.post("/v1/embeddings", json={"input": form}).json()["data"]
+        np.testing.assert_allclose(openai["embedding"], expected[0], atol=1e-5)
 
 
 def test_vectors_are_normalized_as_asked(client: httpx.Client):
@@ -150,6 +153,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"content": [True]}, "content"),
     ({"input": [10**6]}, str(10**6)),
     ({"input": "a", "embd_normalize": -2}, "embd_normalize"),
+    ({"input": {"content": "a"}}, "content"),
+    ({"input": {"content": [{"type": "image_url"}]}}, "image_url"),
     ({"input": "a " * 5000}, "5002"),
 ]
 

@@ -230,8 +230,12 @@ def test_what_runs_is_shown_only_to_its_key():
             served.wait_idle()
 
 
-def test_endpoints_of_slots_can_be_turned_off():
-    with serving(Settings(slot_endpoints=False)) as served, served.client() as client:
+def test_endpoints_of_slots_can_be_turned_off(tmp_path: Path):
+    settings = Settings(slot_endpoints=False, slot_save_path=str(tmp_path))
+    with serving(settings) as served, served.client() as client:
+        fill(client)
+        assert act(client, "save", filename="a.bin").status_code == 200  # needs the folder only
+        assert act(client, "tokens").status_code == 501
         reply = client.get("/slots")
         assert reply.status_code == 501
         assert json.loads(reply.text)["error"]["type"] == "not_supported_error"

@@ -560,10 +560,23 @@ def _encoder_writer(arch: str, n_positions: int = 512) -> gguf.GGUFWriter:
     writer.add_block_count(ENCODER_LAYERS)
     writer.add_feed_forward_length(ENCODER_FF)
     writer.add_head_count(ENCODER_HEADS)
-    writer.add_vocab_size(N_VOCAB)
     writer.add_file_type(gguf.LlamaFileType.ALL_F32)
-    add_bytes_vocab(writer, N_VOCAB, None)
     return writer
+
+
+def _add_word_vocab(writer: gguf.GGUFWriter, words: Sequence[str]) -> int:
+    """BERT's WordPiece: *words*, letters and what may follow one; its size."""
+    specials = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
+    letters = [chr(c) for c in range(0x21, 0x7F)]
+    whole = dict.fromkeys([*letters, *words])
+    tokens = [*specials, *(f"\u2581{one}" for one in whole), *letters]
+    writer.add_tokenizer_model("bert")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(tokens)
+    writer.add_token_types([TokenType.CONTROL] * 4 + [TokenType.NORMAL] * (len(tokens) - 4))
+    writer.add_bos_token_id(2)
+    writer.add_sep_token_id(3)
+    return len(tokens)
 
 
 def write_bert(
@@ -575,6 +588,7 @@ def write_bert(
     n_positions: int = 512,
     adds: Sequence[str] = (),
     rerank_template: str | None = None,
+    words: Sequence[str] = (),
 ) -> Path:
     """3 layers of 4 heads; learned positions, attention to both sides.
 
@@ -586,22 +600,29 @@ def write_bert(
         n_positions: Positions that have a vector.
         adds: Which of "bos", "eos" and "sep" the vocabulary puts around a text.
         rerank_template: The file's text for a query and a document.
+        words: Tokens of a vocabulary like BERT's own; without any, tokens are bytes.
     """
     writer = _encoder_writer("bert", n_positions)
+    if words:
+        n_vocab = _add_word_vocab(writer, words)
+    else:
+        n_vocab = N_VOCAB
+        add_bytes_vocab(writer, n_vocab, None)
+        writer.add_sep_token_id(BERT_SEP)
+    writer.add_vocab_size(n_vocab)
+    writer.add_token_type_count(1)
     if pooling is not None:
         writer.add_pooling_type(pooling)
     if labels:
         writer.add_classifier_output_labels(labels)
-    writer.add_sep_token_id(BERT_SEP)
     for name in adds:
         writer.add_bool(f"tokenizer.ggml.add_{name}_token", True)
     if rerank_template is not None:
         writer.add_string("tokenizer.chat_template.rerank", rerank_template)
     writer.add_layer_norm_eps(1e-5)
     writer.add_causal_attention(False)
-    writer.add_token_type_count(1)
     add = Weights(writer)
-    add.matrix("token_embd.weight", N_VOCAB, ENCODER_EMBD)
+    add.matrix("token_embd.weight", n_vocab, ENCODER_EMBD)
     add.matrix("position_embd.weight", n_positions, ENCODER_EMBD)
     if n_classes:
         add.matrix("cls.weight", ENCODER_EMBD, ENCODER_EMBD)
@@ -626,6 +647,8 @@ def write_bert(
 def write_t5(path: Path) -> Path:
     """3 encoder and 3 decoder layers of 4 heads; relative positions are a bias of the scores."""
     writer = _encoder_writer("t5")
+    writer.add_vocab_size(N_VOCAB)
+    add_bytes_vocab(writer, N_VOCAB, None)
     writer.add_layer_norm_rms_eps(1e-6)
     writer.add_key_length(ENCODER_EMBD // ENCODER_HEADS)
     writer.add_value_length(ENCODER_EMBD // ENCODER_HEADS)

@@ -55,7 +55,9 @@ def of(line: str) -> tuple[str, str]:
         ("--ssl-key-file k --ssl-cert-file c", "--ssl-keyfile k --ssl-certfile c"),
         ("-ub 1024 -to 60", "--ubatch-size 1024 --idle-timeout-s 60"),
         ("--temp 0.6 --top-k 20", "--sampling temperature=0.6 --sampling top_k=20"),
-        ("-s 42 --seed -1 -n 64 -n -1", "--sampling seed=42 --max-tokens 64"),
+        ("-s 42 --seed -1 -n 64 -n -1", "--sampling seed=42 --default-max-tokens 64"),
+        ("--kv-unified -c 256 -np 4", "--ctx 256 --slots 4"),
+        ("-v --log_verbose", "--verbose --verbose"),
         ("--top-nsigma 1.5 --top-n-sigma -1", "--sampling top_n_sigma=1.5"),
         ("--reasoning-budget 256", "--reasoning-budget 256"),
         ("-rea 0 --reasoning=true", "--reasoning off --reasoning on"),
@@ -100,7 +102,7 @@ def test_unknown_flags_stay_for_the_command_to_refuse():
     "line",
     [
         "--mmproj a.gguf", "-mm a.gguf", "-md draft.gguf", "--spec-draft-n-max 3", "-sm row",
-        "-hf ggml-org/models:Q4_K_M", "--rope-scale 2", "--grammar-file g.gbnf", "--no-jinja",
+        "-hf ggml-org/models:Q4_K_M", "--rope-scale 2", "--grammar-file g.gbnf",
         "--adaptive-target 0.5", "--tools all", "--override-kv a=int:1", "--keep 5", "-ot exps=CPU",
     ],
 )  # fmt: skip

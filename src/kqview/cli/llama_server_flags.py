@@ -37,6 +37,8 @@ _RENAMED: Final[Mapping[str, str]] = {
     "--ssl-key-file": "--ssl-keyfile",
     "--ssl-cert-file": "--ssl-certfile",
 }
+_VERBOSE: Final = ("-v", "--log-verbose")
+_UNIFIED: Final = ("-kvu", "--kv-unified")
 # Several values between commas, as llama-server has them; our own lists take them as well.
 _LISTS: Final[Mapping[str, str]] = {
     **{
@@ -79,10 +81,11 @@ _REASONING: Final[Mapping[str, str]] = {
 _PRESERVE: Final = {"--reasoning-preserve": "true", "--no-reasoning-preserve": "false"}
 _IGNORED: Final = frozenset(
     {
-        "--metrics", "--jinja", "-cb", "--cont-batching", "-nocb", "--no-cont-batching", "--mlock",
+        "--metrics", "--jinja", "--no-jinja", "-cb", "--cont-batching", "-nocb",
+        "--no-cont-batching", "--mlock",
         "--mmap", "--no-mmap", "--warmup", "--no-warmup", "--perf", "--no-perf", "--webui",
-        "--no-webui", "--ui", "--no-ui", "-kvu", "--kv-unified", "-no-kvu", "--no-kv-unified",
-        "--swa-full", "--log-disable", "-v", "--verbose", "--log-verbose", "--log-prefix",
+        "--no-webui", "--ui", "--no-ui", "-no-kvu", "--no-kv-unified",
+        "--swa-full", "--log-disable", "--log-prefix",
         "--no-log-prefix", "--log-timestamps", "--no-log-timestamps", "--offline", "--cache-prompt",
         "--no-cache-prompt", "--cache-idle-slots", "--no-cache-idle-slots",
         "--repack", "-nr", "--no-repack", "--op-offload", "--no-op-offload", "--embedding",
@@ -143,7 +146,7 @@ _LACKING: Final[Mapping[str, Sequence[str]]] = {
         "-r", "--reverse-prompt", "--embd-normalize", "--keep", "--no-prefill-assistant"),
     "this sampler": ("--adaptive-target", "--adaptive-decay"),
     "a message at the limit of thinking": ("--reasoning-budget-message",),
-    "chats without Jinja and its tools": ("--no-jinja", "--skip-chat-parsing"),
+    "chats whose calls and reasoning nobody reads": ("--skip-chat-parsing",),
     "special tokens in texts": ("-sp", "--special"),
     "this form of infill": ("--spm-infill",),
     "a limit for one slot in a shared cache": ("--kv-unified-per-slot",),
@@ -161,7 +164,7 @@ _VARIABLES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "LLAMA_ARG_THREADS": ("-t", "--threads"),
         "LLAMA_ARG_CTX_SIZE": (*_CONTEXT, "--ctx"),
         "LLAMA_ARG_N_PARALLEL": (*_SLOTS, "--slots"),
-        "LLAMA_ARG_N_PREDICT": (*_MOST_TOKENS, "--max-tokens"),
+        "LLAMA_ARG_N_PREDICT": (*_MOST_TOKENS, "--default-max-tokens"),
         "LLAMA_ARG_UBATCH": ("-ub", "--ubatch-size"),
         "LLAMA_ARG_FLASH_ATTN": ("-fa", "--flash-attn"),
         "LLAMA_ARG_CACHE_TYPE_K": ("-ctk", "--cache-type-k", "--kv-type"),
@@ -249,6 +252,8 @@ def translated(
     kv_type = next(
         (value for name, value in reversed(flags) if name in ("-ctk", "--cache-type-k")), "f16"
     )
+    # With one cache for all, each slot may hold all of it.
+    n_parts = 1 if any(name in _UNIFIED for name, _ in flags) else n_slots
     found: list[str] = []
     for name, value in flags:
         if name in _IGNORED or name in _IGNORED_WITH_VALUE:
@@ -258,8 +263,8 @@ def translated(
                 raise RequestError(
                     f"{name} is {value} and keys are {kv_type}; use one type for both"
                 )
-        elif name != "--slots" or value is not None:
-            found += _written(name, value, n_slots)
+        elif name not in _UNIFIED and (name != "--slots" or value is not None):
+            found += _written(name, value, n_slots, n_parts)
     if ignored:
         names = " ".join(dict.fromkeys(ignored))
         note(f"flags of llama-server without effect here: {names}")
@@ -300,7 +305,7 @@ def _lacking(name: str) -> str | None:
     return None
 
 
-def _written(name: str, value: str | None, n_slots: int | None) -> list[str]:
+def _written(name: str, value: str | None, n_slots: int | None, n_parts: int | None) -> list[str]:
     what = _lacking(name)
     if what is not None:
         raise RequestError(
@@ -311,7 +316,7 @@ def _written(name: str, value: str | None, n_slots: int | None) -> list[str]:
     if name in _PRESERVE:
         return ["--template-option", f"preserve_reasoning={_PRESERVE[name]}"]
     if value is None:
-        return [name]
+        return ["--verbose" if name in _VERBOSE else name]
     if name in ("-rea", "--reasoning"):
         return ["--reasoning", _REASONING.get(value, value)]
     if name == _EFFORT:
@@ -323,7 +328,7 @@ def _written(name: str, value: str | None, n_slots: int | None) -> list[str]:
         return ["--slots", str(_AUTO_SLOTS if n_slots == -1 else n_slots)]
     if name in _CONTEXT:
         # The context of all slots together, unless llama.cpp chooses how many there are.
-        n_ctx = _number(name, value) // max(1, n_slots or 1)
+        n_ctx = _number(name, value) // max(1, n_parts or 1)
         return ["--ctx", str(n_ctx)] if n_ctx else []
     if name in _LAYERS:
         return ["--ngl", "-1" if value in ("auto", "all") else value]
@@ -331,7 +336,7 @@ def _written(name: str, value: str | None, n_slots: int | None) -> list[str]:
         is_off = name in _OFF_BELOW_ZERO and value.startswith("-")
         return [] if is_off else ["--sampling", f"{_SAMPLING[name]}={value}"]
     if name in _MOST_TOKENS:
-        return ["--max-tokens", value] if _number(name, value) > 0 else []
+        return ["--default-max-tokens", value] if _number(name, value) > 0 else []
     if name == "--chat-template-file":
         return ["--chat-template", _text_of(name, value)]
     if name == "--api-key-file":
@@ -352,6 +357,8 @@ def _flags(words: Sequence[str]) -> Iterator[Flag]:
     while rest:
         name = rest.pop(0)
         name, equals, value = name.partition("=") if name.startswith("--") else (name, "", "")
+        if name.startswith("--"):  # llama-server takes either
+            name = name.replace("_", "-")
         if equals:
             yield name, value
         elif name == "--slots":  # theirs has no value

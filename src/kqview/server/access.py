@@ -158,15 +158,13 @@ def _failure(error: Exception, headers: dict[str, str] | None = None) -> Respons
 
 
 class _Cors(CORSMiddleware):
-    """Answers preflights as other OPTIONS are answered: 204 without a body, unless it refuses."""
+    """Answers preflights with 200 and no body, as llama.cpp's server does; headers say the rest."""
 
     def preflight_response(self, request_headers: Headers) -> Response:
         reply = super().preflight_response(request_headers)
-        if reply.status_code != 200:
-            return reply
         names = ("content-length", "content-type")
         kept = {name: value for name, value in reply.headers.items() if name not in names}
-        return Response(None, 204, kept)
+        return Response(None, 200, kept)
 
 
 class AccessLog:

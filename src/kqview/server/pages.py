@@ -49,6 +49,8 @@ _LLAMA_COUNTERS: Final = {
     "llamacpp:tokens_predicted_seconds": ("decode_s", "Seconds in steps that generated."),
     "llamacpp:n_decode": ("n_decodes", "Calls of llama_decode()."),
 }
+# Of drafts, of which there are none here; boards for llama.cpp's server have them.
+_NO_DRAFTS: Final = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
 
 
 def _n_busy(stats: EngineStats) -> int:
@@ -151,7 +153,9 @@ class Metrics:
 
     def text(self) -> bytes:
         """All metrics in Prometheus' text format, media type `MEDIA_TYPE`."""
-        return generate_latest(self._registry)
+        # llama.cpp's server calls this one a counter; ours have "_total" in their names.
+        line = b"# TYPE llamacpp:n_tokens_max "
+        return generate_latest(self._registry).replace(line + b"gauge", line + b"counter")
 
 
 class _EngineCollector:
@@ -178,6 +182,8 @@ class _EngineCollector:
         for name, (attribute, text) in (_COUNTERS | _LLAMA_COUNTERS).items():
             totals = [(one, sum(getattr(s, attribute) for s in stats)) for one, stats in models]
             yield family(CounterMetricFamily, name, text, totals)
+        for name in _NO_DRAFTS:
+            yield CounterMetricFamily(f"llamacpp:spec_decode_{name}", "Always 0.", value=0)
         for name, (text, value) in _GAUGES.items():
             values = [(one, 0 if stats is None else value(stats)) for one, stats in now]
             yield family(GaugeMetricFamily, name, text, values)

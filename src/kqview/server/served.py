@@ -19,7 +19,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from kqview.chat import CHATML
+from kqview.chat.named_templates import TEMPLATES
 from kqview.demo import MODEL_PATH
 from kqview.engine import Engine, check_opening
 from kqview.errors import ClosedError, KqviewError, RequestError
@@ -576,7 +576,7 @@ def _together(readings: Sequence[EngineStats]) -> EngineStats:
 
 
 def _template(text: str | None) -> str | None:
-    return CHATML if text == "chatml" else text
+    return None if text is None else TEMPLATES.get(text, text)
 
 
 def _adapter(text: str) -> tuple[str, float]:

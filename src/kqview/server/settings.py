@@ -16,6 +16,7 @@ from types import NoneType
 from typing import Any, Final, Literal, Self, get_args, get_origin, get_type_hints
 
 from kqview import json_input
+from kqview.chat.named_templates import TEMPLATES
 from kqview.errors import RequestError, shown
 from kqview.types.sampling import OPTIONS
 
@@ -124,7 +125,7 @@ class Settings:
     )
     chat_template: str | None = _setting(
         None,
-        "chat template to use instead of the model's: Jinja, or chatml; "
+        "chat template to use instead of the model's: Jinja, or a name such as chatml; "
         "--chat-template-file FILE reads it from a file",
         is_text=True,
     )
@@ -209,6 +210,11 @@ class Settings:
         "where reasoning goes if a request does not say: none leaves it in the content, the others "
         "put it into reasoning_content",
     )
+    default_max_tokens: int | None = _setting(
+        None,
+        "most tokens of a request to llama-server's, OpenAI's or Anthropic's API that does not "
+        "say; without it, as many as fit",
+    )
     reasoning_budget: int = _setting(
         -1,
         "most tokens of reasoning in a chat of llama-server's, OpenAI's or Anthropic's API if a "
@@ -246,6 +252,9 @@ class Settings:
     )
 
     props: bool = _setting(False, "answer POST /props, which changes nothing")
+    verbose: bool = _setting(
+        False, "show the prompt that a chat became in each reply, as __verbose, not only if asked"
+    )
 
     # ---- where and for whom
     host: str = _setting("127.0.0.1", "address to listen on", restart=True)
@@ -359,9 +368,10 @@ class Settings:
         value = _checked(_FIELDS[name], value)
         if name == "port" and value > 65535:
             raise _wrong(name, value, "use a port from 0 to 65535")
-        if name == "chat_template" and value not in (None, "chatml") and "{" not in value:
+        if name == "chat_template" and value not in (None, *TEMPLATES) and "{" not in value:
+            known = ", ".join(TEMPLATES)
             raise _wrong(
-                name, value, "write Jinja or chatml, or name a file with --chat-template-file"
+                name, value, f"write Jinja or {known}, or name a file with --chat-template-file"
             )
         return value
 
@@ -388,7 +398,7 @@ class Settings:
         )
 
     @property
-    def sampling_defaults(self) -> dict[str, float]:
+    def sampling_defaults(self) -> dict[str, Any]:
         """The values of ``sampling`` by name."""
         pairs = (one.partition("=") for one in self.sampling)
         return {name: _number(name, value) for name, _, value in pairs}
@@ -485,8 +495,8 @@ def _checked_list(name: str, value: Any) -> tuple[str, ...]:
 
 def _checked_origin(text: str) -> str:
     """An origin as browsers send it: ``scheme://host[:port]`` in lower case."""
-    if text in ("*", "null", "loopback"):
-        return text
+    if text in ("*", "null", "loopback", "localhost"):  # the last is llama-server's word
+        return "loopback" if text == "localhost" else text
     origin = text.lower().rstrip("/")
     scheme, _, host = origin.partition("://")
     if not scheme or not host or set(host) & set("/?#@ "):

@@ -116,6 +116,8 @@ def test_options_of_the_template_are_read():
             "mode": "auto", "tools": [{"type": "function", "function": {"name": 1}}]}}},
          "tool_choice"),
         ({"response_format": {"type": "xml"}}, "response_format"),
+        ({"response_format": {"type": "json_object", "schema": 123}}, "response_format"),
+        ({"add_generation_prompt": True, "continue_final_message": True}, "continue_final_message"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": 1}}},
          "response_format"),
         ({"top_logprobs": 2}, "top_logprobs"),

@@ -255,6 +255,25 @@ def test_each_chunk_has_timings_if_asked_for(demo: Served):
     assert counts == sorted(counts)
     assert counts[-1] == 8
     assert len(counts) >= 8
+    assert "timings" not in stream[0]
+
+
+@pytest.mark.parametrize("ask", [api.chat_chunks, api.text_chunks])
+def test_stream_begins_with_the_progress_of_the_prompt(demo: Served, ask: Any):
+    progress = [
+        one["prompt_progress"]
+        for one in ask(demo, return_progress=True)[:3]
+        if "prompt_progress" in one
+    ]
+    begun, evaluated = progress
+    assert begun["processed"] == begun["cache"]
+    assert evaluated["processed"] == evaluated["total"] > begun["processed"]
+
+
+def test_reply_shows_the_prompt_if_asked(demo: Served):
+    assert "__verbose" not in api.chat(demo)
+    prompt = api.chat(demo, verbose=True)["__verbose"]["prompt"]
+    assert prompt.endswith("<|im_start|>assistant\n")
 
 
 # ---- completions
@@ -495,7 +514,7 @@ def test_embeddings_are_the_engines_in_every_form():
         for given in (ids, [ids], "Ben"):
             [one] = api.asked(served, "/v1/embeddings", input=given)["data"]
             assert np.allclose(one["embedding"], expected[1], atol=1e-6)
-        for given in ("", [], ["a", ""], [99999], "x " * 3000):
+        for given in ([], ["a", []], [99999], "x " * 3000):
             status, error = api.refused(served, "/v1/embeddings", input=given)
             assert (status, error["param"]) == (400, "input"), given
         served.wait_idle()

@@ -31,7 +31,9 @@ def run_of(text: str, reason: str = "stop") -> Any:
     usage = Usage(prompt_tokens=9, cached_tokens=4, completion_tokens=len(PIECES))
     generation = SimpleNamespace(text=text, usage=usage, tool_calls=None)
     hold = uncounted()
-    return SimpleNamespace(generations=(generation,), usage=usage, finish_reason=reason, hold=hold)
+    return SimpleNamespace(
+        generations=(generation,), usage=usage, finish_reason=reason, hold=hold, is_over=True
+    )
 
 
 def step_of(text: str, id_: int = 0, logprob: float | None = None) -> Any:
@@ -73,6 +75,18 @@ def test_stream_has_reasoning_then_text_in_numbered_events() -> None:
     assert (usage["input_tokens"], usage["input_tokens_details"]["cached_tokens"]) == (9, 4)
     assert usage["output_tokens_details"]["reasoning_tokens"] == 2
     assert usage["total_tokens"] == 13
+
+
+def test_events_have_timings_and_progress_if_asked_for() -> None:
+    run = run_of("It is noon.")
+    stream = ResponseEvents(writer_of(timings_per_token=True, return_progress=True), NO_ATTENTION)
+    events = read(stream.token(run, step_of("It is noon."))) + read(stream.done(run))
+    progress = [one["prompt_progress"] for one in events if "prompt_progress" in one]
+    assert [(one["cache"], one["processed"], one["total"]) for one in progress] == [
+        (4, 4, 9), (4, 9, 9),
+    ]  # fmt: skip
+    timed = [one["type"] for one in events if "timings" in one]
+    assert timed == ["response.output_text.delta", "response.completed"]
 
 
 def test_logprobs_of_text_are_its_tokens_own() -> None:

@@ -10,7 +10,9 @@ left out are off. Fields that change only how llama.cpp computes (``backend_samp
 """
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Annotated, Any, Final, Literal, TypeVar
 
@@ -91,10 +93,12 @@ class LlamaFields(Struct, kw_only=True):
         reasoning_budget_tokens: Most tokens of reasoning, such as 256; 0 for none. -1, which is the
             server's limit, if not given.
         thinking_budget_tokens: Another name for ``reasoning_budget_tokens``.
+        verbose: Whether the reply of a chat has its prompt, as ``__verbose``; what the server's
+            setting says if not given.
         timings_per_token: Whether each event of a stream has timings so far; false if not given.
         return_tokens: Whether the reply has the ids of the text; false if not given.
-        return_progress: Whether the first event tells how much of the prompt was cached; false if
-            not given.
+        return_progress: Whether a stream begins with two events about the prompt: how much of it
+            was cached, and that it is evaluated; false if not given.
         response_fields: Names of the fields that the reply keeps, such as ["content"]; all if not
             given.
     """
@@ -160,6 +164,7 @@ class LlamaFields(Struct, kw_only=True):
     reasoning_budget_tokens: int | None = None
     thinking_budget_tokens: int | None = None
 
+    verbose: bool | None = None
     timings_per_token: bool | None = None
     return_tokens: bool | None = None
     return_progress: bool | None = None
@@ -233,11 +238,15 @@ _Body = TypeVar("_Body", bound=LlamaFields)
 
 
 def with_defaults(body: _Body, settings: Settings) -> _Body:
-    """*body*, with the operator's values in fields of sampling that it leaves open."""
+    """*body*, with the operator's values in fields that it leaves open."""
+    tables = {**_FIELDS, **_OTHER_FIELDS}
     missing = {
         names[0]: value
-        for option, value in settings.sampling_defaults.items()
-        if (names := _FIELDS.get(option)) and all(getattr(body, name) is None for name in names)
+        for option, value in [
+            *settings.sampling_defaults.items(),
+            ("max_tokens", settings.default_max_tokens),
+        ]
+        if (names := tables.get(option)) and all(getattr(body, name) is None for name in names)
     }
     return msgspec.structs.replace(body, **missing) if missing else body
 
@@ -471,7 +480,7 @@ def _sampler_names(samplers: Sequence[str] | str | None) -> frozenset[str] | Non
 
 
 class Timings(Struct, kw_only=True):
-    """What a generation cost; rates are null where nothing was computed.
+    """What a generation cost; rates are 0 where nothing was computed.
 
     Attributes:
         cache_n: Tokens of the prompt that were in the cache, such as 0.
@@ -481,19 +490,20 @@ class Timings(Struct, kw_only=True):
         prompt_per_second: Such tokens a second, such as 1411.8.
         predicted_n: Tokens that were generated, such as 20.
         predicted_ms: Milliseconds of that, such as 40.0.
-        predicted_per_token_ms: Milliseconds for each of them, such as 2.0.
+        predicted_per_token_ms: Milliseconds for each of them but the first, which the prompt
+            gives, such as 2.0.
         predicted_per_second: Such tokens a second, such as 500.0.
     """
 
     cache_n: int
     prompt_n: int
     prompt_ms: float
-    prompt_per_token_ms: float | None
-    prompt_per_second: float | None
+    prompt_per_token_ms: float
+    prompt_per_second: float
     predicted_n: int
     predicted_ms: float
-    predicted_per_token_ms: float | None
-    predicted_per_second: float | None
+    predicted_per_token_ms: float
+    predicted_per_second: float
 
 
 def timings_of(run: Run, sample: int = 0) -> Timings:
@@ -502,24 +512,77 @@ def timings_of(run: Run, sample: int = 0) -> Timings:
 
 
 def timings(usage: Usage) -> Timings:
-    """Timings of *usage*; rates are null where nothing was computed."""
+    """Timings of *usage*; rates are 0 where nothing was computed."""
     n_prompt = usage.prompt_tokens - usage.cached_tokens
-    n = usage.completion_tokens
+    n = max(0, usage.completion_tokens - 1)
     return Timings(
         cache_n=usage.cached_tokens,
         prompt_n=n_prompt,
         prompt_ms=1000 * usage.prefill_s,
         prompt_per_token_ms=_ratio(1000 * usage.prefill_s, n_prompt),
         prompt_per_second=_ratio(n_prompt, usage.prefill_s),
-        predicted_n=n,
+        predicted_n=usage.completion_tokens,
         predicted_ms=1000 * usage.decode_s,
         predicted_per_token_ms=_ratio(1000 * usage.decode_s, n),
         predicted_per_second=_ratio(n, usage.decode_s),
     )
 
 
-def _ratio(total: float, n: float) -> float | None:
-    return total / n if n > 0 else None
+def _ratio(total: float, n: float) -> float:
+    return total / n if n > 0 else 0.0
+
+
+class Clock:
+    """Timings of a generation while it runs."""
+
+    def __init__(self, sample: int = 0) -> None:
+        """Begin with generation *sample* of a run."""
+        self._sample = sample
+        self.first_s: float | None = None
+        """When its first token came, in seconds of ``time.monotonic``; None before."""
+
+    def note(self) -> None:
+        """Note that a token came."""
+        if self.first_s is None:
+            self.first_s = time.monotonic()
+
+    def timings(self, run: Run) -> Timings:
+        """So far; whole once the run has ended."""
+        usage = run.generations[self._sample].usage
+        if run.is_over or self.first_s is None:
+            return timings(usage)
+        prefill_s, decode_s = self.first_s - run.started_s, time.monotonic() - self.first_s
+        return timings(replace(usage, prefill_s=prefill_s, decode_s=decode_s))
+
+
+class Progress(Struct):
+    """How much of a prompt is evaluated.
+
+    Attributes:
+        total: Tokens of the prompt, such as 12.
+        cache: Those that were in the cache, such as 0.
+        processed: Those that are evaluated or were in the cache, such as 12.
+        time_ms: Milliseconds of that, such as 8.
+    """
+
+    total: int
+    cache: int
+    processed: int
+    time_ms: int
+
+
+def prompt_progress(spent: Timings) -> list[tuple[Progress, Timings]]:
+    """How far a prompt was, and what it had cost, when its evaluation began and when it ended.
+
+    *spent* are the timings at the first token, which is when both are known.
+    """
+    n, cached = spent.cache_n + spent.prompt_n, spent.cache_n
+    begun = timings(Usage(prompt_tokens=cached, cached_tokens=cached))
+    ended = timings(Usage(n, cached, prefill_s=spent.prompt_ms / 1000))
+    return [
+        (Progress(n, cached, cached, 0), begun),
+        (Progress(n, cached, n, int(spent.prompt_ms)), ended),
+    ]
 
 
 # ---- errors

@@ -151,9 +151,13 @@ def props_of(
     """
     template = model.chat_template or ""
     has_tools = knows_tools(template)
+    sampling = Sampling(**settings.sampling_defaults)
     return Props(
         default_generation_settings=Defaults(
-            generation_settings(_NO_FIELDS, Sampling(), -1, is_short=True), n_ctx
+            generation_settings(
+                _NO_FIELDS, sampling, settings.default_max_tokens or -1, is_short=True
+            ),
+            n_ctx,
         ),
         total_slots=n_slots,
         model_alias=name,

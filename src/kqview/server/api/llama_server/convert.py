@@ -1,5 +1,6 @@
 """Bodies of llama.cpp's server as neutral requests, and results as its replies. Pure."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -20,13 +21,9 @@ from kqview.server.api.llama_fields import (
 )
 from kqview.server.api.llama_server import schema
 from kqview.server.api.reasoning_cap import cap_of_texts
-from kqview.server.errors import NotSupported
 from kqview.server.run import GenerateRequest
 from kqview.server.settings import Settings
 from kqview.types import Sampling
-
-Parts = list[int | str]
-"""A prompt: ids and texts, which follow one another."""
 
 _STOP_TYPES: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -56,50 +53,6 @@ def _piece(data: bytes) -> str | list[int]:
         return data.decode()
     except UnicodeDecodeError:
         return list(data)
-
-
-def prompts_of(prompt: object) -> list[Parts]:
-    """The prompts of a ``prompt`` in any of its forms; a list without ids is a list of prompts.
-
-    Raises:
-        RequestError: It is none of them.
-        NotSupported: It has images or sound.
-    """
-    if isinstance(prompt, list):
-        items = cast("list[object]", prompt)
-        if not items:
-            raise _no_prompt("an empty list")
-        if not any(map(_is_id, items)):
-            return [_parts_of(one) for one in items]
-    return [_parts_of(cast("object", prompt))]
-
-
-def _parts_of(prompt: object) -> Parts:
-    if isinstance(prompt, dict):
-        fields = cast("dict[str, object]", prompt)
-        if fields.get("multimodal_data"):
-            raise NotSupported("prompt has multimodal_data, but this model reads text only")
-        prompt = fields.get("prompt_string")
-    if isinstance(prompt, str):
-        return [prompt]
-    if isinstance(prompt, list):
-        parts = cast("list[Any]", prompt)
-        if all(_is_id(one) or isinstance(one, str) for one in parts):
-            return parts
-    got: str = type(cast("object", prompt)).__name__
-    raise _no_prompt("missing" if prompt is None else f"a {got}")
-
-
-def _is_id(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _no_prompt(got: str) -> RequestError:
-    return RequestError(
-        f"prompt is {got}; send a text, a list of ids and texts, an object with prompt_string, "
-        "or a list of these",
-        parameter="prompt",
-    )
 
 
 # ---- a completion
@@ -145,6 +98,7 @@ def plan_of(
     n_ctx: int,
     settings: Settings,
     tokenize: Callable[[str], Sequence[int]],
+    ends: Sequence[int] = (),
 ) -> Plan:
     """What *body* asks for.
 
@@ -156,6 +110,7 @@ def plan_of(
         n_ctx: Tokens that a slot holds.
         settings: Those of the server.
         tokenize: As in `sampling_of`.
+        ends: Ids that end a text, which ``ignore_eos`` bans.
 
     Raises:
         RequestError: Or one of its kinds: it cannot work.
@@ -191,12 +146,17 @@ def plan_of(
         prompts=[text for _, text in prompts],
         n_prompt=[len(ids) for ids, _ in prompts],
         most_tokens=n,
-        settings=generation_settings(body, sampling, wanted),
+        settings=generation_settings(body, sampling, wanted, ends=ends),
     )
 
 
 def generation_settings(
-    body: LlamaFields, sampling: Sampling, n_predict: int, *, is_short: bool = False
+    body: LlamaFields,
+    sampling: Sampling,
+    n_predict: int,
+    *,
+    is_short: bool = False,
+    ends: Sequence[int] = (),
 ) -> dict[str, Any]:
     """How a completion is generated, under llama.cpp's names; what kqview lacks is off.
 
@@ -205,6 +165,7 @@ def generation_settings(
         sampling: What `sampling_of` made of it.
         n_predict: Most tokens.
         is_short: Leave out what may be long: texts and biases.
+        ends: As in `plan_of`.
     """
     names = (
         "temperature", "top_k", "top_p", "min_p", "xtc_probability", "xtc_threshold", "typical_p",
@@ -237,11 +198,13 @@ def generation_settings(
     }
     if is_short:
         return settings
+    banned = dict.fromkeys(ends if sampling.ignore_eos else (), -math.inf)
+    biases = {**banned, **sampling.logit_bias}
     return {
         **settings,
         "dry_sequence_breakers": sampling.dry_sequence_breakers,
         "stop": sampling.stop,
-        "logit_bias": [{"bias": bias, "token": id_} for id_, bias in sampling.logit_bias.items()],
+        "logit_bias": [{"bias": bias, "token": id_} for id_, bias in biases.items()],
         "grammar": sampling.grammar or "",
         "grammar_lazy": False,
         "grammar_triggers": [],

@@ -10,8 +10,7 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from kqview.errors import RequestError
-from kqview.server.api.llama_server.convert import Parts, prompts_of
-from kqview.server.api.llama_server.prompts import ids_of_each
+from kqview.server.api.prompts import Parts, ids_of_each, prompts_of
 from kqview.server.endpoint import Call, HttpReply
 from kqview.server.errors import NotSupported, renamed
 
@@ -26,7 +25,8 @@ class EmbeddingBody(Struct, kw_only=True):
     """Texts to embed, in any form of a prompt.
 
     Attributes:
-        input: A text, such as "Anna is a teacher.", ids, or a list of these.
+        input: A text, such as "Anna is a teacher.", ids, {"content": [{"type": "text", "text":
+            "Anna"}]}, or a list of these.
         content: Another name for ``input``.
         model: Id of a configured model, such as "demo"; the default model if not given.
         embd_normalize: Norm that vectors are divided by: 2 if not given, which is the Euclidean
@@ -62,10 +62,7 @@ def texts_of(body: EmbeddingBody) -> list[Parts]:
     given = getattr(body, name)
     if given is None:
         raise RequestError("there is neither input nor content; send one", parameter="input")
-    try:
-        return prompts_of(given)
-    except RequestError as error:
-        raise renamed(error, {"prompt": name}) from None
+    return prompts_of(name, given)
 
 
 def normalized(vectors: Vectors, kind: int) -> Vectors:

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import UNSET
 
 from kqview.generation.text import ShownText
-from kqview.server.api.llama_fields import Timings, error_body, timings
+from kqview.server.api.llama_fields import Clock, error_body, prompt_progress, timings
 from kqview.server.api.llama_server import schema
 from kqview.server.api.llama_server.convert import Plan, fields_of, stop_type
 from kqview.server.api.mods_field import removed, tool_calls_of
@@ -34,12 +34,11 @@ class Sample:
         self.has_discarded = False
         self._n_text = 0
         self.shown = ShownText(stops)
-        self._first_s: float | None = None
+        self.clock = Clock(index)
 
     def add(self, token: Token) -> str:
         """Add a token; returns the text that may be shown now."""
-        if self._first_s is None:
-            self._first_s = time.monotonic()
+        self.clock.note()
         self.ids.append(token.id)
         self.has_discarded = self.has_discarded or bool(token.discarded)
         self._n_text += len(token.text)
@@ -53,22 +52,12 @@ class Sample:
         data = msgspec.Raw(msgspec.json.encode(logprob))
         self.logprobs.append((self._n_text - len(token.text), data))
 
-    def timings(self, run: Run) -> Timings:
-        """So far."""
-        now_s = time.monotonic()
-        first_s = self._first_s or now_s
-        usage = replace(
-            run.generations[self.index].usage,
-            prefill_s=first_s - run.started_s,
-            decode_s=now_s - first_s,
-        )
-        return timings(usage)
-
     def is_late(self, limit_ms: int | None, text: str) -> bool:
         """Whether it ends with the line that *text* ends, after *limit_ms* of generating."""
-        if not limit_ms or limit_ms < 0 or "\n" not in text or self._first_s is None:
+        first_s = self.clock.first_s
+        if not limit_ms or limit_ms < 0 or "\n" not in text or first_s is None:
             return False
-        return 1000 * (time.monotonic() - self._first_s) > limit_ms
+        return 1000 * (time.monotonic() - first_s) > limit_ms
 
 
 class CompletionEvents:
@@ -94,11 +83,12 @@ class CompletionEvents:
         sample, text = self._added(run, step)
         token, body = step.token, self._plan.body
         partial = self._partial(run, sample, text, [token.id])
-        if body.return_progress and len(sample.ids) == 1:
-            partial.prompt_progress = self._progress(run, sample)
         if token.logprob is not None:
             partial.completion_probabilities = [self._logprob(token)]
-        return [msgspec.json.encode(partial)]
+        events = [partial]
+        if body.return_progress and len(sample.ids) == 1:
+            events = [*self._progress(run, sample), partial]
+        return [_NEXT.join(map(msgspec.json.encode, events))]
 
     def removed(self, run: Run, removal: Removal) -> list[bytes]:
         """What a client is to drop, in an event of its own."""
@@ -162,13 +152,18 @@ class CompletionEvents:
             id_slot=self._slot(run, sample),
             tokens_predicted=len(sample.ids),
             tokens_evaluated=self._n_prompt(sample),
-            timings=sample.timings(run) if self._plan.body.timings_per_token else UNSET,
+            timings=sample.clock.timings(run) if self._plan.body.timings_per_token else UNSET,
         )
 
-    def _progress(self, run: Run, sample: Sample) -> schema.Progress:
-        n_prompt = self._n_prompt(sample)
-        spent = sample.timings(run)
-        return schema.Progress(n_prompt, spent.cache_n, n_prompt, int(spent.prompt_ms))
+    def _progress(self, run: Run, sample: Sample) -> list[schema.Partial]:
+        empty = msgspec.structs.replace(self._partial(run, sample, "", []), tokens_predicted=0)
+        has_timings = self._plan.body.timings_per_token
+        return [
+            msgspec.structs.replace(
+                empty, prompt_progress=progress, timings=spent if has_timings else UNSET
+            )
+            for progress, spent in prompt_progress(sample.clock.timings(run))
+        ]
 
     def _end(self, run: Run, sample: Sample, *, is_stream: bool) -> Any:
         plan, generation = self._plan, run.generations[sample.index]

@@ -12,8 +12,8 @@ from kqview.server.api.llama_fields import Failure, LlamaFields, error_body, wit
 from kqview.server.api.llama_server import about, adapters, convert, events, schema, sessions, slots
 from kqview.server.api.llama_server.classify import Classified, ClassifyBody, classify
 from kqview.server.api.llama_server.embeddings import Embedded, EmbeddingBody, embed
-from kqview.server.api.llama_server.prompts import ids_of, ids_of_each
 from kqview.server.api.llama_server.rerank import RerankBody, Reranked, TeiResult, rerank
+from kqview.server.api.prompts import ids_of, ids_of_each, prompts_of
 from kqview.server.endpoint import (
     Call,
     Events,
@@ -65,7 +65,7 @@ async def detokenize(call: Call, body: schema.DetokenizeBody) -> schema.Content:
 
 async def completion(call: Call, body: schema.CompletionBody) -> HttpReply | Events:
     """Text that continues a prompt, or each of several."""
-    prompts = await ids_of_each(call, partial(convert.prompts_of, body.prompt))
+    prompts = await ids_of_each(call, partial(prompts_of, "prompt", body.prompt))
     return await _complete(call, body, prompts)
 
 
@@ -115,6 +115,11 @@ async def _complete(
         request_id=call.request_id, model=call.model.name, n_ctx=engine.n_ctx,
         settings=settings,
         tokenize=partial(engine.tokenize, add_special=False, parse_special=False),
+        ends=[
+            id_
+            for id_ in (engine.model.eos_token_id, engine.model.eot_token_id)
+            if id_ is not None
+        ],
     )  # fmt: skip
     run = await service.start(plan.request, call.caller, call.hold, model=call.model)
     writer = events.CompletionEvents(plan, len(run.generations), engine.token_bytes)

@@ -10,7 +10,7 @@ from msgspec import UNSET, Struct, UnsetType
 
 from kqview.server.api.chat_message import MessageObject, ToolObject
 from kqview.server.api.event_parts import ModCall, Removed
-from kqview.server.api.llama_fields import LlamaFields, Timings
+from kqview.server.api.llama_fields import LlamaFields, Progress, Timings
 
 # ---- text and ids
 
@@ -199,22 +199,6 @@ class TokenLogprob(TopLogprob):
     top_probs: list[TopLogprob] | UnsetType = UNSET
 
 
-class Progress(Struct):
-    """How much of a prompt is evaluated.
-
-    Attributes:
-        total: Tokens of the prompt, such as 12.
-        cache: Those that were in the cache, such as 0.
-        processed: Those that are evaluated, such as 12.
-        time_ms: Milliseconds of that, such as 8.
-    """
-
-    total: int
-    cache: int
-    processed: int
-    time_ms: int
-
-
 class Partial(Struct, kw_only=True):
     """A token of a completion that is streamed.
 
@@ -227,7 +211,8 @@ class Partial(Struct, kw_only=True):
         tokens_predicted: Tokens so far, such as 1.
         tokens_evaluated: Tokens of the prompt, such as 6.
         timings: What it cost so far, with ``timings_per_token``.
-        prompt_progress: How much of the prompt was cached, with ``return_progress``.
+        prompt_progress: How much of the prompt is evaluated, with ``return_progress``, in events
+            before the first token.
         completion_probabilities: Logprobs of the token, with ``n_probs``.
         removed: What mods took back.
     """

@@ -142,18 +142,19 @@ ACTIONS: Final[dict[str, Action]] = {
     "context-shift": context_shift,
 }
 FILE_ACTIONS: Final[dict[str, Action]] = {"save": save, "restore": restore, "erase": erase}
-"""Those that need ``slot_save_path``."""
+"""Those that need ``slot_save_path``, and no more: also without ``slot_endpoints``."""
 
 
 async def slot_action(call: Call, upload: Upload) -> Any:
     """``POST /slots/{id_slot}?action=``."""
     slot_id = states.slot_number(call.path["id_slot"])
     name = call.query.get("action", "")
-    if name in FILE_ACTIONS and call.service.settings.slot_save_path is None:
+    if name not in FILE_ACTIONS:
+        check_enabled(call)
+    elif call.service.settings.slot_save_path is None:
         raise NotSupported(
             "This server does not support slots action. Start it with `--slot-save-path`"
         )
-    check_enabled(call)
     action = (ACTIONS | FILE_ACTIONS).get(name)
     if action is None:
         known = ", ".join([*FILE_ACTIONS, *ACTIONS])

@@ -52,6 +52,8 @@ class Plan:
         is_prefill: Whether only the prompt is evaluated: the one token that comes is not shown.
         has_usage: Whether a stream ends with the usage.
         has_timings: Whether each chunk of a stream has timings.
+        has_progress: Whether a stream begins with the progress of the prompt.
+        shown_prompt: Text of the prompt for ``__verbose``; None without.
         echoes: Text of each prompt, which precedes the generated one; () without ``echo``.
         echo_logprobs: Number of most probable tokens to show with those of the prompt; None if it
             is not shown, or without logprobs.
@@ -64,6 +66,8 @@ class Plan:
     is_prefill: bool
     has_usage: bool
     has_timings: bool
+    has_progress: bool
+    shown_prompt: str | None = None
     echoes: Sequence[str] = ()
     echo_logprobs: int | None = None
 
@@ -80,6 +84,7 @@ def _plan(
     reading: Reading | None = None,
     echoes: Sequence[str] = (),
     echo_logprobs: int | None = None,
+    shown_prompt: str | None = None,
 ) -> Plan:
     return Plan(
         request=request,
@@ -89,6 +94,8 @@ def _plan(
         is_prefill=max_tokens_of(body) == 0,
         has_usage=body.stream_options is not None and bool(body.stream_options.include_usage),
         has_timings=bool(body.timings_per_token),
+        has_progress=bool(body.return_progress),
+        shown_prompt=shown_prompt,
         echoes=echoes,
         echo_logprobs=echo_logprobs,
     )
@@ -119,7 +126,9 @@ def chat_plan(
     """
     chat = chat_of(body, request_id=request_id, tokenize=_plain(engine), settings=settings)
     work = prepare(engine, chat)
-    return _plan(body, work.request, model=model, reading=work.reading)
+    is_verbose = first(body.verbose, settings.verbose)
+    shown = engine.detokenize(cast("list[int]", work.request.prompt)) if is_verbose else None
+    return _plan(body, work.request, model=model, reading=work.reading, shown_prompt=shown)
 
 
 def chat_of(
@@ -130,6 +139,13 @@ def chat_of(
     settings: Settings,
 ) -> ChatRequest:
     """The neutral chat in *body*; *tokenize* as in `sampling_of`, raises as `chat_plan`."""
+    continues = _continues(body.continue_final_message)
+    if continues and body.add_generation_prompt:
+        raise RequestError(
+            "add_generation_prompt and continue_final_message are both true, but an answer either "
+            "begins or goes on; send one of them",
+            parameter="continue_final_message",
+        )
     tool_choice, tool_name, allowed = _tool_choice(body.tool_choice)
     wanted_format = _response_schema(body.response_format)
     json_schema = first(wanted_format, body.json_schema)
@@ -152,7 +168,7 @@ def chat_of(
         reasoning_budget=budget_of(reasoning_budget_of(body), sampling, settings),
         template_options=_template_options(body),
         adds_generation_prompt=body.add_generation_prompt is not False,
-        continues=_continues(body.continue_final_message),
+        continues=continues,
         n_samples=n_samples_of(body),
         attention=attention_of(body.attention, settings),
         names={**names_of(body), **_NAMES, "json_schema": schema_name},
@@ -205,20 +221,20 @@ def _response_schema(response_format: dict[str, Any] | None) -> dict[str, Any] |
     kind = response_format.get("type")
     if kind in (None, "text"):
         return None
-    if kind == "json_object":
-        return object_of(response_format.get("schema")) or {"type": "object"}
-    if kind == "json_schema":
-        given = object_of(response_format.get("json_schema")).get("schema", {})
-        if isinstance(given, dict):
-            return cast("dict[str, Any]", given)
+    if kind not in ("json_object", "json_schema"):
         raise RequestError(
-            "response_format.json_schema.schema is not an object; send a JSON schema",
+            f"response_format.type is {_shown(kind)}; send text, json_object or json_schema",
             parameter="response_format",
         )
-    raise RequestError(
-        f"response_format.type is {_shown(kind)}; send text, json_object or json_schema",
-        parameter="response_format",
-    )
+    holder = response_format if kind == "json_object" else response_format.get("json_schema")
+    given = object_of(holder).get("schema", {})
+    if not isinstance(given, dict):
+        raise RequestError(
+            f"the schema of response_format is {_shown(given)}; send a JSON schema, an object",
+            parameter="response_format",
+        )
+    schema = cast("dict[str, Any]", given)
+    return schema or {"type": "object"} if kind == "json_object" else schema
 
 
 def _chat_logprobs(body: schema.ChatBody) -> int | None:

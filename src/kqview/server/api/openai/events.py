@@ -4,9 +4,8 @@ With attention in the reply, each token is a chunk of its own, even if its text 
 moment; without it, chunks are pieces of text.
 """
 
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Final
 
@@ -24,7 +23,7 @@ from kqview.server.api.attention_protocol import (
 )
 from kqview.server.api.chat_work import Answer as ChatAnswer
 from kqview.server.api.chat_work import AnswerReader, Delta, counts_of, finish_reason
-from kqview.server.api.llama_fields import Timings, error_body, timings
+from kqview.server.api.llama_fields import Clock, error_body, prompt_progress, timings
 from kqview.server.api.mods_field import removed, tool_calls_of
 from kqview.server.api.openai.convert import Plan, usage_of
 from kqview.server.budget import Hold
@@ -53,25 +52,7 @@ class Sample:
             self.reader = plan.reading.reader()
         stops = plan.request.sampling.stop
         self.shown = ShownText((stops,) if isinstance(stops, str) else stops)
-        self._first_s: float | None = None
-
-    def note(self) -> None:
-        """Note that a token came."""
-        if self._first_s is None:
-            self._first_s = time.monotonic()
-
-    def timings(self, run: Run) -> Timings:
-        """So far; whole once the run has ended."""
-        usage = run.generations[self.index].usage
-        if run.is_over or self._first_s is None:
-            return timings(usage)
-        return timings(
-            replace(
-                usage,
-                prefill_s=self._first_s - run.started_s,
-                decode_s=time.monotonic() - self._first_s,
-            )
-        )
+        self.clock = Clock(index)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +166,8 @@ class Chunks:
         if self._plan.is_prefill:
             return []
         sample, token = self._sample(step.sample), step.token
-        sample.note()
+        sample.clock.note()
+        is_first = not sample.has_begun
         choices = self._begun(sample)
         if sample.reader is not None:
             texts = [_delta(delta) for delta in sample.reader.feed(token.text)]
@@ -199,7 +181,9 @@ class Chunks:
         new = [self._choice(sample, text, None) for text in texts]
         if logprobs is not None:
             new[0]["logprobs"] = logprobs
-        events = [event_pieces(self._chunk(run, [one], sample), None) for one in choices]
+        events = [event_pieces(self._chunk(run, [one]), None) for one in choices]
+        if is_first and self._plan.has_progress:
+            events += self._progress(run, sample)
         for i, choice in enumerate(new):
             if i == 0 and fields is not None:
                 chunk = self._chunk(run, [{**choice, "attention": fields}], sample)
@@ -253,12 +237,21 @@ class Chunks:
         if self._plan.has_usage:
             usage = usage_of(counts_of(run), is_prefill=self._plan.is_prefill)
             chunks.append({**self._chunk(run, []), "usage": usage})
-        chunks[-1]["timings"] = self._sample(0).timings(run)
+        chunks[-1]["timings"] = self._sample(0).clock.timings(run)
         return _joined([*([msgspec.json.encode(one)] for one in chunks), [_DONE]])
 
     def error(self, run: Run | None, answer: Answer) -> list[bytes]:
         """What went wrong."""
         return [msgspec.json.encode(error_body(answer))]
+
+    def _progress(self, run: Run, sample: Sample) -> list[Sequence[bytes]]:
+        """Chunks about the prompt, before those of its first token."""
+        chunks: list[Object] = []
+        for progress, spent in prompt_progress(sample.clock.timings(run)):
+            chunks.append({**self._chunk(run, []), "prompt_progress": progress})
+            if self._plan.has_timings:
+                chunks[-1]["timings"] = spent
+        return [event_pieces(one, None) for one in chunks]
 
     def _sample(self, index: int) -> Sample:
         if index not in self._samples:
@@ -287,7 +280,7 @@ class Chunks:
         chunk = _head(run, self._plan, kind, self._created_s)
         chunk["choices"] = choices
         if sample is not None and self._plan.has_timings:
-            chunk["timings"] = sample.timings(run)
+            chunk["timings"] = sample.clock.timings(run)
         return chunk
 
 
@@ -385,6 +378,8 @@ class Whole:
         reply["choices"] = choices
         reply["usage"] = usage_of(counts_of(run), is_prefill=plan.is_prefill)
         reply["timings"] = timings(run.usage)
+        if plan.shown_prompt is not None:
+            reply["__verbose"] = {"prompt": plan.shown_prompt}
         return msgspec.json.encode(reply)
 
     def _choice(self, run: Run, i: int) -> Object:

@@ -8,6 +8,7 @@ from typing import Any, Final
 from kqview.server.api.attention_field import AttentionWriter
 from kqview.server.api.attention_protocol import LOGPROB_BYTES
 from kqview.server.api.chat_work import Delta, Reading
+from kqview.server.api.llama_fields import Clock, Timings, prompt_progress, timings_of
 from kqview.server.api.openai import responses_schema as schema
 from kqview.server.api.openai.responses_items import Items
 from kqview.server.endpoint import named_events
@@ -44,6 +45,7 @@ class ResponseWriter:
 
     def __init__(self, asked: Asked) -> None:
         self._asked = asked
+        self.body = asked.body
         self._created_at = int(time.time())
         self._reader = asked.reading.reader()
         self._items = Items()
@@ -88,8 +90,15 @@ class ResponseWriter:
             events += self._events(self._reader.call(generation.tool_calls))
         events += self._items.close(self._status(run))
         response = self._response(self._status(run), run)
-        event = {"type": f"response.{response.status}", "response": response}
+        event: Object = {"type": f"response.{response.status}", "response": response}
+        event["timings"] = timings_of(run)
         return self._numbered([*events, event])
+
+    def progress(self, spent: Timings) -> list[Object]:
+        """The events about the prompt, at the first token, whose timings are *spent*."""
+        event: Object = {"type": "response.in_progress", "response": self._response("in_progress")}
+        events = prompt_progress(spent)
+        return self._numbered([{**event, "prompt_progress": one} for one, _ in events])
 
     def row(self, kind: str, fields: Object) -> list[Object]:
         """The event of an attention object, which is ours."""
@@ -177,6 +186,7 @@ class ResponseEvents:
     """The events of a response that is streamed."""
 
     def __init__(self, writer: ResponseWriter, attention: AttentionWriter) -> None:
+        self._clock = Clock()
         self._writer = writer
         self._attention = attention
         self._has_begun = False
@@ -191,7 +201,16 @@ class ResponseEvents:
 
     def token(self, run: Run, step: Step) -> list[bytes]:
         """What is clear with this token, and its row."""
-        events = self._begun() + self._writer.feed(run, step.token)
+        is_first, events = not self._has_begun, self._begun()
+        self._clock.note()
+        spent = self._clock.timings(run)
+        if is_first and self._writer.body.return_progress:
+            events += self._writer.progress(spent)
+        new = self._writer.feed(run, step.token)
+        for event in new if self._writer.body.timings_per_token else ():
+            if event["type"] == "response.output_text.delta":
+                event["timings"] = spent
+        events += new
         fields, data = self._attention.token(run, step)
         if fields is not None:
             events += self._writer.row("attention", fields)

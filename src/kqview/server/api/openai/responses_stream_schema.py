@@ -6,9 +6,10 @@ The name of an event is its ``type``.
 
 from typing import Any, Literal
 
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 
 from kqview.server.api.event_parts import PromptAttention, TokenAttention
+from kqview.server.api.llama_fields import Progress, Timings
 from kqview.server.api.openai.responses_schema import OutputLogprob, Response
 
 
@@ -30,6 +31,9 @@ class ResponseEvent(Event, kw_only=True):
         type: "response.created" and "response.in_progress" begin it; "response.completed",
             "response.incomplete" and "response.failed" end it.
         response: The response, as it is at that time.
+        timings: What it cost, at the end.
+        prompt_progress: How much of the prompt is evaluated, with ``return_progress``, in two more
+            "response.in_progress" before the first token.
     """
 
     type: Literal[
@@ -37,6 +41,8 @@ class ResponseEvent(Event, kw_only=True):
         "response.failed",
     ]  # fmt: skip
     response: Response
+    timings: Timings | UnsetType = UNSET
+    prompt_progress: Progress | UnsetType = UNSET
 
 
 class ItemEvent(Event, kw_only=True):
@@ -89,12 +95,14 @@ class TextDelta(OfItem, kw_only=True):
         content_index: Always 0: an item has one part.
         delta: The text, such as "Anna".
         logprobs: Those of its tokens, if asked for.
+        timings: What it cost so far, with ``timings_per_token``.
     """
 
     type: Literal["response.output_text.delta"]
     content_index: int
     delta: str
     logprobs: list[OutputLogprob]
+    timings: Timings | UnsetType = UNSET
 
 
 class TextDone(OfItem, kw_only=True):

@@ -16,6 +16,7 @@ from kqview.errors import RequestError
 from kqview.server.api.attention_field import AttentionWriter
 from kqview.server.api.llama_fields import Failure, error_body, with_defaults
 from kqview.server.api.openai import convert, events, schema, stream_schema
+from kqview.server.api.prompts import ids_of_each, prompts_of
 from kqview.server.endpoint import Call, Events, Handler, HttpReply, Operation, Sample
 from kqview.server.errors import NotFound, NotSupported, renamed
 from kqview.server.kept import Row, Rows
@@ -205,8 +206,7 @@ async def embeddings(call: Call, body: schema.EmbeddingsBody) -> HttpReply:
             "the server gives a vector for each token (--pooling none); use /embeddings, or start "
             "it with another pooling"
         )
-    # There may be many short texts, whose ids take longer than their bytes say.
-    ids = await service.converted(_LARGE, call.hold, _ids_of_inputs, call, body)
+    ids = await ids_of_each(call, partial(prompts_of, "input", body.input))
     n_bytes = len(ids) * n_embd * _VALUE_BYTES
     call.hold.take(n_bytes)
     async with service.working(call.model, call.caller) as engine:
@@ -225,16 +225,6 @@ async def embeddings(call: Call, body: schema.EmbeddingsBody) -> HttpReply:
 
     name = call.model.name
     return HttpReply(await service.converted(n_bytes, call.hold, written))
-
-
-def _ids_of_inputs(call: Call, body: schema.EmbeddingsBody) -> list[list[int]]:
-    engine = call.model.engine
-    inputs = convert.prompts_of("input", body.input)
-    if not all(inputs):
-        raise RequestError("input has an empty text; leave it out", parameter="input")
-    call.hold.take(_ID_BYTES * sum(len(one) for one in inputs if isinstance(one, str)))
-    tokenize = partial(engine.tokenize, add_special=True)
-    return [tokenize(one) if isinstance(one, str) else one for one in inputs]
 
 
 # ---- the table

@@ -159,14 +159,15 @@ class EmbeddingsBody(Struct, kw_only=True):
     """Body of ``POST /v1/embeddings``.
 
     Attributes:
-        input: A text, such as "Anna is a teacher.", ids, or a list of these.
+        input: A text, such as "Anna is a teacher.", ids, {"content": [{"type": "text", "text":
+            "Anna"}]}, or a list of these.
         model: Id of a configured model, such as "demo"; the default model if not given.
         encoding_format: Numbers, or base64 of little-endian float32; "float" if not given.
         dimensions: Length to which vectors are cut, such as 64; they are scaled to length 1 again.
             All if not given.
     """
 
-    input: str | Annotated[list[Any], msgspec.Meta(max_length=65_536)]
+    input: str | dict[str, Any] | Annotated[list[Any], msgspec.Meta(max_length=65_536)]
     model: str | None = None
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None
@@ -276,6 +277,16 @@ class ChatChoice(Struct, kw_only=True):
     prompt_attention: list[PromptAttention] | UnsetType = UNSET
 
 
+class Verbose(Struct):
+    """What became of a chat.
+
+    Attributes:
+        prompt: Its prompt, with special tokens, such as "<|im_start|>user".
+    """
+
+    prompt: str
+
+
 class ChatCompletion(Struct, kw_only=True):
     """Reply of ``POST /v1/chat/completions``.
 
@@ -288,6 +299,7 @@ class ChatCompletion(Struct, kw_only=True):
         choices: The answers.
         usage: Tokens of the request.
         timings: What it cost.
+        __verbose: The prompt, with ``verbose``, such as {"prompt": "<|im_start|>user"}.
     """
 
     id: str
@@ -298,6 +310,7 @@ class ChatCompletion(Struct, kw_only=True):
     choices: list[ChatChoice]
     usage: Usage
     timings: Timings
+    verbose: Verbose | UnsetType = msgspec.field(default=UNSET, name="__verbose")
 
 
 class TextLogprobs(Struct, kw_only=True):

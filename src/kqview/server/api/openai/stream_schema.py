@@ -8,7 +8,7 @@ from typing import Literal
 from msgspec import UNSET, Struct, UnsetType
 
 from kqview.server.api.event_parts import ModCall, PromptAttention, Removed, TokenAttention
-from kqview.server.api.llama_fields import Timings
+from kqview.server.api.llama_fields import Progress, Timings
 from kqview.server.api.openai.schema import ChoiceLogprobs, TextLogprobs, ToolCall, Usage
 
 
@@ -84,7 +84,10 @@ class Chunk(Struct, kw_only=True):
         system_fingerprint: What generated it, such as "kqview-0.1.0".
         usage: Tokens of the request, in a last chunk without choices, with
             ``stream_options.include_usage``.
-        timings: What it cost, in the last chunk; in each one with ``timings_per_token``.
+        timings: What it cost, in the last chunk; in each one but that which begins a choice with
+            ``timings_per_token``.
+        prompt_progress: How much of the prompt is evaluated, with ``return_progress``, in chunks
+            without choices before the first token.
     """
 
     id: str
@@ -93,6 +96,7 @@ class Chunk(Struct, kw_only=True):
     system_fingerprint: str
     usage: Usage | UnsetType = UNSET
     timings: Timings | UnsetType = UNSET
+    prompt_progress: Progress | UnsetType = UNSET
 
 
 class ChatChunk(Chunk, kw_only=True):
