@@ -257,8 +257,9 @@ void batch_builder::add_rows(const batch_part& part) {
 }
 
 // As much of the prompt as one step holds; less if a step cannot give the logits of all scored
-// tokens, nor the last layer's output for all with rows, or if the rows of all its tokens would fill more than a fraction of the pool, so that a
-// consumer can hold some blocks while others are filled.
+// tokens, nor the last layer's output for all with rows, or if the rows of all its tokens would
+// fill more than a fraction of the pool, so that a consumer can hold some blocks while others are
+// filled.
 batch_part batch_builder::next_chunk(slot& target) const {
     const auto& active = *target.active;
     const auto n_prompt = static_cast<int>(target.prompt().size());

@@ -152,7 +152,7 @@ def test_an_abort_while_rows_get_their_memory_is_an_error(
 
 def test_an_abort_on_a_thread_of_llama_cpp_still_ends_the_process(tiny_llama: Path) -> None:
     script = f"""
-import kqview, sys
+import kqview._core, sys
 fake = sys.modules["kqview._fake_device"]
 fake.register(1)
 engine = kqview.Engine({str(tiny_llama)!r}, n_ctx=256, n_threads=1)

@@ -424,7 +424,7 @@ def test_import_in_a_subinterpreter_fails_and_harms_nobody(is_first: bool):
         source = (
             f"import sys; sys.path[:] = {{sys.path!r}}\\n"
             "try:\\n"
-            "    import kqview\\n"
+            "    import kqview._core\\n"
             "    raise SystemExit('imported')\\n"
             "except ImportError as error:\\n"
             "    assert 'main interpreter' in str(error), error\\n"

@@ -45,6 +45,7 @@ def branch(name: str) -> dict[str, Any]:
         ({"type": "object"}, ["{}", '{"a":[1]}'], ["1", '{"a": 1}']),
         ({"type": "object", "properties": {}}, ["{}"], ['{"a":1}']),
         ({"patternProperties": {"^x": {"type": "null"}}}, ['{"x1":null}'], ['{"y":null}']),
+        ({"items": {"type": "null"}}, ["[null]", "[]"], ["1", "{}", "[1]"]),
         # where a schema may be
         ({"type": "array", "items": A}, ['[{"a":1}]'], ['[{"a":1,"z":1}]']),
         ({"prefixItems": [A], "items": B, "type": "array"},

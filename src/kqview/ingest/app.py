@@ -67,4 +67,4 @@ def create_app(settings: IngestSettings) -> IngestApp:
     )
     router.router.redirect_slashes = False
     log = AccessLog(router, settings.web, metrics.requests, paths)
-    return IngestApp(with_cors(log, settings.web), receiver)
+    return IngestApp(with_cors(log, settings.web, preflight_status=204), receiver)

@@ -99,11 +99,14 @@ def _connection(send: Send) -> Connection:
     return uvicorn_parts.connection(send)
 
 
-def with_cors(app: ASGIApp, settings: Settings | Live) -> ASGIApp:
-    """*app* with the headers that let pages of the allowed origins call it."""
+def with_cors(app: ASGIApp, settings: Settings | Live, *, preflight_status: int = 200) -> ASGIApp:
+    """*app* with the headers that let pages of the allowed origins call it.
+
+    Preflights get *preflight_status*, by default that of llama.cpp's server, and no body.
+    """
 
     def made(origins: Sequence[str]) -> ASGIApp:
-        return _Cors(
+        cors = _Cors(
             app,
             allow_origins=[one for one in origins if one != "loopback"],
             allow_origin_regex=LOOPBACK_ORIGIN.pattern if "loopback" in origins else None,
@@ -113,6 +116,8 @@ def with_cors(app: ASGIApp, settings: Settings | Live) -> ASGIApp:
             allow_private_network=True,
             max_age=_PREFLIGHT_S,
         )
+        cors.preflight_status = preflight_status
+        return cors
 
     cors = Live.of(settings).derived(lambda config: config.settings.cors_origins, made)
 
@@ -158,13 +163,15 @@ def _failure(error: Exception, headers: dict[str, str] | None = None) -> Respons
 
 
 class _Cors(CORSMiddleware):
-    """Answers preflights with 200 and no body, as llama.cpp's server does; headers say the rest."""
+    """Answers preflights with one status and no body, also if it refuses; headers say the rest."""
+
+    preflight_status: int
 
     def preflight_response(self, request_headers: Headers) -> Response:
         reply = super().preflight_response(request_headers)
         names = ("content-length", "content-type")
         kept = {name: value for name, value in reply.headers.items() if name not in names}
-        return Response(None, 200, kept)
+        return Response(None, self.preflight_status, kept)
 
 
 class AccessLog:

@@ -272,6 +272,8 @@ class _Closing:
             if not _is_object(schema) or id(schema) in found:
                 continue
             self._spend(1 + len(schema))
+            if not _SAYING & schema.keys() and _LISTING & schema.keys():
+                schema["type"] = "array"  # as llama.cpp reads it
             _bound(schema)
             if _TOUCHED.isdisjoint(schema):
                 continue
@@ -455,6 +457,9 @@ class _Closing:
 
 _CHOICES: Final = ("anyOf", "oneOf")
 _COMBINING: Final = ("allOf", *_CHOICES)
+# What lists the elements of an array, and what says otherwise what a value is.
+_LISTING: Final = {"items", "prefixItems"}
+_SAYING: Final = {"type", "const", "enum", "properties", "$ref", *_COMBINING}
 _OF_ROOT: Final = frozenset({"$defs", "definitions", "$id", "$schema", _GUIDANCE})
 # What holds further schemas of values; those of conditions (not, if, contains) stay as they are.
 _BY_NAME: Final = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
