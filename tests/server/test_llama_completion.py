@@ -106,6 +106,14 @@ def test_samples_of_each_prompt_follow_one_another(client: httpx.Client):
     assert replies[0]["prompt"] == replies[1]["prompt"] != replies[2]["prompt"]
 
 
+def test_end_of_text_counts_as_a_predicted_token(client: httpx.Client):
+    ended = complete(client, grammar='root ::= "abc"', return_tokens=True)
+    assert (ended["content"], ended["stop_type"]) == ("abc", "eos")
+    assert ended["tokens_predicted"] == ended["timings"]["predicted_n"] == len(ended["tokens"]) + 1
+    cut = complete(client, grammar='root ::= "abc"', n_predict=1, return_tokens=True)
+    assert cut["tokens_predicted"] == len(cut["tokens"]) == 1
+
+
 def test_prompt_is_only_evaluated_if_nothing_is_to_be_predicted(demo: Served, client: httpx.Client):
     prompt = "A prompt that no other test has"
     reply = complete(client, prompt=prompt, n_predict=0, id_slot=1)

@@ -169,6 +169,7 @@ class CompletionEvents:
         plan, generation = self._plan, run.generations[sample.index]
         text, usage = self._text(run, sample), generation.usage
         n_tokens = len(sample.ids)
+        n_predicted = n_tokens + (generation.finish_reason == "stop")  # the end of text counts
         is_full = generation.finish_reason == "length" and n_tokens < plan.most_tokens
         is_cut = generation.finish_reason == "cancelled" and run.error is None
         shown = [one for start, one in sample.logprobs if start < len(text) or not text]
@@ -179,7 +180,7 @@ class CompletionEvents:
             tokens=sample.ids if keeps_ids else [],
             id_slot=self._slot(run, sample),
             model=plan.model,
-            tokens_predicted=n_tokens,
+            tokens_predicted=n_predicted,
             tokens_evaluated=self._n_prompt(sample),
             generation_settings=dict(plan.settings),
             prompt=plan.prompts[plan.prompt_of(sample.index)],
@@ -188,7 +189,7 @@ class CompletionEvents:
             stop_type="limit" if is_cut else stop_type(generation.finish_reason),
             stopping_word=generation.stop_match or "",
             tokens_cached=self._n_prompt(sample) + max(0, n_tokens - 1),
-            timings=timings(replace(usage, completion_tokens=n_tokens)),
+            timings=timings(replace(usage, completion_tokens=n_predicted)),
             completion_probabilities=UNSET if is_stream or not sample.logprobs else shown,
         )
         calls = tool_calls_of(generation)

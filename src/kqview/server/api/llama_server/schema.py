@@ -240,7 +240,7 @@ class Completion(Struct, kw_only=True):
         id_slot: The slot that generated it, such as 0.
         stop: Always true.
         model: The model, such as "demo".
-        tokens_predicted: Tokens of the text, such as 2.
+        tokens_predicted: Tokens of the text, such as 2, and the one that ended it if the model did.
         tokens_evaluated: Tokens of the prompt, such as 6.
         generation_settings: How it was generated, such as {"temperature": 0.8}.
         prompt: The prompt, such as "Anna is a".
