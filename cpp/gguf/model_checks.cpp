@@ -150,6 +150,7 @@ constexpr divisor_rule divisor_rules[] = {
      true,
      {"mamba2", "granitehybrid", "nemotron_h", "nemotron_h_moe", "falcon-h1", "qwen3next", "qwen35",
       "qwen35moe", "qwen4exp"}},
+    {"attention.head_count", false, {"olmo2", "phimoe"}},
     {"attention.output_group_count", true, {"deepseek4"}},
     {"experts_per_group", true, {"grovemoe"}},
     {"interleave_moe_layer_step", true, {"ernie4_5-moe"}},

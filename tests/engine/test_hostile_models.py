@@ -167,6 +167,12 @@ FATAL: dict[str, tuple[str, Callable[[Gguf], None], str, tuple[str, ...]]] = {
         "ModelLoadError",
         ("rwkv6qwen2.wkv.head_size is 0",),
     ),
+    "no heads where an architecture divides by them": (
+        "mamba",
+        as_architecture("olmo2", attention__head_count=0),
+        "ModelLoadError",
+        ("olmo2.attention.head_count is 0",),
+    ),
     "full attention every 0 layers": (
         "llama",
         as_architecture(

@@ -409,7 +409,7 @@ BAD_SAMPLING: dict[str, list[Any]] = {
     "begin_suppress": [[-1], [True]],
     "stop": [[""], [5]],
     "stop_tokens": [[-1], [2**31], ["1"]],
-    "finish_on_length": ["stop", 1, True],
+    "finish_on_length": ["stop", 1, True, np.array(["cut", "close"])],
     "top_logprobs": [-1, 1.5, 321],
     "post_sampling_probs": [1, "yes"],
 }

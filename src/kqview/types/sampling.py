@@ -169,7 +169,7 @@ def _encodable(name: str, text: str) -> str:
 
 
 def _to_finish(option: SamplingOption, value: object) -> str:
-    if value not in ("cut", "close"):
+    if not isinstance(value, str) or value not in ("cut", "close"):
         raise _invalid(option.name, value, '"cut" or "close"')
     return cast("str", value)
 
