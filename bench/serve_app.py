@@ -19,12 +19,12 @@ import numpy as np
 from kqview import Engine, Token, Usage
 from kqview.cli.serving import keep_freed_memory
 from kqview.server import create_app
-from kqview.server.run import GenerateRequest, Run
+from kqview.server.models.run import GenerateRequest, Run
 
 if TYPE_CHECKING:
     from kqview.server.app import App
-    from kqview.server.budget import Hold
-    from kqview.server.security import Caller
+    from kqview.server.web.budget import Reservation
+    from kqview.server.web.security import Caller
 
 # 28 layers x 28 heads, as Qwen2.5-7B has, at 2,200 tokens: 6.9 MB a row set.
 SHAPE = (28, 28, 2200)
@@ -78,7 +78,7 @@ def replaying(engine: Engine) -> App:
     service = app.service
     sets = row_sets()
 
-    async def start(request: GenerateRequest, caller: Caller, hold: Hold) -> Run:
+    async def start(request: GenerateRequest, caller: Caller, hold: Reservation) -> Run:
         one: Any = Replay(sets, request.max_tokens)
         return Run(request, [one], hold, on_close=lambda run: None)
 

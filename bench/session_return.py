@@ -23,11 +23,11 @@ from runs import open_engine
 
 from kqview.bench.sweep import prompt_ids
 from kqview.server.config import ChatSessions, Config
-from kqview.server.live import Live
-from kqview.server.run import GenerateRequest
-from kqview.server.security import Caller
-from kqview.server.service import Service
+from kqview.server.live_config import LiveConfig
+from kqview.server.models.run import GenerateRequest
+from kqview.server.models.service import Service
 from kqview.server.settings import Settings as ServerSettings
+from kqview.server.web.security import Caller
 from kqview.types import Sampling
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from kqview import Engine
     from kqview.bench.records import LeftOut
-    from kqview.server.run import Run
+    from kqview.server.models.run import Run
 
 N_NEW = 24  # tokens of the message with which the session returns
 N_STREAMED = 12  # tokens of the other request from the end of a turn on
@@ -77,7 +77,7 @@ class _Turns:
         self._engine = engine
         config = Config.of(ServerSettings())
         config = structs.replace(config, sessions=ChatSessions(states_dir=folder))
-        self._service = Service(engine, Live(config))
+        self._service = Service(engine, LiveConfig(config))
         n_vocab = engine.model.n_vocab
         self._history = prompt_ids(settings.n_context, n_vocab)
         self._ids = [*self._history, *prompt_ids(N_NEW, n_vocab, seed=1)]

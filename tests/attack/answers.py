@@ -20,7 +20,7 @@ from kqview.chat import tool_format
 from kqview.chat.formats import FORMATS
 from kqview.chat.reasoning import Split
 from kqview.chat.turn import Answer, reader_of
-from kqview.server.api.chat_work import AnswerReader, Reading
+from kqview.server.api.wire.chat_work import AnswerReader, Reading
 from tests.attack.summary import Summary, main
 
 if TYPE_CHECKING:

@@ -12,19 +12,20 @@ pytestmark = pytest.mark.full
 SERVER = Path(__file__).parents[2] / "src" / "kqview" / "server"
 API = SERVER / "api"
 DIALECTS = sorted(path.parent.name for path in API.glob("*/routes.py"))
-# Each part may import those before it, dialects (api) all before them.
-ORDER = (
-    "supervisor", "worker", "errors", "settings", "config", "live", "budget", "security",
-    "attention", "kept", "workers", "mod_runs", "models", "phrases", "truncation", "run",
-    "events_bus", "cancelling", "slots", "served", "pool", "sessions", "conversation_store",
-    "conversation_states", "conversations", "service", "lenient", "endpoint", "uvicorn_parts",
-    "sockets", "static_files", "openapi", "pages", "access", "api", "config_file",
-    "config_text", "app",
-)  # fmt: skip
+# Files import their own layer and those before it: settings and errors, HTTP without a model,
+# models without a protocol, what protocols share, the protocols, what is built on these.
+LAYERS = (
+    ("errors", "settings", "config", "live_config"),
+    ("web",),
+    ("models",),
+    ("api.wire",),
+    tuple(f"api.{name}" for name in DIALECTS),
+    ("apps", "app", "config_file", "config_text"),
+)
 # What takes bytes from a network and gives them to it. A dialect's data is tested without.
 TRANSPORT = (
     "starlette", "uvicorn", "asyncio",
-    *(f"kqview.server.{part}" for part in ("uvicorn_parts", "security", "sockets")),
+    *(f"kqview.server.web.{part}" for part in ("uvicorn_parts", "security", "sockets")),
 )  # fmt: skip
 
 
@@ -50,28 +51,38 @@ def used_of(modules: set[str], parents: tuple[str, ...]) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("name", [path.stem for path in sorted(SERVER.glob("*.py"))])
-def test_part_of_the_server_imports_only_parts_before_it(name: str):
-    if name == "__init__":  # it names what is public
-        return
-    later = tuple(f"kqview.server.{part}" for part in ORDER[ORDER.index(name) + 1 :])
-    assert used_of(imported(SERVER / f"{name}.py"), later) == []
+def layer_of(path: Path) -> int:
+    """Index of the layer that a file belongs to."""
+    name = ".".join(path.relative_to(SERVER).with_suffix("").parts)
+    found = [
+        i
+        for i, layer in enumerate(LAYERS)
+        if any(name == part or name.startswith(f"{part}.") for part in layer)
+    ]
+    assert found, f"{name} is in no layer"
+    return found[0]
 
 
-@pytest.mark.parametrize(
-    "path", sorted(API.rglob("*.py")), ids=lambda path: str(path.relative_to(API))
-)
-def test_file_of_a_dialect_knows_no_other_dialect_and_no_app(path: Path):
-    own = path.relative_to(API).parts[0]
-    others = tuple(f"kqview.server.api.{name}" for name in DIALECTS if name != own)
-    later = tuple(f"kqview.server.{part}" for part in ORDER[ORDER.index("api") + 1 :])
-    assert used_of(imported(path), (*others, *later)) == []
+FILES = [
+    path
+    for path in sorted(SERVER.rglob("*.py"))
+    if path.relative_to(SERVER).as_posix() not in ("__init__.py", "api/__init__.py")
+]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SERVER)))
+def test_file_of_the_server_imports_only_its_layer_and_those_before(path: Path):
+    i = layer_of(path)
+    later = [part for layer in LAYERS[i + 1 :] for part in layer]
+    own = ".".join(path.relative_to(SERVER).parts[:2])
+    later += [other for other in LAYERS[i] if own in LAYERS[4] and other != own]
+    assert used_of(imported(path), tuple(f"kqview.server.{part}" for part in later)) == []
 
 
 @pytest.mark.parametrize(
     "path",
-    sorted(path for path in API.rglob("*.py") if path.stem != "routes"),
-    ids=lambda path: str(path.relative_to(API)),
+    [path for path in FILES if layer_of(path) in (3, 4) and path.stem not in ("routes", "stream")],
+    ids=lambda path: str(path.relative_to(SERVER)),
 )
 def test_data_of_a_dialect_knows_no_transport(path: Path):
     assert used_of(imported(path), TRANSPORT) == []
@@ -86,9 +97,9 @@ def test_only_one_file_knows_uvicorn():
 def test_import_that_breaks_the_rule_is_found(tmp_path: Path):
     path = tmp_path / "convert.py"
     path.write_text(
-        "from kqview.server.api import dream\nfrom kqview.server.sockets import Socket\n"
+        "from kqview.server.api import dream\nfrom kqview.server.web.sockets import Socket\n"
         "import starlette.requests\nimport asyncio\nfrom kqview.server.errors import Answer\n"
     )
     modules = imported(path)
     assert used_of(modules, ("kqview.server.api.dream",)) == ["kqview.server.api.dream"]
-    assert used_of(modules, TRANSPORT) == ["starlette", "asyncio", "kqview.server.sockets"]
+    assert used_of(modules, TRANSPORT) == ["starlette", "asyncio", "kqview.server.web.sockets"]

@@ -11,7 +11,7 @@ import pytest
 
 from kqview import Engine
 from kqview.errors import InvalidCapture
-from kqview.server.attention import (
+from kqview.server.models.attention import (
     DATA_HERE,
     AttentionWanted,
     Dense,

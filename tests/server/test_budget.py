@@ -21,8 +21,8 @@ import pytest
 
 from kqview.errors import CapacityError
 from kqview.server import Settings
-from kqview.server.budget import SPILL_BYTES, Body, Budget
 from kqview.server.errors import RateLimited, TooLarge
+from kqview.server.web.budget import SPILL_BYTES, Body, Budget
 from tests.server.clients import (
     WAITS_S,
     masked_frame,

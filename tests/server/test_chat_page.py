@@ -14,10 +14,10 @@ import pytest
 
 from kqview.demo import MODEL_PATH
 from kqview.server import Settings
-from kqview.server.api.mia4 import routes
-from kqview.server.api.mia4.turn import Turn
+from kqview.server.apps.mia4 import routes
+from kqview.server.apps.mia4.turn import Turn
 from kqview.server.config import Config, Llm, Model, Persona, SystemPrompt, Ui
-from kqview.server.served import Served as ServedModel
+from kqview.server.models.model_entry import ModelEntry as ServedModel
 from tests.support.browser import PHONE, sync_api, violations
 from tests.support.serving import serving
 

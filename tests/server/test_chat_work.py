@@ -17,7 +17,7 @@ from kqview.chat.formats import format_of
 from kqview.chat.reasoning import Split
 from kqview.chat.tool_format import Wanted, grammar, literal
 from kqview.errors import InvalidSampling, RequestError
-from kqview.server.api.chat_work import (
+from kqview.server.api.wire.chat_work import (
     Answer,
     ChatRequest,
     Reading,

@@ -15,8 +15,9 @@ import pytest
 
 from kqview import Engine
 from kqview.errors import QueueFull, RequestError
-from kqview.server import Settings, conversation_states
-from kqview.server.conversation_states import LEAST_TOKENS
+from kqview.server import Settings
+from kqview.server.apps import conversation_states
+from kqview.server.apps.conversation_states import LEAST_TOKENS
 from kqview.state import durable
 from tests.server.test_run import request
 from tests.support.conversing import OWNER, WITHIN_S, Answered, Chats, chats, config_of

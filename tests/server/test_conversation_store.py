@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kqview.errors import RequestError
-from kqview.server import conversation_store
+from kqview.server.apps import conversation_store
+from kqview.server.apps.conversation_store import ConversationStore, Key, Message
 from kqview.server.config import ChatSessions
-from kqview.server.conversation_store import ConversationStore, Key, Message
 from kqview.server.errors import StorageFailed, StorageFull
 
 if TYPE_CHECKING:
@@ -328,7 +328,7 @@ def test_database_that_breaks_while_it_is_open_is_an_error_of_ours(tmp_path: Pat
 KILLED = """
 import os, signal, sys
 from kqview.server.config import ChatSessions
-from kqview.server.conversation_store import ConversationStore, Key
+from kqview.server.apps.conversation_store import ConversationStore, Key
 limits = ChatSessions(database=sys.argv[1], max_messages=10**6)
 done = -1
 for n_more in (1, 2, 5, 9, 30):

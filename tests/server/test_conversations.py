@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kqview.errors import BusyError, RequestError
-from kqview.server.budget import Budget, uncounted
-from kqview.server.conversation_store import ConversationStore, History, Key, Message
-from kqview.server.conversations import Conversations, Turn, checked_id
+from kqview.server.apps.conversation_store import ConversationStore, History, Key, Message
+from kqview.server.apps.conversations import Conversations, Turn, checked_id
 from kqview.server.errors import NotFound, RateLimited, ShuttingDown, StorageFull, TooLarge
+from kqview.server.web.budget import Budget, uncounted
 from tests.support.conversing import WITHIN_S, config_of
 
 if TYPE_CHECKING:

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-from kqview.server import events_bus
 from kqview.server.app import DIALECTS
-from kqview.server.endpoint import Upload
-from kqview.server.openapi import describe
+from kqview.server.models import events_bus
+from kqview.server.web.endpoint import Upload
+from kqview.server.web.openapi import describe
 from tests.server.clients import read_to_close, websocket
 from tests.support import mia4
 from tests.support.dream import DreamSocket
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
 
-    from kqview.server.endpoint import Operation
+    from kqview.server.web.endpoint import Operation
     from tests.support.serving import Served
 
 pytestmark = pytest.mark.full

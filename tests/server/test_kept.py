@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import pytest
 
-from kqview.server.attention import AttentionWanted
-from kqview.server.budget import Budget
-from kqview.server.kept import Kept, PromptText, Row
+from kqview.server.models.attention import AttentionWanted
+from kqview.server.models.row_cache import PromptText, Row, RowCache
+from kqview.server.web.budget import Budget
 
 ROW = Row(7, "x", (250,), bytes(1000))
 WANTED = AttentionWanted()
 
 
-def kept(most_bytes: int, total_bytes: int = 10**9) -> tuple[Kept, Budget]:
+def kept(most_bytes: int, total_bytes: int = 10**9) -> tuple[RowCache, Budget]:
     budget = Budget(total_bytes)
-    return Kept(budget, most_bytes), budget
+    return RowCache(budget, most_bytes), budget
 
 
-def open_(keep: Kept, owner: str, name: str, n_rows: int) -> None:
+def open_(keep: RowCache, owner: str, name: str, n_rows: int) -> None:
     keep.open(owner, name, WANTED, (0, 1), n_choices=1)
     for n in range(n_rows):
         keep.add(owner, name, 0, n, ROW)
 
 
-def rows_of(keep: Kept, owner: str, name: str) -> int | None:
+def rows_of(keep: RowCache, owner: str, name: str) -> int | None:
     found = keep.find(owner, name)
     return None if found is None else len(found.choices[0])
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kqview.server.lenient import LenientDecoder, with_whole_pairs
+from kqview.server.web.lenient import LenientDecoder, with_whole_pairs
 
 
 class Body(msgspec.Struct):

@@ -20,11 +20,11 @@ from kqview.cli import serving as cli_serving
 from kqview.errors import QueueFull, RequestError
 from kqview.generation.text import HeldText
 from kqview.server import Settings, create_app
-from kqview.server.endpoint import check_values, json_in_slices
 from kqview.server.errors import TimedOut, TooLarge
-from kqview.server.run import GenerateRequest
-from kqview.server.service import OFFLOAD_BYTES, Service
-from kqview.server.workers import Workers
+from kqview.server.models.run import GenerateRequest
+from kqview.server.models.service import OFFLOAD_BYTES, Service
+from kqview.server.web.endpoint import check_values, json_in_slices
+from kqview.server.web.workers import Workers
 from kqview.types import Sampling
 from tests.server.toy_dialect import serving_toy
 from tests.support.hostile_grammars import GRAMMARS
@@ -214,7 +214,7 @@ async def test_place_of_one_who_left_goes_to_the_next():
 
 
 def test_body_is_read_in_another_thread_where_it_is_large(monkeypatch: pytest.MonkeyPatch):
-    from kqview.server import endpoint
+    from kqview.server.web import endpoint
 
     names: list[str] = []
     decoded = endpoint.decoded

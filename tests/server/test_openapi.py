@@ -15,10 +15,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kqview.demo import MODEL_PATH
-from kqview.server import Settings, pages
+from kqview.server import Settings
 from kqview.server.app import DIALECTS
-from kqview.server.endpoint import Upload
-from kqview.server.openapi import describe
+from kqview.server.web import pages
+from kqview.server.web.endpoint import Upload
+from kqview.server.web.openapi import describe
 from kqview.types.sampling import OPTIONS
 from tests.server import toy_dialect
 from tests.server.clients import read_to_close, sse_events, websocket
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from kqview.server.endpoint import Operation
+    from kqview.server.web.endpoint import Operation
     from tests.support.serving import Served
 
 pytestmark = pytest.mark.full

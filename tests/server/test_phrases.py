@@ -14,17 +14,17 @@ from kqview import Capture, Engine, Sampling, mod
 from kqview.errors import RequestError
 from kqview.mods.events import Added
 from kqview.server import Settings
-from kqview.server.attention import AttentionWanted
-from kqview.server.budget import Budget
-from kqview.server.phrases import Held, PhraseBan, Phrases
-from kqview.server.run import GenerateRequest
-from kqview.server.service import Service
+from kqview.server.models.attention import AttentionWanted
+from kqview.server.models.phrases import Held, PhraseBan, Phrases
+from kqview.server.models.run import GenerateRequest
+from kqview.server.models.service import Service
+from kqview.server.web.budget import Budget
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from kqview import Token
-    from kqview.server.run import Run
+    from kqview.server.models.run import Run
 
 TEXT = "Mirelda found a silver key near the old bridge. Then Mirel"
 

@@ -8,24 +8,24 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-import kqview.server.pool
+import kqview.server.models.pool
 from kqview import Engine, Sampling
 from kqview.errors import CapacityError, KqviewError
 from kqview.server import Settings
 from kqview.server.config import Config
 from kqview.server.errors import ModelChanged, NoModel, NotSupported, ShuttingDown, UnknownModel
-from kqview.server.events_bus import ModelFailed, ModelLoaded, ModelLoading, ModelUnloaded
-from kqview.server.live import Live
-from kqview.server.run import GenerateRequest
-from kqview.server.security import Caller
-from kqview.server.service import Service
+from kqview.server.live_config import LiveConfig
+from kqview.server.models.events_bus import ModelFailed, ModelLoaded, ModelLoading, ModelUnloaded
+from kqview.server.models.run import GenerateRequest
+from kqview.server.models.service import Service
+from kqview.server.web.security import Caller
 from tests.support.pool import NAMES, WITHIN_S, config_of, gated, n_vocab, write_models
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable
     from pathlib import Path
 
-    from kqview.server.served import Served
+    from kqview.server.models.model_entry import ModelEntry
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextlib.asynccontextmanager
 async def opened(config: Config, engine: Engine | None = None) -> AsyncGenerator[Service]:
-    service = Service(engine, Live(config))
+    service = Service(engine, LiveConfig(config))
     await service.open()
     try:
         yield service
@@ -135,7 +135,7 @@ async def test_load_is_finished_though_its_client_left(
 async def test_server_that_ends_does_not_wait_for_a_load(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    service = Service(None, Live(config_of(folder)))
+    service = Service(None, LiveConfig(config_of(folder)))
     await service.open()
     gate = gated(monkeypatch)
     waiting = asyncio.create_task(use(service, "ada"))
@@ -152,7 +152,7 @@ async def test_server_that_ends_does_not_wait_for_a_load(
 
 
 async def test_server_that_ends_does_not_wait_for_room(folder: Path):
-    service = Service(None, Live(config_of(folder, model_wait_s=600)))
+    service = Service(None, LiveConfig(config_of(folder, model_wait_s=600)))
     await service.open()
     async with service.pool.using("ada"), service.pool.using("bob"):
         waiting = asyncio.create_task(use(service, "cleo"))
@@ -320,7 +320,7 @@ async def test_failing_model_says_why_and_takes_no_other_down(
 async def test_model_that_failed_is_tried_again_after_a_while(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(kqview.server.pool, "_FIRST_RETRY_S", 0.001)
+    monkeypatch.setattr(kqview.server.models.pool, "_FIRST_RETRY_S", 0.001)
     file = tmp_path / "bob.gguf"
     file.write_bytes((folder / "broken.gguf").read_bytes())
     config = config_of(folder, models={"bob": {"path": str(file)}})
@@ -459,7 +459,7 @@ async def test_stall_of_any_model_is_seen(folder: Path, monkeypatch: pytest.Monk
     async with opened(config_of(folder)) as service:
         await use(service, "ada", "bob")
         assert service.pool.stall() is None
-        bob: Served = service.pool.find("bob")
+        bob: ModelEntry = service.pool.find("bob")
 
         def stall(limit_s: float) -> str:
             return f"silent for {limit_s:g} s"

@@ -16,9 +16,9 @@ from kqview.errors import RequestError
 from kqview.generation.text import TextStream
 from kqview.mods import Added, Backtrack, mod
 from kqview.server import Settings
-from kqview.server.api.chat_work import Answer, ChatRequest, Reading, answer_of, prepare
-from kqview.server.api.llama_fields import LlamaFields, reasoning_budget_of
-from kqview.server.api.reasoning_cap import (
+from kqview.server.api.wire.chat_work import Answer, ChatRequest, Reading, answer_of, prepare
+from kqview.server.api.wire.llama_fields import LlamaFields, reasoning_budget_of
+from kqview.server.api.wire.reasoning_cap import (
     CapForcing,
     ReasoningCap,
     budget_of,

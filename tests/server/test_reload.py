@@ -26,10 +26,10 @@ from kqview.cli.serving import Reloads
 from kqview.demo import MODEL_PATH
 from kqview.errors import RequestError
 from kqview.server import Settings, create_app
-from kqview.server.api.mia4 import routes as mia4_routes
+from kqview.server.apps.mia4 import routes as mia4_routes
 from kqview.server.config import ChatSessions, Config, Llm, Model, Persona, Ui
 from kqview.server.config_file import load
-from kqview.server.live import Live, reloaded
+from kqview.server.live_config import LiveConfig, reloaded
 from tests.server.clients import WAITS_S, read_to_close, websocket
 from tests.support import mia4
 from tests.support.serve_process import WITHIN_S, Parent, started, until
@@ -122,7 +122,7 @@ def test_one_model_and_several_need_a_restart_to_take_turns():
 
 
 def test_what_is_derived_changes_with_its_part_alone():
-    live = Live.of(Settings())
+    live = LiveConfig.of(Settings())
     made: list[int] = []
 
     def make(n: int) -> str:
@@ -137,7 +137,7 @@ def test_what_is_derived_changes_with_its_part_alone():
 
 
 def test_configuration_that_cannot_be_used_changes_nothing(tmp_path: Path):
-    live = Live.of(Settings())
+    live = LiveConfig.of(Settings())
 
     def refuse(n: int) -> int:
         if n > 2:

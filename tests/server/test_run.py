@@ -13,10 +13,10 @@ import pytest
 from kqview import Engine
 from kqview.errors import ClosedError
 from kqview.server import Settings
-from kqview.server.attention import AttentionWanted
 from kqview.server.errors import ShuttingDown, TimedOut
-from kqview.server.run import GenerateRequest, Run
-from kqview.server.service import Service
+from kqview.server.models.attention import AttentionWanted
+from kqview.server.models.run import GenerateRequest, Run
+from kqview.server.models.service import Service
 from kqview.types import Sampling
 from tests.support.engines import KEPT, keep_slot
 

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from kqview.server import Settings, security
+from kqview.server import Settings
 from kqview.server.errors import Forbidden, RateLimited, Unauthorized
-from kqview.server.security import Gate
+from kqview.server.web import security
+from kqview.server.web.security import Gate
 from tests.server.clients import (
     WAITS_S,
     check_browser_headers,

@@ -14,9 +14,9 @@ from kqview import errors
 from kqview.server import Settings
 from kqview.server import errors as server_errors
 from kqview.server.app import DIALECTS
-from kqview.server.endpoint import error_reply
 from kqview.server.errors import STATUS, Answer, ServerError, answer_of
-from kqview.server.pages import error_body
+from kqview.server.web.endpoint import error_reply
+from kqview.server.web.pages import error_body
 from tests.server.clients import (
     json_request,
     raw_connection,

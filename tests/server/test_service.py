@@ -22,9 +22,9 @@ from kqview.errors import (
     RequestError,
 )
 from kqview.server import Settings, create_app
-from kqview.server.attention import AttentionWanted
 from kqview.server.errors import Forbidden, ModelChanged, NoModel, NotFound, ShuttingDown, TimedOut
-from kqview.server.service import OFFLOAD_BYTES, Service
+from kqview.server.models.attention import AttentionWanted
+from kqview.server.models.service import OFFLOAD_BYTES, Service
 from tests.server.test_run import busy, request, wait_free
 
 if TYPE_CHECKING:
@@ -394,7 +394,7 @@ async def test_old_model_is_opened_again_when_the_new_one_fails_after_all(
     settings = Settings(demo=True, models_dir=str(models), n_threads=1, n_ctx=512)
     service = Service(None if is_own else engine, settings)
     await service.open()
-    monkeypatch.setattr("kqview.server.served.check_opening", lambda *_, **__: None)
+    monkeypatch.setattr("kqview.server.models.model_entry.check_opening", lambda *_, **__: None)
     try:
         with pytest.raises(ModelLoadError):
             await service.pool.switch("broken.gguf", {})
@@ -412,7 +412,7 @@ async def test_without_old_and_new_model_there_is_none_until_the_next_one(
 ):
     service = await switching(models)
     with monkeypatch.context() as patch:
-        patch.setattr("kqview.server.served.check_opening", lambda *_, **__: None)
+        patch.setattr("kqview.server.models.model_entry.check_opening", lambda *_, **__: None)
         patch.setattr(
             service.pool.default, "_path", str(models / "broken.gguf")
         )  # as if it had changed

@@ -15,8 +15,8 @@ import httpx
 import pytest
 
 from kqview import Engine
-from kqview.server import supervisor
-from kqview.server.worker import STALLED
+from kqview.server.web import supervisor
+from kqview.server.web.worker import STALLED
 from kqview.state import SessionStore
 from tests.support.serve_process import WITHIN_S, started, until
 
@@ -88,7 +88,7 @@ import os, socket, sys, time
 from kqview import EngineHealth
 from kqview.cli.serving import run
 from kqview.server import Settings, create_app
-from kqview.server.worker import Supervised
+from kqview.server.web.worker import Supervised
 
 supervised = Supervised.from_env(os.environ)
 settings = Settings(demo=True, n_threads=1, stall_timeout_s=1.5, shutdown_grace_s=2)
@@ -175,7 +175,7 @@ def test_server_that_cannot_start_is_not_started_again(tmp_path: Path):
 def test_what_holds_the_gil_is_ended_without_it():
     script = """
         import re
-        from kqview.server.worker import Watchdog
+        from kqview.server.web.worker import Watchdog
         Watchdog(0.4, trouble=lambda: None).start()
         import time; time.sleep(0.3)
         print("begins", flush=True)
@@ -191,7 +191,7 @@ def test_what_holds_the_gil_is_ended_without_it():
 
 STOPPED_WHILE_IT_FORKS = """
 import os, signal, socket, sys
-from kqview.server.supervisor import Supervisor
+from kqview.server.web.supervisor import Supervisor
 
 fork = os.fork
 

@@ -18,7 +18,7 @@ import pytest
 
 from kqview.errors import RequestError
 from kqview.server import Settings
-from kqview.server.security import tls_context
+from kqview.server.web.security import tls_context
 from tests.server.clients import (
     is_closed_by_server,
     n_files,

@@ -16,7 +16,7 @@ from kqview.chat.formats import FORMATS, format_of
 from kqview.chat.reasoning import opened_by, split_of
 from kqview.chat.tool_format import Wanted, grammar, literal, text_parameters
 from kqview.errors import RequestError
-from kqview.server.api.chat_work import Answer, Reading, answer_of
+from kqview.server.api.wire.chat_work import Answer, Reading, answer_of
 from tests.support import stock, stock_templates
 from tests.support.accepting import accepts
 

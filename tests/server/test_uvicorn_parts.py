@@ -17,9 +17,10 @@ import uvicorn
 from websockets.server import ServerProtocol
 
 from kqview import Engine
-from kqview.server import Settings, create_app, uvicorn_parts
-from kqview.server.endpoint import UNKNOWN
-from kqview.server.uvicorn_parts import UvicornConnection, _Clients, connection
+from kqview.server import Settings, create_app
+from kqview.server.web import uvicorn_parts
+from kqview.server.web.endpoint import UNKNOWN
+from kqview.server.web.uvicorn_parts import UvicornConnection, _Clients, connection
 from tests.server.clients import (
     json_request,
     masked_frame,

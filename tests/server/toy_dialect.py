@@ -14,10 +14,11 @@ from unittest import mock
 import msgspec
 import numpy as np
 
-from kqview.server import Settings, app, endpoint
-from kqview.server.attention import DATA_HERE, AttentionWanted, Dense, shaped, split_json
-from kqview.server.endpoint import Call, Events, Frames, HttpReply, Operation
-from kqview.server.run import GenerateRequest, Removal, Run, Step
+from kqview.server import Settings, app
+from kqview.server.models.attention import DATA_HERE, AttentionWanted, Dense, shaped, split_json
+from kqview.server.models.run import GenerateRequest, Removal, Run, Step
+from kqview.server.web import endpoint
+from kqview.server.web.endpoint import Call, Events, Frames, HttpReply, Operation
 from kqview.types import PromptBlock, Sampling
 from tests.support.serving import Served, serving
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
     from kqview import Engine
     from kqview.server.errors import Answer
-    from kqview.server.sockets import Socket
+    from kqview.server.web.sockets import Socket
 
 # ---- schema
 

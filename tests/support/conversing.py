@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from kqview.server.api.chat_work import ChatRequest, prepare, prompt_of
+from kqview.server.api.wire.chat_work import ChatRequest, prepare, prompt_of
 from kqview.server.config import ChatSessions, Config
-from kqview.server.live import Live
-from kqview.server.security import Caller
-from kqview.server.service import Service
+from kqview.server.live_config import LiveConfig
+from kqview.server.models.service import Service
 from kqview.server.settings import Settings
+from kqview.server.web.security import Caller
 from kqview.types import Sampling
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
 
     from kqview import Engine
-    from kqview.server.conversations import Message
-    from kqview.server.run import GenerateRequest
+    from kqview.server.apps.conversations import Message
+    from kqview.server.models.run import GenerateRequest
 
 WITHIN_S = 60.0
 OWNER = "owner"
@@ -123,7 +123,7 @@ async def chats(
 ) -> AsyncGenerator[Chats]:
     """Open a service of *engine* whose table [sessions] is given, and close it."""
     async with asyncio.timeout(WITHIN_S):
-        service = Service(engine, Live(config or config_of(**sessions)))
+        service = Service(engine, LiveConfig(config or config_of(**sessions)))
         await service.open()
         try:
             yield Chats(service)

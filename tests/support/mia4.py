@@ -14,18 +14,18 @@ from unittest import mock
 import msgspec
 
 from kqview.server import Settings
-from kqview.server.cancelling import Cancelling
 from kqview.server.config import Config, Model
-from kqview.server.run import Run
-from kqview.server.served import Served as ServedModel
-from kqview.server.service import Service
+from kqview.server.models.cancelling import Cancelling
+from kqview.server.models.model_entry import ModelEntry as ServedModel
+from kqview.server.models.run import Run
+from kqview.server.models.service import Service
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator
 
     import httpx
 
-    from kqview.server.run import GenerateRequest, Step
+    from kqview.server.models.run import GenerateRequest, Step
     from tests.support.serving import Served
 
 Frame = tuple[str, dict[str, Any]]

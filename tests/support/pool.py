@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-import kqview.server.served
+import kqview.server.models.model_entry
 from kqview import Engine
 from kqview.engine import check_opening
 from kqview.server import Settings
@@ -95,5 +95,5 @@ class Gate:
 def gated(monkeypatch: pytest.MonkeyPatch) -> Gate:
     """A gate before every load from here on."""
     gate = Gate()
-    monkeypatch.setattr(kqview.server.served, "Engine", gate.engine)
+    monkeypatch.setattr(kqview.server.models.model_entry, "Engine", gate.engine)
     return gate

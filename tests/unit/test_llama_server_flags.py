@@ -12,7 +12,7 @@ from kqview.cli.llama_server_flags import translated
 from kqview.cli.main import app
 from kqview.errors import RequestError
 from kqview.server.settings import PREFIX, Settings, flag_of
-from kqview.server.supervisor import ENVIRONMENT
+from kqview.server.web.supervisor import ENVIRONMENT
 from tests.engine.conftest import llama_cpp_dir  # noqa: F401, a fixture
 
 if TYPE_CHECKING:

@@ -121,7 +121,7 @@ def ingest(
     try:
         from kqview.cli.ingesting import run
         from kqview.ingest.app import create_app
-        from kqview.server.security import tls_context
+        from kqview.server.web.security import tls_context
     except ModuleNotFoundError as error:
         raise RequestError(
             f"kqview ingest needs {error.name}, which is not installed; {_INSTALL}"

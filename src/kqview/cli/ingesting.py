@@ -9,7 +9,7 @@ from typing import Final
 import uvicorn
 
 from kqview.ingest.app import IngestApp
-from kqview.server.uvicorn_parts import allow_files, uvicorn_options
+from kqview.server.web.uvicorn_parts import allow_files, uvicorn_options
 
 _GRACE_S: Final = 10
 _CUT: Final = "ASGI callable returned without completing response."
@@ -19,7 +19,7 @@ def run(app: IngestApp, listener: socket.socket) -> None:
     """Serve *app* on *listener* until a signal ends it.
 
     Raises:
-        RequestError: As `kqview.server.security.tls_context`.
+        RequestError: As `kqview.server.web.security.tls_context`.
     """
     allow_files(app.receiver.settings)
     logging.getLogger("uvicorn.error").addFilter(lambda record: record.getMessage() != _CUT)

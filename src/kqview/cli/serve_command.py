@@ -16,8 +16,8 @@ from kqview.cli.model_file import check_model_file
 from kqview.cli.options import fetch
 from kqview.cli.server_options import ServerCommand, needing_server, parameters, reader_of
 from kqview.errors import RequestError
-from kqview.server import supervisor
 from kqview.server.settings import Settings
+from kqview.server.web import supervisor
 
 COMMAND_CLASS: Final = ServerCommand
 _SUPERVISOR_MARGIN_S: Final = 5.0  # the worker's own watchdog, which knows more, goes first
@@ -53,8 +53,8 @@ def serve(*, context: typer.Context, config: str | None = None, **given: Any) ->
     with needing_server():
         from kqview.cli.serving import HUNG_FACTOR, keep_freed_memory, run
         from kqview.server import create_app
-        from kqview.server.security import tls_context
-        from kqview.server.worker import Supervised
+        from kqview.server.web.security import tls_context
+        from kqview.server.web.worker import Supervised
     tls_context(settings)
     if settings.hf is not None:
         read = partial(read, model=fetch(settings.hf))

@@ -18,7 +18,7 @@ from typer.core import TyperCommand
 from kqview.cli.llama_server_flags import translated
 from kqview.errors import RequestError
 from kqview.server.settings import PREFIX, Settings, flag_of
-from kqview.server.supervisor import ENVIRONMENT
+from kqview.server.web.supervisor import ENVIRONMENT
 
 if TYPE_CHECKING:
     from kqview.server.config_file import Loaded

@@ -25,11 +25,11 @@ from kqview.cli.options import load_progress
 from kqview.errors import KqviewError
 from kqview.server.app import App
 from kqview.server.config import Config
-from kqview.server.security import tls_context
 from kqview.server.settings import Settings
-from kqview.server.supervisor import Hangup
-from kqview.server.uvicorn_parts import allow_files, identify, uvicorn_options
-from kqview.server.worker import STALLED, Supervised, Watchdog
+from kqview.server.web.security import tls_context
+from kqview.server.web.supervisor import Hangup
+from kqview.server.web.uvicorn_parts import allow_files, identify, uvicorn_options
+from kqview.server.web.worker import STALLED, Supervised, Watchdog
 
 # Parameters of glibc's mallopt (malloc.h), and its maximum for M_MMAP_THRESHOLD.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8

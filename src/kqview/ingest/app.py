@@ -13,15 +13,15 @@ from kqview import __version__
 from kqview.ingest.receiver import Receiver
 from kqview.ingest.routes import Metrics, operations
 from kqview.ingest.settings import IngestSettings
-from kqview.server.access import AccessLog, Door, no_route, with_cors
-from kqview.server.endpoint import Endpoint
-from kqview.server.openapi import describe
-from kqview.server.security import Gate
+from kqview.server.web.endpoint import Endpoint
+from kqview.server.web.middleware import AccessLog, EdgeMiddleware, no_route, with_cors
+from kqview.server.web.openapi import describe
+from kqview.server.web.security import Gate
 
 _ABOUT: Final = "Receives traces of generations with mods, and shows them."
 
 
-class IngestApp(Door):
+class IngestApp(EdgeMiddleware):
     """What `create_app` returns: an ASGI 3 application.
 
     Attributes:

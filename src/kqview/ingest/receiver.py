@@ -20,9 +20,9 @@ from kqview.ingest import tables
 from kqview.ingest.schema import Health
 from kqview.ingest.settings import IngestSettings
 from kqview.ingest.store import Reader, Store
-from kqview.server.budget import Body, Budget
-from kqview.server.endpoint import Frames
 from kqview.server.settings import Settings
+from kqview.server.web.budget import Body, Budget
+from kqview.server.web.endpoint import Frames
 
 _T = TypeVar("_T")
 _log: Final = logging.getLogger("kqview.server")
@@ -37,7 +37,7 @@ _MOST_NEWS: Final = 100  # summaries in one query of a feed
 
 
 class Receiver:
-    """One receiver; a `kqview.server.endpoint.Host` for its operations."""
+    """One receiver; a `kqview.server.web.endpoint.Host` for its operations."""
 
     def __init__(self, settings: IngestSettings) -> None:
         """Open the database.

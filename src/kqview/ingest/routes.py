@@ -13,10 +13,10 @@ from kqview.ingest.payload import microseconds
 from kqview.ingest.receiver import Receiver
 from kqview.ingest.schema import Health, Time, Trace, TraceList, Values
 from kqview.ingest.store import Filter, Reader
-from kqview.server import static_files
-from kqview.server.endpoint import Call, Feed, HttpReply, Operation, Upload
 from kqview.server.errors import Answer, NotFound, Unprocessable, UnsupportedMedia
-from kqview.server.security import Access, sent_key
+from kqview.server.web import static_files
+from kqview.server.web.endpoint import Call, Feed, HttpReply, Operation, Upload
+from kqview.server.web.security import Access, sent_key
 
 _MOST_LISTED: Final = 200
 _LISTED: Final = 50

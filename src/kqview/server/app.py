@@ -17,29 +17,29 @@ from starlette.types import ASGIApp
 from kqview import __version__
 from kqview.engine import Engine
 from kqview.errors import RequestError
-from kqview.server import openapi, pages
-from kqview.server.access import AccessLog, Door, no_route, with_cors
 from kqview.server.api.anthropic import routes as anthropic
 from kqview.server.api.dream import routes as dream
 from kqview.server.api.kobold import routes as kobold
 from kqview.server.api.llama_server import routes as llama_server
-from kqview.server.api.mia4 import routes as mia4
 from kqview.server.api.models import routes as models
 from kqview.server.api.openai import responses
 from kqview.server.api.openai import routes as openai
+from kqview.server.apps.mia4 import routes as mia4
 from kqview.server.config import Config
-from kqview.server.endpoint import Endpoint, Operation
-from kqview.server.live import Live, Reloaded, reloaded
-from kqview.server.security import Gate
-from kqview.server.service import Service
+from kqview.server.live_config import LiveConfig, Reloaded, reloaded
+from kqview.server.models.service import Service
 from kqview.server.settings import Settings
-from kqview.server.sockets import SocketEndpoint
+from kqview.server.web import openapi, pages
+from kqview.server.web.endpoint import Endpoint, Operation
+from kqview.server.web.middleware import AccessLog, EdgeMiddleware, no_route, with_cors
+from kqview.server.web.security import Gate
+from kqview.server.web.sockets import SocketEndpoint
 
 DIALECTS: Final = (kobold, dream, llama_server, openai, responses, anthropic, mia4, models)
 """Modules with ``OPERATIONS``; a further dialect is one folder and one entry here."""
 
 
-class App(Door):
+class App(EdgeMiddleware):
     """What `create_app` returns: an ASGI 3 application.
 
     Attributes:
@@ -103,7 +103,7 @@ def create_app(
         )
     if not config.models:
         config = msgspec.structs.replace(config, models=Config.of(config.settings).models)
-    live = Live(config)
+    live = LiveConfig(config)
     service = Service(engine, live)
     metrics = pages.Metrics(service)
     description: dict[str, Any] = {}

@@ -20,10 +20,10 @@ import msgspec
 
 from kqview.engine import check_opening
 from kqview.errors import CapacityError, ModelError, RequestError, shown
-from kqview.server.api.mia4.sampling import REASONING_MAX_TOKENS, check_sampling
+from kqview.server.apps.mia4.sampling import REASONING_MAX_TOKENS, check_sampling
 from kqview.server.config import Config, Model, SystemPrompt, annotations_of, facts_of
-from kqview.server.security import tls_context
 from kqview.server.settings import PREFIX, Settings, flag_of, texts_of
+from kqview.server.web.security import tls_context
 
 Key = tuple[str | int, ...]
 """Where a value is: names of tables and keys, and indices in arrays, such as ``("a", 0, "b")``."""

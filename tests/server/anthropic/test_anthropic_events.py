@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from kqview.server.api.anthropic.events import MessageEvents, MessageWriter
-from kqview.server.api.chat_work import Reading
-from kqview.server.endpoint import NAMED_HEAD
+from kqview.server.api.wire.chat_work import Reading
 from kqview.server.errors import Answer
+from kqview.server.web.endpoint import NAMED_HEAD
 from kqview.types import Usage
 
 NO_ATTENTION: Any = SimpleNamespace(token=lambda run, step: (None, None))

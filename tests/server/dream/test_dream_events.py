@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from kqview.errors import OutOfMemory, RequestError
-from kqview.server.api.attention_protocol import with_lists
 from kqview.server.api.dream import schema
 from kqview.server.api.dream.convert import ReplyTooLarge
 from kqview.server.api.dream.events import (
@@ -24,10 +23,11 @@ from kqview.server.api.dream.events import (
     name_in,
     reply_bytes,
 )
-from kqview.server.attention import Encoder
-from kqview.server.budget import Budget
+from kqview.server.api.wire.attention_protocol import with_lists
 from kqview.server.errors import Answer, answer_of
-from kqview.server.run import Run, Step
+from kqview.server.models.attention import Encoder
+from kqview.server.models.run import Run, Step
+from kqview.server.web.budget import Budget
 from kqview.types import PromptBlock, Token, Usage
 from tests.support.dream import QWEN, SEED, decoded, golden, plan_from
 

@@ -407,7 +407,11 @@ def client_refused(demo: Served) -> Iterator[httpx.Client]:
     ids=lambda value: str(value)[:60],
 )  # fmt: skip
 def test_request_that_cannot_work_is_refused_before_it_begins(
-    demo: Served, client_refused: httpx.Client, fields: dict[str, Any], code: str, figures: set[str]
+    demo: Served,
+    client_refused: httpx.Client,
+    fields: dict[str, Any],
+    code: str,
+    figures: set[str],
 ):
     reply = client_refused.post("/api/v1/generate", json=fields)
     assert reply.status_code == 400

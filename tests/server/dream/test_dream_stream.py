@@ -14,8 +14,8 @@ from websockets.exceptions import ConnectionClosed
 from kqview import Capture, Engine
 from kqview.server import Settings
 from kqview.server.api.dream.routes import Session
-from kqview.server.service import Service
-from kqview.server.sockets import Disconnected, Socket
+from kqview.server.models.service import Service
+from kqview.server.web.sockets import Disconnected, Socket
 from tests.support.dream import PROMPT, WITHIN_S, DreamSocket, clear, decoded, reference
 
 if TYPE_CHECKING:

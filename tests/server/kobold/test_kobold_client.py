@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     import httpx
 
-    from kqview.server.run import GenerateRequest, Run, Step
+    from kqview.server.models.run import GenerateRequest, Run, Step
     from tests.support.serving import Serve, Served
 
 TURN = "<|im_start|>user\nWho are you?<|im_end|>\n<|im_start|>assistant\n"

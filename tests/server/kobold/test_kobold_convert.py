@@ -14,11 +14,11 @@ import pytest
 from kqview import Engine
 from kqview.errors import InvalidSampling, InvalidToken, PromptTooLong, QueueFull, RequestError
 from kqview.server import Settings
-from kqview.server.api.attention_protocol import SAMPLING_FIELDS, logprobs_of, sampling_for
 from kqview.server.api.kobold import convert, schema
+from kqview.server.api.wire.attention_protocol import SAMPLING_FIELDS, logprobs_of, sampling_for
 from kqview.server.errors import NoModel, Unauthorized, answer_of
-from kqview.server.lenient import LenientDecoder
-from kqview.server.run import LastRun, TokenLogprobs
+from kqview.server.models.run import LastRun, TokenLogprobs
+from kqview.server.web.lenient import LenientDecoder
 from kqview.types import EngineStats, ModelInfo, Usage
 from kqview.types.sampling import OPTIONS
 from tests.support.kobold import golden

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from kqview.errors import PoolExhausted
 from kqview.generation.text import HeldText, TextStream
-from kqview.server.api.attention_protocol import RowFacts
 from kqview.server.api.kobold.convert import PlainEvents, SocketFrames, TypedEvents
-from kqview.server.attention import AttentionWanted, Encoder
-from kqview.server.endpoint import EVENT_HEAD, EVENT_TAIL, NEXT_EVENT
+from kqview.server.api.wire.attention_protocol import RowFacts
 from kqview.server.errors import answer_of
-from kqview.server.run import Step
+from kqview.server.models.attention import AttentionWanted, Encoder
+from kqview.server.models.run import Step
+from kqview.server.web.endpoint import EVENT_HEAD, EVENT_TAIL, NEXT_EVENT
 from kqview.types import PromptBlock, Token, Usage
 from tests.support.kobold import golden
 

@@ -10,8 +10,8 @@ import pytest
 
 from kqview import Engine
 from kqview.server import Settings
-from kqview.server.api.mia4 import convert, schema
-from kqview.server.api.mia4.frames import Writer
+from kqview.server.apps.mia4 import convert, schema
+from kqview.server.apps.mia4.frames import Writer
 from kqview.server.config import Llm, Model
 from tests.support import mia4
 

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kqview.errors import QueueFull
-from kqview.server import Settings, events_bus
-from kqview.server.api.mia4 import routes
-from kqview.server.events_bus import Bus, Dropped, GenerationCompleted, Subscription
+from kqview.server import Settings
+from kqview.server.apps.mia4 import routes
+from kqview.server.models import events_bus
+from kqview.server.models.events_bus import Bus, Dropped, GenerationCompleted, Subscription
 from tests.support import mia4
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kqview.chat.reasoning import Split
-from kqview.server.api.chat_work import Reading
-from kqview.server.api.mia4 import frames
-from kqview.server.api.mia4.frames import Writer
+from kqview.server.api.wire.chat_work import Reading
+from kqview.server.apps.mia4 import frames
+from kqview.server.apps.mia4.frames import Writer
 from kqview.server.errors import Answer
 from kqview.types import Token, Usage
 from tests.support import mia4

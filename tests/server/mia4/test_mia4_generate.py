@@ -15,20 +15,21 @@ import numpy as np
 import pytest
 
 from kqview.errors import DecodeError, OutOfMemory
-from kqview.server import Settings, service
-from kqview.server.api.mia4 import routes
-from kqview.server.api.mia4.turn import Turn
-from kqview.server.budget import Hold
-from kqview.server.conversations import Conversations
+from kqview.server import Settings
+from kqview.server.apps.conversations import Conversations
+from kqview.server.apps.mia4 import routes
+from kqview.server.apps.mia4.turn import Turn
 from kqview.server.errors import ModelChanged, StorageFailed, TooLarge, too_late
-from kqview.server.run import Run
+from kqview.server.models import service
+from kqview.server.models.run import Run
+from kqview.server.web.budget import Reservation
 from tests.support import mia4
 from tests.support.mia4 import Gate, gated, saying
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from kqview.server.run import Step
+    from kqview.server.models.run import Step
     from tests.server.conftest import Serve
     from tests.support.serving import Served
 
@@ -443,7 +444,7 @@ FAULTS: dict[str, tuple[Callable[[int], Any], str]] = {
     "bug": (lambda at: fails(Gate(at), ZeroDivisionError("/secret")), "INTERNAL"),
     "model change": (lambda at: ends(at, ModelChanged("switched")), "MODEL_CHANGED"),
     "budget": (
-        lambda at: mock.patch.object(Hold, "take", limited(at)), "INVALID_REQUEST"
+        lambda at: mock.patch.object(Reservation, "take", limited(at)), "INVALID_REQUEST"
     ),
     "storage": (
         lambda at: mock.patch.object(
@@ -467,10 +468,10 @@ def ends(at: int, error: Any) -> Any:
 
 
 def limited(at: int) -> Any:
-    """`Hold.take` without room for the text of the token after *at* others."""
-    take, taken = Hold.take, [0]
+    """`Reservation.take` without room for the text of the token after *at* others."""
+    take, taken = Reservation.take, [0]
 
-    def limited_take(self: Hold, n_bytes: int) -> None:
+    def limited_take(self: Reservation, n_bytes: int) -> None:
         if n_bytes == 128:  # of each token's text
             taken[0] += 1
             if taken[0] > at:

@@ -7,7 +7,7 @@ import hashlib
 import pytest
 
 from kqview.errors import RequestError
-from kqview.server.api.mia4.passport import Known, canonical, hash_of, passport_of, text_of
+from kqview.server.apps.mia4.passport import Known, canonical, hash_of, passport_of, text_of
 from kqview.server.config import Passport, Postproc, Reasoning
 
 

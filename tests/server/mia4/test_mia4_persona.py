@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kqview.server import Settings
-from kqview.server.api.mia4 import routes
-from kqview.server.api.mia4.passport import hash_of
-from kqview.server.api.mia4.persona import MOST_BYTES, Persona, parse
+from kqview.server.apps.mia4 import routes
+from kqview.server.apps.mia4.passport import hash_of
+from kqview.server.apps.mia4.persona import MOST_BYTES, Persona, parse
 from kqview.server.config import Config
-from kqview.server.live import Live
+from kqview.server.live_config import LiveConfig
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -180,7 +180,7 @@ def test_readers_see_whole_texts_while_the_file_is_replaced(tmp_path: Path):
 
 
 async def test_server_that_nobody_has_any_more_is_freed():
-    service = SimpleNamespace(live=Live(Config.of(Settings())))
+    service = SimpleNamespace(live=LiveConfig(Config.of(Settings())))
     call: Any = SimpleNamespace(service=service)
     assert await routes._persona(call) is None  # pyright: ignore[reportPrivateUsage]
     gone = weakref.ref(service.live)

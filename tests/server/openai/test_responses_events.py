@@ -9,12 +9,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from kqview.server.api.chat_work import Reading
 from kqview.server.api.openai import responses_schema as schema
 from kqview.server.api.openai.responses_events import Asked, ResponseEvents, ResponseWriter
-from kqview.server.budget import uncounted
-from kqview.server.endpoint import NAMED_HEAD
+from kqview.server.api.wire.chat_work import Reading
 from kqview.server.errors import Answer
+from kqview.server.web.budget import uncounted
+from kqview.server.web.endpoint import NAMED_HEAD
 from kqview.types import Usage
 
 NO_ATTENTION: Any = SimpleNamespace(token=lambda run, step: (None, None))

@@ -1,7 +1,7 @@
 """Dialects: a folder for each protocol.
 
 ``schema.py`` has its typed bodies, ``convert.py`` the pure functions between them and the neutral
-types of `kqview.server.run`, ``routes.py`` the table ``OPERATIONS`` with its handlers; a
+types of `kqview.server.models.run`, ``routes.py`` the table ``OPERATIONS`` with its handlers; a
 dialect with much to send has its renderers in ``events.py``. To add one, write these and name the
 routes in `kqview.server.app.DIALECTS`. tests/server/toy_dialect.py is a whole dialect in one file.
 

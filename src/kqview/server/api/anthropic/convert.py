@@ -6,9 +6,9 @@ from typing import Any, Final, Literal
 from kqview.engine import Engine
 from kqview.errors import RequestError
 from kqview.server.api.anthropic import schema
-from kqview.server.api.chat_fields import with_fields
-from kqview.server.api.chat_work import ChatRequest
-from kqview.server.api.llama_fields import reasoning_budget_of
+from kqview.server.api.wire.chat_fields import with_fields
+from kqview.server.api.wire.chat_work import ChatRequest
+from kqview.server.api.wire.llama_fields import reasoning_budget_of
 from kqview.server.errors import Answer
 from kqview.server.settings import Settings
 from kqview.types import Sampling

@@ -6,11 +6,11 @@ from typing import Any, Final
 from kqview.server.api.anthropic import schema
 from kqview.server.api.anthropic.blocks import Blocks
 from kqview.server.api.anthropic.convert import error_body
-from kqview.server.api.attention_field import AttentionWriter
-from kqview.server.api.chat_work import Delta, Reading
-from kqview.server.endpoint import named_events
+from kqview.server.api.wire.attention_field import AttentionWriter
+from kqview.server.api.wire.chat_work import Delta, Reading
 from kqview.server.errors import Answer
-from kqview.server.run import Removal, Run, Step
+from kqview.server.models.run import Removal, Run, Step
+from kqview.server.web.endpoint import named_events
 from kqview.types import PromptBlock, Token
 
 Object = dict[str, Any]

@@ -9,11 +9,11 @@ from kqview.engine import Engine
 from kqview.server.api.anthropic import schema, stream_schema
 from kqview.server.api.anthropic.convert import chat_of, error_body, request_of
 from kqview.server.api.anthropic.events import MessageEvents, MessageWriter
-from kqview.server.api.attention_field import AttentionWriter, keeps
-from kqview.server.api.chat_run import counted, finished, started
-from kqview.server.api.chat_work import ChatRequest
-from kqview.server.api.llama_fields import with_defaults
-from kqview.server.endpoint import NAMED_HEAD, Call, Events, HttpReply, Operation, Sample
+from kqview.server.api.wire.attention_field import AttentionWriter, keeps
+from kqview.server.api.wire.chat_run import counted, finished, started
+from kqview.server.api.wire.chat_work import ChatRequest
+from kqview.server.api.wire.llama_fields import with_defaults
+from kqview.server.web.endpoint import NAMED_HEAD, Call, Events, HttpReply, Operation, Sample
 
 
 async def create(call: Call, body: schema.MessagesBody) -> HttpReply | Events:

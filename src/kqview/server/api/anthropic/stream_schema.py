@@ -14,7 +14,7 @@ from kqview.server.api.anthropic.schema import (
     ToolUseBlock,
     Usage,
 )
-from kqview.server.api.event_parts import PromptAttention, Removed, TokenAttention
+from kqview.server.api.wire.event_parts import PromptAttention, Removed, TokenAttention
 
 
 class FailureFacts(Struct, kw_only=True):

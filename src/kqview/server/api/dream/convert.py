@@ -6,7 +6,9 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from kqview.errors import InvalidToken, OutOfMemory, PoolExhausted, PromptTooLong, RequestError
-from kqview.server.api.attention_protocol import (
+from kqview.server.api.dream import schema
+from kqview.server.api.dream.pruning import SentenceScores, check_sentences, watched
+from kqview.server.api.wire.attention_protocol import (
     RowFacts,
     asks_for_logprobs,
     attention_of,
@@ -19,12 +21,10 @@ from kqview.server.api.attention_protocol import (
     prompt_of,
     sampling_for,
 )
-from kqview.server.api.dream import schema
-from kqview.server.api.dream.pruning import SentenceScores, check_sentences, watched
-from kqview.server.api.mods_field import mods_of
-from kqview.server.attention import AttentionWanted
+from kqview.server.api.wire.mods_field import mods_of
 from kqview.server.errors import Answer, TooLarge
-from kqview.server.run import GenerateRequest
+from kqview.server.models.attention import AttentionWanted
+from kqview.server.models.run import GenerateRequest
 from kqview.server.settings import AttentionValues, Settings
 from kqview.types import ModelInfo, PoolStats
 

@@ -18,7 +18,10 @@ from kqview._core import count_values
 from kqview.errors import RequestError
 from kqview.generation.stream import Generation
 from kqview.json_input import DEPTH_MAX
-from kqview.server.api.attention_protocol import (
+from kqview.server.api.dream import schema
+from kqview.server.api.dream.convert import Plan, ReplyTooLarge, error_body, kobold_reason
+from kqview.server.api.dream.pruning import mean_row, reduced
+from kqview.server.api.wire.attention_protocol import (
     Logprobs,
     LogprobsWriter,
     Object,
@@ -29,16 +32,13 @@ from kqview.server.api.attention_protocol import (
     start_event,
     with_lists,
 )
-from kqview.server.api.dream import schema
-from kqview.server.api.dream.convert import Plan, ReplyTooLarge, error_body, kobold_reason
-from kqview.server.api.dream.pruning import mean_row, reduced
-from kqview.server.api.mods_field import removed, tool_calls_of
-from kqview.server.attention import AttentionWanted, Dense, Encoder, joined_text, shaped
-from kqview.server.budget import Hold
-from kqview.server.endpoint import Frames, check_values
+from kqview.server.api.wire.mods_field import removed, tool_calls_of
 from kqview.server.errors import Answer
-from kqview.server.lenient import LenientDecoder
-from kqview.server.run import Removal, Run, Step, TokenLogprobs
+from kqview.server.models.attention import AttentionWanted, Dense, Encoder, joined_text, shaped
+from kqview.server.models.run import Removal, Run, Step, TokenLogprobs
+from kqview.server.web.budget import Reservation
+from kqview.server.web.endpoint import Frames, check_values
+from kqview.server.web.lenient import LenientDecoder
 from kqview.types import ModelInfo, PromptBlock, Token
 from kqview.types.token import Attention
 
@@ -329,7 +329,7 @@ class ReplyBuilder:
         self,
         plan: Plan,
         token_bytes: Callable[[int], bytes],
-        hold: Hold,
+        hold: Reservation,
         *,
         packs: bool,
         has_tokens: bool,

@@ -16,7 +16,6 @@ from typing import Any, Final
 
 from kqview.engine import Engine
 from kqview.errors import BusyError, KqviewError, RequestError
-from kqview.server.api.attention_protocol import control_token_of, random_seed
 from kqview.server.api.dream import schema, stream_schema
 from kqview.server.api.dream.convert import (
     Plan,
@@ -40,21 +39,22 @@ from kqview.server.api.dream.events import (
     name_in,
     reply_bytes,
 )
-from kqview.server.api.event_parts import StartEvent
-from kqview.server.budget import Hold, uncounted
-from kqview.server.endpoint import Call, HttpReply, Operation, Sample, error_reply
+from kqview.server.api.wire.attention_protocol import control_token_of, random_seed
+from kqview.server.api.wire.event_parts import StartEvent
 from kqview.server.errors import Answer, answer_of
-from kqview.server.models import name_in as name_of_file
-from kqview.server.run import Run
-from kqview.server.security import ANYONE, Caller
-from kqview.server.served import Served, resolved
-from kqview.server.service import Service
+from kqview.server.models.model_entry import ModelEntry, resolved
+from kqview.server.models.model_files import name_in as name_of_file
+from kqview.server.models.run import Run
+from kqview.server.models.service import Service
 from kqview.server.settings import Settings
-from kqview.server.sockets import Socket
+from kqview.server.web.budget import Reservation, uncounted
+from kqview.server.web.endpoint import Call, HttpReply, Operation, Sample, error_reply
+from kqview.server.web.security import ANYONE, Caller
+from kqview.server.web.sockets import Socket
 
 
 def plan_for(
-    model: Served,
+    model: ModelEntry,
     settings: Settings,
     body: schema.DreamFields,
     request_id: str,
@@ -82,7 +82,7 @@ def plan_for(
     )
 
 
-def info_of(model: Served, engine: Engine, name: str) -> schema.ModelInfoReply:
+def info_of(model: ModelEntry, engine: Engine, name: str) -> schema.ModelInfoReply:
     """What ``GET /api/v1/model/info`` says if *engine* is *model*'s and is called *name*."""
     return model_info_of(
         engine.model,
@@ -106,7 +106,7 @@ def token_bytes_of(engine: Engine) -> Callable[[int], bytes]:
 
 
 def answer_for(
-    model: Served | None,
+    model: ModelEntry | None,
     error: BaseException,
     body: schema.DreamFields | None = None,
     *,
@@ -161,7 +161,7 @@ class Session:
         service: Service,
         socket: Socket,
         caller: Caller = ANYONE,
-        hold: Hold | None = None,
+        hold: Reservation | None = None,
     ) -> None:
         """Serve *caller*'s *socket*; messages are MessagePack if its subprotocol says so.
 
@@ -258,7 +258,7 @@ class Session:
             await self._refuse(BusyError(_BUSY), request_id)
             return
         service = self._service
-        model: Served | None = None
+        model: ModelEntry | None = None
         async with contextlib.AsyncExitStack() as use:
             try:
                 model = await use.enter_async_context(service.pool.using(message.model))
@@ -293,7 +293,7 @@ class Session:
         error: KqviewError,
         request_id: str | None,
         body: schema.Generate | None = None,
-        model: Served | None = None,
+        model: ModelEntry | None = None,
     ) -> None:
         """Send an error event; the socket stays usable."""
         answer = answer_for(model or self._service.pool.default, error, body)

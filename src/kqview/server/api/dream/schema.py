@@ -9,8 +9,8 @@ from typing import Any, Final, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from kqview.server.api.attention_protocol import AttentionFields, Logprobs
-from kqview.server.api.event_parts import AttentionObject, RunDetails
+from kqview.server.api.wire.attention_protocol import AttentionFields, Logprobs
+from kqview.server.api.wire.event_parts import AttentionObject, RunDetails
 
 Encoding = Literal["base64", "binary"]
 

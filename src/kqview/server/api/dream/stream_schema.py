@@ -8,7 +8,7 @@ from typing import Literal
 from msgspec import UNSET, Struct, UnsetType
 
 from kqview.server.api.dream.schema import GeneratedToken, PrunableSentence
-from kqview.server.api.event_parts import AttentionObject, ModCall, Removed, RunDetails
+from kqview.server.api.wire.event_parts import AttentionObject, ModCall, Removed, RunDetails
 
 
 class Failure(Struct, kw_only=True):

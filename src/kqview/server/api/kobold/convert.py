@@ -12,7 +12,8 @@ import msgspec
 
 from kqview.errors import RequestError
 from kqview.generation.text import ShownText
-from kqview.server.api.attention_protocol import (
+from kqview.server.api.kobold import schema
+from kqview.server.api.wire.attention_protocol import (
     Object,
     RowFacts,
     asks_for_logprobs,
@@ -31,13 +32,12 @@ from kqview.server.api.attention_protocol import (
     sampling_for,
     start_event,
 )
-from kqview.server.api.kobold import schema
-from kqview.server.api.mods_field import mods_of, removed, tool_calls_of
-from kqview.server.attention import Dense, Shaped, shaped
-from kqview.server.endpoint import NEXT_EVENT
+from kqview.server.api.wire.mods_field import mods_of, removed, tool_calls_of
 from kqview.server.errors import Answer
-from kqview.server.run import GenerateRequest, LastRun, Removal, Run, Step
+from kqview.server.models.attention import Dense, Shaped, shaped
+from kqview.server.models.run import GenerateRequest, LastRun, Removal, Run, Step
 from kqview.server.settings import AttentionValues, Settings
+from kqview.server.web.endpoint import NEXT_EVENT
 from kqview.types import EngineStats, ModelInfo, PromptBlock, Token
 from kqview.types.token import Attention
 

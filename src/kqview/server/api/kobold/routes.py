@@ -10,7 +10,9 @@ from typing import Any, Final
 
 from kqview import __version__
 from kqview.engine import Engine
-from kqview.server.api.attention_protocol import (
+from kqview.server.api.kobold import convert, schema, stream_schema
+from kqview.server.api.kobold.convert import PlainEvents, SocketFrames, TypedEvents
+from kqview.server.api.wire.attention_protocol import (
     LOGPROB_BYTES,
     RowFacts,
     control_token_of,
@@ -18,10 +20,10 @@ from kqview.server.api.attention_protocol import (
     logprobs_of,
     random_seed,
 )
-from kqview.server.api.event_parts import StartEvent
-from kqview.server.api.kobold import convert, schema, stream_schema
-from kqview.server.api.kobold.convert import PlainEvents, SocketFrames, TypedEvents
-from kqview.server.endpoint import (
+from kqview.server.api.wire.event_parts import StartEvent
+from kqview.server.models.model_entry import resolved
+from kqview.server.models.run import LastRun, Run
+from kqview.server.web.endpoint import (
     Call,
     Events,
     Handler,
@@ -32,10 +34,8 @@ from kqview.server.endpoint import (
     empty,
     json_in_slices,
 )
-from kqview.server.lenient import LenientDecoder
-from kqview.server.run import LastRun, Run
-from kqview.server.served import resolved
-from kqview.server.sockets import Socket
+from kqview.server.web.lenient import LenientDecoder
+from kqview.server.web.sockets import Socket
 
 _TAG: Final = "kobold"
 _STREAM_DECODER: Final = LenientDecoder(schema.StreamBody)

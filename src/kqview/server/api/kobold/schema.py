@@ -9,8 +9,8 @@ from typing import Final
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
-from kqview.server.api.attention_protocol import AttentionFields, AttentionValues, Logprobs
-from kqview.server.attention import Aggregation, Format
+from kqview.server.api.wire.attention_protocol import AttentionFields, AttentionValues, Logprobs
+from kqview.server.models.attention import Aggregation, Format
 from kqview.types.capture import DType
 
 API_VERSION: Final = "1.2.5"

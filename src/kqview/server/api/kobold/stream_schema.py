@@ -7,7 +7,7 @@ from typing import Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
-from kqview.server.api.event_parts import (
+from kqview.server.api.wire.event_parts import (
     AttentionObject,
     LeftOut,
     LikelyToken,

@@ -9,9 +9,9 @@ from msgspec import UNSET, Struct, UnsetType
 
 from kqview import __version__
 from kqview.chat.tool_format import knows_tools
-from kqview.server.api.llama_fields import LlamaFields
 from kqview.server.api.llama_server.convert import generation_settings
-from kqview.server.run import GenerateRequest
+from kqview.server.api.wire.llama_fields import LlamaFields
+from kqview.server.models.run import GenerateRequest
 from kqview.server.settings import Settings
 from kqview.types import ModelInfo, Sampling, SlotStats, Usage
 

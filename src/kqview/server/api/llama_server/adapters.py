@@ -7,10 +7,10 @@ from msgspec import Struct
 
 from kqview.errors import RequestError
 from kqview.lora import LoraAdapter
-from kqview.server.api.llama_fields import Failure, LoraScale, error_body
 from kqview.server.api.llama_server import about, states
-from kqview.server.endpoint import Call, OneOf, Operation, Upload
+from kqview.server.api.wire.llama_fields import Failure, LoraScale, error_body
 from kqview.server.errors import Forbidden, renamed
+from kqview.server.web.endpoint import Call, OneOf, Operation, Upload
 
 _TAG: Final = "llama-server"
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from msgspec import Struct
 
 from kqview.errors import RequestError
-from kqview.server.endpoint import Call, HttpReply, json_in_slices
 from kqview.server.errors import NotSupported, renamed
+from kqview.server.web.endpoint import Call, HttpReply, json_in_slices
 from kqview.types import Classification
 
 _PREDICTION_BYTES = 256  # an object with a label and a number, and its JSON

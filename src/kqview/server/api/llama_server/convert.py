@@ -7,8 +7,9 @@ from types import MappingProxyType
 from typing import Any, Final, cast
 
 from kqview.errors import RequestError
-from kqview.server.api.chat_work import ChatRequest
-from kqview.server.api.llama_fields import (
+from kqview.server.api.llama_server import schema
+from kqview.server.api.wire.chat_work import ChatRequest
+from kqview.server.api.wire.llama_fields import (
     LlamaFields,
     active_samplers,
     first,
@@ -19,9 +20,8 @@ from kqview.server.api.llama_fields import (
     reasoning_budget_of,
     sampling_of,
 )
-from kqview.server.api.llama_server import schema
-from kqview.server.api.reasoning_cap import cap_of_texts
-from kqview.server.run import GenerateRequest
+from kqview.server.api.wire.reasoning_cap import cap_of_texts
+from kqview.server.models.run import GenerateRequest
 from kqview.server.settings import Settings
 from kqview.types import Sampling
 

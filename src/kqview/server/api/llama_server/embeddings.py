@@ -10,9 +10,9 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from kqview.errors import RequestError
-from kqview.server.api.prompts import Parts, ids_of_each, prompts_of
-from kqview.server.endpoint import Call, HttpReply
+from kqview.server.api.wire.prompts import Parts, ids_of_each, prompts_of
 from kqview.server.errors import NotSupported, renamed
+from kqview.server.web.endpoint import Call, HttpReply
 
 Vectors = NDArray[np.float32]
 

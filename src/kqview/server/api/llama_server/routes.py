@@ -7,14 +7,16 @@ from functools import partial
 from typing import Any, Final
 
 from kqview.errors import RequestError
-from kqview.server.api.chat_work import prompt_of
-from kqview.server.api.llama_fields import Failure, LlamaFields, error_body, with_defaults
 from kqview.server.api.llama_server import about, adapters, convert, events, schema, sessions, slots
 from kqview.server.api.llama_server.classify import Classified, ClassifyBody, classify
 from kqview.server.api.llama_server.embeddings import Embedded, EmbeddingBody, embed
 from kqview.server.api.llama_server.rerank import RerankBody, Reranked, TeiResult, rerank
-from kqview.server.api.prompts import ids_of, ids_of_each, prompts_of
-from kqview.server.endpoint import (
+from kqview.server.api.wire.chat_work import prompt_of
+from kqview.server.api.wire.llama_fields import Failure, LlamaFields, error_body, with_defaults
+from kqview.server.api.wire.prompts import ids_of, ids_of_each, prompts_of
+from kqview.server.errors import NotSupported
+from kqview.server.models.service import OFFLOAD_BYTES
+from kqview.server.web.endpoint import (
     Call,
     Events,
     Handler,
@@ -24,8 +26,6 @@ from kqview.server.endpoint import (
     empty,
     json_in_slices,
 )
-from kqview.server.errors import NotSupported
-from kqview.server.service import OFFLOAD_BYTES
 
 _TAG: Final = "llama-server"
 

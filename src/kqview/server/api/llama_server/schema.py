@@ -8,9 +8,9 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
-from kqview.server.api.chat_message import MessageObject, ToolObject
-from kqview.server.api.event_parts import ModCall, Removed
-from kqview.server.api.llama_fields import LlamaFields, Progress, Timings
+from kqview.server.api.wire.chat_message import MessageObject, ToolObject
+from kqview.server.api.wire.event_parts import ModCall, Removed
+from kqview.server.api.wire.llama_fields import LlamaFields, Progress, Timings
 
 # ---- text and ids
 

@@ -5,7 +5,6 @@ from functools import partial
 from typing import Any, Final
 
 from kqview.errors import RequestError
-from kqview.server.api.llama_fields import Failure, error_body
 from kqview.server.api.llama_server import states
 from kqview.server.api.llama_server.slots import (
     check_enabled,
@@ -13,8 +12,9 @@ from kqview.server.api.llama_server.slots import (
     elapsed_ms,
     use,
 )
-from kqview.server.endpoint import Call, OneOf, Operation, Upload
-from kqview.server.sessions import SavedSlot
+from kqview.server.api.wire.llama_fields import Failure, error_body
+from kqview.server.models.sessions import SavedSlot
+from kqview.server.web.endpoint import Call, OneOf, Operation, Upload
 from kqview.slot import Slot
 
 _TAG: Final = "llama-server"

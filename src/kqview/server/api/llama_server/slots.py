@@ -9,12 +9,12 @@ from functools import partial
 from typing import Any, Final, TypeVar
 
 from kqview.errors import QueueFull, RequestError, StateError, UnsupportedModel
-from kqview.server.api.llama_fields import Failure, error_body
 from kqview.server.api.llama_server import about, states
-from kqview.server.budget import Body
-from kqview.server.endpoint import Call, LongReply, OneOf, Operation, Upload
+from kqview.server.api.wire.llama_fields import Failure, error_body
 from kqview.server.errors import NotSupported, Unauthorized
-from kqview.server.sessions import SavedSlot
+from kqview.server.models.sessions import SavedSlot
+from kqview.server.web.budget import Body
+from kqview.server.web.endpoint import Call, LongReply, OneOf, Operation, Upload
 from kqview.slot import Slot
 
 Action = Callable[[Call, Upload, int], Awaitable[Any]]

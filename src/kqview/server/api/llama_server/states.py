@@ -13,8 +13,8 @@ import pybase64
 from msgspec import Struct
 
 from kqview.errors import BusyError, RequestError, StateError
-from kqview.server.budget import Body
-from kqview.server.endpoint import LongReply, decoded
+from kqview.server.web.budget import Body
+from kqview.server.web.endpoint import LongReply, decoded
 from kqview.slot import Slot
 
 _PIECE: Final = 3 * 2**18  # bytes of a blob that are encoded in one call

@@ -1,10 +1,10 @@
 """States of models as JSON. Pure."""
 
 from kqview.server.api.models.schema import ModelState
-from kqview.server.served import Served
+from kqview.server.models.model_entry import ModelEntry
 
 
-def state_of(served: Served) -> ModelState:
+def state_of(served: ModelEntry) -> ModelState:
     """What a reply says of *served*."""
     return ModelState(
         id=served.id, state=served.state, progress=served.progress, pinned=served.pinned,

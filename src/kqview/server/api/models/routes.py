@@ -4,15 +4,15 @@ from typing import Final
 
 from kqview.server.api.models.convert import state_of
 from kqview.server.api.models.schema import ModelState
-from kqview.server.endpoint import Call, Handler, Operation
 from kqview.server.errors import UnknownModel
-from kqview.server.pages import Failure, error_body
-from kqview.server.served import Served
+from kqview.server.models.model_entry import ModelEntry
+from kqview.server.web.endpoint import Call, Handler, Operation
+from kqview.server.web.pages import Failure, error_body
 
 _TAG: Final = "models"
 
 
-def _named(call: Call) -> Served:
+def _named(call: Call) -> ModelEntry:
     """The model in the path, of one model as well only by its name."""
     name, pool = call.path["id"], call.service.pool
     for served in pool:

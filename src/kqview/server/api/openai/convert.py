@@ -13,9 +13,16 @@ from numpy.typing import NDArray
 from kqview.chat.tool_format import object_of, objects_of
 from kqview.engine import Engine
 from kqview.errors import RequestError
-from kqview.server.api.attention_field import ATTENTION_NAMES, attention_of, keeps
-from kqview.server.api.chat_work import WHOLE_CONTEXT, ChatRequest, Reading, TokenCounts, prepare
-from kqview.server.api.llama_fields import (
+from kqview.server.api.openai import schema
+from kqview.server.api.wire.attention_field import ATTENTION_NAMES, attention_of, keeps
+from kqview.server.api.wire.chat_work import (
+    WHOLE_CONTEXT,
+    ChatRequest,
+    Reading,
+    TokenCounts,
+    prepare,
+)
+from kqview.server.api.wire.llama_fields import (
     MOST_LOGPROBS,
     first,
     max_tokens_of,
@@ -25,11 +32,10 @@ from kqview.server.api.llama_fields import (
     reasoning_budget_of,
     sampling_of,
 )
-from kqview.server.api.openai import schema
-from kqview.server.api.reasoning_cap import budget_of, cap_of_texts
+from kqview.server.api.wire.reasoning_cap import budget_of, cap_of_texts
 from kqview.server.errors import renamed
-from kqview.server.kept import Rows
-from kqview.server.run import GenerateRequest
+from kqview.server.models.row_cache import Rows
+from kqview.server.models.run import GenerateRequest
 from kqview.server.settings import Settings
 from kqview.types import ModelInfo
 

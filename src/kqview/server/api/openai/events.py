@@ -14,21 +14,21 @@ import msgspec
 from kqview import __version__
 from kqview.chat.tool_format import CallDelta
 from kqview.generation.text import ShownText, TextStream
-from kqview.server.api.attention_field import AttentionWriter, Lists
-from kqview.server.api.attention_protocol import (
+from kqview.server.api.openai.convert import Plan, usage_of
+from kqview.server.api.wire.attention_field import AttentionWriter, Lists
+from kqview.server.api.wire.attention_protocol import (
     LOGPROB_BYTES,
     event_pieces,
     logprobs_of,
     token_logprob,
 )
-from kqview.server.api.chat_work import Answer as ChatAnswer
-from kqview.server.api.chat_work import AnswerReader, Delta, counts_of, finish_reason
-from kqview.server.api.llama_fields import Clock, error_body, prompt_progress, timings
-from kqview.server.api.mods_field import removed, tool_calls_of
-from kqview.server.api.openai.convert import Plan, usage_of
-from kqview.server.budget import Hold
+from kqview.server.api.wire.chat_work import Answer as ChatAnswer
+from kqview.server.api.wire.chat_work import AnswerReader, Delta, counts_of, finish_reason
+from kqview.server.api.wire.llama_fields import Clock, error_body, prompt_progress, timings
+from kqview.server.api.wire.mods_field import removed, tool_calls_of
 from kqview.server.errors import Answer
-from kqview.server.run import Removal, Run, Step, TokenLogprobs
+from kqview.server.models.run import Removal, Run, Step, TokenLogprobs
+from kqview.server.web.budget import Reservation
 from kqview.types import PromptBlock, Score
 
 Object = dict[str, Any]
@@ -330,7 +330,7 @@ class Whole:
     """
 
     def __init__(
-        self, plan: Plan, parts: Parts, created_s: int, hold: Hold, most_bytes: int
+        self, plan: Plan, parts: Parts, created_s: int, hold: Reservation, most_bytes: int
     ) -> None:
         """Write what *plan* asks for, up to *most_bytes*, which are counted in *hold*."""
         self._plan = plan

@@ -7,15 +7,15 @@ from typing import Any, Final
 import msgspec
 
 from kqview.engine import Engine
-from kqview.server.api.attention_field import AttentionWriter, keeps
-from kqview.server.api.chat_run import counted, finished, started
-from kqview.server.api.chat_work import ChatRequest
-from kqview.server.api.llama_fields import Failure, error_body, with_defaults
 from kqview.server.api.openai import responses_schema as schema
 from kqview.server.api.openai import responses_stream_schema as stream_schema
 from kqview.server.api.openai.responses_convert import chat_of, request_of
 from kqview.server.api.openai.responses_events import Asked, ResponseEvents, ResponseWriter
-from kqview.server.endpoint import NAMED_HEAD, Call, Events, HttpReply, Operation, Sample
+from kqview.server.api.wire.attention_field import AttentionWriter, keeps
+from kqview.server.api.wire.chat_run import counted, finished, started
+from kqview.server.api.wire.chat_work import ChatRequest
+from kqview.server.api.wire.llama_fields import Failure, error_body, with_defaults
+from kqview.server.web.endpoint import NAMED_HEAD, Call, Events, HttpReply, Operation, Sample
 
 
 async def create(call: Call, body: schema.ResponsesBody) -> HttpReply | Events:

@@ -5,15 +5,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from kqview.server.api.attention_field import AttentionWriter
-from kqview.server.api.attention_protocol import LOGPROB_BYTES
-from kqview.server.api.chat_work import Delta, Reading
-from kqview.server.api.llama_fields import Clock, Timings, prompt_progress, timings_of
 from kqview.server.api.openai import responses_schema as schema
 from kqview.server.api.openai.responses_items import Items
-from kqview.server.endpoint import named_events
+from kqview.server.api.wire.attention_field import AttentionWriter
+from kqview.server.api.wire.attention_protocol import LOGPROB_BYTES
+from kqview.server.api.wire.chat_work import Delta, Reading
+from kqview.server.api.wire.llama_fields import Clock, Timings, prompt_progress, timings_of
 from kqview.server.errors import Answer
-from kqview.server.run import Removal, Run, Step
+from kqview.server.models.run import Removal, Run, Step
+from kqview.server.web.endpoint import named_events
 from kqview.types import PromptBlock, Token
 
 Object = dict[str, Any]

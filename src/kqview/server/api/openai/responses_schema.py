@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
-from kqview.server.api.attention_field import Attention
-from kqview.server.api.event_parts import PromptAttention, TokenAttention
-from kqview.server.api.llama_fields import LlamaFields
+from kqview.server.api.wire.attention_field import Attention
+from kqview.server.api.wire.event_parts import PromptAttention, TokenAttention
+from kqview.server.api.wire.llama_fields import LlamaFields
 
 Object = dict[str, Any]
 Status = Literal["in_progress", "completed", "incomplete", "failed"]

@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
-from kqview.server.api.event_parts import PromptAttention, TokenAttention
-from kqview.server.api.llama_fields import Progress, Timings
 from kqview.server.api.openai.responses_schema import OutputLogprob, Response
+from kqview.server.api.wire.event_parts import PromptAttention, TokenAttention
+from kqview.server.api.wire.llama_fields import Progress, Timings
 
 
 class Event(Struct, kw_only=True):

@@ -13,13 +13,13 @@ import numpy as np
 
 from kqview.engine import Engine
 from kqview.errors import RequestError
-from kqview.server.api.attention_field import AttentionWriter
-from kqview.server.api.llama_fields import Failure, error_body, with_defaults
 from kqview.server.api.openai import convert, events, schema, stream_schema
-from kqview.server.api.prompts import ids_of_each, prompts_of
-from kqview.server.endpoint import Call, Events, Handler, HttpReply, Operation, Sample
+from kqview.server.api.wire.attention_field import AttentionWriter
+from kqview.server.api.wire.llama_fields import Failure, error_body, with_defaults
+from kqview.server.api.wire.prompts import ids_of_each, prompts_of
 from kqview.server.errors import NotFound, NotSupported, renamed
-from kqview.server.kept import Row, Rows
+from kqview.server.models.row_cache import Row, Rows
+from kqview.server.web.endpoint import Call, Events, Handler, HttpReply, Operation, Sample
 
 _TAG: Final = "openai"
 # Templates may take seconds: their work is large enough for another thread.

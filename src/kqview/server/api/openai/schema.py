@@ -8,11 +8,11 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
-from kqview.server.api.attention_field import Attention
-from kqview.server.api.attention_protocol import TokenLogprob
-from kqview.server.api.chat_message import MessageObject, ToolObject
-from kqview.server.api.event_parts import ModCall, PromptAttention, TokenAttention
-from kqview.server.api.llama_fields import LlamaFields, Timings
+from kqview.server.api.wire.attention_field import Attention
+from kqview.server.api.wire.attention_protocol import TokenLogprob
+from kqview.server.api.wire.chat_message import MessageObject, ToolObject
+from kqview.server.api.wire.event_parts import ModCall, PromptAttention, TokenAttention
+from kqview.server.api.wire.llama_fields import LlamaFields, Timings
 
 Object = dict[str, Any]
 

@@ -7,9 +7,9 @@ from typing import Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
-from kqview.server.api.event_parts import ModCall, PromptAttention, Removed, TokenAttention
-from kqview.server.api.llama_fields import Progress, Timings
 from kqview.server.api.openai.schema import ChoiceLogprobs, TextLogprobs, ToolCall, Usage
+from kqview.server.api.wire.event_parts import ModCall, PromptAttention, Removed, TokenAttention
+from kqview.server.api.wire.llama_fields import Progress, Timings
 
 
 class Delta(Struct, kw_only=True):

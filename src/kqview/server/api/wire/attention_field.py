@@ -1,0 +1,267 @@
+"""The field ``attention`` of OpenAI's and Anthropic's APIs, and what it puts into replies. Pure."""
+
+from collections.abc import Mapping, Set
+from typing import Any, Final, Literal, cast
+
+import msgspec
+from msgspec import Struct
+
+from kqview.errors import RequestError
+from kqview.server.api.wire.attention_protocol import (
+    Indices,
+    RowFacts,
+    Spans,
+    Weights,
+    attention_frame,
+    attention_object,
+    event_pieces,
+)
+from kqview.server.api.wire.llama_fields import first
+from kqview.server.errors import TooLarge
+from kqview.server.models.attention import (
+    DEFAULT_TOP_K,
+    Aggregation,
+    AttentionWanted,
+    Dense,
+    shaped,
+)
+from kqview.server.models.row_cache import PromptText, Row, RowCache
+from kqview.server.models.run import Removal, Run, Step
+from kqview.server.settings import AttentionValues, Settings
+from kqview.server.web.budget import Reservation
+from kqview.types import ModelInfo, PromptBlock
+from kqview.types.token import Attention as Rows
+
+Object = dict[str, Any]
+
+DEFAULT_VALUES: Final[AttentionValues] = "probs"
+"""Values of rows if neither the request nor the settings say."""
+
+
+# ---- requests
+
+
+class Attention(Struct, kw_only=True):
+    """What attention to send with each token; `models.attention` describes the formats.
+
+    Attributes:
+        values: What rows hold: logits before the softmax, scores with the mask, or probabilities;
+            "probs" if not given, unless the server was started with another default.
+        format: "per_layer" has a row for each head of each layer; "aggregated" one row of them all;
+            "sparse" the columns with the largest weights; "viz" a summary of each layer.
+            "per_layer" if not given.
+        reduce: "mean_heads" and "max_heads" make one row of each layer; the others one row of all
+            layers, which is the format "aggregated".
+        layers: Layers to send, such as [0, 3]; all if not given.
+        heads: Heads to send, such as [0, 5]; all if not given.
+        spans: Ranges of columns, such as [[0, 5], [5, null]], whose sums are sent in place of
+            columns; a range that ends with null grows with the context.
+        layer_weights: Weight of each layer for "weighted_layers", such as [0, 0, 1, 1].
+        top_k: Columns of "sparse", such as 10; 50 if not given.
+        dtype: Type of the values; "float32" if not given.
+        prompt: Whether rows of the prompt's own tokens are sent as well; false if not given.
+        delivery: "inline" puts rows into the reply; "id" keeps them for ``GET
+            /v1/attention/{id}/{n}``, where id is the reply's own. "inline" if not given.
+    """
+
+    values: AttentionValues | None = None
+    format: Literal["per_layer", "aggregated", "sparse", "viz"] | None = None
+    reduce: (
+        Literal["mean_heads", "max_heads", "mean", "max", "last_layer", "weighted_layers"] | None
+    ) = None
+    layers: Indices | None = None
+    heads: Indices | None = None
+    spans: Spans | None = None
+    layer_weights: Weights | None = None
+    top_k: int | None = None
+    dtype: Literal["float32", "float16"] | None = None
+    prompt: bool | None = None
+    delivery: Literal["inline", "id"] | None = None
+
+
+ATTENTION_NAMES: Final[Mapping[str, str]] = {
+    "capture": "attention",
+    "kind": "attention.values",
+    "layers": "attention.layers",
+    "heads": "attention.heads",
+    "spans": "attention.spans",
+    "layer_weights": "attention.layer_weights",
+}
+"""Parameter of the core -> the field, for `GenerateRequest.names`."""
+
+
+def attention_of(wanted: Attention | bool | None, settings: Settings) -> AttentionWanted | None:
+    """What attention to capture, None for none.
+
+    Raises:
+        RequestError: Format, reduction and delivery do not go together.
+    """
+    if wanted is None or wanted is False:
+        return None
+    given = Attention() if wanted is True else wanted
+    reduces_heads = given.reduce in ("mean_heads", "max_heads")
+    implied = None
+    if given.reduce is not None:
+        implied = "per_layer" if reduces_heads else "aggregated"
+    form = given.format or implied or settings.attention_format
+    if implied is not None and form != implied:
+        raise RequestError(
+            f"attention.reduce is {given.reduce!r}, which makes rows of the format {implied}, and "
+            f"attention.format is {form!r}; leave one of them out",
+            parameter="attention",
+        )
+    if given.top_k is not None and given.top_k < 1:
+        raise RequestError(
+            f"attention.top_k is {given.top_k}, the least is 1", parameter="attention.top_k"
+        )
+    if given.delivery == "id" and given.prompt:
+        raise RequestError(
+            "rows of the prompt are only sent with the reply; leave attention.prompt or "
+            "attention.delivery out",
+            parameter="attention",
+        )
+    if given.delivery == "id" and settings.kept_attention_bytes == 0:
+        raise RequestError(
+            "attention.delivery is 'id', but this server keeps no rows, because its "
+            "kept_attention_bytes is 0; leave it out",
+            parameter="attention",
+        )
+    summed = None if given.spans is None else "probs"
+    return AttentionWanted(
+        kind=first(given.values, summed, settings.attention_values, DEFAULT_VALUES),
+        format=form,
+        reduce_heads=cast("Any", given.reduce) if reduces_heads else None,
+        aggregation="mean" if reduces_heads else cast("Aggregation", given.reduce or "mean"),
+        top_k=first(given.top_k, DEFAULT_TOP_K),
+        dtype=given.dtype or "float32",
+        layers=_tuple(given.layers),
+        heads=_tuple(given.heads),
+        spans=_tuple(given.spans),
+        layer_weights=_tuple(given.layer_weights),
+        prompt=bool(given.prompt),
+    )
+
+
+def keeps(wanted: Attention | bool | None) -> bool:
+    """Whether attention is kept for ``GET /v1/attention/{id}/{n}`` instead of sent."""
+    return isinstance(wanted, Attention) and wanted.delivery == "id"
+
+
+def _tuple(values: list[Any] | None) -> tuple[Any, ...] | None:
+    return None if values is None else tuple(values)
+
+
+# ---- replies
+
+
+class AttentionWriter:
+    """Writes the attention objects of a run, or keeps its rows for whoever fetches them."""
+
+    def __init__(
+        self,
+        run: Run,
+        model: ModelInfo,
+        kept: RowCache | None = None,
+        prompt: PromptText | None = None,
+        hidden: Set[int] = frozenset(),
+    ) -> None:
+        """Keep rows in *kept*, if it is given, instead of writing them; the others are as there."""
+        wanted = run.request.attention
+        self._facts = None if wanted is None else RowFacts.of(wanted, model)
+        self._kept = kept
+        if wanted is not None and kept is not None:
+            layers = model.attention_layers if wanted.layers is None else wanted.layers
+            kept.open(
+                run.owner, run.request_id, wanted, layers,
+                n_choices=len(run.generations), prompt=prompt, hidden=hidden,
+            )  # fmt: skip
+
+    def token(self, run: Run, step: Step) -> tuple[Object | None, bytes | None]:
+        """The attention object of a token, and the base64 that belongs at its `DATA_HERE`."""
+        rows = step.token.attention
+        if self._facts is None or rows is None:
+            return None, None
+        if self._kept is not None:
+            row = self._row(run, self._facts, step, rows)
+            self._kept.add(run.owner, run.request_id, step.sample, step.token.index, row)
+            return None, None
+        named = {"n": step.token.index, "token_id": step.token.id}
+        return self._object(run, self._facts, named, rows)
+
+    def removed(self, run: Run, removal: Removal) -> None:
+        """Forget kept rows of tokens that mods have taken back."""
+        if self._kept is not None:
+            self._kept.take_back(run.owner, run.request_id, removal.sample, removal.n_left)
+
+    def prompt(self, run: Run, block: PromptBlock) -> tuple[Object | None, bytes | None]:
+        """The attention object of rows of the prompt."""
+        if self._facts is None or block.rows is None:
+            return None, None
+        named = {"start": block.start, "rows": block.n_rows}
+        return self._object(run, self._facts, named, block.rows)
+
+    def _object(
+        self, run: Run, facts: RowFacts, named: Object, rows: Rows
+    ) -> tuple[Object | None, bytes | None]:
+        fields, data = attention_object(shaped(facts.wanted, rows), run.encoder, facts=facts)
+        return {**named, **fields}, data
+
+    def _row(self, run: Run, facts: RowFacts, step: Step, rows: Rows) -> Row:
+        values, token = shaped(facts.wanted, rows), step.token
+        if isinstance(values, Dense):
+            _, data = attention_frame(values, run.encoder, facts=facts)
+            return Row(token.id, token.text, values.values.shape, data)
+        fields, _ = attention_object(values, run.encoder, facts=facts)
+        return Row(token.id, token.text, (), msgspec.json.encode(fields), "application/json")
+
+
+class Lists:
+    """Lists of one reply, whose elements are encoded when they come.
+
+    The engine gets the memory of a row back before the reply is complete.
+    """
+
+    def __init__(self, hold: Reservation, most_bytes: int) -> None:
+        """Take up to *most_bytes*, counted in *hold*."""
+        self._hold = hold
+        self._most_bytes = most_bytes
+        self.n_bytes = 0
+        self._elements: dict[tuple[int, str], list[bytes]] = {}
+
+    def prompt(self, writer: AttentionWriter, run: Run, block: PromptBlock) -> None:
+        """Append the attention object of rows of the prompt."""
+        self.add(0, "prompt_attention", *writer.prompt(run, block))
+
+    def token(self, writer: AttentionWriter, run: Run, step: Step) -> None:
+        """Append the attention object of a token."""
+        self.add(step.sample, "attention", *writer.token(run, step))
+
+    def add(self, sample: int, name: str, value: Any, data: bytes | None = None) -> None:
+        """Append *value*, with *data* at its `DATA_HERE`; None is nothing.
+
+        Raises:
+            TooLarge: The reply would be larger than allowed.
+        """
+        if value is None:
+            return
+        element = b"".join(event_pieces(value, data))
+        n_bytes = len(element) + _ELEMENT_BYTES
+        self._hold.take(n_bytes)
+        self.n_bytes += n_bytes
+        if self.n_bytes > self._most_bytes:
+            raise TooLarge(
+                f"the reply has more than {self._most_bytes} bytes, the limit of max_reply_bytes; "
+                "stream it, or ask for less attention"
+            )
+        self._elements.setdefault((sample, name), []).append(element)
+
+    def of(self, sample: int) -> dict[str, msgspec.Raw]:
+        """The lists of a sample by name, as JSON."""
+        return {
+            name: msgspec.Raw(b"[" + b",".join(elements) + b"]")
+            for (i, name), elements in self._elements.items()
+            if i == sample
+        }
+
+
+_ELEMENT_BYTES: Final = 64  # of an element, besides its text

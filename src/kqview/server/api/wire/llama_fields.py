@@ -1,0 +1,662 @@
+"""What the API of llama.cpp's server and OpenAI's share: request fields, timings, errors.
+
+Pure. A dialect's body extends `LlamaFields`; `sampling_of` turns it into a `Sampling`. Null and
+absent fields take the defaults of `OPTIONS`, which are llama.cpp's. As in llama.cpp's server, some
+numbers out of their range are moved to its nearest end (`_CLAMPED`); the others are refused.
+
+What kqview's sampler does not have is refused by name if the request turns it on, because the text
+would be another one: ``adaptive_target``, ``n_indent``. The order of ``samplers`` is fixed; those
+left out are off. Fields that change only how llama.cpp computes (``backend_sampling``) are ignored.
+"""
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Annotated, Any, Final, Literal, TypeVar
+
+import msgspec
+from msgspec import UNSET, Struct, UnsetType
+
+from kqview.errors import InvalidSampling, InvalidToken, RequestError
+from kqview.server.api.wire.mods_field import ModsField, mods_of_model
+from kqview.server.errors import Answer, NotSupported, renamed
+from kqview.server.models.run import Run
+from kqview.server.settings import Settings
+from kqview.types import Sampling, Usage
+from kqview.types.sampling import OPTIONS
+
+MOST_LOGPROBS: Final = 1000
+"""Most logprobs a token: their texts are looked up on the event loop."""
+
+# Lists are searched for every token, or checked on the event loop: long ones hold others up.
+Stops = Annotated[list[Annotated[str, msgspec.Meta(max_length=1000)]], msgspec.Meta(max_length=256)]
+BiasPairs = Annotated[list[Any], msgspec.Meta(max_length=2**16)]
+BiasObject = Annotated[dict[str, float | bool], msgspec.Meta(max_length=2**16)]
+Names = Annotated[list[Annotated[str, msgspec.Meta(max_length=1000)]], msgspec.Meta(max_length=256)]
+
+
+# ---- requests
+
+
+class LoraScale(Struct):
+    """A LoRA adapter, by its index, and its scale.
+
+    Attributes:
+        id: Index of the adapter in ``GET /lora-adapters``, such as 0.
+        scale: Its strength, such as 0.5.
+    """
+
+    id: int
+    scale: float = 0.0
+
+
+class LlamaFields(Struct, kw_only=True):
+    """Fields of a generation in llama.cpp's server, in any of its routes; all may be null.
+
+    Attributes:
+        model: Id of a configured model, such as "demo"; the default model if not given.
+        n_predict: Most tokens to generate, such as 128; as many as fit the context if not given. -1
+            is the same, 0 evaluates the prompt only.
+        max_completion_tokens: Another name for ``n_predict``.
+        max_tokens: Another name for ``n_predict``.
+        n_cmpl: Texts to generate from each prompt, such as 2; 1 if not given.
+        n: Another name for ``n_cmpl``.
+        stream: Whether the reply is a stream of Server-Sent Events; false if not given.
+        samplers: Samplers that are on, such as ["top_k", "temperature"], or a letter for each, such
+            as "kt"; all if not given. Their order is fixed.
+        adaptive_target: Has to be negative: this sampler does not exist here. -1 if not given.
+        adaptive_decay: Not read, as that sampler does not exist here; anything, such as 0.9.
+        stop: Texts that end the generation, such as ["\\n\\n"], or one text.
+        logit_bias: Added to logits: an object by id or text, such as {"13": -5}, or pairs [id or
+            text, number]; false bans.
+        json_schema: JSON schema that the text follows, such as {"type": "object"}.
+        n_probs: Report the logprobs of each token and of so many of the most probable ones, such as
+            3. They are the model's own, before bias, grammar and samplers; see
+            ``post_sampling_probs``.
+        logprobs: Another name for ``n_probs``; true reports one.
+        id_slot: The slot to use, such as 0; -1, which is any, if not given.
+        cache_prompt: Whether tokens of the prompt that a slot holds are reused; true if not given.
+        n_cache_reuse: Least number of tokens to reuse in a piece from elsewhere in the slot, such
+            as 256; 0, which is never, if not given.
+        n_keep: Tokens at the start that stay when the context is shifted, such as 4; 0 if not
+            given, -1 for the whole prompt.
+        n_discard: Tokens that a shift of the context removes, such as 100; half of those that may
+            go if 0 or not given.
+        n_indent: Has to be 0: it is not supported.
+        t_max_predict_ms: Ends the text at the first line end after so many milliseconds, such as
+            500; no limit if not given.
+        lora: Scales of LoRA adapters for this request; those left out are off. The server's if not
+            given.
+        mods: Mods of the server's folder that steer the answer, such as ["stop_early"].
+        reasoning_budget_tokens: Most tokens of reasoning, such as 256; 0 for none. -1, which is the
+            server's limit, if not given.
+        thinking_budget_tokens: Another name for ``reasoning_budget_tokens``.
+        verbose: Whether the reply of a chat has its prompt, as ``__verbose``; what the server's
+            setting says if not given.
+        timings_per_token: Whether each event of a stream has timings so far; false if not given.
+        return_tokens: Whether the reply has the ids of the text; false if not given.
+        return_progress: Whether a stream begins with two events about the prompt: how much of it
+            was cached, and that it is evaluated; false if not given.
+        response_fields: Names of the fields that the reply keeps, such as ["content"]; all if not
+            given.
+    """
+
+    model: str | None = None
+    n_predict: int | None = None
+    max_completion_tokens: int | None = None
+    max_tokens: int | None = None
+    n_cmpl: int | None = None
+    n: int | None = None
+    stream: bool | None = None
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
+    xtc_probability: float | None = None
+    xtc_threshold: float | None = None
+    repeat_last_n: int | None = None
+    repeat_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    dry_multiplier: float | None = None
+    dry_base: float | None = None
+    dry_allowed_length: int | None = None
+    dry_penalty_last_n: int | None = None
+    dry_sequence_breakers: Stops | None = None
+    mirostat: int | None = None
+    mirostat_tau: float | None = None
+    mirostat_eta: float | None = None
+    seed: int | None = None
+    samplers: Names | str | None = None
+    min_keep: int | None = None
+    top_n_sigma: float | None = None
+    dynatemp_range: float | None = None
+    dynatemp_exponent: float | None = None
+    adaptive_target: float | None = None
+    adaptive_decay: float | None = None
+
+    stop: Stops | str | None = None
+    ignore_eos: bool | None = None
+    logit_bias: BiasObject | BiasPairs | None = None
+    grammar: str | None = None
+    json_schema: dict[str, Any] | None = None
+    finish_on_length: Literal["cut", "close"] | None = None
+
+    n_probs: int | None = None
+    logprobs: bool | int | None = None
+    post_sampling_probs: bool | None = None
+
+    id_slot: int | None = None
+    cache_prompt: bool | None = None
+    n_cache_reuse: int | None = None
+    n_keep: int | None = None
+    n_discard: int | None = None
+    n_indent: int | None = None
+    t_max_predict_ms: int | None = None
+    lora: Annotated[list[LoraScale], msgspec.Meta(max_length=256)] | None = None
+
+    mods: ModsField | None = None
+
+    reasoning_budget_tokens: int | None = None
+    thinking_budget_tokens: int | None = None
+
+    verbose: bool | None = None
+    timings_per_token: bool | None = None
+    return_tokens: bool | None = None
+    return_progress: bool | None = None
+    response_fields: Names | None = None
+
+
+# Option of `Sampling` -> fields for it; the first one that is given wins.
+_FIELDS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {
+        **{name: (name,) for name in OPTIONS if name in LlamaFields.__struct_fields__},
+        "top_logprobs": ("n_probs", "logprobs"),
+    }
+)
+_OTHER_FIELDS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {
+        "max_tokens": ("n_predict", "max_completion_tokens", "max_tokens"),
+        "n_samples": ("n_cmpl", "n"),
+        "slot": ("id_slot",),
+        "reuse_min_tokens": ("n_cache_reuse",),
+        "reasoning_budget": ("reasoning_budget_tokens", "thinking_budget_tokens"),
+    }
+)
+# Numbers out of range are moved into it, as llama.cpp's server does.
+_CLAMPED: Final = frozenset(
+    {
+        "temperature", "top_k", "top_p", "min_p", "typical_p", "xtc_probability", "xtc_threshold",
+        "mirostat", "top_n_sigma", "min_keep", "dynatemp_range", "dynatemp_exponent",
+    }
+)  # fmt: skip
+_CONSTRAINTS: Final = frozenset({"grammar", "json_schema", "regex"})  # at most one may be given
+_LEAST: Final = 1e-6  # stands for 0 where the option has to be above it
+_ID_DIGITS: Final = 20  # more than any id has: longer numbers are slow to read
+
+SAMPLERS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
+    {
+        "penalties": {"repeat_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0},
+        "dry": {"dry_multiplier": 0.0},
+        "top_n_sigma": {"top_n_sigma": 0.0},
+        "top_k": {"top_k": 0},
+        "typ_p": {"typical_p": 1.0},
+        "top_p": {"top_p": 1.0},
+        "min_p": {"min_p": 0.0},
+        "xtc": {"xtc_probability": 0.0},
+        "temperature": {"temperature": 1.0, "dynatemp_range": 0.0},
+    }
+)
+"""Sampler -> the options that turn it off; in the order in which the engine applies them."""
+
+_SAMPLER_NAMES: Final = MappingProxyType(
+    {
+        **{name.replace("_", ""): name for name in SAMPLERS},
+        "nucleus": "top_p", "typ": "typ_p", "typical": "typ_p", "typicalp": "typ_p",
+        "temp": "temperature",
+    }
+)  # fmt: skip
+"""A sampler's names, without dashes and underscores, which llama.cpp's server takes or leaves."""
+_SAMPLER_LETTERS: Final = MappingProxyType(
+    {
+        "e": "penalties", "d": "dry", "s": "top_n_sigma", "k": "top_k", "y": "typ_p", "p": "top_p",
+        "m": "min_p", "x": "xtc", "t": "temperature",
+    }
+)  # fmt: skip
+
+
+def first(*values: Any) -> Any:
+    """The first value that is not None, None if all are."""
+    return next((value for value in values if value is not None), None)
+
+
+_Body = TypeVar("_Body", bound=LlamaFields)
+
+
+def with_defaults(body: _Body, settings: Settings) -> _Body:
+    """*body*, with the operator's values in fields that it leaves open."""
+    tables = {**_FIELDS, **_OTHER_FIELDS}
+    missing = {
+        names[0]: value
+        for option, value in [
+            *settings.sampling_defaults.items(),
+            ("max_tokens", settings.default_max_tokens),
+        ]
+        if (names := tables.get(option)) and all(getattr(body, name) is None for name in names)
+    }
+    return msgspec.structs.replace(body, **missing) if missing else body
+
+
+def sampling_of(
+    fields: LlamaFields, *, tokenize: Callable[[str], Sequence[int]], **chosen: Any
+) -> Sampling:
+    """How tokens are chosen.
+
+    Args:
+        fields: The request.
+        tokenize: Ids of a text without special ones, for texts in ``logit_bias``.
+        **chosen: Options of `Sampling` that the dialect decides itself; None for the request's.
+
+    Raises:
+        InvalidSampling: A value is out of its range; the message names the client's field.
+        InvalidToken: ``logit_bias`` has an entry that is not a token with a bias.
+        NotSupported: The request turns on a sampler that kqview does not have.
+    """
+    _check_lacking(fields)
+    given: dict[str, Any] = {}
+    for option, names in _FIELDS.items():
+        value = first(*(getattr(fields, name) for name in names))
+        given[option] = _clamped(option, value) if option in _CLAMPED else value
+    given["seed"] = fields.seed
+    given["stop"] = _stops(fields.stop)
+    given["logit_bias"] = _bias(fields.logit_bias, tokenize)
+    given["top_logprobs"] = _n_probs(fields)
+    given["grammar"] = fields.grammar or None
+    given["json_schema"] = None if given["grammar"] else _schema(fields.json_schema)
+    if fields.dry_base is not None and fields.dry_base < 1:
+        given["dry_base"] = None
+    if fields.dry_sequence_breakers is not None and not fields.dry_sequence_breakers:
+        raise InvalidSampling(
+            "dry_sequence_breakers is empty; send at least one text, or leave it out",
+            parameter="dry_sequence_breakers",
+        )
+    chosen = {name: value for name, value in chosen.items() if value is not None}
+    if not _CONSTRAINTS.isdisjoint(chosen):
+        given |= dict.fromkeys(_CONSTRAINTS)
+    given |= chosen | _left_out(fields.samplers)
+    try:
+        return Sampling(**{name: value for name, value in given.items() if value is not None})
+    except InvalidSampling as error:
+        raise renamed(error, names_of(fields)) from None
+
+
+def max_tokens_of(fields: LlamaFields) -> int | None:
+    """Most tokens to generate; None for as many as fit, 0 to evaluate the prompt only.
+
+    Raises:
+        RequestError: It is below -1.
+    """
+    return _most(fields, "max_tokens", "-1 for as many as fit, 0 to evaluate the prompt")
+
+
+def reasoning_budget_of(fields: LlamaFields) -> int | None:
+    """Most tokens of reasoning; None (-1) for what the server says.
+
+    Raises:
+        RequestError: It is below -1.
+    """
+    return _most(fields, "reasoning_budget", "-1 for the server's default, 0 for no reasoning")
+
+
+def _most(fields: LlamaFields, field: str, special: str) -> int | None:
+    """A limit on tokens, None for -1; *special* says what -1 and 0 mean."""
+    name = _given(fields, _OTHER_FIELDS[field])
+    n: int | None = getattr(fields, name)
+    if n is not None and n < -1:
+        raise RequestError(f"{name} is {n}; send {special}, or more", parameter=name)
+    return None if n == -1 else n
+
+
+def slot_of(fields: LlamaFields) -> int | None:
+    """The slot to use, None for any (-1)."""
+    return None if fields.id_slot == -1 else fields.id_slot
+
+
+def options_of(fields: LlamaFields, settings: Settings) -> dict[str, Any]:
+    """Further fields of a `GenerateRequest`: slot, adapters, mods, and what moves positions."""
+    return {
+        "slot": slot_of(fields),
+        "lora": lora_of(fields),
+        "context_shift": settings.context_shift,
+        "n_keep": first(fields.n_keep, 0),
+        "n_discard": fields.n_discard or None,
+        "n_reuse_min": first(fields.n_cache_reuse, 0),
+        "cache_prompt": fields.cache_prompt is not False,
+        "mods": mods_of_model(
+            fields.mods, getattr(fields, "model", None), has_mods=settings.mods_dir is not None
+        ),
+    }
+
+
+def lora_of(fields: LlamaFields) -> dict[int | str, float] | None:
+    """Scale of each LoRA adapter by its id, None for the server's; those left out have 0."""
+    return None if fields.lora is None else {one.id: one.scale for one in fields.lora}
+
+
+def n_samples_of(fields: LlamaFields) -> int:
+    """How many texts to generate from one prompt."""
+    return first(fields.n_cmpl, fields.n, 1)
+
+
+def names_of(fields: LlamaFields) -> dict[str, str]:
+    """Parameter of the core -> the field that the client gave it by, for `GenerateRequest`."""
+    tables = {**_FIELDS, **_OTHER_FIELDS}
+    return {parameter: _given(fields, names) for parameter, names in tables.items()}
+
+
+def active_samplers(fields: LlamaFields) -> list[str]:
+    """Samplers that are applied, in their order."""
+    wanted = _sampler_names(fields.samplers)
+    return [name for name in SAMPLERS if wanted is None or name in wanted]
+
+
+def _given(fields: LlamaFields, names: Sequence[str]) -> str:
+    return next((name for name in names if getattr(fields, name) is not None), names[0])
+
+
+def _check_lacking(fields: LlamaFields) -> None:
+    """Refuse what would change the text and is not here."""
+    lacking = {
+        "adaptive_target": first(fields.adaptive_target, -1) >= 0,
+        "n_indent": first(fields.n_indent, 0) > 0,
+    }
+    wanted = [name for name, is_on in lacking.items() if is_on]
+    if wanted:
+        raise NotSupported(
+            f"{wanted[0]} is {getattr(fields, wanted[0])!r}, which this server does not support; "
+            "leave it out"
+        )
+
+
+def _clamped(option: str, value: float | None) -> float | None:
+    if value is None:
+        return None
+    row = OPTIONS[option]
+    assert row.low is not None
+    assert row.high is not None
+    low = _LEAST if row.low_excluded else row.low
+    return type(value)(min(max(value, low), row.high))
+
+
+def _n_probs(fields: LlamaFields) -> int | None:
+    name = _given(fields, _FIELDS["top_logprobs"])
+    n: bool | int | None = getattr(fields, name)
+    if n is None or n is False or n == 0:
+        return None
+    if n > MOST_LOGPROBS:
+        raise RequestError(f"{name} is {n}, the limit is {MOST_LOGPROBS}; ask for fewer")
+    return int(n)
+
+
+def _stops(stop: list[str] | str | None) -> list[str] | None:
+    if stop is None:
+        return None
+    return [one for one in ([stop] if isinstance(stop, str) else stop) if one]
+
+
+def _schema(schema: dict[str, Any] | None) -> dict[str, Any] | None:
+    return {"type": "object"} if schema == {} else schema
+
+
+def _bias(
+    bias: dict[str, float | bool] | list[Any] | None, tokenize: Callable[[str], Sequence[int]]
+) -> dict[int, float] | None:
+    """Every form of llama.cpp's server: pairs or an object, ids or texts, false for a ban."""
+    if bias is None:
+        return None
+    found: dict[int, float] = {}
+    for token, value in _bias_pairs(bias):
+        number = -math.inf if value is False else float(value)
+        for id_ in [token] if isinstance(token, int) else tokenize(token):
+            found[id_] = number
+    return found
+
+
+def _bias_pairs(bias: dict[str, float | bool] | list[Any]) -> list[tuple[int | str, float | bool]]:
+    if isinstance(bias, dict):
+        pairs: list[Any] = [
+            (int(key[:_ID_DIGITS]) if _is_id(key) else key, value) for key, value in bias.items()
+        ]
+    else:
+        pairs = bias
+    try:
+        checked = msgspec.convert(pairs, list[tuple[int | str, float | bool]])
+    except msgspec.ValidationError as error:
+        raise InvalidToken(
+            f"logit_bias has an entry that is not a token and its bias: {error}; send "
+            "[id or text, number or false], or an object of them",
+            parameter="logit_bias",
+        ) from None
+    if any(value is True for _, value in checked):
+        raise InvalidToken(
+            "logit_bias has true as a bias; send a number, or false to ban the token",
+            parameter="logit_bias",
+        )
+    return checked
+
+
+def _is_id(key: str) -> bool:
+    return key.isascii() and key.removeprefix("-").isdecimal()
+
+
+def _left_out(samplers: Sequence[str] | str | None) -> dict[str, Any]:
+    """Options that turn off the samplers that the request's list does not name."""
+    wanted = _sampler_names(samplers)
+    if wanted is None:
+        return {}
+    return {
+        option: value
+        for name, off in SAMPLERS.items()
+        if name not in wanted
+        for option, value in off.items()
+    }
+
+
+def _sampler_names(samplers: Sequence[str] | str | None) -> frozenset[str] | None:
+    """None for all of them; unknown names are ignored."""
+    if samplers is None:
+        return None
+    if isinstance(samplers, str):
+        return frozenset(_SAMPLER_LETTERS.get(letter, letter) for letter in samplers)
+    plain = (name.replace("-", "").replace("_", "") for name in samplers)
+    return frozenset(_SAMPLER_NAMES.get(name, name) for name in plain)
+
+
+# ---- replies
+
+
+class Timings(Struct, kw_only=True):
+    """What a generation cost; rates are 0 where nothing was computed.
+
+    Attributes:
+        cache_n: Tokens of the prompt that were in the cache, such as 0.
+        prompt_n: Tokens of the prompt that were evaluated, such as 12.
+        prompt_ms: Milliseconds of that, such as 8.5.
+        prompt_per_token_ms: Milliseconds for each of them, such as 0.7.
+        prompt_per_second: Such tokens a second, such as 1411.8.
+        predicted_n: Tokens that were generated, such as 20.
+        predicted_ms: Milliseconds of that, such as 40.0.
+        predicted_per_token_ms: Milliseconds for each of them but the first, which the prompt
+            gives, such as 2.0.
+        predicted_per_second: Such tokens a second, such as 500.0.
+    """
+
+    cache_n: int
+    prompt_n: int
+    prompt_ms: float
+    prompt_per_token_ms: float
+    prompt_per_second: float
+    predicted_n: int
+    predicted_ms: float
+    predicted_per_token_ms: float
+    predicted_per_second: float
+
+
+def timings_of(run: Run, sample: int = 0) -> Timings:
+    """Timings of a generation of *run*, whole once it has ended."""
+    return timings(run.generations[sample].usage)
+
+
+def timings(usage: Usage) -> Timings:
+    """Timings of *usage*; rates are 0 where nothing was computed."""
+    n_prompt = usage.prompt_tokens - usage.cached_tokens
+    n = max(0, usage.completion_tokens - 1)
+    return Timings(
+        cache_n=usage.cached_tokens,
+        prompt_n=n_prompt,
+        prompt_ms=1000 * usage.prefill_s,
+        prompt_per_token_ms=_ratio(1000 * usage.prefill_s, n_prompt),
+        prompt_per_second=_ratio(n_prompt, usage.prefill_s),
+        predicted_n=usage.completion_tokens,
+        predicted_ms=1000 * usage.decode_s,
+        predicted_per_token_ms=_ratio(1000 * usage.decode_s, n),
+        predicted_per_second=_ratio(n, usage.decode_s),
+    )
+
+
+def _ratio(total: float, n: float) -> float:
+    return total / n if n > 0 else 0.0
+
+
+class Clock:
+    """Timings of a generation while it runs."""
+
+    def __init__(self, sample: int = 0) -> None:
+        """Begin with generation *sample* of a run."""
+        self._sample = sample
+        self.first_s: float | None = None
+        """When its first token came, in seconds of ``time.monotonic``; None before."""
+
+    def note(self) -> None:
+        """Note that a token came."""
+        if self.first_s is None:
+            self.first_s = time.monotonic()
+
+    def timings(self, run: Run) -> Timings:
+        """So far; whole once the run has ended."""
+        usage = run.generations[self._sample].usage
+        if run.is_over or self.first_s is None:
+            return timings(usage)
+        prefill_s, decode_s = self.first_s - run.started_s, time.monotonic() - self.first_s
+        return timings(replace(usage, prefill_s=prefill_s, decode_s=decode_s))
+
+
+class Progress(Struct):
+    """How much of a prompt is evaluated.
+
+    Attributes:
+        total: Tokens of the prompt, such as 12.
+        cache: Those that were in the cache, such as 0.
+        processed: Those that are evaluated or were in the cache, such as 12.
+        time_ms: Milliseconds of that, such as 8.
+    """
+
+    total: int
+    cache: int
+    processed: int
+    time_ms: int
+
+
+def prompt_progress(spent: Timings) -> list[tuple[Progress, Timings]]:
+    """How far a prompt was, and what it had cost, when its evaluation began and when it ended.
+
+    *spent* are the timings at the first token, which is when both are known.
+    """
+    n, cached = spent.cache_n + spent.prompt_n, spent.cache_n
+    begun = timings(Usage(prompt_tokens=cached, cached_tokens=cached))
+    ended = timings(Usage(n, cached, prefill_s=spent.prompt_ms / 1000))
+    return [
+        (Progress(n, cached, cached, 0), begun),
+        (Progress(n, cached, n, int(spent.prompt_ms)), ended),
+    ]
+
+
+# ---- errors
+
+_TYPES: Final[Mapping[int, str]] = MappingProxyType(
+    {
+        401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+        405: "not_found_error", 501: "not_supported_error", 503: "unavailable_error",
+    }
+)  # fmt: skip
+
+
+class FailureFacts(Struct, kw_only=True):
+    """What went wrong.
+
+    Attributes:
+        code: Status, such as 400.
+        message: What was wrong, what the limit is and what to do, such as "top_k is -5".
+        type: Kind of the failure for programs, such as "invalid_request_error".
+        param: The field that is wrong, such as "top_k"; null if no single one is known.
+        n_prompt_tokens: Tokens of a prompt that is too long, such as 3000.
+        n_ctx: The most that it may have, such as 2048.
+    """
+
+    code: int
+    message: str
+    type: str
+    param: str | None
+    n_prompt_tokens: int | UnsetType = UNSET
+    n_ctx: int | UnsetType = UNSET
+
+
+class Failure(Struct, kw_only=True):
+    """A failure, also as the last event of a stream.
+
+    Attributes:
+        error: What went wrong.
+    """
+
+    error: FailureFacts
+
+
+def error_type(answer: Answer) -> str:
+    """llama.cpp's name for a kind of failure."""
+    if answer.code == "CONTEXT_TOO_LONG":
+        return "exceed_context_size_error"
+    by_status = "server_error" if answer.status >= 500 else "invalid_request_error"
+    return _TYPES.get(answer.status, by_status)
+
+
+def error_body(answer: Answer) -> dict[str, Any]:
+    """A failure in the form of llama.cpp's server and OpenAI."""
+    return {
+        "error": {
+            "code": answer.status,
+            "message": _message(answer),
+            "type": error_type(answer),
+            "param": answer.parameter,
+            **_sizes(answer),
+        }
+    }
+
+
+def _message(answer: Answer) -> str:
+    """The message; clients know a prompt that is too long by these words of it."""
+    if answer.n_prompt_tokens is None or answer.n_ctx is None:
+        return answer.message
+    return (
+        f"the request ({answer.n_prompt_tokens} tokens) exceeds the available context size "
+        f"({answer.n_ctx} tokens): {answer.message}"
+    )
+
+
+def _sizes(answer: Answer) -> dict[str, int]:
+    if answer.n_prompt_tokens is None or answer.n_ctx is None:
+        return {}
+    return {"n_prompt_tokens": answer.n_prompt_tokens, "n_ctx": answer.n_ctx}

@@ -1,0 +1,122 @@
+"""The field ``mods`` of every API, and what mods add to replies. Pure.
+
+A request names mods of the server's folder: ``["brief", {"name": "ban", "word": "no"}]``; further
+fields of an entry are options of that mod.
+"""
+
+import contextlib
+import json
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Final, cast
+
+import msgspec
+
+from kqview import json_input
+from kqview.errors import RequestError
+from kqview.generation.stream import Generation
+from kqview.server.models.mod_runs import ModWanted
+from kqview.server.models.run import Removal
+from kqview.trace.record import cleaned_text
+
+Object = dict[str, Any]
+ModsField = Annotated[list[str | Object], msgspec.Meta(max_length=64)]
+
+_MODEL_PARTS: Final = 3  # "org/model/mod", for OpenAI clients that cannot send the field
+
+
+def mods_of(field: Sequence[str | Object] | None) -> tuple[ModWanted, ...]:
+    """The mods of a request, in their order.
+
+    Raises:
+        RequestError: An entry has no name.
+    """
+    return tuple(_wanted(i, one) for i, one in enumerate(field or ()))
+
+
+def _wanted(i: int, given: str | Object) -> ModWanted:
+    if isinstance(given, str):
+        return ModWanted(given)
+    name = given.get("name")
+    if not isinstance(name, str):
+        raise RequestError(
+            f"mods[{i}].name is {name!r}; send the name of a mod, see GET /v1/mods",
+            parameter="mods",
+        )
+    return ModWanted(name, {key: value for key, value in given.items() if key != "name"})
+
+
+def mods_of_model(
+    field: Sequence[str | Object] | None, model: str | None, *, has_mods: bool
+) -> tuple[ModWanted, ...]:
+    """Like `mods_of`, with the mod in a model named ``org/model/mod`` first.
+
+    Only on a server that *has_mods*: on others any model may be named so.
+    """
+    parts = (model or "").split("/")
+    named = (ModWanted(parts[-1]),) if has_mods and len(parts) >= _MODEL_PARTS else ()
+    return named + mods_of(field)
+
+
+# ---- replies
+
+
+def removed(removal: Removal, n_characters: int | None = None) -> Object:
+    """``removed`` of a stream: how many tokens mods took back, and characters to drop.
+
+    *n_characters* is given if the client has received another number than the tokens had.
+    """
+    n = removal.n_characters if n_characters is None else n_characters
+    return {"tokens": removal.n_tokens, "characters": n}
+
+
+class ModCallOut(msgspec.Struct, kw_only=True):
+    """A tool call that a mod made; ``arguments`` is JSON."""
+
+    id: str
+    name: str
+    arguments: str
+
+    def as_tool_call(self) -> Object:
+        """The call as OpenAI's API has it."""
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+def tool_calls_of(generation: Generation) -> Object:
+    """``tool_calls`` of a reply in an API that has none itself; empty without any."""
+    if generation.tool_calls is None:
+        return {}
+    return {"tool_calls": [one.as_tool_call() for one in calls_of(generation.tool_calls)]}
+
+
+def calls_of(payload: object) -> list[ModCallOut]:
+    """The calls in what a mod gave to ``actions.tool_calls``: one, or a list of them.
+
+    A call is ``{"id", "type", "function": {"name", "arguments"}}``, with arguments as JSON or as an
+    object; ``{"name", "arguments"}`` is accepted too. Anything else becomes the arguments of one
+    call of a function with an empty name.
+    """
+    if isinstance(payload, str):
+        with contextlib.suppress(ValueError):
+            payload = json_input.loads(payload)
+    given = cast("list[object]", payload) if isinstance(payload, list) else [payload]
+    return [_call(one) for one in given]
+
+
+def _call(one: object) -> ModCallOut:
+    whole: Mapping[str, Any] = cast("Object", one) if isinstance(one, dict) else {}
+    inner = whole.get("function")
+    function: Mapping[str, Any] = cast("Object", inner) if isinstance(inner, dict) else whole
+    name, id_ = function.get("name"), whole.get("id")
+    arguments: object = function.get("arguments", {})
+    if not isinstance(name, str):
+        name, arguments = "", cast("object", one)
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    if not isinstance(id_, str) or not id_:
+        id_ = f"call_{uuid.uuid4().hex[:24]}"
+    # What a mod decoded may have surrogates, which no reply can.
+    return ModCallOut(
+        id=cleaned_text(id_), name=cleaned_text(name), arguments=cleaned_text(arguments)
+    )

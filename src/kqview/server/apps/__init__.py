@@ -1,0 +1,1 @@
+"""Applications on top of the APIs: MIA4's front, its conversations."""

@@ -1,0 +1,405 @@
+"""Conversations: chat sessions that the server remembers, and the turns that go on in them.
+
+A session answers one request at a time. A second one for the same session waits a little, because
+the first may just be ending (its client left), and is then refused with BusyError (409).
+
+What is stored is in `conversation_store`: prompts and answers, neither system prompts and personas
+nor reasoning that is dropped. The KV cache is saved beside it (`conversation_states`).
+
+Belongs to one event loop. The database works in one thread of its own.
+"""
+
+import asyncio
+import contextlib
+import logging
+import unicodedata
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager
+from functools import partial
+from typing import Any, Final, TypeVar
+
+from kqview.errors import BusyError, CapacityError, KqviewError, RequestError
+from kqview.server.apps.conversation_states import ConversationStates, HasSlots, Seat
+from kqview.server.apps.conversation_store import (
+    ConversationStore,
+    History,
+    Key,
+    Message,
+    SessionInfo,
+)
+from kqview.server.config import ChatSessions, Config
+from kqview.server.errors import NotFound, RateLimited, ShuttingDown, TooLarge
+from kqview.server.live_config import LiveConfig
+from kqview.server.web.budget import Budget, Reservation
+from kqview.server.web.security import Caller
+
+__all__ = ["Conversations", "Message", "Seat", "SessionInfo", "Turn"]
+
+_T = TypeVar("_T")
+_log: Final = logging.getLogger("kqview.server")
+
+_ID_BYTES: Final = 256
+_CLIENT: Final = "sessions"
+_READ_TIMES: Final = 4  # bytes of a history in memory, as text and as messages, per byte of text
+_SWEEP_S: Final = 60.0
+
+
+class Turn:
+    """One request of a session, from `Conversations.turn`; nobody else uses the session meanwhile.
+
+    Attributes:
+        key: The session.
+        messages: What is stored, oldest first: prompts and answers in turn.
+        n_left_out: How many of `messages`, from the start, the prompt leaves out.
+    """
+
+    def __init__(
+        self,
+        owner: "Conversations",
+        key: Key,
+        history: History,
+        copies: "list[asyncio.Task[None]]",
+    ) -> None:
+        self.key = key
+        self.messages = history.messages
+        self.n_left_out = history.n_skipped
+        self._copies = copies
+        self._owner = owner
+
+    def fit(self, count: Callable[[Sequence[Message]], int], n_most: int) -> Sequence[Message]:
+        """The messages for the prompt: all of `messages`, or those at their end that fit.
+
+        If they do not fit, the oldest turns leave the prompt until it has three quarters of
+        *n_most*: the prompts of the next turns then begin alike and reuse the cache. They stay
+        stored. Of the sessions that go on, the prompt begins where that of the last turn did. Any
+        thread, because *count* renders a template.
+
+        Args:
+            count: Tokens of the prompt made of these messages and the new one.
+            n_most: Most tokens of a prompt.
+
+        Returns:
+            At least (): whether the new message alone fits is for the caller to check.
+        """
+        messages, n_out = self.messages, self.n_left_out
+        if n_out < len(messages) and count(messages[n_out:]) > n_most:
+            low, high = n_out // 2 + 1, len(messages) // 2  # turns to leave out
+            while low < high:
+                middle = (low + high) // 2
+                if count(messages[2 * middle :]) > n_most * 3 // 4:
+                    low = middle + 1
+                else:
+                    high = middle
+            self.n_left_out = n_out = 2 * low
+        return messages[n_out:]
+
+    def seat(
+        self, model: HasSlots, caller: Caller, ids: Sequence[int]
+    ) -> AbstractAsyncContextManager[Seat]:
+        """A seat for the run of this turn; its slot is saved afterwards.
+
+        Before it, the cache of the history is restored if no slot has it (`ConversationStates`).
+
+        Args:
+            model: What the run starts on.
+            caller: Who asks.
+            ids: The whole prompt.
+
+        Raises:
+            QueueFull: Too many turns wait for a seat.
+        """
+        return self._owner.states.seat(model, caller, self.key, ids, self._copies.append)
+
+    async def append(self, prompt: str, answer: str, *, model: str) -> None:
+        """Store this turn; it is on the disk when this returns, if the sessions have a database.
+
+        For a turn with an answer, one that was cancelled or failed midway included. It is stored
+        even if the waiting task is cancelled.
+
+        Args:
+            prompt: The user's message, without system prompt and persona.
+            answer: What was produced, without dropped reasoning.
+            model: Id of the model.
+
+        Raises:
+            StorageFull: There is no room; the session stays as it was.
+            StorageFailed: The database cannot be written.
+        """
+        await self._owner.append(self, prompt, answer, model)
+
+
+class Conversations:
+    """The sessions of one server."""
+
+    def __init__(
+        self,
+        settings: LiveConfig | Config,
+        budget: Budget,
+        *,
+        store: Callable[..., ConversationStore] = ConversationStore,
+        busy_wait_s: float = 5.0,
+    ) -> None:
+        """Nothing is opened yet.
+
+        Args:
+            settings: The configuration; table ``[sessions]`` counts here.
+            budget: Counts the sessions that memory holds.
+            store: Makes the store.
+            busy_wait_s: How long a request waits for another one of its session.
+        """
+        self._live = LiveConfig.of(settings)
+        self.states = ConversationStates(self._live, budget)
+        self._hold = budget.hold(_CLIENT)
+        self._new_store = store
+        self._busy_wait_s = busy_wait_s
+        self._store: ConversationStore | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kqview-sessions")
+        self._opening: asyncio.Task[None] | None = None
+        self._sweeping: asyncio.Task[None] | None = None
+        self._turns: dict[Key, _Place] = {}
+        self._freed = asyncio.Event()
+        self._is_closed = False
+
+    # ---- life
+
+    async def open(self) -> None:
+        """Open the database, and begin to forget what is too old; idempotent.
+
+        Without it the first use does so.
+
+        Raises:
+            RequestError: As `ConversationStore`.
+        """
+        if self._opening is None:
+            self._opening = asyncio.create_task(self._open())
+        try:
+            await asyncio.shield(self._opening)
+        except KqviewError:
+            self._opening = None  # the next use tries again
+            raise
+
+    async def _open(self) -> None:
+        make = partial(self._new_store, self._limits, fits=self._fits)
+        store = await self._in_thread(make)
+        try:
+            await self._in_thread(lambda: self.states.open(store.keys()))
+        except BaseException:
+            await self._in_thread(store.close)
+            raise
+        self._store = store
+        self._sweeping = asyncio.create_task(self._sweep_often())
+
+    async def close(self, limit_s: float = 1.0) -> None:
+        """Wait up to *limit_s* for turns that are ending, and close the database; idempotent."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                while self._turns:
+                    self._freed.clear()
+                    await self._freed.wait()
+        self._is_closed = True
+        if self._sweeping is not None:
+            self._sweeping.cancel()
+        await asyncio.to_thread(self.states.close)
+        if self._store is not None:
+            await self._in_thread(self._store.close)
+            self._store = None
+        self._thread.shutdown(wait=False)
+        self._hold.close()
+
+    def _limits(self) -> ChatSessions:
+        return self._live.config.sessions
+
+    # ---- a turn
+
+    @contextlib.asynccontextmanager
+    async def turn(self, owner: str, session_id: str, hold: Reservation) -> AsyncGenerator[Turn]:
+        """One request of a session, which is new if nothing is stored of it.
+
+        Args:
+            owner: `Caller.owner` of who asks; sessions of others are other sessions.
+            session_id: The client's name for it.
+            hold: Counts the history.
+
+        Raises:
+            RequestError: *session_id* cannot name a session.
+            BusyError: Another request of this session runs.
+            StorageFailed: The database cannot be read.
+        """
+        key = Key(owner, checked_id(session_id))
+        copies: list[asyncio.Task[None]] = []
+        await self._enter(key)
+        try:
+            history = await self._run(self._begun, key, self._turns.keys() - {key})
+            with hold.part() as read:
+                read.take(_READ_TIMES * history.n_bytes)
+                yield Turn(self, key, history, copies)
+        finally:
+            self._leave(key, copies)
+
+    async def _enter(self, key: Key) -> None:
+        place = self._turns.setdefault(key, _Place())
+        place.n_users += 1
+        try:
+            async with asyncio.timeout(self._busy_wait_s):
+                await place.lock.acquire()
+        except BaseException as error:
+            self._left(key)
+            if isinstance(error, TimeoutError):
+                raise _in_use(key) from None
+            raise
+
+    def _leave(self, key: Key, copies: Sequence["asyncio.Task[None]"] = ()) -> None:
+        """Let the next request in, once the slot has been copied."""
+        copies = [copy for copy in copies if not copy.done()]
+        if copies:
+            copies[0].add_done_callback(lambda _: self._leave(key, copies))
+            return
+        self._turns[key].lock.release()
+        self._left(key)
+
+    def _left(self, key: Key) -> None:
+        place = self._turns[key]
+        place.n_users -= 1
+        if not place.n_users:
+            del self._turns[key]
+            self._freed.set()
+
+    # In the database's thread, with the store:
+
+    def _begun(self, store: ConversationStore, key: Key, in_use: Collection[Key]) -> History:
+        self.states.forget(store.sweep(in_use))
+        return store.read(key)
+
+    def _append(
+        self, store: ConversationStore, turn: Turn, prompt: str, answer: str, **options: Any
+    ) -> None:
+        self.states.forget(
+            store.append(turn.key, prompt, answer, n_skipped=turn.n_left_out, **options)
+        )
+
+    def _delete(self, store: ConversationStore, key: Key) -> bool:
+        gone = store.delete(key)
+        self.states.forget(gone)
+        return bool(gone)
+
+    def _sweep(self, store: ConversationStore, in_use: Collection[Key]) -> int:
+        gone = store.sweep(in_use)
+        self.states.forget(gone)
+        return len(gone)
+
+    async def append(self, turn: Turn, prompt: str, answer: str, model: str) -> None:
+        """See `Turn.append`."""
+        work = partial(self._append, model=model, in_use=list(self._turns))
+        # Work that waits for its thread is dropped with the task that waits for it.
+        await asyncio.shield(asyncio.ensure_future(self._run(work, turn, prompt, answer)))
+
+    # ---- sessions
+
+    async def list(self, owner: str) -> list[SessionInfo]:
+        """Sessions of *owner*, the one used last first; raises StorageFailed."""
+        return await self._run(ConversationStore.list, owner)
+
+    async def get(
+        self, owner: str, session_id: str, hold: Reservation
+    ) -> tuple[SessionInfo, History]:
+        """A session with its history, which is counted in *hold*.
+
+        Raises:
+            NotFound: *owner* has no such session.
+            StorageFailed: The database cannot be read.
+        """
+        key = Key(owner, session_id)
+        found = await self._run(_found, key)
+        if found is None:
+            raise _no_session(key)
+        hold.take(_READ_TIMES * found[1].n_bytes)
+        return found
+
+    async def delete(self, owner: str, session_id: str) -> None:
+        """Forget a session.
+
+        Raises:
+            NotFound: *owner* has no such session.
+            BusyError: A request of it runs.
+            StorageFailed: The database cannot be written.
+        """
+        key = Key(owner, session_id)
+        await self._enter(key)
+        try:
+            if not await self._run(self._delete, key):
+                raise _no_session(key)
+        finally:
+            self._leave(key)
+
+    async def sweep(self) -> int:
+        """Forget the sessions that nobody used for ``ttl_s``; returns how many."""
+        return await self._run(self._sweep, list(self._turns))
+
+    async def _sweep_often(self) -> None:
+        while True:
+            await asyncio.sleep(min(_SWEEP_S, max(1.0, self._limits().ttl_s / 4)))
+            try:
+                await self.sweep()
+            except KqviewError as error:
+                _log.warning("sessions that are too old stay for now: %s", error)
+
+    # ---- the database's thread
+
+    def _fits(self, n_bytes: int) -> bool:
+        try:
+            self._hold.set(n_bytes)
+        except (CapacityError, RateLimited, TooLarge):
+            return False
+        return True
+
+    async def _run(self, work: Callable[..., _T], *args: Any) -> _T:
+        if self._is_closed:
+            raise ShuttingDown("the server is shutting down; try again later")
+        if self._store is None:
+            await self.open()
+        return await self._in_thread(work, self._store, *args)
+
+    async def _in_thread(self, work: Callable[..., _T], *args: Any) -> _T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
+
+
+def _found(store: ConversationStore, key: Key) -> tuple[SessionInfo, History] | None:
+    info = store.info(key)
+    return info and (info, store.read(key))
+
+
+class _Place:
+    """The turns of one session: the one that runs, and those that wait."""
+
+    def __init__(self) -> None:
+        self.lock = asyncio.Lock()
+        self.n_users = 0
+
+
+def checked_id(session_id: str) -> str:
+    """*session_id* if it can name a session; names of files are digests, so most text can.
+
+    Raises:
+        RequestError: It is empty, longer than 256 bytes, or has control characters.
+    """
+    start = session_id[: _ID_BYTES + 1]
+    is_text = not any(unicodedata.category(c) in ("Cc", "Cs") for c in start)
+    if not is_text or not 0 < len(start.encode()) <= _ID_BYTES:
+        raise RequestError(
+            f"session_id {session_id[:40]!r} cannot name a session; use 1 to {_ID_BYTES} bytes "
+            "without control characters",
+            parameter="session_id",
+        )
+    return session_id
+
+
+def _in_use(key: Key) -> BusyError:
+    return BusyError(
+        f"session {key.session_id[:80]!r} is in use by another request; wait until that has ended, "
+        "or cancel it"
+    )
+
+
+def _no_session(key: Key) -> NotFound:
+    return NotFound(f"there is no session {key.session_id[:80]!r}")

@@ -1,0 +1,162 @@
+"""Live: the configuration in effect, held once for a whole server.
+
+It changes while the server runs (`App.reload`), so nothing keeps a copy of its values: whoever
+needs one asks here each time it needs it. What takes work to make of a value, such as a folder
+of mods or a table of networks, is made once for each value of it (`derived`).
+
+The event loop's thread replaces it; any thread reads it.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+import msgspec
+
+from kqview.server.config import Config, Model, needing_restart
+from kqview.server.settings import Settings
+
+_K = TypeVar("_K")
+_T = TypeVar("_T")
+_S = TypeVar("_S", bound=msgspec.Struct)
+_FIELDS: Final = {spec.name: spec for spec in dataclasses.fields(Settings)}
+_TABLES: Final = tuple(
+    name for name in Config.__struct_fields__ if name not in ("settings", "models")
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    """A configuration and what was made of it, in the order of `LiveConfig.derived`."""
+
+    config: Config
+    made: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Reloaded:
+    """What a new configuration did, by the names of its keys.
+
+    Attributes:
+        changed: Keys whose new values count.
+        needs_restart: Keys whose old values still count.
+    """
+
+    changed: tuple[str, ...] = ()
+    needs_restart: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        text = f"changed {', '.join(self.changed)}" if self.changed else "nothing changed"
+        if self.needs_restart:
+            text += f"; a restart is needed for {', '.join(self.needs_restart)}"
+        return text
+
+
+def reloaded(old: Config, new: Config) -> tuple[Config, Reloaded]:
+    """*new*, with *old*'s values of what cannot change while the server runs.
+
+    Args:
+        old: What counts.
+        new: What was read.
+    """
+    settings, stays = _settings_of(old.settings, new.settings)
+    models, models_stay = _models_of(old, new)
+    tables: dict[str, Any] = {}
+    for name in _TABLES:
+        tables[name], kept = _table_of(getattr(old, name), getattr(new, name))
+        stays += [f"{name}.{one}" for one in kept]
+    stays += ["models"] if models_stay else []
+    changed = [
+        f"server.{name}"
+        for name in _FIELDS
+        if getattr(settings, name) != getattr(old.settings, name)
+    ]
+    if list(models.items()) != list(old.models.items()):
+        changed.append("models")
+    changed += [name for name in _TABLES if tables[name] != getattr(old, name)]
+    merged = Config(settings=settings, models=models, **tables)
+    return merged, Reloaded(tuple(changed), tuple(stays))
+
+
+def _settings_of(old: Settings, new: Settings) -> tuple[Settings, list[str]]:
+    """The settings in effect, and what of *new* is not."""
+    kept = {
+        name: getattr(old, name)
+        for name, spec in _FIELDS.items()
+        if spec.metadata["restart"] and getattr(old, name) != getattr(new, name)
+    }
+    return dataclasses.replace(new, **kept), [f"server.{name}" for name in kept]
+
+
+def _table_of(old: _S, new: _S) -> tuple[_S, list[str]]:
+    """The table in effect, and what of *new* is not."""
+    kept = {
+        name: getattr(old, name)
+        for name in needing_restart(type(new))
+        if getattr(old, name) != getattr(new, name)
+    }
+    return msgspec.structs.replace(new, **kept), list(kept)
+
+
+def _models_of(old: Config, new: Config) -> tuple[Mapping[str, Model], bool]:
+    """The models in effect, and whether they are not those of *new*."""
+    if _is_one(old) and _is_one(new):  # of settings, which are compared themselves
+        return old.models, False
+    if _is_one(old) or _is_one(new):
+        return old.models, old.models != new.models
+    return new.models, False
+
+
+def _is_one(config: Config) -> bool:
+    """Whether the model is that of the settings."""
+    return not config.models or config.models == Config.of(config.settings).models
+
+
+class LiveConfig:
+    """The current `Config`, and what parts of the server made of it."""
+
+    def __init__(self, config: Config) -> None:
+        """Begin with *config*."""
+        self._state = _State(config)
+        self._recipes: list[tuple[Callable[[Config], Any], Callable[[Any], Any]]] = []
+
+    @classmethod
+    def of(cls, given: "Config | Settings | LiveConfig") -> "LiveConfig":
+        """*given* if it is one; else a new one of a configuration that nobody replaces."""
+        if isinstance(given, LiveConfig):
+            return given
+        return cls(given if isinstance(given, Config) else Config.of(given))
+
+    @property
+    def config(self) -> Config:
+        """The configuration in effect."""
+        return self._state.config
+
+    @property
+    def settings(self) -> Settings:
+        """Its settings."""
+        return self._state.config.settings
+
+    def derived(self, part: Callable[[Config], _K], make: Callable[[_K], _T]) -> Callable[[], _T]:
+        """A function that returns ``make(part(config))`` of the current configuration.
+
+        *make* is called at once, and again only for a configuration whose *part* is another. What
+        it raises, this raises, or `replace`.
+        """
+        index = len(self._recipes)
+        self._recipes.append((part, make))
+        self._state = _State(self.config, (*self._state.made, make(part(self.config))))
+        return lambda: self._state.made[index]
+
+    def replace(self, config: Config) -> None:
+        """Put *config* into effect.
+
+        Everything derived from it is made before; if that raises, the old one stays in effect.
+        """
+        old = self._state
+        made = tuple(
+            before if part(config) == part(old.config) else make(part(config))
+            for (part, make), before in zip(self._recipes, old.made, strict=True)
+        )
+        self._state = _State(config, made)

@@ -1,0 +1,1 @@
+"""The models that are served: their engines, slots and sessions, and what runs on them."""

@@ -1,0 +1,598 @@
+"""Served: one model of the server: its engine while it is loaded, its slots, and what runs on it.
+
+Opening, closing and switching the engine is here; when that happens is for `Pool` to say. Belongs
+to one event loop. It owns the engine that it opened itself, not one that it was given.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
+from dataclasses import fields
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import msgspec
+
+from kqview.chat.named_templates import TEMPLATES
+from kqview.demo import MODEL_PATH
+from kqview.engine import Engine, check_opening
+from kqview.errors import ClosedError, KqviewError, RequestError
+from kqview.generation.text import TextStream
+from kqview.machine import physical_memory_bytes
+from kqview.server.config import UNNAMED, Model
+from kqview.server.errors import (
+    ModelChanged,
+    NoModel,
+    ShuttingDown,
+    model_changed,
+    renamed,
+    shutting_down,
+    too_late,
+)
+from kqview.server.live_config import LiveConfig
+from kqview.server.models.run import Run
+from kqview.server.models.slots import Slots
+from kqview.server.web.budget import Reservation, uncounted
+from kqview.server.web.workers import Workers
+from kqview.submission import owned_by
+from kqview.types import EngineStats
+
+Options = Mapping[str, int | None]
+"""``n_ctx``, ``n_slots`` or ``n_gpu_layers`` that an administrator asked for; None for no wish."""
+State = Literal["unloaded", "loading", "loaded", "failed"]
+
+_log: Final = logging.getLogger("kqview.server")
+_FLASH_ATTN: Final[Mapping[str, Literal["auto"] | bool]] = {
+    "auto": "auto",
+    "on": True,
+    "off": False,
+}
+DEMO_CONTEXT: Final = 2048
+"""Tokens of the demo model's context: prompts of clients are longer than its trained context."""
+# Below this, a hop to another thread takes longer than the work itself.
+_OFFLOAD_TEXT: Final = 32 * 1024  # characters: about a millisecond to tokenize
+OFFLOAD_ITEMS: Final = 4096
+"""Ids and biases of which reading takes about a millisecond."""
+# Most bytes that a character and its ids take, and an id with its text.
+_ID_BYTES: Final = 40
+_PIECE_BYTES: Final = 240
+
+
+class ModelEntry:
+    """A model that is configured, loaded or not.
+
+    Attributes:
+        id: Its name in the configuration.
+        config: Its part of the configuration.
+        loaded: The engine; None while there is none.
+        state: Whether it is loaded.
+        error: Why it could not be loaded, None unless *state* is "failed".
+        progress: Loaded fraction, 0..1.
+        is_only: Whether the server has no other model: it may have aliases then, and is called by
+            its file if the configuration gives it no name.
+        is_switching: Whether it is being replaced by another file.
+        estimated_bytes: Memory that it needs, as far as its file says; None before the first load.
+        measured_bytes: Memory that it took when it was loaded; None before that.
+        held_bytes: Memory that it takes, or that is kept for it while it is loaded; 0 without.
+        runs: Its runs by owner and request_id.
+        slots: Its slots.
+        pinned: Whether it is never unloaded to make room.
+        n_uses: Requests that use it or wait for it.
+        n_loads: How often it was loaded.
+        last_used_s: When a request used it last, by ``time.monotonic``; 0.0 before the first.
+    """
+
+    def __init__(
+        self,
+        id_: str,
+        config: Model,
+        live: LiveConfig,
+        *,
+        engine: Engine | None,
+        texts: Workers,
+        on_idle: Callable[[], None],
+    ) -> None:
+        """Serve *engine*, which stays the caller's; with None, `open` opens the configured file.
+
+        Args:
+            id_: Name in the configuration.
+            config: Its part of the configuration.
+            live: Of the server; options that *config* leaves open are from its settings.
+            engine: An engine to serve, or None.
+            texts: Where long texts are tokenized.
+            on_idle: Called when a request, run or other work on it has ended.
+        """
+        self.id = id_
+        self.config = config
+        self.loaded = engine
+        self.state: State = "unloaded" if engine is None else "loaded"
+        self.error: str | None = None
+        self.progress = 0.0 if engine is None else 1.0
+        self.runs: dict[tuple[str, str], Run] = {}
+        self.slots = Slots(live, self.runs, lambda: self.engine)
+        self.pinned = config.pinned
+        self.n_uses = 0
+        self.n_loads = 0 if engine is None else 1
+        self.last_used_s = 0.0
+        self.is_closing = False
+        self.is_only = True
+        self.is_switching = False
+        self.estimated_bytes: int | None = None
+        self.measured_bytes = None if engine is None else engine.memory_bytes
+        self.held_bytes = self.measured_bytes or 0
+        self._on_idle = on_idle
+        self._absence = "no model is loaded"
+        self._live = live
+        self._texts = texts
+        self._owns_engine = False
+        self._path: str | None = config.path
+        self._given: Options = {}  # they override the others
+        self._switching = asyncio.Lock()
+        self._switches: set[asyncio.Task[Engine]] = set()
+        # Of engines that were closed: all but the last one together, and the last one.
+        self._past: list[EngineStats] = []
+        # What uses the engine without a run, by the limit of its time: its owner, and why it ended
+        # early.
+        self._works: dict[asyncio.Timeout, tuple[str, KqviewError | None]] = {}
+
+    # ---- what it is
+
+    @property
+    def engine(self) -> Engine:
+        """The engine that serves.
+
+        Raises:
+            NoModel: None is loaded: it is being switched, or could not be opened.
+            ShuttingDown: The server is about to end.
+        """
+        if self.is_closing:
+            raise shutting_down()
+        if self.loaded is None:
+            raise NoModel(f"{self._absence}; load one with /api/v1/model/load")
+        return self.loaded
+
+    @property
+    def name(self) -> str:
+        """What clients see: its id; for the only model, an alias or what its file says is used.
+
+        Raises:
+            NoModel: It is called as its file says, and not loaded.
+        """
+        if not self.is_only:
+            return self.id
+        if aliases := self._live.settings.aliases:
+            return aliases[0]
+        return self.name_of(self.engine) if self.id == UNNAMED else self.id
+
+    def name_of(self, engine: Engine) -> str:
+        """The model's name, from its metadata or else its file."""
+        if self._owns_engine and self._path is None:
+            return "demo"  # as the option that serves it
+        return engine.model.name or (Path(self._path).stem if self._path else "demo")
+
+    @property
+    def path(self) -> str | None:
+        """Its file, None for the demo model and for an engine that was given."""
+        return self._path
+
+    @property
+    def max_context(self) -> int:
+        """Longest prompt in tokens."""
+        return self.max_context_of(self.engine)
+
+    def max_context_of(self, engine: Engine) -> int:
+        """Longest prompt in tokens if *engine* serves."""
+        limit = self._live.settings.max_context
+        return engine.n_ctx if limit is None else min(limit, engine.n_ctx)
+
+    @property
+    def is_used(self) -> bool:
+        """Whether a request uses it, or waits for it."""
+        return bool(self.n_uses or self.n_busy)
+
+    @property
+    def n_busy(self) -> int:
+        """Requests that run on it, or wait for a slot."""
+        return len(self.runs) + len(self._works)
+
+    def busy_owners(self, *, has_parked: bool) -> Counter[str]:
+        """Number of each owner's requests of `n_busy`, with or without parked runs."""
+        runs = (run.owner for run in self.runs.values() if has_parked or not run.is_parked)
+        return Counter(chain(runs, (owner for owner, _ in self._works.values())))
+
+    def stats(self) -> list[EngineStats]:
+        """Counters of all engines that it had, the current one last."""
+        return [*self._past, *([self.loaded.stats()] if self.loaded else [])]
+
+    def stall(self, limit_s: float) -> str | None:
+        """Why its requests make no progress, None if they do; any thread."""
+        engine = self.loaded
+        return engine.health().stall(limit_s) if engine and limit_s else None
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether closing the engine gave its thread up."""
+        return self.loaded is not None and self.loaded.health().is_lost
+
+    # ---- text
+
+    async def tokenize(
+        self, text: str, *, add_special: bool, hold: Reservation | None = None
+    ) -> list[tuple[int, str]]:
+        """Ids of *text*, each with the text that it completes; the texts join to the whole.
+
+        A character spread over several ids is the text of the last one; the others have "". Their
+        memory is counted in *hold*.
+        """
+        hold = hold or uncounted()
+        engine = self.engine
+        ids = await self.ids(text, add_special=add_special, hold=hold)
+        hold.take(_PIECE_BYTES * len(ids))
+        if len(ids) < OFFLOAD_ITEMS:
+            return _pieces(engine, ids)
+        return await self._texts.run(hold.client, _pieces, engine, ids)
+
+    async def ids(
+        self,
+        text: str,
+        *,
+        add_special: bool,
+        parse_special: bool = True,
+        hold: Reservation | None = None,
+    ) -> list[int]:
+        """Ids of *text*; their memory is counted in *hold*."""
+        hold = hold or uncounted()
+        hold.take(_ID_BYTES * len(text))
+        tokenize = partial(
+            self.engine.tokenize, text, add_special=add_special, parse_special=parse_special
+        )
+        if len(text) < _OFFLOAD_TEXT:
+            return tokenize()
+        return await self._texts.run(hold.client, tokenize)
+
+    async def ids_of_each(
+        self, texts: Sequence[str], *, parse_special: bool, hold: Reservation
+    ) -> list[list[int]]:
+        """Ids of each of *texts* with the special ones around it; counted in *hold*."""
+        n_characters = sum(map(len, texts))
+        hold.take(_ID_BYTES * (n_characters + 2 * len(texts)))
+        tokenize = partial(self.engine.tokenize, add_special=True, parse_special=parse_special)
+        if n_characters + 8 * len(texts) < _OFFLOAD_TEXT:
+            return list(map(tokenize, texts))
+        return await self._texts.run(hold.client, lambda: list(map(tokenize, texts)))
+
+    async def detokenize(self, ids: Sequence[int], *, name: str = "ids", client: str = "") -> str:
+        """Text of *ids*, which errors call *name*."""
+        engine = self.engine
+        try:
+            if len(ids) < OFFLOAD_ITEMS:
+                return engine.detokenize(ids)
+            return await self._texts.run(client, engine.detokenize, ids)
+        except RequestError as error:
+            raise renamed(error, {"ids": name}) from None
+
+    # ---- who uses it
+
+    @contextlib.contextmanager
+    def used(self) -> Generator[None]:
+        """Count a request that uses it, or waits for it."""
+        self.n_uses += 1
+        try:
+            yield
+        finally:
+            self.n_uses -= 1
+            self.last_used_s = time.monotonic()
+            self._on_idle()
+
+    @contextlib.asynccontextmanager
+    async def working(self, owner: str) -> AsyncGenerator[Engine]:
+        """As `Service.working`, which checks the limits."""
+        engine, limit_s = self.engine, self._live.settings.request_timeout_s
+        limit = asyncio.timeout(limit_s or None)
+        try:
+            async with limit:
+                self._works[limit] = owner, None
+                with owned_by(owner):
+                    yield engine
+        except TimeoutError:
+            raise (
+                self._works[limit][1] or too_late(limit_s) if limit.expired() else TimeoutError
+            ) from None
+        except ClosedError:
+            if engine is not self.engine:
+                raise model_changed() from None
+            raise
+        finally:
+            self._works.pop(limit, None)
+            self._on_idle()
+
+    def ended(self, run: Run) -> None:
+        """Note that *run* is over."""
+        self.runs.pop((run.owner, run.request_id), None)
+        self.slots.released(run)
+        self._on_idle()
+
+    def end_runs(self, error: ModelChanged | ShuttingDown) -> None:
+        """End every run and other work on the engine, and tell its client *error*."""
+        for run in list(self.runs.values()):
+            run.end(error)
+        for limit in self._works:
+            if not limit.expired():
+                self._works[limit] = self._works[limit][0], error
+                limit.reschedule(asyncio.get_running_loop().time())
+
+    # ---- its engine
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether the engine is opened here, so that it may be closed and opened again."""
+        return self.loaded is None or self._owns_engine
+
+    def configure(self, config: Model) -> None:
+        """Take *config* from the next load on."""
+        if config.path != self.config.path:
+            self._path, self._given = config.path, {}
+        if config.pinned != self.config.pinned:
+            self.pinned = config.pinned
+        self.config = config
+
+    def take(self, options: Options) -> bool:
+        """Take *options* from the next load on; whether it is loaded with others."""
+        is_other = self.loaded is not None and dict(options) != dict(self._given)
+        self._given = options
+        return is_other
+
+    def estimate(self) -> int:
+        """Bytes that it will need; blocks. Raises as `check_opening`."""
+        path = MODEL_PATH if self._path is None else self._path
+        needs = check_opening(path, **self._options(self._path, self._given))
+        n_bytes = sum(one.needed_bytes for one in needs)
+        self.estimated_bytes = n_bytes + sum(os.path.getsize(file) for file, _ in self._adapters())
+        return self.estimated_bytes
+
+    def open(self, progress: Callable[[float], object] | None = None) -> None:
+        """Open the engine if there is none; blocks, before the event loop runs.
+
+        Args:
+            progress: Called with the loaded fraction, 0..1.
+
+        Raises:
+            KqviewError: As the constructor of Engine.
+        """
+        if self.loaded is None:
+            self._opened(self._new(self._path, self._given, progress))
+
+    def _opened(self, engine: Engine) -> None:
+        self.loaded = engine
+        self._owns_engine = True
+        self.state, self.error, self.progress = "loaded", None, 1.0
+        self.measured_bytes = engine.memory_bytes
+        # llama.cpp allocates some of what is estimated only when it computes.
+        self.held_bytes = max(self.measured_bytes, self.estimated_bytes or 0)
+        self.n_loads += 1
+
+    async def load(self, progress: Callable[[float], object]) -> None:
+        """Open the engine if there is none.
+
+        Args:
+            progress: Called with the loaded fraction, 0..1, in another thread.
+
+        Raises:
+            ShuttingDown: The server is about to end.
+            KqviewError: As the constructor of Engine.
+        """
+        async with self._switching:
+            if self.loaded is None:
+                self._check_stays()
+                self._opened(await self._open(self._path, self._given, progress))
+
+    def failed(self, error: BaseException) -> None:
+        """Note that it could not be loaded."""
+        self.state, self.error, self.progress = "failed", str(error), 0.0
+        self._absence = f"the model {self.id!r} could not be loaded"
+
+    async def unload(self, *, only_idle: bool = False) -> bool:
+        """Close the engine; what runs on it ends with ModelChanged.
+
+        Args:
+            only_idle: Whether to leave it if a request uses it.
+
+        Returns:
+            Whether there was one, and it was closed.
+        """
+        async with self._switching:
+            old = self.loaded
+            if old is None or (only_idle and self.is_used):
+                return False
+            self.loaded, self.state, self.progress = None, "unloaded", 0.0
+            self._absence = f"the model {self.id!r} is not loaded"
+            self._leaves()
+            await self._close(old)
+            if self.state == "unloaded":  # else it is being loaded again
+                self.held_bytes = 0
+            return True
+
+    async def close(self, limit_s: float) -> None:
+        """Close the engine if it is ours, after a switch that runs."""
+        self.slots.shutdown()
+        async with self._switching:
+            if self._owns_engine and self.loaded is not None:
+                await asyncio.to_thread(self.loaded.close, timeout_s=limit_s)
+
+    def _new(
+        self,
+        path: str | None,
+        given: Options,
+        progress: Callable[[float], object] | None,
+    ) -> Engine:
+        s, own = self._live.settings, self.config
+        # Adapters and template are of one file, the one that they were configured with.
+        is_own = path == own.path
+        template = s.chat_template if own.chat_template is None else own.chat_template
+        rows_bytes = s.attention_budget_bytes
+        if rows_bytes is None and not self.is_only:  # by default each would have a quarter
+            rows_bytes = physical_memory_bytes() // 4 // len(self._live.config.models)
+        return Engine(
+            MODEL_PATH if path is None else path,
+            progress=progress,
+            attention_budget_bytes=rows_bytes,
+            pinned_bytes=s.pinned_bytes,
+            lora=self._adapters() if is_own else None,
+            chat_template=_template(template) if is_own else None,
+            template_options=s.template_variables,
+            **self._options(path, given),
+        )
+
+    def _adapters(self) -> list[tuple[str, float]]:
+        lora = self._live.settings.lora if self.config.lora is None else self.config.lora
+        return [_adapter(one) for one in lora]
+
+    def _options(self, path: str | None, given: Options) -> dict[str, Any]:
+        """Those options of Engine for the file *path* that `check_opening` takes as well."""
+        settings, own = self._live.settings, self.config
+        flash_attn = settings.flash_attn if own.flash_attn is None else own.flash_attn
+        options: dict[str, Any] = {
+            "n_ubatch": settings.ubatch_size,
+            "flash_attn": _FLASH_ATTN[flash_attn],
+        }
+        for name in (
+            "n_ctx", "n_slots", "n_threads", "n_gpu_layers", "attention_kernel", "kv_type",
+            "pooling",
+        ):  # fmt: skip
+            values = given.get(name), getattr(own, name), getattr(settings, name)
+            options[name] = next((one for one in values if one is not None), None)
+        if path is None and options["n_ctx"] is None:
+            options["n_ctx"] = DEMO_CONTEXT
+        return options
+
+    async def _open(
+        self, path: str | None, given: Options, progress: Callable[[float], object] | None = None
+    ) -> Engine:
+        def note(fraction: float) -> None:
+            self.progress = fraction
+            if progress is not None:
+                progress(fraction)
+            self._check_stays()  # a server that ends does not wait for a load: it asks now and then
+
+        return await asyncio.to_thread(self._new, path, given, note)
+
+    def _leaves(self) -> None:
+        self.slots.forget()
+        self.end_runs(model_changed())
+
+    async def _close(self, old: Engine) -> None:
+        # A model may come and go for months.
+        self._past = [*([_together(self._past)] if self._past else []), old.stats()]
+        if self._owns_engine:
+            await asyncio.to_thread(old.close)
+        self._past[-1] = old.stats()  # with its last steps
+
+    def _check_stays(self) -> None:
+        if self.is_closing:
+            raise ShuttingDown("the server is shutting down; no model is loaded any more")
+
+    # ---- switching it for another file
+
+    async def switch(self, name: str, path: Path, options: Options) -> Engine:
+        """Serve the file *path*, called *name*, instead; as `Pool.switch`."""
+        switch = asyncio.ensure_future(self._switch(name, path, options))
+        self._switches.add(switch)
+        switch.add_done_callback(self._switched)
+        return await asyncio.shield(switch)
+
+    async def _switch(self, name: str, path: Path, options: Options) -> Engine:
+        async with self._switching:
+            self._check_stays()
+            # What shows without the weights is refused before anything changes.
+            await asyncio.to_thread(check_opening, str(path), **self._options(str(path), options))
+            self._check_stays()
+            self.is_switching = True
+            try:
+                return await self._switched_to(name, str(path), options)
+            finally:
+                self.is_switching = False
+
+    async def _switched_to(self, name: str, path: str, options: Options) -> Engine:
+        old, self.loaded = self.loaded, None
+        self._absence, self.state = f"{name!r} is being loaded", "loading"
+        self._leaves()
+        if old is not None:
+            await self._close(old)
+        try:
+            engine = await self._open(path, options)
+        except BaseException as error:
+            self.failed(error)
+            self._absence = f"no model is loaded, {name!r} failed"
+            if not self.is_closing and old is not None:
+                await self._take_back(old)
+            raise
+        self._opened(engine)
+        self._path, self._given = path, options
+        return engine
+
+    async def _take_back(self, old: Engine) -> None:
+        """Serve the old model again."""
+        if not self._owns_engine:  # it was not closed
+            self._past.pop()
+            self.loaded, self.state, self.error, self.progress = old, "loaded", None, 1.0
+            return
+        try:
+            self._opened(await self._open(self._path, self._given))
+        except KqviewError as error:
+            _log.error("the old model cannot be opened again: %s", error)
+
+    def _switched(self, switch: "asyncio.Task[Engine]") -> None:
+        self._switches.discard(switch)
+        if not switch.cancelled() and (error := switch.exception()) is not None:
+            _log.warning("the model was not switched: %s", error)
+
+
+def resolved(body: Any, served: ModelEntry) -> Any:
+    """*body* with the id of *served* in place of the name that it has for it.
+
+    A mod in that name, ``id/mod``, becomes the first of its mods. Where there is one model, which
+    answers to any name, the body stays as it is.
+    """
+    name = getattr(body, "model", None)
+    if served.is_only or not isinstance(name, str) or name == served.id:
+        return body
+    changes: dict[str, Any] = {"model": served.id}
+    if hasattr(body, "mods"):
+        changes["mods"] = [name.removeprefix(f"{served.id}/"), *(body.mods or ())]
+    return msgspec.structs.replace(body, **changes)
+
+
+def _together(readings: Sequence[EngineStats]) -> EngineStats:
+    """The counters of *readings* added up, without values of the moment."""
+    names = [spec.name for spec in fields(EngineStats) if isinstance(spec.default, int | float)]
+    sums: dict[str, Any] = {name: sum(getattr(one, name) for one in readings) for name in names}
+    return EngineStats(**sums)
+
+
+def _template(text: str | None) -> str | None:
+    return None if text is None else TEMPLATES.get(text, text)
+
+
+def _adapter(text: str) -> tuple[str, float]:
+    """File and scale of ``FILE`` or ``FILE:SCALE``."""
+    path, colon, scale = text.rpartition(":")
+    try:
+        return (path, float(scale)) if colon else (text, 1.0)
+    except ValueError:
+        return text, 1.0
+
+
+def _pieces(engine: Engine, ids: Sequence[int]) -> list[tuple[int, str]]:
+    stream = TextStream()
+    pieces = [(id_, stream.feed(engine.token_bytes(id_))) for id_ in ids]
+    rest = stream.flush()
+    if rest:
+        last, piece = pieces[-1]
+        pieces[-1] = last, piece + rest
+    return pieces

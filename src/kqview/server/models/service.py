@@ -1,0 +1,555 @@
+"""Service: admits a dialect's neutral request as a `Run` of the engine; knows no protocol.
+
+Belongs to one event loop. Owns every run until that ends, and the models (`Pool`). Work that would
+block the loop goes to `Workers`.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+import uuid
+from collections import Counter
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence, Sized
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from typing import Any, Final, TypeVar
+
+from kqview._core import StopFlag
+from kqview.engine import Engine
+from kqview.errors import ClosedError, PromptTooLong, QueueFull, RequestError
+from kqview.generation.stream import Generation
+from kqview.machine import physical_memory_bytes
+from kqview.mods.events import conversation_of
+from kqview.mods.failures import logging_failures
+from kqview.mods.folder import ModInfo
+from kqview.server.apps.conversations import Conversations
+from kqview.server.errors import model_changed, renamed, too_late
+from kqview.server.live_config import LiveConfig
+from kqview.server.models.cancelling import Cancelling
+from kqview.server.models.events_bus import Bus
+from kqview.server.models.mod_runs import ModRuns
+from kqview.server.models.model_entry import OFFLOAD_ITEMS, ModelEntry
+from kqview.server.models.model_files import model_names
+from kqview.server.models.phrases import PhraseBan, Phrases
+from kqview.server.models.pool import Pool
+from kqview.server.models.row_cache import RowCache
+from kqview.server.models.run import GenerateRequest, LastRun, Run
+from kqview.server.models.sessions import Sessions, StateFiles
+from kqview.server.models.truncation import truncated
+from kqview.server.settings import Settings
+from kqview.server.web.budget import Budget, Reservation, uncounted
+from kqview.server.web.security import ANYONE, Caller
+from kqview.server.web.workers import Workers
+from kqview.submission import owned_by, unless
+from kqview.types import Score
+
+_T = TypeVar("_T")
+_Raw = TypeVar("_Raw", bound=Sized)
+
+_log: Final = logging.getLogger("kqview.server")
+
+# Below this, a hop to another thread takes longer than the work itself.
+OFFLOAD_BYTES: Final = 256 * 1024
+_OFFLOAD_BODY: Final = 32 * 1024  # bytes of JSON: less than that to decode
+_OFFLOAD_FIELDS: Final = 4 * 1024  # bytes of lists whose elements are checked
+_N_WORKERS: Final = 4
+_LEAST_CLOSE_S: Final = 1.0  # for an engine to end, however little of the grace is left
+DECODED_TIMES: Final = 17
+"""Most bytes that a byte of JSON takes, with what it decodes to."""
+_SCORE_BYTES: Final = 384  # a logprob with its id and text, as a value and as JSON
+
+
+class Service:
+    """What every dialect calls, from the event loop that serves."""
+
+    def __init__(self, engine: Engine | None, settings: Settings | LiveConfig) -> None:
+        """Serve *engine*, which stays the caller's; with None, `open` opens what is configured."""
+        self.live = LiveConfig.of(settings)
+        """The configuration; it may change between two looks."""
+        settings = self.live.settings
+        memory_bytes = settings.memory_budget_bytes
+        self.budget = Budget(physical_memory_bytes() // 4 if memory_bytes is None else memory_bytes)
+        self.kept = RowCache(self.budget, settings.kept_attention_bytes)
+        self.bus = Bus()
+        self.cancelling = Cancelling()
+        self.runs: dict[tuple[str, str], Run] = {}
+        """Runs by owner and request_id."""
+        self.started_s = time.monotonic()
+        self.n_runs = 0
+        self._n_runs_of: Counter[str] = Counter()
+        self._last: dict[str, LastRun] = {}  # by owner; the run that ended last is the last entry
+        self.pool = Pool(self.live, engine, on_idle=self._note_idle)
+        self.pool.listeners.add(self.bus.publish)
+        self.sessions = Sessions(self.live)
+        self.conversations = Conversations(self.live, self.budget)
+        self.mod_runs = ModRuns(self.live)
+        self.files = StateFiles(self.live)
+        self._leave_by_s: float | None = None  # when the grace is over
+        # Rows on their way to clients, requests to read and build: neither waits for the other.
+        self._workers = ThreadPoolExecutor(_N_WORKERS, thread_name_prefix="kqview-rows")
+        self._builders = Workers(_N_WORKERS, "requests")
+        self._starting: dict[tuple[str, str], ModelEntry] = {}
+        self._is_idle = asyncio.Event()
+        self.on_end: Callable[[Run], None] = lambda run: None
+        self.on_drain: set[Callable[[], Awaitable[None]]] = set()
+
+    @property
+    def settings(self) -> Settings:
+        """The settings in effect."""
+        return self.live.settings
+
+    # ---- life
+
+    async def open(self) -> None:
+        """Load the models that are loaded at the start, if `load` did not.
+
+        Raises:
+            KqviewError: As the constructor of Engine.
+        """
+        await asyncio.to_thread(self.load)
+        await self.conversations.open()
+
+    def load(self, progress: Callable[[float], object] | None = None) -> None:
+        """Like `open`, but blocking, before the event loop runs; `open` then finds it done.
+
+        Args:
+            progress: Called with the loaded fraction, 0..1.
+        """
+        self.pool.load(progress)
+        self.mod_runs.open()
+
+    async def drain(self, grace_s: float) -> None:
+        """Refuse new requests, end the running ones, and wait until their clients were told.
+
+        WebSockets without a generation are closed with code 1001.
+        """
+        self.pool.begin_close()
+        if self._leave_by_s is None:  # the first call sets the limit
+            self._leave_by_s = time.monotonic() + grace_s
+        # A client that reads nothing cannot be told; the grace ends the wait for it.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.grace_left_s):
+                if self.pool.n_busy:
+                    self._is_idle.clear()
+                    await self._is_idle.wait()
+                await asyncio.gather(self.bus.close(), *(leave() for leave in list(self.on_drain)))
+
+    async def close(self) -> None:
+        """End everything, including the engines that are ours."""
+        await self.drain(self.settings.shutdown_grace_s)
+        await self.conversations.close(max(_LEAST_CLOSE_S, self.grace_left_s))
+        await self.pool.close(max(_LEAST_CLOSE_S, self.grace_left_s))
+        await asyncio.to_thread(self.mod_runs.close, max(_LEAST_CLOSE_S, self.grace_left_s))
+        self._workers.shutdown(wait=False, cancel_futures=True)
+        self._builders.shutdown()
+
+    @property
+    def grace_left_s(self) -> float:
+        """Seconds left for clients and engine since `drain` began; the whole grace before."""
+        if self._leave_by_s is None:
+            return self.settings.shutdown_grace_s
+        return max(0.0, self._leave_by_s - time.monotonic())
+
+    async def models(self) -> list[str]:
+        """Names that `Pool.switch` takes, sorted."""
+        return await self._in_thread(model_names, self.settings.models_dir)
+
+    # ---- generation
+
+    async def list_mods(self, caller: Caller = ANYONE) -> list[ModInfo]:
+        """The mods that requests may name; files that are new or have changed are loaded."""
+        return await self._builders.run(caller.name, self.mod_runs.list)
+
+    async def start(
+        self,
+        request: GenerateRequest,
+        caller: Caller = ANYONE,
+        hold: Reservation | None = None,
+        *,
+        model: ModelEntry | None = None,
+    ) -> Run:
+        """Admit *request*; what cannot work raises here, before anything is sent.
+
+        Args:
+            request: What to generate.
+            caller: Owner of the run.
+            hold: Counts the memory that the run keeps; without one nothing does.
+            model: On what it runs, None for the default one.
+
+        Raises:
+            RequestError: The request cannot work; the message names the client's field.
+            QueueFull: Too many requests run or wait.
+            NoModel: There is no model.
+            ModelChanged: The model was switched meanwhile.
+        """
+        settings, model = self.settings, model or self.pool.default
+        started_s = asyncio.get_running_loop().time()
+        try:
+            self._check_limits(request, caller, model)
+            self.mod_runs.check(request.mods)
+        except RequestError as error:
+            raise renamed(error, request.names) from None
+        hold = hold or uncounted()
+        limit_s = settings.request_timeout_s
+        limit = asyncio.timeout(limit_s or None)
+        label = request.request_id
+        if request.shares_name:
+            request = replace(request, request_id=self._free_name(caller, label))
+        name = caller.owner, request.request_id
+        self._starting[name] = model
+        try:
+            async with limit:
+                generations, n_truncated = await self._generations(model, request, caller, hold)
+        except TimeoutError:
+            raise (too_late(limit_s) if limit.expired() else TimeoutError) from None
+        except RequestError as error:
+            raise renamed(error, request.names) from None
+        finally:
+            del self._starting[name]
+        run = Run(
+            request, generations, hold.part(), on_close=partial(self._ended, model),
+            owner=caller.owner, label=label, n_truncated=n_truncated,
+            token_bytes=model.engine.token_bytes, traces_stored=self.mod_runs.stored,
+        )  # fmt: skip
+        self.runs[name] = model.runs[name] = run
+        self.n_runs += 1
+        self._n_runs_of[caller.owner] += 1
+        if limit_s:
+            loop = asyncio.get_running_loop()
+            run.deadline = loop.call_at(started_s + limit_s, lambda: run.end(too_late(limit_s)))
+        return run
+
+    async def scores(
+        self,
+        request: GenerateRequest,
+        caller: Caller,
+        *,
+        top_logprobs: int,
+        hold: Reservation,
+        model: ModelEntry,
+    ) -> list[Score]:
+        """How *model* judges each prompt of *request*; `start` finds them in the cache then.
+
+        Raises:
+            RequestError: As `start`, like the other errors.
+        """
+        prompts = (request.prompt, *request.more_prompts)
+        try:
+            self._check_limits(request, caller, model)
+            ids = [await _prompt_ids(model, prompt, hold) for prompt in prompts]
+            for one in ids:
+                _check_prompt(one, request, model.max_context)
+            hold.take((1 + top_logprobs) * _SCORE_BYTES * sum(map(len, ids)))
+            async with self.working(model, caller) as engine:
+                return await engine.ascore(ids, top_logprobs=top_logprobs, lora=request.lora)
+        except RequestError as error:
+            raise renamed(error, {"texts": "prompt", **request.names}) from None
+
+    async def _generations(
+        self, model: ModelEntry, request: GenerateRequest, caller: Caller, hold: Reservation
+    ) -> tuple[list[Generation], int]:
+        """Begin the generations of *request*; large requests are built in another thread.
+
+        Returns them, and how many tokens of its prompt were left out.
+        """
+        engine = model.engine
+        try:
+            prompts = [
+                await _prompt_ids(model, prompt, hold)
+                for prompt in (request.prompt, *request.more_prompts)
+            ]
+            if engine is not model.loaded:
+                raise model_changed()
+            n_truncated = 0
+            if request.truncates and isinstance(request.prompt, str):
+                n_whole = len(prompts[0])
+                prompts[0] = await self._truncated(model, request, prompts[0], hold)
+                n_truncated = n_whole - len(prompts[0])
+            for ids in prompts:
+                _check_prompt(ids, request, model.max_context)
+            steered = partial(
+                self.mod_runs.options, request.mods, owner=caller.owner, model=model.name
+            )
+            build = partial(self._build, engine, request, prompts, caller.owner, steered)
+            is_gone = StopFlag()
+            if _is_small(request, prompts):
+                return build(is_gone), n_truncated
+            try:
+                generations = await self._builders.run(hold.client, build, is_gone)
+            except BaseException:
+                is_gone.set()
+                raise
+        except ClosedError:
+            if engine is not model.loaded:
+                raise model_changed() from None
+            raise
+        if engine is not model.loaded or self.pool.is_closing:
+            for generation in generations:
+                generation.cancel()
+            _ = model.engine  # says why there is none
+            raise model_changed()
+        return generations, n_truncated
+
+    async def _truncated(
+        self, model: ModelEntry, request: GenerateRequest, ids: Sequence[int], hold: Reservation
+    ) -> Sequence[int]:
+        """The ids of a text whose front may be left out, as far as they fit."""
+        with hold.part() as part:
+            memory = await model.ids(request.memory, add_special=False, hold=part)
+        return truncated(
+            ids,
+            memory,
+            n_first=int(ids[:1] == [model.engine.model.bos_token_id]),
+            limit=min(model.max_context, request.max_context or model.max_context),
+            max_tokens=min(request.max_tokens, self.settings.max_tokens),
+        )
+
+    def _build(
+        self,
+        engine: Engine,
+        request: GenerateRequest,
+        prompts: Sequence[Sequence[int]],
+        owner: str,
+        steered: Callable[[], dict[str, Any]],
+        is_gone: StopFlag,
+    ) -> list[Generation]:
+        """Any thread; once *is_gone* is set, nobody waits for the result any more."""
+        wanted = request.attention
+        capture = wanted.capture(engine.model) if wanted is not None else None
+        generations: list[Generation] = []
+        try:
+            for i in range(request.n_generations):
+                if is_gone.is_set():
+                    break
+                i_prompt, i_sample = divmod(i, request.n_samples)
+                # One prompt's rows are enough.
+                rows = replace(capture, prompt=False) if capture and i else capture
+                forcing = None if request.forcing is None else request.forcing(engine)
+                with (
+                    conversation_of(request.dialogue), owned_by(owner), logging_failures(),
+                    unless(is_gone),
+                ):  # fmt: skip
+                    generation = engine.generate(
+                        prompts[i_prompt],
+                        max_tokens=min(request.max_tokens, self.settings.max_tokens),
+                        sampling=_for_sample(request, i_sample),
+                        capture=rows,
+                        slot=request.slot if i == 0 else None,
+                        cache_prompt=request.cache_prompt or i_sample > 0,
+                        lora=request.lora,
+                        forcing=forcing,
+                        request_id=request.request_id if i == 0 else f"{request.request_id}/{i}",
+                        **request.shift_options,
+                        **_with_ban(steered(), request.banned_phrases, engine),
+                    )
+                for one in generation.mods:
+                    if isinstance(one, PhraseBan):
+                        one.watch(generation)
+                generations.append(generation)
+        except BaseException:
+            for generation in generations:
+                generation.cancel()
+            raise
+        if is_gone.is_set():
+            for generation in generations:
+                generation.cancel()
+        return generations
+
+    def _check_limits(self, request: GenerateRequest, caller: Caller, model: ModelEntry) -> None:
+        settings = self.settings
+        if not 1 <= request.n_samples <= settings.max_samples:
+            raise RequestError(
+                f"n_samples is {request.n_samples}, allowed are 1 to {settings.max_samples}",
+                parameter="n_samples",
+            )
+        n_most = max(settings.max_samples, len(model.engine.slots) + settings.max_queued)
+        if request.n_generations > n_most:
+            raise RequestError(
+                f"prompt asks for {request.n_generations} texts, the limit is {n_most}; "
+                "send fewer prompts at a time",
+                parameter="prompt",
+            )
+        if request.max_tokens < 1:
+            raise RequestError(
+                f"max_tokens is {request.max_tokens}, the least is 1", parameter="max_tokens"
+            )
+        # Another owner's name is free: refusing it would reveal that it is in use.
+        if not request.shares_name and self._is_used(caller, request.request_id):
+            raise RequestError(f"request_id {request.request_id!r} is in use; send another one")
+        self._check_room(model, caller)
+
+    def _is_used(self, caller: Caller, name: str) -> bool:
+        return (caller.owner, name) in self.runs or (caller.owner, name) in self._starting
+
+    def _free_name(self, caller: Caller, label: str) -> str:
+        """*label*, or something like it that no other run of *caller* is called."""
+        name = label
+        while self._is_used(caller, name):
+            name = f"{label}-{uuid.uuid4().hex[:8]}"
+        return name
+
+    def _check_room(self, model: ModelEntry, caller: Caller) -> None:
+        """Refuse a request where too many run or wait, on *model* or on all together.
+
+        An owner with less than its share of the places is let in though others have taken them; so
+        one alone may have all of them. Streams that nobody reads are no part of *model*'s queue.
+        """
+        starting = [(owner, one) for (owner, _), one in self._starting.items()]
+        here = model.busy_owners(has_parked=False)
+        here.update(owner for owner, one in starting if one is model)
+        everywhere = self.pool.busy_owners()
+        everywhere.update(owner for owner, _ in starting)
+        for busy, limit, name in (
+            (here, len(model.engine.slots) + self.settings.max_queued, "slots + max_queued"),
+            (everywhere, self.settings.max_running, "max_running"),
+        ):
+            n_own = busy[caller.owner]
+            share = max(1, limit // len(busy.keys() | {caller.owner}))
+            if busy.total() >= limit and n_own >= share:
+                raise QueueFull(
+                    f"{n_own} of your requests run or wait, your share of {limit} ({name}) is "
+                    f"{share} now; let one of them end and try again"
+                )
+
+    def _note_idle(self) -> None:
+        if not self.pool.n_busy:
+            self._is_idle.set()
+
+    def _ended(self, model: ModelEntry, run: Run) -> None:
+        name = run.owner, run.request_id
+        self.runs.pop(name, None)
+        model.ended(run)
+        seed = run.request.sampling.seed
+        self._last.pop(run.owner, None)
+        self._last[run.owner] = LastRun(
+            run.usage, run.finish_reason, seed, run.ended_s, run.request.key, tuple(run.logprobs),
+            model.id,
+        )  # fmt: skip
+        self.on_end(run)
+
+    @contextlib.asynccontextmanager
+    async def working(self, model: ModelEntry, caller: Caller) -> AsyncGenerator[Engine]:
+        """*model*'s engine, for a request of *caller* that generates nothing, such as an embedding.
+
+        The limits of a run apply to it, and what ends runs ends it.
+
+        Raises:
+            QueueFull: Too many requests run or wait.
+            NoModel: The model is not loaded.
+            ModelChanged: The model was switched meanwhile.
+            TimedOut: It took longer than ``request_timeout_s``.
+        """
+        self._check_room(model, caller)
+        async with model.working(caller.owner) as engine:
+            yield engine
+
+    def find(
+        self, caller: Caller = ANYONE, *, key: str = "", request_id: str | None = None
+    ) -> list[Run]:
+        """Runs with this ``genkey``, or that their clients call so, in the order of their start.
+
+        Only those that *caller* may see: another owner's run looks as if it did not exist. An admin
+        without a run of that name gets everybody's.
+        """
+        found = [
+            run
+            for run in self.runs.values()
+            if caller.may_see(run.owner)
+            and (run.request.key == key if request_id is None else run.label == request_id)
+        ]
+        return [run for run in found if run.owner == caller.owner] or found
+
+    def last_of(self, caller: Caller = ANYONE, *, key: str | None = None) -> LastRun:
+        """Figures of *caller*'s run that ended last; for an admin, of anybody's.
+
+        Args:
+            caller: Who asks.
+            key: Only runs with this ``genkey``; None for any.
+        """
+        for owner, last in reversed(self._last.items()):
+            if caller.may_see(owner) and key in (None, last.key):
+                return last
+        return LastRun()
+
+    def n_runs_of(self, caller: Caller = ANYONE) -> int:
+        """How many runs *caller* started; for an admin, how many there were."""
+        return self.n_runs if caller.is_admin else self._n_runs_of[caller.owner]
+
+    # ---- other threads
+
+    async def decoded(self, decode: Callable[[_Raw], _T], raw: _Raw, hold: Reservation) -> _T:
+        """*decode* of *raw*, counted in *hold*; the result may live as long as that."""
+        hold.take((DECODED_TIMES - 1) * len(raw))
+        if len(raw) < _OFFLOAD_BODY:
+            return decode(raw)
+        return await self._builders.run(hold.client, decode, raw)
+
+    async def converted(
+        self,
+        n_bytes: int,
+        hold: Reservation,
+        convert: Callable[..., _T],
+        *args: Any,
+        **options: Any,
+    ) -> _T:
+        """*convert* of a body of *n_bytes*; checking long lists takes time."""
+        work = partial(convert, *args, **options)
+        return work() if n_bytes < _OFFLOAD_FIELDS else await self._builders.run(hold.client, work)
+
+    async def offload(self, n_bytes: int, work: Callable[..., _T], *args: Any) -> _T:
+        """Do *work* here, or in another thread if *n_bytes* would hold up the event loop."""
+        if n_bytes < OFFLOAD_BYTES:
+            return work(*args)
+        return await self._in_thread(work, *args)
+
+    async def _in_thread(self, work: Callable[..., _T], *args: Any) -> _T:
+        return await asyncio.get_running_loop().run_in_executor(self._workers, work, *args)
+
+
+async def _prompt_ids(
+    model: ModelEntry, prompt: str | Sequence[int], hold: Reservation
+) -> Sequence[int]:
+    if not isinstance(prompt, str):
+        return prompt
+    with hold.part() as ids:  # a prompt that fits is small
+        return await model.ids(prompt, add_special=True, hold=ids)
+
+
+def _check_prompt(ids: Sequence[int], request: GenerateRequest, max_context: int) -> None:
+    limit = min(max_context, request.max_context or max_context)
+    if len(ids) > limit:
+        raise PromptTooLong(
+            f"the prompt has {len(ids)} tokens, the limit is {limit}; shorten it",
+            parameter="prompt",
+            n_tokens=len(ids),
+            n_max=limit,
+        )
+
+
+def _is_small(request: GenerateRequest, prompts: Sequence[Sequence[int]]) -> bool:
+    """Whether building the generations of *request* takes about a millisecond."""
+    sampling = request.sampling
+    lists = (sampling.logit_bias, sampling.banned_tokens, sampling.stop_tokens)
+    n_items = sum(map(len, lists)) * request.n_generations
+    n_items += sum(map(len, prompts)) * request.n_samples
+    given = (sampling.grammar, sampling.json_schema, sampling.regex)
+    # Mods are loaded first, and see the prompt.
+    return n_items < OFFLOAD_ITEMS and not request.mods and all(one is None for one in given)
+
+
+def _with_ban(options: dict[str, Any], phrases: Sequence[str], engine: Engine) -> dict[str, Any]:
+    """*options* of `Engine.generate`, with which *phrases* are never generated."""
+    if not phrases:
+        return options
+    engine.token_bytes(0)  # a model without a vocabulary is refused here
+    ban = PhraseBan(Phrases(phrases), engine.token_bytes)
+    return {**options, "mods": [*options.get("mods", ()), ban]}
+
+
+def _for_sample(request: GenerateRequest, i: int) -> Any:
+    sampling = request.sampling
+    if i == 0 or sampling.seed is None:
+        return sampling
+    return replace(sampling, seed=(sampling.seed + i) % (2**32 - 1))

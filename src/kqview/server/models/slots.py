@@ -1,0 +1,238 @@
+"""Slots: what callers may do with the engine's slots, and whose contents these hold.
+
+What a slot holds belongs to the key whose request used it last. To other keys it does not exist:
+they cannot read, save or change it, but may take the slot for contents of their own, as any
+generation does.
+
+Belongs to one event loop. Work on a slot runs in another thread, between two steps of the engine.
+"""
+
+import asyncio
+from collections import OrderedDict, defaultdict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from hashlib import sha256
+from typing import Any, Final, Protocol, TypeVar
+
+from kqview.engine import Engine
+from kqview.errors import BusyError, UnknownSlot
+from kqview.generation.stream import Generation
+from kqview.server.errors import NotFound
+from kqview.server.live_config import LiveConfig
+from kqview.server.web.security import Caller
+from kqview.server.web.workers import Workers
+from kqview.slot import Slot
+from kqview.state.files import NO_MARKS, SlotMarks, check_trailer, split
+
+_T = TypeVar("_T")
+_N_WORKERS: Final = 4
+_MOST_KNOWN: Final = 4096  # blobs
+
+
+class UsesSlots(Protocol):
+    """The part of `kqview.server.models.run.Run` that is needed here."""
+
+    @property
+    def owner(self) -> str: ...
+    @property
+    def generations(self) -> Sequence[Generation]: ...
+
+
+class Slots:
+    """The slots of one server."""
+
+    def __init__(
+        self,
+        live: LiveConfig,
+        runs: Mapping[Any, UsesSlots],
+        engine: Callable[[], Engine],
+    ) -> None:
+        """Guard the slots of the *engine* that serves, on which *runs* run."""
+        self._live = live
+        self._runs = runs
+        self._engine = engine
+        self._workers = Workers(_N_WORKERS, "slots")
+        self._locks: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._freed = asyncio.Event()
+        self._owners: dict[int, str] = {}  # the slot used last is the last entry
+        self._users: defaultdict[int, set[str]] = defaultdict(set)  # since work on a slot began
+        self._n_processed: dict[int, int] = {}
+        self._known: OrderedDict[bytes, SlotMarks] = OrderedDict()
+
+    # ---- who holds what
+
+    def get(self, slot_id: int) -> Slot:
+        """The slot of this index.
+
+        Raises:
+            UnknownSlot: There is none.
+        """
+        slots = self._engine().slots
+        if not 0 <= slot_id < len(slots):
+            raise UnknownSlot(
+                f"there is no slot {slot_id}; the server has slots 0 to {len(slots) - 1}",
+                parameter="id_slot",
+            )
+        return slots[slot_id]
+
+    def free(self) -> list[Slot]:
+        """Slots that no generation uses at the moment, the least recently used first."""
+        places = {slot_id: i for i, slot_id in enumerate(self._owners)}
+        free = [slot for slot in self._engine().slots if not slot.is_busy]
+        return sorted(free, key=lambda slot: places.get(slot.id, -1))
+
+    def owner_of(self, slot_id: int) -> str | None:
+        """Whose contents the slot holds; None if nobody's."""
+        for run in self._runs.values():  # one that ended may not be settled yet
+            if any(one.slot == slot_id for one in run.generations):
+                return run.owner
+        return self._owners.get(slot_id)
+
+    def check(self, caller: Caller, slot_id: int) -> None:
+        """Raise NotFound if the slot holds what *caller* may not see."""
+        owner = self.owner_of(slot_id)
+        if owner is not None and not caller.may_see(owner):
+            raise NotFound(f"slot {slot_id} holds nothing of yours; generate or restore into it")
+
+    def n_processed(self, slot_id: int) -> int:
+        """Prompt tokens that the last generation on the slot evaluated; 0 before the first."""
+        return self._n_processed.get(slot_id, 0)
+
+    # ---- work on a slot
+
+    async def use(
+        self,
+        caller: Caller,
+        slot_id: int,
+        work: Callable[[Slot], _T],
+        *,
+        fills: bool = False,
+        wait_s: float | None = None,
+    ) -> _T:
+        """Do *work* with a slot when no generation uses it.
+
+        Work that has begun is finished even if its client leaves.
+
+        Args:
+            caller: Who asks.
+            slot_id: Index of the slot.
+            work: What to do, in another thread.
+            fills: Whether *work* replaces what the slot holds, which is the caller's afterwards.
+            wait_s: How long to wait for a slot that is busy; None: ``slot_wait_s``.
+
+        Raises:
+            UnknownSlot: There is no such slot.
+            NotFound: It holds contents of another key.
+            BusyError: It stays busy for that long.
+        """
+        slot = self.get(slot_id)
+        is_gone = asyncio.Event()
+        if wait_s is None:
+            wait_s = self._live.settings.slot_wait_s
+        using = asyncio.ensure_future(self._use(caller, slot, work, is_gone, wait_s, fills=fills))
+        try:
+            return await asyncio.shield(using)
+        except asyncio.CancelledError:
+            is_gone.set()
+            using.add_done_callback(lambda one: one.cancelled() or one.exception())
+            raise
+
+    async def _use(
+        self,
+        caller: Caller,
+        slot: Slot,
+        work: Callable[[Slot], _T],
+        is_gone: asyncio.Event,
+        wait_s: float,
+        *,
+        fills: bool,
+    ) -> _T:
+        end_s = asyncio.get_running_loop().time() + wait_s
+        # Whoever reads a slot does so before or after the others, never in between.
+        await self._until(end_s, slot, self._locks[slot.id].acquire())
+        try:
+            while not is_gone.is_set():
+                freed = self._freed
+                self._users[slot.id].clear()
+                if not fills:
+                    self.check(caller, slot.id)
+                try:
+                    done = await self._workers.run(caller.name, work, slot)
+                except BusyError:
+                    await self._until(end_s, slot, freed.wait())
+                    continue
+                if fills:
+                    if slot is self.get(slot.id):  # and not of a model that was replaced
+                        self._used(slot.id, caller.owner, n_processed=0)
+                    return done
+                self.check(caller, slot.id)
+                # It may be of what any of these left; a generation that has just ended is settled
+                # while the work goes on.
+                if not all(map(caller.may_see, self._users[slot.id])):
+                    raise self._busy(slot)
+                return done
+            raise asyncio.CancelledError
+        finally:
+            self._locks[slot.id].release()
+
+    async def _until(self, end_s: float, slot: Slot, event: Awaitable[Any]) -> None:
+        try:
+            async with asyncio.timeout_at(end_s):
+                await event
+        except TimeoutError:
+            raise self._busy(slot) from None
+
+    def _busy(self, slot: Slot) -> BusyError:
+        wait_s = self._live.settings.slot_wait_s
+        return BusyError(
+            f"slot {slot.id} is in use and was not free within {wait_s:g} s "
+            "(slot_wait_s); try again when its generation has ended"
+        )
+
+    def _used(self, slot_id: int, owner: str, *, n_processed: int) -> None:
+        self._owners.pop(slot_id, None)
+        self._owners[slot_id] = owner
+        self._users[slot_id].add(owner)
+        self._n_processed[slot_id] = n_processed
+
+    def released(self, run: UsesSlots) -> None:
+        """Note that *run* is over: what it leaves in its slots is its owner's."""
+        for one in run.generations:
+            if one.slot is not None:
+                n_processed = one.usage.prompt_tokens - one.usage.cached_tokens
+                self._used(one.slot, run.owner, n_processed=n_processed)
+        self._freed.set()
+        self._freed = asyncio.Event()
+
+    def forget(self) -> None:
+        """Forget whose the contents are: the slots are those of another engine."""
+        self._owners.clear()
+        self._n_processed.clear()
+        self._known.clear()
+
+    def shutdown(self) -> None:
+        """Begin no more work."""
+        self._workers.shutdown()
+
+    # ---- blobs that clients keep
+
+    def save(self, slot: Slot) -> bytes:
+        """The slot as a blob, which `restore` will know again; any thread."""
+        blob, marks = slot.save_marked()
+        self._known[sha256(blob).digest()] = marks
+        while len(self._known) > _MOST_KNOWN:
+            self._known.popitem(last=False)
+        return blob
+
+    def restore(self, slot: Slot, blob: bytes) -> int:
+        """Restore *blob* and return its size; any thread.
+
+        A client could have put anything into the cache of a blob that is not one of `save`. What
+        such a blob restores is therefore reused only by requests that name the slot.
+
+        Raises:
+            StateError: It is not sound, or not of this model and its settings.
+        """
+        data, trailer = split(blob)
+        if trailer:  # of a state file: it names the model
+            check_trailer(data, trailer, slot.state_facts())
+        return slot.restore_marked(data, self._known.get(sha256(data).digest(), NO_MARKS))

@@ -1,0 +1,1 @@
+"""HTTP and WebSockets, without a model: endpoints, limits, keys, pages, processes."""

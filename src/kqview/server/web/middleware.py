@@ -1,0 +1,328 @@
+"""Middleware: what every request passes through, whatever app answers it.
+
+`EdgeMiddleware` finds out who calls, and tells browsers what they may do with a reply; `with_cors`
+puts CORS headers on every reply; `AccessLog` names, counts, logs and limits requests, and refuses
+those whose end is in doubt; `no_route` answers what the router refused.
+"""
+
+import logging
+import re
+import time
+import uuid
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Any, Final
+
+import msgspec
+import prometheus_client
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kqview.errors import CapacityError, KqviewError, RequestError
+from kqview.server.errors import MethodNotAllowed, NotFound, RateLimited, answer_of
+from kqview.server.live_config import LiveConfig
+from kqview.server.settings import Settings
+from kqview.server.web import pages
+from kqview.server.web.endpoint import UNKNOWN, Connection, error_reply, frames_of
+from kqview.server.web.security import LOOPBACK_ORIGIN, Peers, client_name
+
+BROWSER_HEADERS: Final = (
+    (
+        b"content-security-policy",
+        b"default-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'self'; "
+        b"frame-ancestors 'none'; object-src 'none'",
+    ),
+    (b"x-content-type-options", b"nosniff"),
+    (b"x-frame-options", b"DENY"),  # for browsers that do not know frame-ancestors
+    # With "no-referrer" a form of a page would be sent with an origin of "null".
+    (b"referrer-policy", b"same-origin"),
+)
+"""Go with every reply: a browser may show any of them as a page."""
+
+_PREFLIGHT_S: Final = 24 * 3600
+_access: Final = logging.getLogger("kqview.access")
+_log: Final = logging.getLogger("kqview.server")
+_REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._:/+=@~-]{1,64}")  # safe in logs and headers
+_MOST_PATH: Final = 256  # characters of a path in a log line
+# Codes that a client may give when it closes; any other one counts as 499.
+_CLIENT_CODES: Final = frozenset({1000, 1001, 1002, 1003, 1005, 1006, 1007, 1008, 1009, 1011, 1012})
+_LEFT: Final = 499  # nginx's status for a client that left
+_TOO_MANY: Final = (
+    "too many requests at a time from your address; wait for the others, or raise "
+    "max_connections_per_client (--max-connections-per-client)"
+)
+
+
+class EdgeMiddleware:
+    """The outermost ASGI app: which client calls by which path, and what lies below it."""
+
+    def __init__(self, asgi: ASGIApp, settings: Settings | LiveConfig) -> None:
+        """Let connections in to *asgi*."""
+        self._asgi = asgi
+        self._live = LiveConfig.of(settings)
+        self._peers = self._live.derived(lambda config: config.settings.trusted_proxies, Peers)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one connection, as ASGI says."""
+        if scope["type"] == "lifespan":
+            await self._asgi(scope, receive, send)
+            return
+        connection = _connection(send)
+        scope.setdefault("state", {})["connection"] = connection
+        self._peers().resolve(scope)
+        # "/x/" is "/x"; in "/x%2F" the slash belongs to a name.
+        if len(scope["path"]) > 1 and not scope.get("raw_path", b"").lower().endswith(b"%2f"):
+            scope["path"] = scope["path"].rstrip("/") or "/"
+
+        async def guarded(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message["headers"], *BROWSER_HEADERS]}
+            await send(message)
+
+        try:
+            await self._asgi(scope, receive, guarded)
+        finally:
+            connection.watch(self._live.settings.idle_timeout_s)
+
+
+def _connection(send: Send) -> Connection:
+    """What is known of the connection behind a server's own *send*."""
+    try:
+        from kqview.server.web import uvicorn_parts
+    except ImportError:  # another server, or a uvicorn in which these parts are elsewhere
+        return UNKNOWN
+    return uvicorn_parts.connection(send)
+
+
+def with_cors(
+    app: ASGIApp, settings: Settings | LiveConfig, *, preflight_status: int = 200
+) -> ASGIApp:
+    """*app* with the headers that let pages of the allowed origins call it.
+
+    Preflights get *preflight_status*, by default that of llama.cpp's server, and no body.
+    """
+
+    def made(origins: Sequence[str]) -> ASGIApp:
+        cors = _Cors(
+            app,
+            allow_origins=[one for one in origins if one != "loopback"],
+            allow_origin_regex=LOOPBACK_ORIGIN.pattern if "loopback" in origins else None,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after", "content-range", "x-attention-shape"],
+            allow_private_network=True,
+            max_age=_PREFLIGHT_S,
+        )
+        cors.preflight_status = preflight_status
+        return cors
+
+    cors = LiveConfig.of(settings).derived(lambda config: config.settings.cors_origins, made)
+
+    async def pass_on(scope: Scope, receive: Receive, send: Send) -> None:
+        await cors()(scope, receive, send)
+
+    return pass_on
+
+
+def no_route(guide: str) -> Callable[[Request, Exception], Awaitable[Response]]:
+    """What answers requests that the router refuses: 404, or 405 with the methods that there are.
+
+    Messages point to *guide*, a path that tells what there is.
+    """
+
+    async def answer(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        path = request.scope["path"]
+        if error.status_code != 405:
+            return _failure(NotFound(f"there is nothing at {path}; see {guide}"))
+        # Starlette names the methods of one row of the table; a path may have several.
+        routes = [
+            one
+            for one in request.app.routes
+            if isinstance(one, Route) and one.path_regex.match(path)
+        ]
+        methods = ", ".join(sorted({"OPTIONS"}.union(*(one.methods or () for one in routes))))
+        if request.method == "OPTIONS":
+            return Response(None, 204, {"allow": methods})
+        wrong = MethodNotAllowed(
+            f"{path} has no method {request.method}; use {methods}, see {guide}"
+        )
+        return _failure(wrong, {"allow": methods})
+
+    return answer
+
+
+def _failure(error: Exception, headers: dict[str, str] | None = None) -> Response:
+    reply = error_reply(answer_of(error), pages.error_body)
+    return Response(
+        reply.body, reply.status, {**(headers or {}), **reply.headers}, reply.media_type
+    )
+
+
+class _Cors(CORSMiddleware):
+    """Answers preflights with one status and no body, also if it refuses; headers say the rest."""
+
+    preflight_status: int
+
+    def preflight_response(self, request_headers: Headers) -> Response:
+        reply = super().preflight_response(request_headers)
+        names = ("content-length", "content-type")
+        kept = {name: value for name, value in reply.headers.items() if name not in names}
+        return Response(None, self.preflight_status, kept)
+
+
+class AccessLog:
+    """Names every request, counts and logs it, and limits how many there are at a time.
+
+    It sees every reply, whoever made it, and knows nothing of what is inside.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        settings: Settings | LiveConfig,
+        requests: prometheus_client.Counter,
+        paths: Iterable[str],
+    ) -> None:
+        """Wrap *app*; requests to paths other than *paths* are counted in *requests* as one."""
+        self._app = app
+        self._live = LiveConfig.of(settings)
+        self._requests = requests
+        self._paths = frozenset(paths)
+        self._running: dict[object, str] = {}
+        self._n_of: Counter[str] = Counter()
+        self.on_running: Callable[[Iterable[str]], None] = lambda requests: None
+        """Called with the name and path of every request that runs, when one begins or ends."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass one request on."""
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        started_s = time.monotonic()
+        request_id = _sent_id(scope) or uuid.uuid4().hex
+        scope.setdefault("state", {})["request_id"] = request_id
+        status: list[int] = []
+        n_bytes = 0
+        is_whole = False
+
+        async def watch(message: Message) -> None:
+            nonlocal n_bytes, is_whole
+            kind = message["type"]
+            if kind in ("http.response.start", "websocket.accept"):
+                named = (b"x-request-id", request_id.encode())
+                message = {**message, "headers": [*message.get("headers", ()), named]}
+            await send(message)
+            # Only now is it out: a message that the client did not take in time is sent again.
+            if kind == "http.response.start":
+                status.append(message["status"])
+            elif kind == "websocket.close":
+                status.append(message.get("code", 1000))
+                is_whole = True
+            elif kind == "http.response.body":
+                n_bytes += len(message.get("body", b""))
+                is_whole = not message.get("more_body", False)
+            elif kind == "websocket.send":
+                n_bytes += sum(map(_n_bytes, frames_of(message)))
+
+        async def hear() -> Message:
+            nonlocal is_whole
+            message = await receive()
+            if message["type"] == "websocket.disconnect" and not status:
+                code = message.get("code", 1005)
+                status.append(code if code in _CLIENT_CODES else _LEFT)
+                is_whole = code in (1000, 1001)
+            return message
+
+        # Behind a trusted proxy a client's connections are not ours, but its requests are.
+        client = client_name((scope.get("client") or ("local", 0))[0])
+        key = object()
+        self._running[key] = f"{request_id} {scope['path']}"
+        self.on_running(self._running.values())
+        self._n_of[client] += 1
+        try:
+            if len(self._running) > self._live.settings.max_connections:
+                await _refuse(
+                    scope, hear, watch, CapacityError("too many connections; try again later")
+                )
+            elif self._n_of[client] > self._live.settings.max_connections_per_client:
+                await _refuse(scope, hear, watch, RateLimited(_TOO_MANY))
+            elif scope["type"] == "http" and (why := _doubtful_end(scope)) is not None:
+                await _failure(RequestError(why), {"connection": "close"})(scope, hear, watch)
+            else:
+                await self._app(scope, hear, watch)
+        except OSError:
+            return  # the client is gone; endpoints answer every other one
+        except Exception:  # a bug of ours: logged under the name that the client knows, and raised
+            _log.exception("request %s failed", request_id)
+            raise
+        finally:
+            del self._running[key]
+            self.on_running(self._running.values())
+            self._n_of[client] -= 1
+            if not self._n_of[client]:
+                del self._n_of[client]
+            line = {
+                "request_id": request_id,
+                "status": status[-1] if status else _LEFT,
+                "bytes": n_bytes,
+                "whole": is_whole,
+                "ms": round((time.monotonic() - started_s) * 1000, 1),
+            }
+            self._note(scope, line)
+
+    def _note(self, scope: Scope, line: dict[str, Any]) -> None:
+        path: str = scope["path"]
+        template = getattr(scope.get("route"), "path", path)
+        known = template if template in self._paths else "other"
+        self._requests.labels(known, str(line["status"])).inc()
+        if self._live.settings.access_log:
+            line["client"] = (scope.get("client") or ("local", 0))[0]
+            line["method"] = scope.get("method", "WS")
+            line["path"] = path[:_MOST_PATH]
+            _access.info(msgspec.json.encode(line).decode())
+
+
+def _doubtful_end(scope: Scope) -> str | None:
+    """Why a proxy in front may see another end of the request than the server; None if it cannot.
+
+    Parsers differ in what they make of several codings, or of one where there is none (HTTP/1.0).
+    What one takes for the rest of a body is the next request to another.
+    """
+    names = [name for name, _ in scope["headers"]]
+    codings = [value for name, value in scope["headers"] if name == b"transfer-encoding"]
+    if not codings:
+        return None
+    if [one.strip().lower() for one in codings] != [b"chunked"]:
+        given = b", ".join(codings).decode("latin-1")
+        return f"the Transfer-Encoding is {given!r}; send chunked, once, or a Content-Length"
+    if b"content-length" in names or scope["http_version"] == "1.0":
+        return "Transfer-Encoding is for HTTP/1.1 and goes without Content-Length; send one of them"
+    return None
+
+
+def _sent_id(scope: Scope) -> str | None:
+    """The name that the client gave the request, so that it finds it in our log; None without."""
+    for name, value in scope["headers"]:
+        if name == b"x-request-id" and _REQUEST_ID.fullmatch(value):
+            return value.decode()
+    return None
+
+
+def _n_bytes(frame: bytes | str) -> int:
+    if isinstance(frame, str) and not frame.isascii():
+        return len(frame.encode())
+    return len(frame)
+
+
+async def _refuse(scope: Scope, receive: Receive, send: Send, error: KqviewError) -> None:
+    if scope["type"] == "websocket":
+        await receive()
+        await send({"type": "websocket.close", "code": 1008, "reason": "too many connections"})
+        return
+    await _failure(error)(scope, receive, send)

@@ -1,0 +1,315 @@
+"""Socket: a WebSocket as a dialect's handler sees it, and the ASGI app around that handler.
+
+Text frames carry JSON, binary frames rows. The frames of one event stay together even if several
+tasks send. Close codes: 1000 done, 1001 server ends, 1008 rule broken, 1009 message too big, 1011
+failed.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any, Final
+
+import msgspec
+from starlette.datastructures import Headers, QueryParams
+from starlette.types import Message, Receive, Scope, Send
+
+from kqview.errors import KqviewError
+from kqview.server.errors import ShuttingDown, TooLarge, answer_of
+from kqview.server.models.run import Run
+from kqview.server.models.service import DECODED_TIMES, Service
+from kqview.server.web.budget import Reservation
+from kqview.server.web.endpoint import (
+    FRAMES,
+    UNKNOWN,
+    Call,
+    ClientGone,
+    Connection,
+    Frames,
+    Operation,
+    Renderer,
+    Stalled,
+    connection_of,
+    pump,
+)
+from kqview.server.web.security import Gate
+
+_log: Final = logging.getLogger("kqview.server")
+
+CLOSE_DONE: Final = 1000
+CLOSE_GOING_AWAY: Final = 1001
+CLOSE_POLICY: Final = 1008
+CLOSE_TOO_BIG: Final = 1009
+CLOSE_FAILED: Final = 1011
+
+
+class Disconnected(ClientGone):
+    """The client is gone: nothing more will be received."""
+
+
+class Socket:
+    """One accepted WebSocket; one task reads, any task of the loop sends."""
+
+    def __init__(
+        self,
+        service: Service,
+        receive: Receive,
+        send: Send,
+        *,
+        subprotocol: str | None,
+        connection: Connection = UNKNOWN,
+        takes_frames: bool = False,
+        on_message: Callable[[], None] | None = None,
+    ) -> None:
+        """Wrap an ASGI WebSocket.
+
+        Args:
+            service: Whose settings count.
+            receive: Of ASGI.
+            send: Of ASGI.
+            subprotocol: The one agreed on, None for none.
+            connection: The connection below, to drop it if the client stops reading.
+            takes_frames: Whether *send* supports the extension `FRAMES`.
+            on_message: Called for each message but the first; raising refuses the message.
+        """
+        self.service = service
+        self.subprotocol = subprotocol
+        self._receive = receive
+        self._send = send
+        self._connection = connection
+        self._takes_frames = takes_frames
+        self._on_message = on_message
+        self._lock = asyncio.Lock()
+        self._is_closed = False
+        self._messages: Reservation | None = None
+        self._n_received = 0
+        self._n_pumps = 0
+        self._has_no_pump = asyncio.Event()
+        self._has_no_pump.set()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether nothing more can be sent."""
+        return self._is_closed
+
+    def admit(self, arriving: Reservation, messages: Reservation) -> None:
+        """Allow large messages from now on.
+
+        Args:
+            arriving: Counts incoming bytes until they are a message.
+            messages: Counts messages and what they decode to.
+        """
+        self._messages = messages
+        self._connection.admit(arriving)
+
+    async def accept(self) -> None:
+        """Finish the handshake.
+
+        Raises:
+            ClientGone: The client is gone.
+        """
+        await self._pass({"type": "websocket.accept", "subprotocol": self.subprotocol})
+
+    async def receive(self, *, timeout_s: float | None = None) -> bytes | str:
+        """The next message.
+
+        Args:
+            timeout_s: Longest wait; None for no limit.
+
+        Raises:
+            Disconnected: The client is gone.
+            TooLarge: The message is larger than the limit.
+            RateLimited: The client sends too often.
+            Unauthorized: Its key was revoked.
+            ShuttingDown: The server ends.
+            KqviewError: It does not fit into the memory that the client may hold.
+            TimeoutError: Nothing came in time.
+        """
+        if self.service.pool.is_closing and not self._n_pumps:
+            raise ShuttingDown("the server is shutting down; try again later")
+        async with asyncio.timeout(timeout_s):
+            message = await self._receive()
+        if message["type"] == "websocket.disconnect":
+            self._is_closed = True
+            raise Disconnected
+        self._n_received += 1
+        if self._on_message is not None and self._n_received > 1:
+            self._on_message()
+        text = message.get("text")
+        data: bytes | str = message.get("bytes") or b"" if text is None else text
+        limit = self.service.settings.max_message_bytes
+        n_bytes = len(data.encode()) if isinstance(data, str) and not data.isascii() else len(data)
+        if n_bytes > limit:
+            raise TooLarge(f"the message has {n_bytes} bytes, the limit is {limit}; send less")
+        if self._messages is not None:
+            # A run may keep the largest message until it ends.
+            kept_bytes = self._messages.n_bytes if self._n_pumps else 0
+            self._messages.set(max(kept_bytes, DECODED_TIMES * n_bytes))
+        return data
+
+    async def send(self, frames: Frames) -> None:
+        """Send *frames* as messages in a row; waits until the client reads on.
+
+        Raises:
+            ClientGone: The client is gone; Stalled if it read nothing for too long.
+        """
+        async with self._lock:
+            if self._takes_frames:
+                await self._pass_open({"type": "websocket.send", "frames": frames})
+                return
+            for frame in frames:
+                kind = "text" if isinstance(frame, str) else "bytes"
+                await self._pass_open({"type": "websocket.send", kind: frame})
+
+    async def send_json(self, value: Any) -> None:
+        """Send *value* as a text frame of JSON; raises as `send`."""
+        await self.send([msgspec.json.encode(value).decode()])
+
+    async def close(self, code: int = CLOSE_DONE, reason: str = "") -> None:
+        """Close it after the event that is being sent; idempotent.
+
+        Raises:
+            ClientGone: As `send`.
+        """
+        async with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            # The reason has to fit into a control frame.
+            text = reason.encode("utf-8", "replace")[:123].decode("utf-8", "ignore")
+            await self._pass({"type": "websocket.close", "code": code, "reason": text})
+
+    async def _pass_open(self, message: Message) -> None:
+        if self._is_closed:
+            raise ClientGone("the WebSocket is closed")
+        await self._pass(message)
+
+    async def _pass(self, message: Message) -> None:
+        try:
+            await self._connection.send(self._send, message, self.service.settings.idle_timeout_s)
+        except ClientGone as error:
+            self._is_closed = True
+            if isinstance(error, Stalled):
+                self._connection.abort()
+            raise
+
+    async def go_away(self) -> None:
+        """Close it because the server ends, after its generations were told."""
+        await self._has_no_pump.wait()
+        await _quietly(self.close(CLOSE_GOING_AWAY, "the server is shutting down"))
+
+    async def pump(self, run: Run, renderer: Renderer) -> None:
+        """Send *run* to its end; if it fails, close the socket. See `endpoint.pump`."""
+        self._n_pumps += 1
+        self._has_no_pump.clear()
+        try:
+            error = await pump(self.service, run, renderer, self.send)
+            if error is not None:
+                await self.close(close_code(error), str(error))
+        finally:
+            self._n_pumps -= 1
+            if not self._n_pumps:
+                self._has_no_pump.set()
+
+    async def pump_alone(self, run: Run, renderer: Renderer) -> None:
+        """Like `pump`, for protocols with one request a socket: further messages are ignored.
+
+        Raises:
+            Disconnected: The client is gone.
+            TooLarge: A message was too large.
+            RateLimited: The client sends too much.
+        """
+        sending = asyncio.ensure_future(self.pump(run, renderer))
+        leaving = asyncio.ensure_future(self._ignore_messages())
+        try:
+            await asyncio.wait({sending, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            await (sending if sending.done() else leaving)
+        finally:
+            sending.cancel()
+            leaving.cancel()
+            await asyncio.gather(sending, leaving, return_exceptions=True)
+            # Otherwise a task's error holds this frame, which holds the task, and everything on
+            # its way stays until the collector runs.
+            del sending, leaving
+
+    async def _ignore_messages(self) -> None:
+        while True:
+            await self.receive()
+
+
+def close_code(error: BaseException) -> int:
+    """The code that tells a client why its stream ended."""
+    return CLOSE_GOING_AWAY if isinstance(error, ShuttingDown) else CLOSE_FAILED
+
+
+class SocketEndpoint:
+    """ASGI app of one operation over a WebSocket."""
+
+    def __init__(self, operation: Operation, service: Service, gate: Gate) -> None:
+        self._operation = operation
+        self._service = service
+        self._gate = gate
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one WebSocket until its end."""
+        await receive()  # websocket.connect
+        known = self._operation.subprotocols
+        caller = None
+
+        def check() -> None:
+            if caller is not None:  # its key may be revoked by now
+                self._gate.check(scope, access=self._operation.access)
+
+        socket = Socket(
+            self._service,
+            receive,
+            send,
+            subprotocol=next((n for n in scope.get("subprotocols", ()) if n in known), None),
+            connection=connection_of(scope),
+            takes_frames=FRAMES in (scope.get("extensions") or {}),
+            on_message=check,
+        )
+        self._service.on_drain.add(socket.go_away)
+        holds = contextlib.ExitStack()
+        try:
+            # Accepted even if it is then refused: a page sees no other close code.
+            await socket.accept()
+            caller = self._gate.check(scope, access=self._operation.access)
+            budget = self._service.budget
+            hold, arriving, messages = (
+                holds.enter_context(budget.hold(caller.name)) for _ in range(3)
+            )
+            socket.admit(arriving, messages)
+            call = Call(
+                self._service, caller, Headers(scope=scope), QueryParams(scope["query_string"]),
+                scope["state"]["request_id"], hold, path=scope["path_params"],
+            )  # fmt: skip
+            await self._operation.handler(call, socket)
+            await socket.close()
+        except TimeoutError:  # an OSError too, so it comes first
+            await _quietly(socket.close(CLOSE_POLICY, "idle clients are disconnected"))
+        except ClientGone:
+            return
+        except KqviewError as error:
+            # No stream has begun, or `pump` would have told the client.
+            await _quietly(self._refuse(socket, error))
+        except Exception as error:
+            _log.error("%s failed", self._operation.path, exc_info=error)
+            await _quietly(self._refuse(socket, error))
+        finally:
+            holds.close()
+            self._service.on_drain.discard(socket.go_away)
+
+    async def _refuse(self, socket: Socket, error: Exception) -> None:
+        answer = answer_of(error)
+        await socket.send_json({"type": "error", **self._operation.error_body(answer)})
+        code = CLOSE_POLICY if answer.status < 500 else close_code(error)
+        await socket.close(CLOSE_TOO_BIG if isinstance(error, TooLarge) else code, answer.message)
+
+
+async def _quietly(closing: Awaitable[None]) -> None:
+    try:
+        await closing
+    except ClientGone:
+        return
