@@ -13,11 +13,12 @@ import logging
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping
-from typing import Any, Final, Self
+from typing import Annotated, Any, Final, Self
 
 import msgspec
 
 from kqview.errors import QueueFull
+from kqview.server.web.described import example
 
 _log: Final = logging.getLogger("kqview.server")
 
@@ -30,149 +31,147 @@ class Event(msgspec.Struct, kw_only=True):
     """Base of what is published; its name is that of its class.
 
     Attributes:
-        at_s: When it was made, in seconds since 1970, such as 1767225600.5.
+        at_s: When it was made, in seconds since 1970.
     """
 
-    at_s: float = msgspec.field(default_factory=time.time)
+    at_s: Annotated[float, example(1767225600.5)] = msgspec.field(default_factory=time.time)
 
 
 class GenerationStarted(Event, kw_only=True):
     """A generation was admitted.
 
     Attributes:
-        request_id: Its request, such as "r1".
-        session_id: The conversation that it continues, such as "s1"; None without one.
-        model_id: The model that answers, such as "demo".
-        prompt_tokens: Tokens of the prompt, such as 14.
-        sampling: How tokens are chosen, such as {"temperature": 0.8}, with ``max_tokens`` and, if
-            there are any, ``filtered_out``.
-        sampling_origin: Where the value of each field of *sampling* comes from, such as
-            {"temperature": "default"}.
-        passport_hash: Of the model's passport, such as "sha256:0a1b".
-        passport_version: The same, such as 1.
-        system_prompt_hash: Of its system prompt, such as "sha256:0a1b"; unset without one.
-        system_prompt_version: The same, such as 1.
-        app_persona_hash: Of the persona, such as "sha256:0a1b"; unset without one.
-        app_persona_version: The same, such as 1.
+        request_id: Its request.
+        session_id: The conversation that it continues; None without one.
+        model_id: The model that answers.
+        prompt_tokens: Tokens of the prompt.
+        sampling: How tokens are chosen, with ``max_tokens`` and, if there are any,
+            ``filtered_out``.
+        sampling_origin: Where the value of each field of *sampling* comes from.
+        passport_hash: Of the model's passport.
+        passport_version: The same.
+        system_prompt_hash: Of its system prompt; unset without one.
+        system_prompt_version: The same.
+        app_persona_hash: Of the persona; unset without one.
+        app_persona_version: The same.
     """
 
-    request_id: str
-    session_id: str | None
-    model_id: str
-    prompt_tokens: int
-    sampling: Mapping[str, Any]
-    sampling_origin: Mapping[str, str]
-    passport_hash: str
-    passport_version: int
-    system_prompt_hash: str | msgspec.UnsetType = msgspec.UNSET
-    system_prompt_version: int | msgspec.UnsetType = msgspec.UNSET
-    app_persona_hash: str | msgspec.UnsetType = msgspec.UNSET
-    app_persona_version: int | msgspec.UnsetType = msgspec.UNSET
+    request_id: Annotated[str, example("r1")]
+    session_id: Annotated[str | None, example("s1")]
+    model_id: Annotated[str, example("demo")]
+    prompt_tokens: Annotated[int, example(14)]
+    sampling: Annotated[Mapping[str, Any], example({"temperature": 0.8})]
+    sampling_origin: Annotated[Mapping[str, str], example({"temperature": "default"})]
+    passport_hash: Annotated[str, example("sha256:0a1b")]
+    passport_version: Annotated[int, example(1)]
+    system_prompt_hash: Annotated[str | msgspec.UnsetType, example("sha256:0a1b")] = msgspec.UNSET
+    system_prompt_version: Annotated[int | msgspec.UnsetType, example(1)] = msgspec.UNSET
+    app_persona_hash: Annotated[str | msgspec.UnsetType, example("sha256:0a1b")] = msgspec.UNSET
+    app_persona_version: Annotated[int | msgspec.UnsetType, example(1)] = msgspec.UNSET
 
 
 class ReasoningPresetApplied(Event, kw_only=True):
     """A request named a preset of reasoning.
 
     Attributes:
-        request_id: The request, such as "r1".
-        model_id: The model that answers, such as "demo".
-        preset: Name of the preset, such as "brief".
-        reasoning_max_tokens: Most tokens of reasoning, such as 64; None for no limit.
+        request_id: The request.
+        model_id: The model that answers.
+        preset: Name of the preset.
+        reasoning_max_tokens: Most tokens of reasoning; None for no limit.
     """
 
-    request_id: str
-    model_id: str
-    preset: str
-    reasoning_max_tokens: int | None
+    request_id: Annotated[str, example("r1")]
+    model_id: Annotated[str, example("demo")]
+    preset: Annotated[str, example("brief")]
+    reasoning_max_tokens: Annotated[int | None, example(64)]
 
 
 class GenerationCompleted(Event, kw_only=True):
     """A generation ended.
 
     Attributes:
-        request_id: Its request, such as "r1".
-        session_id: As of GenerationStarted, such as "s1".
-        model_id: The model that answered, such as "demo".
-        status: "ok" or "error", such as "ok".
-        stop_reason: "stop", "stop_sequence", "length", "cancelled" or "error", such as "length".
-        code: Of the error, such as "MODEL_CHANGED"; None without one.
-        result_summary: ``sampling`` as of GenerationStarted, and the figures of the usage, such as
-            {"output_tokens": 4}.
+        request_id: Its request.
+        session_id: As of GenerationStarted.
+        model_id: The model that answered.
+        status: "ok" or "error".
+        stop_reason: "stop", "stop_sequence", "length", "cancelled" or "error".
+        code: Of the error; None without one.
+        result_summary: ``sampling`` as of GenerationStarted, and the figures of the usage.
         reasoning_buffer_latency_ms: From the mark that ended the reasoning to the end of the
-            stream, such as 1.5; None without reasoning.
+            stream; None without reasoning.
     """
 
-    request_id: str
-    session_id: str | None
-    model_id: str
-    status: str
-    stop_reason: str
-    code: str | None
-    result_summary: Mapping[str, Any]
-    reasoning_buffer_latency_ms: float | None = None
+    request_id: Annotated[str, example("r1")]
+    session_id: Annotated[str | None, example("s1")]
+    model_id: Annotated[str, example("demo")]
+    status: Annotated[str, example("ok")]
+    stop_reason: Annotated[str, example("length")]
+    code: Annotated[str | None, example("MODEL_CHANGED")]
+    result_summary: Annotated[Mapping[str, Any], example({"output_tokens": 4})]
+    reasoning_buffer_latency_ms: Annotated[float | None, example(1.5)] = None
 
 
 class ModelLoading(Event, kw_only=True):
     """A model is being loaded.
 
     Attributes:
-        model_id: The model, such as "demo".
-        progress: Loaded fraction, 0..1, such as 0.5.
+        model_id: The model.
+        progress: Loaded fraction, 0..1.
     """
 
-    model_id: str
-    progress: float
+    model_id: Annotated[str, example("demo")]
+    progress: Annotated[float, example(0.5)]
 
 
 class ModelLoaded(Event, kw_only=True):
     """A model was loaded.
 
     Attributes:
-        model_id: The model, such as "demo".
-        memory_bytes: What it takes, such as 50331648: weights, KV cache and compute buffers.
-        seconds: How long it took, such as 0.4.
+        model_id: The model.
+        memory_bytes: What it takes: weights, KV cache and compute buffers.
+        seconds: How long it took.
     """
 
-    model_id: str
-    memory_bytes: int
-    seconds: float
+    model_id: Annotated[str, example("demo")]
+    memory_bytes: Annotated[int, example(50331648)]
+    seconds: Annotated[float, example(0.4)]
 
 
 class ModelUnloaded(Event, kw_only=True):
     """A model was unloaded.
 
     Attributes:
-        model_id: The model, such as "demo".
+        model_id: The model.
         reason: "memory" if another one needed its memory, "admin", or "removed" from the
-            configuration, such as "memory".
+            configuration.
     """
 
-    model_id: str
-    reason: str
+    model_id: Annotated[str, example("demo")]
+    reason: Annotated[str, example("memory")]
 
 
 class ModelFailed(Event, kw_only=True):
     """A model could not be loaded.
 
     Attributes:
-        model_id: The model, such as "demo".
-        error: Why, such as "the file is cut off".
-        retry_s: Seconds until a request tries again, such as 1.0.
+        model_id: The model.
+        error: Why.
+        retry_s: Seconds until a request tries again.
     """
 
-    model_id: str
-    error: str
-    retry_s: float
+    model_id: Annotated[str, example("demo")]
+    error: Annotated[str, example("the file is cut off")]
+    retry_s: Annotated[float, example(1.0)]
 
 
 class Dropped(Event, kw_only=True):
     """This subscriber read too slowly.
 
     Attributes:
-        n: Events that it lost here, such as 3.
+        n: Events that it lost here.
     """
 
-    n: int
+    n: Annotated[int, example(3)]
 
 
 class Subscription:

@@ -268,12 +268,6 @@ class OneOf:
     types: tuple[Any, ...]
 
 
-def shown_as(cls: type[msgspec.Struct]) -> msgspec.Meta:
-    """Describes a value as *cls*, whose name no other class has; values are not made of it."""
-    reference = {"$ref": f"#/components/schemas/{cls.__name__}"}
-    return msgspec.Meta(extra_json_schema=reference, extra={"shown_as": cls})
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
     """A row of the route table.

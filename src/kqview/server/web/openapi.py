@@ -1,15 +1,14 @@
 """The OpenAPI description, made from the route table and from the types of its bodies and events.
 
 What a field means stands once: in the docstring of its class, under "Attributes", or in the table
-of sampling options for a field that is called as one. Two turns of phrase there are read by
-programs: ``such as 40`` gives an example, as JSON, and ``50 if not given`` a default that the type
-does not say. "Another name for ``x``" takes both from there.
+of sampling options for a field that is called as one. Its example is in its annotation
+(`web.described.example`).
 """
 
-import contextlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from inspect import cleandoc
 from typing import Any, Final, cast
 
 import msgspec
@@ -172,7 +171,9 @@ class _Types:
 
 
 # The module of a class: api/openai/responses_schema.py is openai.responses.
-_MODULE: Final = re.compile(r"^kqview\.server\.(?:api\.)?([\w.]+?)(?:[._]schema)?\.(?=\w+$)")
+_MODULE: Final = re.compile(
+    r"^kqview\.server\.(?:api\.wire|api|apps|web|models)\.([\w.]+?)(?:[._]schema)?\.(?=\w+$)"
+)
 
 
 def _classes(found: Iterable[inspect.Type]) -> Iterator[type]:
@@ -198,51 +199,49 @@ def _classes(found: Iterable[inspect.Type]) -> Iterator[type]:
                 waiting.append(one)
             case inspect.Metadata(type=one) as described:
                 waiting.append(one)
-                extra: Mapping[str, Any] = cast("Any", described).extra or {}
-                if "shown_as" in extra:
+                if "shown_as" in (extra := _extra(described)):
                     waiting.append(inspect.type_info(extra["shown_as"]))
             case _:
                 pass
 
 
 # In a docstring's "Attributes": a field's name, and what it is, which may go on over lines.
-_ATTRIBUTE: Final = re.compile(r"^ {8}(\w+(?:, \w+)*): (.*(?:\n {10,}.*)*)", re.M)
-_EXAMPLE: Final = re.compile(r'(?:such as|^Always|^Has to be) (?=[\[{"\d-]|null\b)')
-_DEFAULT: Final = re.compile(r"(\S+) if (?:not|neither is) given")
-_ALIAS: Final = re.compile(r"Another name for ``(\w+)``")
+_ATTRIBUTES: Final = "\n\nAttributes:\n"
+_ATTRIBUTE: Final = re.compile(r"^ {4}(\w+(?:, \w+)*): (.*(?:\n {6,}.*)*)", re.M)
+_EXAMPLE: Final = re.compile(r'such as (?=[\[{"\d-]|null\b)')
 
 
 def _describe(schema: Schema, cls: type) -> None:
     """Say in *schema*, that of *cls*, what each field is."""
-    about = (cls.__doc__ or "").partition("\n\n    Attributes:\n")[0]
-    schema["description"] = _unwrapped(about)
+    schema["description"] = _unwrapped(_doc(cls).partition(_ATTRIBUTES)[0])
     properties: dict[str, Schema] = schema.get("properties", {})
     meanings: dict[str, str] = {}
     for base in reversed(cls.__mro__):
-        text = (base.__doc__ or "").partition("\n\n    Attributes:\n")[2]
-        for names, meaning in _ATTRIBUTE.findall(text):
+        for names, meaning in _ATTRIBUTE.findall(_doc(base).partition(_ATTRIBUTES)[2]):
             meanings |= dict.fromkeys(names.split(", "), _unwrapped(meaning))
     for name, one in properties.items():
         if name in meanings:
-            _describe_field(one, meanings[name])
+            one["description"] = meanings[name]
         elif name in OPTIONS:
             _describe_option(one, OPTIONS[name])
-    for one in properties.values():
-        if (found := _ALIAS.match(one.get("description", ""))) is not None:
-            other = properties[found[1]]
-            one |= {key: other[key] for key in ("examples", "default") if key in other}
-    tag = inspect.type_info(cls)
-    if isinstance(tag, inspect.StructType) and tag.tag_field is not None:
-        properties[tag.tag_field].setdefault("description", f'Always "{tag.tag}".')
+    found = inspect.type_info(cls)
+    if not isinstance(found, inspect.StructType):
+        return
+    for field in found.fields:
+        default = _extra(field.type).get("default")
+        if default is not None and properties[field.encode_name].get("default") is None:
+            properties[field.encode_name]["default"] = default
+    if found.tag_field is not None:
+        properties[found.tag_field].setdefault("description", f'Always "{found.tag}".')
 
 
-def _describe_field(field: Schema, meaning: str) -> None:
-    field["description"] = meaning
-    if (found := _EXAMPLE.search(meaning)) is not None:
-        field["examples"] = [json.JSONDecoder().raw_decode(meaning, found.end())[0]]
-    if field.get("default") is None and (found := _DEFAULT.search(meaning)) is not None:
-        with contextlib.suppress(ValueError):  # words, such as "all if not given"
-            field["default"] = json.loads(found[1])
+def _doc(cls: type) -> str:
+    return cleandoc(cls.__doc__ or "")
+
+
+def _extra(kind: inspect.Type) -> Mapping[str, Any]:
+    """What `web.described` has noted of a type."""
+    return (kind.extra or {}) if isinstance(kind, inspect.Metadata) else {}
 
 
 def _describe_option(field: Schema, option: SamplingOption) -> None:

@@ -7,7 +7,7 @@ server is counted here.
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -20,6 +20,7 @@ from kqview.server.models.model_entry import ModelEntry
 from kqview.server.models.run import Run
 from kqview.server.models.service import Service
 from kqview.server.web import static_files
+from kqview.server.web.described import example
 from kqview.server.web.endpoint import Call, Handler, HttpReply, Operation
 from kqview.types import EngineStats
 
@@ -223,32 +224,32 @@ class Health(msgspec.Struct):
     """Whether the server accepts requests.
 
     Attributes:
-        status: "ok", "closing", "no model" or "stalled", such as "ok".
-        model: Name of the model, such as "demo"; null if none is loaded yet.
-        reason: Why it is stalled, such as "no step for 60 s".
-        error: Why it accepts none, in the form of llama.cpp's server, such as {"code": 503}.
+        status: "ok", "closing", "no model" or "stalled".
+        model: Name of the model; null if none is loaded yet.
+        reason: Why it is stalled.
+        error: Why it accepts none, in the form of llama.cpp's server.
     """
 
-    status: str
-    model: str | None = None
-    reason: str | msgspec.UnsetType = msgspec.UNSET
-    error: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
+    status: Annotated[str, example("ok")]
+    model: Annotated[str | None, example("demo")] = None
+    reason: Annotated[str | msgspec.UnsetType, example("no step for 60 s")] = msgspec.UNSET
+    error: Annotated[dict[str, Any] | msgspec.UnsetType, example({"code": 503})] = msgspec.UNSET
 
 
 class ModItem(msgspec.Struct):
     """A mod that requests may name.
 
     Attributes:
-        id: Its name, such as "stop_early".
-        summary: What it does, such as "Ends the answer early.".
-        error: Why its file cannot be used, such as "line 3: invalid syntax"; null if it can.
+        id: Its name.
+        summary: What it does.
+        error: Why its file cannot be used; null if it can.
         object: Always "mod".
     """
 
-    id: str
-    summary: str
-    error: str | None
-    object: str = "mod"
+    id: Annotated[str, example("stop_early")]
+    summary: Annotated[str, example("Ends the answer early.")]
+    error: Annotated[str | None, example("line 3: invalid syntax")]
+    object: Annotated[str, example("mod")] = "mod"
 
 
 class ModList(msgspec.Struct):
@@ -260,19 +261,19 @@ class ModList(msgspec.Struct):
     """
 
     data: list[ModItem]
-    object: str = "list"
+    object: Annotated[str, example("list")] = "list"
 
 
 class Failure(msgspec.Struct, kw_only=True):
     """What went wrong.
 
     Attributes:
-        error: What was wrong, what the limit is and what to do, such as "a key is needed".
-        error_code: Kind of the failure for programs, such as "UNAUTHORIZED".
+        error: What was wrong, what the limit is and what to do.
+        error_code: Kind of the failure for programs.
     """
 
-    error: str
-    error_code: str
+    error: Annotated[str, example("a key is needed")]
+    error_code: Annotated[str, example("UNAUTHORIZED")]
 
 
 def error_body(answer: Answer) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 A test compares what is sent with these types. The name of an event is its ``type``.
 """
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from msgspec import Struct
 
@@ -15,18 +15,19 @@ from kqview.server.api.anthropic.schema import (
     Usage,
 )
 from kqview.server.api.wire.event_parts import PromptAttention, Removed, TokenAttention
+from kqview.server.web.described import example
 
 
 class FailureFacts(Struct, kw_only=True):
     """What went wrong.
 
     Attributes:
-        type: Kind of the failure for programs, such as "invalid_request_error".
-        message: What was wrong, what the limit is and what to do, such as "top_k is -5".
+        type: Kind of the failure for programs.
+        message: What was wrong, what the limit is and what to do.
     """
 
-    type: str
-    message: str
+    type: Annotated[str, example("invalid_request_error")]
+    message: Annotated[str, example("top_k is -5")]
 
 
 class Failure(Struct, kw_only=True):
@@ -55,11 +56,11 @@ class BlockStart(Struct, tag_field="type", tag="content_block_start"):
     """A block begins.
 
     Attributes:
-        index: Of the block, from 0, such as 0.
+        index: Of the block, from 0.
         content_block: The block, which is empty so far.
     """
 
-    index: int
+    index: Annotated[int, example(0)]
     content_block: TextBlock | ThinkingBlock | ToolUseBlock
 
 
@@ -67,20 +68,20 @@ class TextDelta(Struct, tag_field="type", tag="text_delta"):
     """Text that is new.
 
     Attributes:
-        text: The text, such as "Anna".
+        text: The text.
     """
 
-    text: str
+    text: Annotated[str, example("Anna")]
 
 
 class ThinkingDelta(Struct, tag_field="type", tag="thinking_delta"):
     """Thinking that is new.
 
     Attributes:
-        thinking: The text, such as "The user".
+        thinking: The text.
     """
 
-    thinking: str
+    thinking: Annotated[str, example("The user")]
 
 
 class SignatureDelta(Struct, tag_field="type", tag="signature_delta"):
@@ -90,7 +91,7 @@ class SignatureDelta(Struct, tag_field="type", tag="signature_delta"):
         signature: Always "": nothing checks it.
     """
 
-    signature: str
+    signature: Annotated[str, example("")]
 
 
 class JsonDelta(Struct, tag_field="type", tag="input_json_delta"):
@@ -100,18 +101,18 @@ class JsonDelta(Struct, tag_field="type", tag="input_json_delta"):
         partial_json: The piece, such as "{\\"city\\": ".
     """
 
-    partial_json: str
+    partial_json: Annotated[str, example('{"city": ')]
 
 
 class BlockDelta(Struct, tag_field="type", tag="content_block_delta"):
     """A block goes on.
 
     Attributes:
-        index: Of the block, from 0, such as 0.
+        index: Of the block, from 0.
         delta: What is new in it.
     """
 
-    index: int
+    index: Annotated[int, example(0)]
     delta: TextDelta | ThinkingDelta | SignatureDelta | JsonDelta
 
 
@@ -119,10 +120,10 @@ class BlockStop(Struct, tag_field="type", tag="content_block_stop"):
     """A block ends.
 
     Attributes:
-        index: Of the block, from 0, such as 0.
+        index: Of the block, from 0.
     """
 
-    index: int
+    index: Annotated[int, example(0)]
 
 
 class AttentionEvent(Struct, tag_field="type", tag="attention"):
@@ -153,12 +154,12 @@ class StopFacts(Struct):
     """Why a message ended.
 
     Attributes:
-        stop_reason: "end_turn", "max_tokens", "stop_sequence" or "tool_use", such as "end_turn".
-        stop_sequence: The stop sequence that ended it, such as "\\n\\n"; null without one.
+        stop_reason: "end_turn", "max_tokens", "stop_sequence" or "tool_use".
+        stop_sequence: The stop sequence that ended it; null without one.
     """
 
-    stop_reason: str
-    stop_sequence: str | None
+    stop_reason: Annotated[str, example("end_turn")]
+    stop_sequence: Annotated[str | None, example("\n\n")]
 
 
 class MessageDelta(Struct, tag_field="type", tag="message_delta"):

@@ -4,13 +4,14 @@ Unknown fields are ignored. Fields shared with the kobold protocol are in `Atten
 that is absent or null takes its default.
 """
 
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from kqview.server.api.wire.attention_protocol import AttentionFields, Logprobs
 from kqview.server.api.wire.event_parts import AttentionObject, RunDetails
+from kqview.server.web.described import example
 
 Encoding = Literal["base64", "binary"]
 
@@ -22,16 +23,16 @@ class Sentence(msgspec.Struct):
     """A range of the prompt whose attention is watched.
 
     Attributes:
-        turn_id: The client's; it is returned unchanged, such as 1.
-        sentence_id: The same, such as 2.
-        start: Position in ``input_ids`` where it begins, such as 0.
-        end: Position before which it ends, such as 5.
+        turn_id: The client's; it is returned unchanged.
+        sentence_id: The same.
+        start: Position in ``input_ids`` where it begins.
+        end: Position before which it ends.
     """
 
-    turn_id: int | str
-    sentence_id: int | str
-    start: int
-    end: int
+    turn_id: Annotated[int | str, example(1)]
+    sentence_id: Annotated[int | str, example(2)]
+    start: Annotated[int, example(0)]
+    end: Annotated[int, example(5)]
 
 
 class DreamFields(AttentionFields, kw_only=True):
@@ -43,13 +44,13 @@ class DreamFields(AttentionFields, kw_only=True):
             base64.
         sentences: Ranges of the prompt to watch; those that get little attention are named at the
             end.
-        prune_below: Attention below which a sentence is named, such as 0.01; 1 / tokens of the
-            prompt if not given.
+        prune_below: Attention below which a sentence is named; 1 / tokens of the prompt if not
+            given.
     """
 
     encoding: Encoding | None = None
     sentences: list[Sentence] | None = None
-    prune_below: float | None = None
+    prune_below: Annotated[float | None, example(0.01)] = None
 
 
 class GenerateBody(DreamFields, kw_only=True):
@@ -59,7 +60,7 @@ class GenerateBody(DreamFields, kw_only=True):
         compression: "gzip" packs the reply for clients that accept it; "none" if not given.
     """
 
-    compression: Literal["gzip", "none"] | None = None
+    compression: Annotated[Literal["gzip", "none"] | None, example(default="none")] = None
 
 
 # ---- messages of the WebSocket, from the client
@@ -73,10 +74,10 @@ class Cancel(msgspec.Struct, kw_only=True, tag_field="type", tag="cancel"):
     """Ends the generation of that name, or whichever runs; what was generated stays.
 
     Attributes:
-        request_id: The generation to end, such as "r1"; whichever runs if not given.
+        request_id: The generation to end; whichever runs if not given.
     """
 
-    request_id: str | None = None
+    request_id: Annotated[str | None, example("r1")] = None
 
 
 ClientMessage = Generate | Cancel
@@ -95,62 +96,62 @@ class LikelyToken(msgspec.Struct):
     """One of the most probable tokens at a position.
 
     Attributes:
-        token_id: Its id, such as 354.
-        text: Its text, such as " the".
-        logprob: Its logprob before bias, grammar and samplers, such as -1.5.
+        token_id: Its id.
+        text: Its text.
+        logprob: Its logprob before bias, grammar and samplers.
     """
 
-    token_id: int
-    text: str
-    logprob: float | None
+    token_id: Annotated[int, example(354)]
+    text: Annotated[str, example(" the")]
+    logprob: Annotated[float | None, example(-1.5)]
 
 
 class GeneratedToken(msgspec.Struct):
     """A token that was generated.
 
     Attributes:
-        token_id: Its id, such as 259.
-        text: The text that it completes, such as " t".
-        logprob: Its logprob before bias, grammar and samplers, such as -0.6.
+        token_id: Its id.
+        text: The text that it completes.
+        logprob: Its logprob before bias, grammar and samplers.
         top_logprobs: The most probable tokens at its place, if more were asked for than the token's
             own.
-        sample: Index of the sample, such as 0, if there are several.
+        sample: Index of the sample, if there are several.
     """
 
-    token_id: int
-    text: str
-    logprob: float | UnsetType | None = UNSET
+    token_id: Annotated[int, example(259)]
+    text: Annotated[str, example(" t")]
+    logprob: Annotated[float | UnsetType | None, example(-0.6)] = UNSET
     top_logprobs: list[LikelyToken] | UnsetType = UNSET
-    sample: int | UnsetType = UNSET
+    sample: Annotated[int | UnsetType, example(0)] = UNSET
 
 
 class AttentionEntry(msgspec.Struct):
     """A token with its attention object.
 
     Attributes:
-        token_id: Id of the token, such as 259.
-        text: The text that it completes, such as " t".
+        token_id: Id of the token.
+        text: The text that it completes.
         attention: Its attention.
-        sample: Index of the sample, such as 0, if there are several.
+        sample: Index of the sample, if there are several.
     """
 
-    token_id: int
-    text: str
+    token_id: Annotated[int, example(259)]
+    text: Annotated[str, example(" t")]
     attention: AttentionObject
-    sample: int | UnsetType = UNSET
+    sample: Annotated[int | UnsetType, example(0)] = UNSET
 
 
 class PromptEntry(msgspec.Struct):
     """Rows of the prompt.
 
     Attributes:
-        start: Position of the first token, such as 0.
-        rows: How many tokens, such as 6.
+        start: Position of the first token.
+        rows: How many tokens.
         attention: Their attention, with an axis for the rows before that of the columns.
     """
 
-    start: int
-    rows: int
+    start: Annotated[int, example(0)]
+    rows: Annotated[int, example(6)]
     attention: AttentionObject
 
 
@@ -158,31 +159,31 @@ class PrunableSentence(msgspec.Struct):
     """A sentence that got little attention from the generated tokens.
 
     Attributes:
-        turn_id: That of the request, such as 1.
-        sentence_id: That of the request, such as 2.
-        max_attention: The most that it got from a token, such as 0.004.
+        turn_id: That of the request.
+        sentence_id: That of the request.
+        max_attention: The most that it got from a token.
     """
 
-    turn_id: int | str
-    sentence_id: int | str
-    max_attention: float
+    turn_id: Annotated[int | str, example(1)]
+    sentence_id: Annotated[int | str, example(2)]
+    max_attention: Annotated[float, example(0.004)]
 
 
 class SampleResult(msgspec.Struct):
     """One sample, as KoboldAI's clients expect it.
 
     Attributes:
-        text: The text, such as " teacher.".
-        finish_reason: Why it ended: "stop" or "length", such as "length".
-        prompt_tokens: Tokens of the prompt, such as 6.
-        completion_tokens: Tokens that were generated, such as 2.
+        text: The text.
+        finish_reason: Why it ended: "stop" or "length".
+        prompt_tokens: Tokens of the prompt.
+        completion_tokens: Tokens that were generated.
         logprobs: Those of its tokens, if asked for.
     """
 
-    text: str
-    finish_reason: str
-    prompt_tokens: int
-    completion_tokens: int
+    text: Annotated[str, example(" teacher.")]
+    finish_reason: Annotated[str, example("length")]
+    prompt_tokens: Annotated[int, example(6)]
+    completion_tokens: Annotated[int, example(2)]
     logprobs: Logprobs | UnsetType | None = UNSET
 
 
@@ -191,10 +192,10 @@ class Details(RunDetails, kw_only=True):
 
     Attributes:
         reason: Why the first sample ended exactly: "stop" if the model ended the text,
-            "stop_token", "stop_sequence", "length", "cancelled" or "tool_calls", such as "length".
+            "stop_token", "stop_sequence", "length", "cancelled" or "tool_calls".
     """
 
-    reason: str
+    reason: Annotated[str, example("length")]
 
 
 class GenerateReply(msgspec.Struct, kw_only=True):
@@ -203,8 +204,8 @@ class GenerateReply(msgspec.Struct, kw_only=True):
     Attributes:
         results: Each sample.
         details: Figures of the request, and what had no effect.
-        generated_text: Text of the first sample, such as " teacher.".
-        finish_reason: Why the first sample ended, such as "length".
+        generated_text: Text of the first sample.
+        finish_reason: Why the first sample ended.
         prunable_sentences: Sentences that got little attention, if there were ``sentences``.
         generated_tokens: Every token.
         prompt_attention: Rows of the prompt, with ``prompt_attention``.
@@ -213,8 +214,8 @@ class GenerateReply(msgspec.Struct, kw_only=True):
 
     results: list[SampleResult]
     details: Details
-    generated_text: str | UnsetType = UNSET
-    finish_reason: str | UnsetType = UNSET
+    generated_text: Annotated[str | UnsetType, example(" teacher.")] = UNSET
+    finish_reason: Annotated[str | UnsetType, example("length")] = UNSET
     prunable_sentences: list[PrunableSentence] | UnsetType = UNSET
     generated_tokens: list[GeneratedToken] | UnsetType = UNSET
     prompt_attention: list[PromptEntry] | UnsetType = UNSET
@@ -225,69 +226,68 @@ class ModelInfoReply(msgspec.Struct, kw_only=True):
     """Reply of ``GET /api/v1/model/info``; null is what the model's file does not say.
 
     Attributes:
-        model_name: Its name, such as "demo".
-        architecture: Its architecture, such as "llama".
-        vocab_size: Tokens of the vocabulary, such as 1024.
-        num_layers: Layers, such as 4.
-        num_attention_heads: Heads of each, such as 8.
-        num_key_value_heads: Heads with keys and values of their own, such as 4.
-        hidden_size: Numbers for each token between layers, such as 256.
-        max_position_embeddings: Tokens that it was trained with, such as 512.
-        rope_theta: Base frequency of its positions, such as 10000.0.
-        bos_token_id: Id that begins a text, such as 1.
-        eos_token_id: Id that ends one, such as 2.
-        special_tokens: Texts and ids of special tokens, such as {"eos_token": "</s>"}.
-        chat_template: Its chat template, such as "{{ messages }}".
+        model_name: Its name.
+        architecture: Its architecture.
+        vocab_size: Tokens of the vocabulary.
+        num_layers: Layers.
+        num_attention_heads: Heads of each.
+        num_key_value_heads: Heads with keys and values of their own.
+        hidden_size: Numbers for each token between layers.
+        max_position_embeddings: Tokens that it was trained with.
+        rope_theta: Base frequency of its positions.
+        bos_token_id: Id that begins a text.
+        eos_token_id: Id that ends one.
+        special_tokens: Texts and ids of special tokens.
+        chat_template: Its chat template.
         torch_dtype: Always null.
-        context_length: Longest prompt in tokens that is allowed, such as 2048.
-        attention_layers: Layers that rows come from, in the order of the rows' first axis, such as
-            [0, 1, 2, 3].
+        context_length: Longest prompt in tokens that is allowed.
+        attention_layers: Layers that rows come from, in the order of the rows' first axis.
     """
 
-    model_name: str
-    architecture: str | None
-    vocab_size: int
-    num_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    hidden_size: int
-    max_position_embeddings: int
-    rope_theta: float | None
-    bos_token_id: int | None
-    eos_token_id: int | None
-    special_tokens: dict[str, str | int | None]
-    chat_template: str | None
-    torch_dtype: None
-    context_length: int
-    attention_layers: list[int]
+    model_name: Annotated[str, example("demo")]
+    architecture: Annotated[str | None, example("llama")]
+    vocab_size: Annotated[int, example(1024)]
+    num_layers: Annotated[int, example(4)]
+    num_attention_heads: Annotated[int, example(8)]
+    num_key_value_heads: Annotated[int, example(4)]
+    hidden_size: Annotated[int, example(256)]
+    max_position_embeddings: Annotated[int, example(512)]
+    rope_theta: Annotated[float | None, example(10000.0)]
+    bos_token_id: Annotated[int | None, example(1)]
+    eos_token_id: Annotated[int | None, example(2)]
+    special_tokens: Annotated[dict[str, str | int | None], example({"eos_token": "</s>"})]
+    chat_template: Annotated[str | None, example("{{ messages }}")]
+    torch_dtype: Annotated[None, example(None)]
+    context_length: Annotated[int, example(2048)]
+    attention_layers: Annotated[list[int], example([0, 1, 2, 3])]
 
 
 class LoadBody(msgspec.Struct, kw_only=True):
     """Body of ``POST /api/v1/model/load``; the numbers override the server's settings.
 
     Attributes:
-        model: Name of the file, as ``GET /api/v1/models`` lists it, such as "model.gguf".
-        n_ctx: Tokens that a slot holds, such as 4096.
-        n_slots: Requests that run at the same time, such as 2.
-        n_gpu_layers: Layers on the GPU, such as 99.
+        model: Name of the file, as ``GET /api/v1/models`` lists it.
+        n_ctx: Tokens that a slot holds.
+        n_slots: Requests that run at the same time.
+        n_gpu_layers: Layers on the GPU.
     """
 
-    model: str
-    n_ctx: int | None = None
-    n_slots: int | None = None
-    n_gpu_layers: int | None = None
+    model: Annotated[str, example("model.gguf")]
+    n_ctx: Annotated[int | None, example(4096)] = None
+    n_slots: Annotated[int | None, example(2)] = None
+    n_gpu_layers: Annotated[int | None, example(99)] = None
 
 
 class ModelsReply(msgspec.Struct):
     """Reply of ``GET /api/v1/models``: what may be loaded, and what is.
 
     Attributes:
-        models: Names for ``POST /api/v1/model/load``, such as ["model.gguf"].
-        loaded: The one of them that is loaded, such as "model.gguf"; the model's own name if it is
-            none of them, null without one.
-        model_name: The loaded model's name, as in ``/api/v1/model/info``, such as "demo".
+        models: Names for ``POST /api/v1/model/load``.
+        loaded: The one of them that is loaded; the model's own name if it is none of them, null
+            without one.
+        model_name: The loaded model's name, as in ``/api/v1/model/info``.
     """
 
-    models: list[str]
-    loaded: str | None
-    model_name: str | None
+    models: Annotated[list[str], example(["model.gguf"])]
+    loaded: Annotated[str | None, example("model.gguf")]
+    model_name: Annotated[str | None, example("demo")]

@@ -3,12 +3,13 @@
 `events` writes them; a test compares what is sent with these types.
 """
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
 from kqview.server.api.dream.schema import GeneratedToken, PrunableSentence
 from kqview.server.api.wire.event_parts import AttentionObject, ModCall, Removed, RunDetails
+from kqview.server.web.described import example
 
 
 class Failure(Struct, kw_only=True):
@@ -16,44 +17,44 @@ class Failure(Struct, kw_only=True):
 
     Attributes:
         type: Always "error".
-        error: What was wrong, what the limit is and what to do, such as "prune_below is 2".
-        error_code: Kind of the failure for programs, such as "INVALID_REQUEST".
-        context_length: Longest prompt in tokens, such as 2048, of a prompt that is too long and
-            where memory was short.
-        prompt_tokens: Tokens of the prompt, such as 3000, if they were counted.
-        vocab_size: Tokens of the vocabulary, such as 1024, of ids that are not in it.
-        reply_bytes: Bytes that the reply may have, such as 300000000, if that is too much.
-        limit_bytes: The most that it may have, such as 268435456.
-        attention_used_mb: MiB of attention that is held, such as 900, where memory was short.
-        attention_budget_mb: The most that may be held, such as 1024.
-        vram_used_mb: MiB that all GPUs have in use, such as 9000, where memory was short.
-        vram_total_mb: MiB that they have, such as 24000.
+        error: What was wrong, what the limit is and what to do.
+        error_code: Kind of the failure for programs.
+        context_length: Longest prompt in tokens, of a prompt that is too long and where memory was
+            short.
+        prompt_tokens: Tokens of the prompt, if they were counted.
+        vocab_size: Tokens of the vocabulary, of ids that are not in it.
+        reply_bytes: Bytes that the reply may have, if that is too much.
+        limit_bytes: The most that it may have.
+        attention_used_mb: MiB of attention that is held, where memory was short.
+        attention_budget_mb: The most that may be held.
+        vram_used_mb: MiB that all GPUs have in use, where memory was short.
+        vram_total_mb: MiB that they have.
     """
 
     type: Literal["error"]
-    error: str
-    error_code: str
-    context_length: int | UnsetType = UNSET
-    prompt_tokens: int | UnsetType = UNSET
-    vocab_size: int | UnsetType = UNSET
-    reply_bytes: int | UnsetType = UNSET
-    limit_bytes: int | UnsetType = UNSET
-    attention_used_mb: int | UnsetType = UNSET
-    attention_budget_mb: int | UnsetType = UNSET
-    vram_used_mb: int | UnsetType = UNSET
-    vram_total_mb: int | UnsetType = UNSET
+    error: Annotated[str, example("prune_below is 2")]
+    error_code: Annotated[str, example("INVALID_REQUEST")]
+    context_length: Annotated[int | UnsetType, example(2048)] = UNSET
+    prompt_tokens: Annotated[int | UnsetType, example(3000)] = UNSET
+    vocab_size: Annotated[int | UnsetType, example(1024)] = UNSET
+    reply_bytes: Annotated[int | UnsetType, example(300000000)] = UNSET
+    limit_bytes: Annotated[int | UnsetType, example(268435456)] = UNSET
+    attention_used_mb: Annotated[int | UnsetType, example(900)] = UNSET
+    attention_budget_mb: Annotated[int | UnsetType, example(1024)] = UNSET
+    vram_used_mb: Annotated[int | UnsetType, example(9000)] = UNSET
+    vram_total_mb: Annotated[int | UnsetType, example(24000)] = UNSET
 
 
 class FailureDetail(Struct, kw_only=True):
     """A failure in KoboldAI's words.
 
     Attributes:
-        msg: What was wrong, what the limit is and what to do, such as "top_p is 2".
-        type: Kind of the failure, such as "bad_input".
+        msg: What was wrong, what the limit is and what to do.
+        type: Kind of the failure.
     """
 
-    msg: str
-    type: str
+    msg: Annotated[str, example("top_p is 2")]
+    type: Annotated[str, example("bad_input")]
 
 
 class SharedFailure(Failure, kw_only=True):
@@ -70,10 +71,10 @@ class ErrorEvent(Failure, kw_only=True):
     """A failure; of a generation that runs, its end.
 
     Attributes:
-        request_id: Name of the request, such as "r1"; absent if the message had none.
+        request_id: Name of the request; absent if the message had none.
     """
 
-    request_id: str | UnsetType = UNSET
+    request_id: Annotated[str | UnsetType, example("r1")] = UNSET
 
 
 class TokenEvent(Struct, kw_only=True):
@@ -81,16 +82,16 @@ class TokenEvent(Struct, kw_only=True):
 
     Attributes:
         type: Always "token".
-        request_id: Name of the request, such as "r1".
+        request_id: Name of the request.
         token: The token.
-        sample: Index of the sample, such as 0, if there are several.
+        sample: Index of the sample, if there are several.
         attention: Its attention.
     """
 
     type: Literal["token"]
-    request_id: str
+    request_id: Annotated[str, example("r1")]
     token: GeneratedToken
-    sample: int | UnsetType = UNSET
+    sample: Annotated[int | UnsetType, example(0)] = UNSET
     attention: AttentionObject | UnsetType = UNSET
 
 
@@ -99,16 +100,16 @@ class PromptEvent(Struct, kw_only=True):
 
     Attributes:
         type: Always "prompt_attention".
-        request_id: Name of the request, such as "r1".
-        start: Position of their first token, such as 0.
-        rows: How many tokens they are of, such as 6.
+        request_id: Name of the request.
+        start: Position of their first token.
+        rows: How many tokens they are of.
         attention: Their attention.
     """
 
     type: Literal["prompt_attention"]
-    request_id: str
-    start: int
-    rows: int
+    request_id: Annotated[str, example("r1")]
+    start: Annotated[int, example(0)]
+    rows: Annotated[int, example(6)]
     attention: AttentionObject
 
 
@@ -117,13 +118,13 @@ class RemovedEvent(Removed, kw_only=True):
 
     Attributes:
         type: Always "removed".
-        request_id: Name of the request, such as "r1".
-        sample: Index of the sample, such as 0, if there are several.
+        request_id: Name of the request.
+        sample: Index of the sample, if there are several.
     """
 
     type: Literal["removed"]
-    request_id: str
-    sample: int | UnsetType = UNSET
+    request_id: Annotated[str, example("r1")]
+    sample: Annotated[int | UnsetType, example(0)] = UNSET
 
 
 class PruningEvent(Struct, kw_only=True):
@@ -131,12 +132,12 @@ class PruningEvent(Struct, kw_only=True):
 
     Attributes:
         type: Always "pruning_suggestion".
-        request_id: Name of the request, such as "r1".
+        request_id: Name of the request.
         prunable_sentences: The sentences, the one with the least attention first.
     """
 
     type: Literal["pruning_suggestion"]
-    request_id: str
+    request_id: Annotated[str, example("r1")]
     prunable_sentences: list[PrunableSentence]
 
 
@@ -144,14 +145,14 @@ class SampleEnd(Struct, kw_only=True):
     """The end of a sample.
 
     Attributes:
-        sample: Its index, such as 0.
-        finish_reason: Why it ended, such as "length".
-        total_tokens: Tokens that were generated, such as 2.
+        sample: Its index.
+        finish_reason: Why it ended.
+        total_tokens: Tokens that were generated.
     """
 
-    sample: int
-    finish_reason: str
-    total_tokens: int
+    sample: Annotated[int, example(0)]
+    finish_reason: Annotated[str, example("length")]
+    total_tokens: Annotated[int, example(2)]
 
 
 class DoneEvent(RunDetails, kw_only=True):
@@ -159,19 +160,18 @@ class DoneEvent(RunDetails, kw_only=True):
 
     Attributes:
         type: Always "done".
-        request_id: Name of the request, such as "r1".
-        finish_reason: Why it ended: "stop", "stop_token", "stop_sequence", "length" or
-            "cancelled", such as "length".
-        total_tokens: Tokens that were generated, such as 2.
-        generation_time_ms: Milliseconds from admission to the end, such as 4.
+        request_id: Name of the request.
+        finish_reason: Why it ended: "stop", "stop_token", "stop_sequence", "length" or "cancelled".
+        total_tokens: Tokens that were generated.
+        generation_time_ms: Milliseconds from admission to the end.
         samples: The end of each sample, if there are several.
         tool_calls: Calls that a mod made.
     """
 
     type: Literal["done"]
-    request_id: str
-    finish_reason: str
-    total_tokens: int
-    generation_time_ms: int
+    request_id: Annotated[str, example("r1")]
+    finish_reason: Annotated[str, example("length")]
+    total_tokens: Annotated[int, example(2)]
+    generation_time_ms: Annotated[int, example(4)]
     samples: list[SampleEnd] | UnsetType = UNSET
     tool_calls: list[ModCall] | UnsetType = UNSET

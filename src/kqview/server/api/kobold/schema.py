@@ -4,13 +4,14 @@ Requests accept every name that this protocol, its forks and the dream protocol 
 thing. Unknown names are ignored.
 """
 
-from typing import Final
+from typing import Annotated, Final
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from kqview.server.api.wire.attention_protocol import AttentionFields, AttentionValues, Logprobs
 from kqview.server.models.attention import Aggregation, Format
+from kqview.server.web.described import example
 from kqview.types.capture import DType
 
 API_VERSION: Final = "1.2.5"
@@ -39,7 +40,7 @@ class TokenizeBody(Struct, kw_only=True):
     """Text to tokenize.
 
     Attributes:
-        text: The text, such as "Anna is a".
+        text: The text.
         content: Another name for ``text``.
         add_special_tokens: Whether tokens that the model wants around a text are added; false if
             not given.
@@ -47,23 +48,23 @@ class TokenizeBody(Struct, kw_only=True):
         with_pieces: Whether each id comes with its text; true if not given.
     """
 
-    text: str | None = None
-    content: str | None = None
-    add_special_tokens: bool | None = None
+    text: Annotated[str | None, example("Anna is a")] = None
+    content: Annotated[str | None, example("Anna is a")] = None
+    add_special_tokens: Annotated[bool | None, example(default=False)] = None
     add_special: bool | None = None
-    with_pieces: bool | None = None
+    with_pieces: Annotated[bool | None, example(default=True)] = None
 
 
 class TokenText(Struct):
     """One token.
 
     Attributes:
-        token_id: Its id, such as 259.
-        text: The text that it completes, such as " a".
+        token_id: Its id.
+        text: The text that it completes.
     """
 
-    token_id: int
-    text: str | UnsetType = UNSET
+    token_id: Annotated[int, example(259)]
+    text: Annotated[str | UnsetType, example(" a")] = UNSET
 
 
 class Tokenized(Struct):
@@ -71,46 +72,46 @@ class Tokenized(Struct):
 
     Attributes:
         tokens: Each token; their texts join to the whole.
-        token_ids: Their ids, such as [259, 354].
-        token_count: How many there are, such as 2.
+        token_ids: Their ids.
+        token_count: How many there are.
     """
 
     tokens: list[TokenText]
-    token_ids: list[int]
-    token_count: int
+    token_ids: Annotated[list[int], example([259, 354])]
+    token_count: Annotated[int, example(2)]
 
 
 class DetokenizeBody(Struct, kw_only=True):
     """Ids to turn into text.
 
     Attributes:
-        token_ids: The ids, such as [259, 354].
+        token_ids: The ids.
         tokens: Another name for ``token_ids``.
     """
 
-    token_ids: list[int] | None = None
-    tokens: list[int] | None = None
+    token_ids: Annotated[list[int] | None, example([259, 354])] = None
+    tokens: Annotated[list[int] | None, example([259, 354])] = None
 
 
 class Detokenized(Struct):
     """Text of ids.
 
     Attributes:
-        text: The text, such as "Anna is a".
+        text: The text.
     """
 
-    text: str
+    text: Annotated[str, example("Anna is a")]
 
 
 class TokenCountBody(Struct, kw_only=True):
     """Text whose tokens to count.
 
     Attributes:
-        prompt: The text, such as "Anna is a".
+        prompt: The text.
         special: Whether tokens that the model wants around it count.
     """
 
-    prompt: str | None = None
+    prompt: Annotated[str | None, example("Anna is a")] = None
     special: bool = True
 
 
@@ -118,33 +119,33 @@ class TokenCount(Struct):
     """How many tokens, and which.
 
     Attributes:
-        value: How many, such as 2; -1 in a failure.
-        ids: Which, such as [259, 354].
+        value: How many; -1 in a failure.
+        ids: Which.
     """
 
-    value: int
-    ids: list[int]
+    value: Annotated[int, example(2)]
+    ids: Annotated[list[int], example([259, 354])]
 
 
 class ExtraDetokenizeBody(Struct, kw_only=True):
     """Ids to turn into text.
 
     Attributes:
-        ids: The ids, such as [259, 354].
+        ids: The ids.
     """
 
-    ids: list[int]
+    ids: Annotated[list[int], example([259, 354])]
 
 
 class ExtraDetokenized(Struct):
     """Text of ids.
 
     Attributes:
-        result: The text, such as "Anna is a".
+        result: The text.
         success: Whether there is one.
     """
 
-    result: str
+    result: Annotated[str, example("Anna is a")]
     success: bool
 
 
@@ -155,79 +156,78 @@ class Model(Struct, kw_only=True):
     """What a client needs to read attention and to stay within the context.
 
     Attributes:
-        result: Its name, such as "demo".
-        model_name: The same, such as "demo".
-        vocab_size: Tokens of the vocabulary, such as 1024.
-        num_layers: Layers, such as 4.
-        num_attention_heads: Heads of each, such as 8.
-        num_key_value_heads: Heads with keys and values of their own, such as 4.
-        embedding_size: Numbers for each token between layers, such as 256.
-        max_context_length: Longest prompt in tokens, such as 2048.
-        max_trained_context: Tokens that it was trained with, such as 512.
-        bos_token_id: Id that begins a text, such as 1; -1 if there is none.
-        eos_token_id: Id that ends one, such as 2; -1 if there is none.
-        eot_token_id: Id that ends a message, such as 2; -1 if there is none.
-        rope_freq_base: Base frequency of its positions, such as 10000.0.
-        rope_freq_scale: Factor of its positions, such as 1.0.
-        attention_layers: Layers that rows come from, in their order, such as [3, 7]; absent if all
-            do.
+        result: Its name.
+        model_name: The same.
+        vocab_size: Tokens of the vocabulary.
+        num_layers: Layers.
+        num_attention_heads: Heads of each.
+        num_key_value_heads: Heads with keys and values of their own.
+        embedding_size: Numbers for each token between layers.
+        max_context_length: Longest prompt in tokens.
+        max_trained_context: Tokens that it was trained with.
+        bos_token_id: Id that begins a text; -1 if there is none.
+        eos_token_id: Id that ends one; -1 if there is none.
+        eot_token_id: Id that ends a message; -1 if there is none.
+        rope_freq_base: Base frequency of its positions.
+        rope_freq_scale: Factor of its positions.
+        attention_layers: Layers that rows come from, in their order; absent if all do.
     """
 
-    result: str
-    model_name: str
-    vocab_size: int
-    num_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    embedding_size: int
-    max_context_length: int
-    max_trained_context: int
-    bos_token_id: int
-    eos_token_id: int
-    eot_token_id: int
-    rope_freq_base: float
-    rope_freq_scale: float
-    attention_layers: tuple[int, ...] | UnsetType = UNSET
+    result: Annotated[str, example("demo")]
+    model_name: Annotated[str, example("demo")]
+    vocab_size: Annotated[int, example(1024)]
+    num_layers: Annotated[int, example(4)]
+    num_attention_heads: Annotated[int, example(8)]
+    num_key_value_heads: Annotated[int, example(4)]
+    embedding_size: Annotated[int, example(256)]
+    max_context_length: Annotated[int, example(2048)]
+    max_trained_context: Annotated[int, example(512)]
+    bos_token_id: Annotated[int, example(1)]
+    eos_token_id: Annotated[int, example(2)]
+    eot_token_id: Annotated[int, example(2)]
+    rope_freq_base: Annotated[float, example(10000.0)]
+    rope_freq_scale: Annotated[float, example(1.0)]
+    attention_layers: Annotated[tuple[int, ...] | UnsetType, example([3, 7])] = UNSET
 
 
 class Result(Struct):
     """One text.
 
     Attributes:
-        result: The text, such as "1.2.5".
+        result: The text.
     """
 
-    result: str
+    result: Annotated[str, example("1.2.5")]
 
 
 class Number(Struct):
     """One number.
 
     Attributes:
-        value: The number, such as 2048.
+        value: The number.
     """
 
-    value: int
+    value: Annotated[int, example(2048)]
 
 
 class Word(Struct):
     """One text.
 
     Attributes:
-        value: The text, such as "".
+        value: The text.
     """
 
-    value: str
+    value: Annotated[str, example("")]
 
 
 class Words(Struct):
     """A list of texts.
 
     Attributes:
-        values: The texts, such as [].
+        values: The texts.
     """
 
-    values: list[str]
+    values: Annotated[list[str], example([])]
 
 
 class Status(Struct):
@@ -237,7 +237,7 @@ class Status(Struct):
         status: Always "ok", such as "ok".
     """
 
-    status: str
+    status: Annotated[str, example("ok")]
 
 
 class Version(Struct, kw_only=True):
@@ -260,7 +260,7 @@ class Version(Struct, kw_only=True):
         admin: Whether KoboldCpp's administration is there; 0 for no.
     """
 
-    result: str = "KoboldCpp"
+    result: Annotated[str, example("KoboldCpp")] = "KoboldCpp"
     version: str = KOBOLDCPP_VERSION
     protected: bool = False
     llm: bool = True
@@ -280,28 +280,28 @@ class Software(Struct):
     """What serves.
 
     Attributes:
-        name: Its name, such as "kqview".
-        version: Its version, such as "0.1.0".
+        name: Its name.
+        version: Its version.
     """
 
-    name: str
-    version: str
+    name: Annotated[str, example("kqview")]
+    version: Annotated[str, example("0.1.0")]
 
 
 class Api(Struct, kw_only=True):
     """An API of the server.
 
     Attributes:
-        name: Its name, such as "KoboldAI API".
-        rel_url: Where its routes begin, such as "/api".
-        documentation: Path of its documentation, such as "/docs".
-        version: Its version, such as "1.2.5".
+        name: Its name.
+        rel_url: Where its routes begin.
+        documentation: Path of its documentation.
+        version: Its version.
     """
 
-    name: str
-    rel_url: str
-    documentation: str
-    version: str
+    name: Annotated[str, example("KoboldAI API")]
+    rel_url: Annotated[str, example("/api")]
+    documentation: Annotated[str, example("/docs")]
+    version: Annotated[str, example("1.2.5")]
 
 
 class Apis(Struct):
@@ -318,12 +318,12 @@ class ServiceInfo(Struct, kw_only=True):
     """Which APIs are here, as KoboldAI's services tell each other.
 
     Attributes:
-        version: Version of this form, such as "0.2".
+        version: Version of this form.
         software: What serves.
         api: Its APIs.
     """
 
-    version: str
+    version: Annotated[str, example("0.2")]
     software: Software
     api: Apis
 
@@ -332,45 +332,45 @@ class Perf(Struct, kw_only=True):
     """What the last generation cost, and what the server does now.
 
     Attributes:
-        last_process: Milliseconds for a token of the prompt, such as 0.7.
-        last_eval: Milliseconds for a generated token, such as 2.0.
-        last_token_count: Tokens that were generated, such as 20.
-        last_input_count: Tokens of the prompt, such as 12.
-        last_process_time: Seconds of the prompt, such as 0.0085.
-        last_eval_time: Seconds of generating, such as 0.04.
-        last_process_speed: Tokens of the prompt a second, such as 1411.8.
-        last_eval_speed: Generated tokens a second, such as 500.0.
-        last_seed: Its seed, such as 7; -1 if none was given.
-        total_gens: Generations so far, such as 3.
+        last_process: Milliseconds for a token of the prompt.
+        last_eval: Milliseconds for a generated token.
+        last_token_count: Tokens that were generated.
+        last_input_count: Tokens of the prompt.
+        last_process_time: Seconds of the prompt.
+        last_eval_time: Seconds of generating.
+        last_process_speed: Tokens of the prompt a second.
+        last_eval_speed: Generated tokens a second.
+        last_seed: Its seed; -1 if none was given.
+        total_gens: Generations so far.
         total_img_gens: Always 0.
         stop_reason: Why it ended: -1 none, 0 length, 1 the model ended its text, 2 a stop of the
-            request, such as 0.
-        queue: Requests that wait, such as 0.
-        idle: 1 if nothing runs, such as 1.
-        uptime: Seconds since the start, such as 60.0.
-        idletime: Seconds since the last generation, such as 12.0.
+            request.
+        queue: Requests that wait.
+        idle: 1 if nothing runs.
+        uptime: Seconds since the start.
+        idletime: Seconds since the last generation.
         quiet: Always false.
         hordeexitcounter: Always 0.
     """
 
-    last_process: float
-    last_eval: float
-    last_token_count: int
-    last_input_count: int
-    last_process_time: float
-    last_eval_time: float
-    last_process_speed: float
-    last_eval_speed: float
-    last_seed: int
-    total_gens: int
-    total_img_gens: int = 0
-    stop_reason: int
-    queue: int
-    idle: int
-    uptime: float
-    idletime: float
+    last_process: Annotated[float, example(0.7)]
+    last_eval: Annotated[float, example(2.0)]
+    last_token_count: Annotated[int, example(20)]
+    last_input_count: Annotated[int, example(12)]
+    last_process_time: Annotated[float, example(0.0085)]
+    last_eval_time: Annotated[float, example(0.04)]
+    last_process_speed: Annotated[float, example(1411.8)]
+    last_eval_speed: Annotated[float, example(500.0)]
+    last_seed: Annotated[int, example(7)]
+    total_gens: Annotated[int, example(3)]
+    total_img_gens: Annotated[int, example(0)] = 0
+    stop_reason: Annotated[int, example(0)]
+    queue: Annotated[int, example(0)]
+    idle: Annotated[int, example(1)]
+    uptime: Annotated[float, example(60.0)]
+    idletime: Annotated[float, example(12.0)]
     quiet: bool = False
-    hordeexitcounter: int = 0
+    hordeexitcounter: Annotated[int, example(0)] = 0
 
 
 # ---- generations that run
@@ -380,34 +380,34 @@ class RunBody(Struct, kw_only=True):
     """Which generation is meant.
 
     Attributes:
-        genkey: KoboldAI's name of the request, such as "KCPP1234".
-        request_id: Name of the request, such as "r1".
+        genkey: KoboldAI's name of the request.
+        request_id: Name of the request.
     """
 
-    genkey: str | None = None
-    request_id: str | None = None
+    genkey: Annotated[str | None, example("KCPP1234")] = None
+    request_id: Annotated[str | None, example("r1")] = None
 
 
 class Aborted(Struct):
     """Whether something was ended; texts, not booleans.
 
     Attributes:
-        success: "true" if a generation was ended, else "false", such as "true".
-        done: "true" if it was clear which was meant, such as "true".
+        success: "true" if a generation was ended, else "false".
+        done: "true" if it was clear which was meant.
     """
 
-    success: str
-    done: str
+    success: Annotated[str, example("true")]
+    done: Annotated[str, example("true")]
 
 
 class ResultText(Struct):
     """Text so far.
 
     Attributes:
-        text: The text, such as " teacher."; "" if nothing runs.
+        text: The text; "" if nothing runs.
     """
 
-    text: str
+    text: Annotated[str, example(" teacher.")]
 
 
 class Texts(Struct):

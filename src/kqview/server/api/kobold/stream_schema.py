@@ -3,7 +3,7 @@
 A test compares what is sent with these types.
 """
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
@@ -15,33 +15,34 @@ from kqview.server.api.wire.event_parts import (
     Removed,
     RunDetails,
 )
+from kqview.server.web.described import example
 
 
 class FailureDetail(Struct, kw_only=True):
     """A failure in KoboldCpp's words.
 
     Attributes:
-        error: Name of the status, such as "Bad Request".
-        msg: What was wrong, what the limit is and what to do, such as "top_p is 2".
-        type: Kind of the failure, such as "bad_input".
+        error: Name of the status.
+        msg: What was wrong, what the limit is and what to do.
+        type: Kind of the failure.
     """
 
-    error: str
-    msg: str
-    type: str
+    error: Annotated[str, example("Bad Request")]
+    msg: Annotated[str, example("top_p is 2")]
+    type: Annotated[str, example("bad_input")]
 
 
 class Failure(Struct, kw_only=True):
     """What went wrong.
 
     Attributes:
-        error: What was wrong, what the limit is and what to do, such as "top_p is 2".
-        error_code: Kind of the failure for programs, such as "INVALID_REQUEST".
+        error: What was wrong, what the limit is and what to do.
+        error_code: Kind of the failure for programs.
         detail: The same as KoboldCpp says it.
     """
 
-    error: str
-    error_code: str
+    error: Annotated[str, example("top_p is 2")]
+    error_code: Annotated[str, example("INVALID_REQUEST")]
     detail: FailureDetail
 
 
@@ -52,7 +53,7 @@ class CountFailure(Failure, kw_only=True):
         value: Always -1.
     """
 
-    value: int
+    value: Annotated[int, example(-1)]
 
 
 class TextFailure(Failure, kw_only=True):
@@ -63,7 +64,7 @@ class TextFailure(Failure, kw_only=True):
         success: Always false.
     """
 
-    result: str
+    result: Annotated[str, example("")]
     success: bool
 
 
@@ -71,15 +72,15 @@ class EventToken(Struct, kw_only=True):
     """A token that was generated.
 
     Attributes:
-        token_id: Its id, such as 354.
-        text: The text that it completes, such as " teac"; "" inside a character of several ids.
-        logprob: Its logprob before bias, grammar and samplers, such as -0.6, if asked for.
+        token_id: Its id.
+        text: The text that it completes; "" inside a character of several ids.
+        logprob: Its logprob before bias, grammar and samplers, if asked for.
         top_logprobs: The most probable tokens at its place, if asked for.
     """
 
-    token_id: int
-    text: str
-    logprob: float | UnsetType = UNSET
+    token_id: Annotated[int, example(354)]
+    text: Annotated[str, example(" teac")]
+    logprob: Annotated[float | UnsetType, example(-0.6)] = UNSET
     top_logprobs: list[LikelyToken] | UnsetType = UNSET
 
 
@@ -89,13 +90,13 @@ class TokenEvent(Struct, kw_only=True):
     Attributes:
         type: Always "token".
         token: The token.
-        request_id: Name of the request, such as "r1".
+        request_id: Name of the request.
         attention: Its attention; null if none was asked for.
     """
 
     type: Literal["token"]
     token: EventToken
-    request_id: str
+    request_id: Annotated[str, example("r1")]
     attention: AttentionObject | None
 
 
@@ -104,16 +105,16 @@ class PromptEvent(Struct, kw_only=True):
 
     Attributes:
         type: Always "prompt_attention".
-        start: Position of their first token, such as 0.
-        rows: How many tokens they are of, such as 6.
-        request_id: Name of the request, such as "r1".
+        start: Position of their first token.
+        rows: How many tokens they are of.
+        request_id: Name of the request.
         attention: Their attention.
     """
 
     type: Literal["prompt_attention"]
-    start: int
-    rows: int
-    request_id: str
+    start: Annotated[int, example(0)]
+    rows: Annotated[int, example(6)]
+    request_id: Annotated[str, example("r1")]
     attention: AttentionObject | None
 
 
@@ -122,11 +123,11 @@ class RemovedEvent(Removed, kw_only=True):
 
     Attributes:
         type: Always "removed".
-        request_id: Name of the request, such as "r1".
+        request_id: Name of the request.
     """
 
     type: Literal["removed"]
-    request_id: str
+    request_id: Annotated[str, example("r1")]
 
 
 class DoneFrame(RunDetails, kw_only=True):
@@ -134,20 +135,19 @@ class DoneFrame(RunDetails, kw_only=True):
 
     Attributes:
         type: Always "done".
-        finish_reason: Why it ended: "stop" or "length", such as "length".
-        total_tokens: Tokens that were generated, such as 2.
+        finish_reason: Why it ended: "stop" or "length".
+        total_tokens: Tokens that were generated.
         reason: Why it ended exactly: "stop" if the model ended the text, "stop_token",
-            "stop_sequence", "length", "cancelled" or "tool_calls", such as "length".
-        text: Text that no token completed, such as "\\ufffd", if the model ended inside
-            a character.
+            "stop_sequence", "length", "cancelled" or "tool_calls".
+        text: Text that no token completed, if the model ended inside a character.
         tool_calls: Calls that a mod made.
     """
 
     type: Literal["done"]
-    finish_reason: str
-    total_tokens: int
-    reason: str
-    text: str | UnsetType = UNSET
+    finish_reason: Annotated[str, example("length")]
+    total_tokens: Annotated[int, example(2)]
+    reason: Annotated[str, example("length")]
+    text: Annotated[str | UnsetType, example("�")] = UNSET
     tool_calls: list[ModCall] | UnsetType = UNSET
 
 
@@ -155,10 +155,10 @@ class DoneEvent(DoneFrame, kw_only=True):
     """The end.
 
     Attributes:
-        request_id: Name of the request, such as "r1".
+        request_id: Name of the request.
     """
 
-    request_id: str
+    request_id: Annotated[str, example("r1")]
 
 
 class ErrorEvent(Failure, kw_only=True):
@@ -166,25 +166,25 @@ class ErrorEvent(Failure, kw_only=True):
 
     Attributes:
         type: Always "error".
-        request_id: Name of the request, such as "r1"; absent if it was not begun.
+        request_id: Name of the request; absent if it was not begun.
     """
 
     type: Literal["error"]
-    request_id: str | UnsetType = UNSET
+    request_id: Annotated[str | UnsetType, example("r1")] = UNSET
 
 
 class PlainEvent(LeftOut, kw_only=True):
     """Text in KoboldAI's form, for requests without attention and ``request_id``.
 
     Attributes:
-        token: Text that is new, such as " t".
+        token: Text that is new.
         finish_reason: Why it ended, such as "length", or "stop"; null before the end.
         removed: What mods took back.
         tool_calls: Calls that a mod made.
     """
 
-    token: str
-    finish_reason: str | None
+    token: Annotated[str, example(" t")]
+    finish_reason: Annotated[str | None, example("length")]
     removed: Removed | UnsetType = UNSET
     tool_calls: list[ModCall] | UnsetType = UNSET
 
@@ -194,15 +194,15 @@ class TokenFrame(Struct, kw_only=True):
 
     Attributes:
         type: Always "token".
-        token_id: Its id, such as 354.
-        text: The text that it completes, such as " teac".
+        token_id: Its id.
+        text: The text that it completes.
         attention: What the row is, if it is anything but float32 of all layers and heads; formats
             that are not arrays are here completely.
     """
 
     type: Literal["token"]
-    token_id: int
-    text: str
+    token_id: Annotated[int, example(354)]
+    text: Annotated[str, example(" teac")]
     attention: AttentionObject | UnsetType = UNSET
 
 
@@ -211,14 +211,14 @@ class PromptFrame(Struct, kw_only=True):
 
     Attributes:
         type: Always "prompt_attention".
-        start: Position of their first token, such as 0.
-        rows: How many tokens they are of, such as 6.
+        start: Position of their first token.
+        rows: How many tokens they are of.
         attention: What the values are.
     """
 
     type: Literal["prompt_attention"]
-    start: int
-    rows: int
+    start: Annotated[int, example(0)]
+    rows: Annotated[int, example(6)]
     attention: AttentionObject | UnsetType = UNSET
 
 

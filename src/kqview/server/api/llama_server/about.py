@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
@@ -13,6 +13,7 @@ from kqview.server.api.llama_server.convert import generation_settings
 from kqview.server.api.wire.llama_fields import LlamaFields
 from kqview.server.models.run import GenerateRequest
 from kqview.server.settings import Settings
+from kqview.server.web.described import example
 from kqview.types import ModelInfo, Sampling, SlotStats, Usage
 
 _NO_FIELDS: Final = LlamaFields()
@@ -22,12 +23,12 @@ class Defaults(Struct):
     """How a request is answered that says nothing.
 
     Attributes:
-        params: Its fields, such as {"temperature": 0.8}.
-        n_ctx: Tokens that a slot holds, such as 2048.
+        params: Its fields.
+        n_ctx: Tokens that a slot holds.
     """
 
-    params: dict[str, Any]
-    n_ctx: int
+    params: Annotated[dict[str, Any], example({"temperature": 0.8})]
+    n_ctx: Annotated[int, example(2048)]
 
 
 class Props(Struct, kw_only=True):
@@ -35,43 +36,45 @@ class Props(Struct, kw_only=True):
 
     Attributes:
         default_generation_settings: What requests take that say nothing.
-        total_slots: Requests that run at the same time, such as 1.
-        model_alias: Name of the model, such as "demo".
-        model_ftype: How its tensors are stored, such as "F16".
-        model_path: Its file, as the server was started with it, such as "model.gguf".
-        modalities: What it reads besides text, such as {"vision": false}.
+        total_slots: Requests that run at the same time.
+        model_alias: Name of the model.
+        model_ftype: How its tensors are stored.
+        model_path: Its file, as the server was started with it.
+        modalities: What it reads besides text.
         media_marker: Always "".
         endpoint_slots: Whether there are the routes of slots.
         endpoint_props: Whether there is ``POST /props``.
         endpoint_metrics: Always true.
         ui: Always true.
         ui_settings: Always {}.
-        chat_template: Its chat template, such as "{{ messages }}"; "" if it has none.
-        chat_template_caps: What the template can do, such as {"supports_tools": true}.
-        bos_token: Text of the token that begins a text, such as "<s>".
-        eos_token: Text of the token that ends one, such as "</s>".
-        build_info: Version of the server and of llama.cpp, such as "kqview-0.1.0-0123abcd".
+        chat_template: Its chat template; "" if it has none.
+        chat_template_caps: What the template can do.
+        bos_token: Text of the token that begins a text.
+        eos_token: Text of the token that ends one.
+        build_info: Version of the server and of llama.cpp.
         is_sleeping: Always false.
         cors_proxy_enabled: Always false.
     """
 
     default_generation_settings: Defaults
-    total_slots: int
-    model_alias: str
-    model_ftype: str
-    model_path: str
-    modalities: dict[str, bool]
-    media_marker: str = ""
+    total_slots: Annotated[int, example(1)]
+    model_alias: Annotated[str, example("demo")]
+    model_ftype: Annotated[str, example("F16")]
+    model_path: Annotated[str, example("model.gguf")]
+    modalities: Annotated[dict[str, bool], example({"vision": False})]
+    media_marker: Annotated[str, example("")] = ""
     endpoint_slots: bool
     endpoint_props: bool
     endpoint_metrics: bool = True
     ui: bool = True
-    ui_settings: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
-    chat_template: str
-    chat_template_caps: dict[str, bool]
-    bos_token: str
-    eos_token: str
-    build_info: str
+    ui_settings: Annotated[dict[str, Any], example({})] = msgspec.field(
+        default_factory=dict[str, Any]
+    )
+    chat_template: Annotated[str, example("{{ messages }}")]
+    chat_template_caps: Annotated[dict[str, bool], example({"supports_tools": True})]
+    bos_token: Annotated[str, example("<s>")]
+    eos_token: Annotated[str, example("</s>")]
+    build_info: Annotated[str, example("kqview-0.1.0-0123abcd")]
     is_sleeping: bool = False
     cors_proxy_enabled: bool = False
 
@@ -92,41 +95,41 @@ class NextToken(Struct, kw_only=True):
     Attributes:
         has_next_token: Whether it goes on.
         has_new_line: Whether the text has a line end.
-        n_remain: Most tokens that may follow, such as 100.
-        n_decoded: Tokens so far, such as 28.
+        n_remain: Most tokens that may follow.
+        n_decoded: Tokens so far.
     """
 
     has_next_token: bool
     has_new_line: bool
-    n_remain: int
-    n_decoded: int
+    n_remain: Annotated[int, example(100)]
+    n_decoded: Annotated[int, example(28)]
 
 
 class SlotState(Struct, kw_only=True):
     """A slot; what its request is like only to those whose request it is.
 
     Attributes:
-        id: Index of the slot, such as 0.
-        n_ctx: Tokens that it holds, such as 2048.
+        id: Index of the slot.
+        n_ctx: Tokens that it holds.
         speculative: Always false.
         is_processing: Whether it generates.
-        id_task: Name of the request, such as "chatcmpl-1".
-        n_prompt_tokens: Tokens of its prompt, such as 12.
-        n_prompt_tokens_processed: Those that were evaluated, such as 12.
-        n_prompt_tokens_cache: Those that were in the cache, such as 0.
-        params: How it generates, such as {"temperature": 0.8}.
+        id_task: Name of the request.
+        n_prompt_tokens: Tokens of its prompt.
+        n_prompt_tokens_processed: Those that were evaluated.
+        n_prompt_tokens_cache: Those that were in the cache.
+        params: How it generates.
         next_token: How far it is.
     """
 
-    id: int
-    n_ctx: int
+    id: Annotated[int, example(0)]
+    n_ctx: Annotated[int, example(2048)]
     speculative: bool = False
     is_processing: bool
-    id_task: str | UnsetType = UNSET
-    n_prompt_tokens: int | UnsetType = UNSET
-    n_prompt_tokens_processed: int | UnsetType = UNSET
-    n_prompt_tokens_cache: int | UnsetType = UNSET
-    params: dict[str, Any] | UnsetType = UNSET
+    id_task: Annotated[str | UnsetType, example("chatcmpl-1")] = UNSET
+    n_prompt_tokens: Annotated[int | UnsetType, example(12)] = UNSET
+    n_prompt_tokens_processed: Annotated[int | UnsetType, example(12)] = UNSET
+    n_prompt_tokens_cache: Annotated[int | UnsetType, example(0)] = UNSET
+    params: Annotated[dict[str, Any] | UnsetType, example({"temperature": 0.8})] = UNSET
     next_token: list[NextToken] | UnsetType = UNSET
 
 

@@ -1,7 +1,7 @@
 """LoRA adapters: which are loaded, and with which scales requests run that do not say."""
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Annotated, Final
 
 from msgspec import Struct
 
@@ -10,6 +10,7 @@ from kqview.lora import LoraAdapter
 from kqview.server.api.llama_server import about, states
 from kqview.server.api.wire.llama_fields import Failure, LoraScale, error_body
 from kqview.server.errors import Forbidden, renamed
+from kqview.server.web.described import example
 from kqview.server.web.endpoint import Call, OneOf, Operation, Upload
 
 _TAG: Final = "llama-server"
@@ -19,18 +20,18 @@ class Adapter(Struct, kw_only=True):
     """A loaded adapter.
 
     Attributes:
-        id: Its index, such as 0.
-        path: Its file, such as "adapter.gguf".
-        scale: Its strength for requests that do not say, such as 1.0.
+        id: Its index.
+        path: Its file.
+        scale: Its strength for requests that do not say.
         task_name: Always "".
         prompt_prefix: Always "".
     """
 
-    id: int
-    path: str
-    scale: float
-    task_name: str = ""
-    prompt_prefix: str = ""
+    id: Annotated[int, example(0)]
+    path: Annotated[str, example("adapter.gguf")]
+    scale: Annotated[float, example(1.0)]
+    task_name: Annotated[str, example("")] = ""
+    prompt_prefix: Annotated[str, example("")] = ""
 
 
 def adapters_of(loaded: Sequence[LoraAdapter]) -> list[Adapter]:

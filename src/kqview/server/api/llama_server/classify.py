@@ -2,11 +2,13 @@
 
 import math
 from collections.abc import Sequence
+from typing import Annotated
 
 from msgspec import Struct
 
 from kqview.errors import RequestError
 from kqview.server.errors import NotSupported, renamed
+from kqview.server.web.described import example
 from kqview.server.web.endpoint import Call, HttpReply, json_in_slices
 from kqview.types import Classification
 
@@ -17,53 +19,54 @@ class ClassifyBody(Struct, kw_only=True):
     """A text to classify, or a list of them.
 
     Attributes:
-        inputs: A text, such as "I like it.", or a list of them.
-        model: Id of a configured model, such as "demo"; the default model if not given.
+        inputs: A text, or a list of them.
+        model: Id of a configured model; the default model if not given.
     """
 
-    inputs: str | list[str]
-    model: str | None = None
+    inputs: Annotated[str | list[str], example("I like it.")]
+    model: Annotated[str | None, example("demo")] = None
 
 
 class Prediction(Struct):
     """A label, and the classifier's raw value for it.
 
     Attributes:
-        label: Its name, such as "positive".
-        score: The raw value, such as 2.5; null where it is not a number.
+        label: Its name.
+        score: The raw value; null where it is not a number.
     """
 
-    label: str
-    score: float
+    label: Annotated[str, example("positive")]
+    score: Annotated[float, example(2.5)]
 
 
 class ClassifyUsage(Struct):
     """Tokens of all texts, with the special ones.
 
     Attributes:
-        prompt_tokens: Tokens of all texts, such as 6.
-        total_tokens: The same, such as 6.
+        prompt_tokens: Tokens of all texts.
+        total_tokens: The same.
     """
 
-    prompt_tokens: int
-    total_tokens: int
+    prompt_tokens: Annotated[int, example(6)]
+    total_tokens: Annotated[int, example(6)]
 
 
 class Classified(Struct, kw_only=True):
     """Labels by falling score: one list for a text, a list of lists for a list of texts.
 
     Attributes:
-        model: The model, as the request names it, such as "demo".
+        model: The model, as the request names it.
         object: Always "list".
         usage: Tokens of the request.
-        predictions: Labels by falling score, such as [{"label": "positive", "score": 2.5}]; a list
-            of them for each text where a list was sent.
+        predictions: Labels by falling score; a list of them for each text where a list was sent.
     """
 
-    model: str
-    object: str = "list"
+    model: Annotated[str, example("demo")]
+    object: Annotated[str, example("list")] = "list"
     usage: ClassifyUsage
-    predictions: list[Prediction | list[Prediction]]
+    predictions: Annotated[
+        list[Prediction | list[Prediction]], example([{"label": "positive", "score": 2.5}])
+    ]
 
 
 def predictions_of(result: Classification) -> list[Prediction]:

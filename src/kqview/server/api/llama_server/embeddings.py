@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from kqview.errors import RequestError
 from kqview.server.api.wire.prompts import Parts, ids_of_each, prompts_of
 from kqview.server.errors import NotSupported, renamed
+from kqview.server.web.described import example
 from kqview.server.web.endpoint import Call, HttpReply
 
 Vectors = NDArray[np.float32]
@@ -25,31 +26,34 @@ class EmbeddingBody(Struct, kw_only=True):
     """Texts to embed, in any form of a prompt.
 
     Attributes:
-        input: A text, such as "Anna is a teacher.", ids, {"content": [{"type": "text", "text":
-            "Anna"}]}, or a list of these.
+        input: A text, ids, {"content": [{"type": "text", "text": "Anna"}]}, or a list of these.
         content: Another name for ``input``.
-        model: Id of a configured model, such as "demo"; the default model if not given.
+        model: Id of a configured model; the default model if not given.
         embd_normalize: Norm that vectors are divided by: 2 if not given, which is the Euclidean
             one; 1 for taxicab, others for p-norms; -1 leaves them; 0 scales the largest number to
             16 bits.
     """
 
-    input: str | dict[str, Any] | list[Any] | None = None
-    content: str | dict[str, Any] | list[Any] | None = None
-    model: str | None = None
-    embd_normalize: Annotated[int, msgspec.Meta(ge=-1, le=64)] | None = None
+    input: Annotated[str | dict[str, Any] | list[Any] | None, example("Anna is a teacher.")] = None
+    content: Annotated[str | dict[str, Any] | list[Any] | None, example("Anna is a teacher.")] = (
+        None
+    )
+    model: Annotated[str | None, example("demo")] = None
+    embd_normalize: Annotated[
+        Annotated[int, msgspec.Meta(ge=-1, le=64)] | None, example(default=2)
+    ] = None
 
 
 class Embedded(Struct):
     """Vectors of a text: one, or with pooling "none" one for each token.
 
     Attributes:
-        index: Of the text, from 0, such as 0.
-        embedding: Vectors of the text, such as [[0.6, -0.8]].
+        index: Of the text, from 0.
+        embedding: Vectors of the text.
     """
 
-    index: int
-    embedding: list[list[float]]
+    index: Annotated[int, example(0)]
+    embedding: Annotated[list[list[float]], example([[0.6, -0.8]])]
 
 
 def texts_of(body: EmbeddingBody) -> list[Parts]:

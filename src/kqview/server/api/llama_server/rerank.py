@@ -10,6 +10,7 @@ from msgspec import UNSET, Struct, UnsetType
 from kqview.engine import Engine
 from kqview.errors import RequestError
 from kqview.server.errors import NotSupported, renamed
+from kqview.server.web.described import example
 from kqview.server.web.endpoint import Call, HttpReply
 from kqview.types import Classification
 
@@ -24,75 +25,73 @@ class RerankBody(Struct, kw_only=True):
     """A query and documents.
 
     Attributes:
-        query: The query, such as "Who teaches?".
-        documents: The documents, such as ["Anna is a teacher.", "It rains."].
-        texts: The documents, such as ["Anna is a teacher.", "It rains."], in place of
-            ``documents``; the reply then has TEI's form.
-        top_n: So many of the best, such as 1; all if not given.
+        query: The query.
+        documents: The documents.
+        texts: The documents, in place of ``documents``; the reply then has TEI's form.
+        top_n: So many of the best; all if not given.
         return_text: With ``texts``: whether the reply repeats them; false if not given.
-        model: Id of a configured model, such as "demo"; the default model if not given.
+        model: Id of a configured model; the default model if not given.
     """
 
-    query: str | None = None
-    documents: Documents | None = None
-    texts: Documents | None = None
-    top_n: int | None = None
-    return_text: bool | None = None
-    model: str | None = None
+    query: Annotated[str | None, example("Who teaches?")] = None
+    documents: Annotated[Documents | None, example(["Anna is a teacher.", "It rains."])] = None
+    texts: Annotated[Documents | None, example(["Anna is a teacher.", "It rains."])] = None
+    top_n: Annotated[int | None, example(1)] = None
+    return_text: Annotated[bool | None, example(default=False)] = None
+    model: Annotated[str | None, example("demo")] = None
 
 
 class JinaResult(Struct):
     """A document and its score.
 
     Attributes:
-        index: Of the document, from 0, such as 0.
-        relevance_score: How well it answers the query, such as 3.5; the larger, the better. Null
-            where it is not a number.
+        index: Of the document, from 0.
+        relevance_score: How well it answers the query; the larger, the better. Null where it is not
+            a number.
     """
 
-    index: int
-    relevance_score: float
+    index: Annotated[int, example(0)]
+    relevance_score: Annotated[float, example(3.5)]
 
 
 class TeiResult(Struct):
     """A text and its score.
 
     Attributes:
-        index: Of the text, from 0, such as 0.
-        score: How well it answers the query, such as 3.5; the larger, the better. Null where it is
-            not a number.
-        text: The text, such as "Anna is a teacher.", if asked for.
+        index: Of the text, from 0.
+        score: How well it answers the query; the larger, the better. Null where it is not a number.
+        text: The text, if asked for.
     """
 
-    index: int
-    score: float
-    text: str | UnsetType = UNSET
+    index: Annotated[int, example(0)]
+    score: Annotated[float, example(3.5)]
+    text: Annotated[str | UnsetType, example("Anna is a teacher.")] = UNSET
 
 
 class RerankUsage(Struct):
     """Tokens of all pairs.
 
     Attributes:
-        prompt_tokens: Tokens of all pairs, such as 14.
-        total_tokens: The same, such as 14.
+        prompt_tokens: Tokens of all pairs.
+        total_tokens: The same.
     """
 
-    prompt_tokens: int
-    total_tokens: int
+    prompt_tokens: Annotated[int, example(14)]
+    total_tokens: Annotated[int, example(14)]
 
 
 class Reranked(Struct, kw_only=True):
     """Documents, the best first.
 
     Attributes:
-        model: The model, as the request names it, such as "demo".
+        model: The model, as the request names it.
         object: Always "list".
         usage: Tokens of the request.
         results: Documents by falling score.
     """
 
-    model: str
-    object: str = "list"
+    model: Annotated[str, example("demo")]
+    object: Annotated[str, example("list")] = "list"
     usage: RerankUsage
     results: list[JinaResult]
 

@@ -11,6 +11,7 @@ from msgspec import UNSET, Struct, UnsetType
 from kqview.server.api.wire.chat_message import MessageObject, ToolObject
 from kqview.server.api.wire.event_parts import ModCall, Removed
 from kqview.server.api.wire.llama_fields import LlamaFields, Progress, Timings
+from kqview.server.web.described import example
 
 # ---- text and ids
 
@@ -22,109 +23,113 @@ class TokenizeBody(Struct, kw_only=True):
     """Text to tokenize, or a list of ids and texts.
 
     Attributes:
-        content: A text, such as "Anna is a", or a list of ids and texts.
-        model: Id of a configured model, such as "demo"; the default model if not given.
+        content: A text, or a list of ids and texts.
+        model: Id of a configured model; the default model if not given.
         add_special: Whether tokens that the model wants around a text are added; false if not
             given.
         parse_special: Whether texts of special tokens become these tokens; true if not given.
         with_pieces: Whether each id comes with its text; false if not given.
     """
 
-    content: str | Parts | None = None
-    model: str | None = None
-    add_special: bool | None = None
-    parse_special: bool | None = None
-    with_pieces: bool | None = None
+    content: Annotated[str | Parts | None, example("Anna is a")] = None
+    model: Annotated[str | None, example("demo")] = None
+    add_special: Annotated[bool | None, example(default=False)] = None
+    parse_special: Annotated[bool | None, example(default=True)] = None
+    with_pieces: Annotated[bool | None, example(default=False)] = None
 
 
 class Piece(Struct):
     """A token and its text.
 
     Attributes:
-        id: Its id, such as 259.
-        piece: Its text, such as " a"; a list of its bytes where they are not UTF-8.
+        id: Its id.
+        piece: Its text; a list of its bytes where they are not UTF-8.
     """
 
-    id: int
-    piece: str | list[int]
+    id: Annotated[int, example(259)]
+    piece: Annotated[str | list[int], example(" a")]
 
 
 class Tokenized(Struct):
     """Tokens of a text.
 
     Attributes:
-        tokens: Ids, such as [259, 354], or objects with their texts.
+        tokens: Ids, or objects with their texts.
     """
 
-    tokens: list[int | Piece]
+    tokens: Annotated[list[int | Piece], example([259, 354])]
 
 
 class DetokenizeBody(Struct, kw_only=True):
     """Ids to turn into text.
 
     Attributes:
-        tokens: The ids, such as [259, 354].
-        model: Id of a configured model, such as "demo"; the default model if not given.
+        tokens: The ids.
+        model: Id of a configured model; the default model if not given.
     """
 
-    tokens: list[int] | None = None
-    model: str | None = None
+    tokens: Annotated[list[int] | None, example([259, 354])] = None
+    model: Annotated[str | None, example("demo")] = None
 
 
 class Content(Struct):
     """A text.
 
     Attributes:
-        content: The text, such as "Anna is a".
+        content: The text.
     """
 
-    content: str
+    content: Annotated[str, example("Anna is a")]
 
 
 class TemplateBody(Struct, kw_only=True):
     """Messages of a chat.
 
     Attributes:
-        messages: The conversation, the oldest message first, such as [{"role": "user", "content":
-            "Who is Anna?"}].
-        model: Id of a configured model, such as "demo"; the default model if not given.
-        tools: Functions that the model may call, such as [{"type": "function", "function": {"name":
-            "weather"}}].
+        messages: The conversation, the oldest message first.
+        model: Id of a configured model; the default model if not given.
+        tools: Functions that the model may call.
         add_generation_prompt: Whether the prompt ends with the beginning of an answer; true if not
             given.
-        chat_template: Another chat template, such as "{{ messages[0].content }}"; the model's if
-            not given. The server's setting request_chat_template allows it.
-        chat_template_kwargs: Variables for the chat template, such as {"enable_thinking": false}.
+        chat_template: Another chat template; the model's if not given. The server's setting
+            request_chat_template allows it.
+        chat_template_kwargs: Variables for the chat template.
     """
 
-    messages: list[MessageObject] | None = None
-    model: str | None = None
-    tools: list[ToolObject] | None = None
-    add_generation_prompt: bool | None = None
-    chat_template: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    messages: Annotated[
+        list[MessageObject] | None, example([{"role": "user", "content": "Who is Anna?"}])
+    ] = None
+    model: Annotated[str | None, example("demo")] = None
+    tools: Annotated[
+        list[ToolObject] | None, example([{"type": "function", "function": {"name": "weather"}}])
+    ] = None
+    add_generation_prompt: Annotated[bool | None, example(default=True)] = None
+    chat_template: Annotated[str | None, example("{{ messages[0].content }}")] = None
+    chat_template_kwargs: Annotated[dict[str, Any] | None, example({"enable_thinking": False})] = (
+        None
+    )
 
 
 class Prompt(Struct):
     """The text that a chat template makes.
 
     Attributes:
-        prompt: The text, such as "user: Who is Anna?".
+        prompt: The text.
     """
 
-    prompt: str
+    prompt: Annotated[str, example("user: Who is Anna?")]
 
 
 class InputTokens(Struct):
     """How many tokens a chat has.
 
     Attributes:
-        input_tokens: How many there are, such as 12.
+        input_tokens: How many there are.
         object: Always "response.input_tokens".
     """
 
-    input_tokens: int
-    object: str = "response.input_tokens"
+    input_tokens: Annotated[int, example(12)]
+    object: Annotated[str, example("response.input_tokens")] = "response.input_tokens"
 
 
 # ---- completions
@@ -134,22 +139,22 @@ class CompletionBody(LlamaFields):
     """A prompt to complete.
 
     Attributes:
-        prompt: A text, such as "Anna is a", ids, a list of both, ``{"prompt_string": ...}``, or a
-            list of these for several texts.
+        prompt: A text, ids, a list of both, ``{"prompt_string": ...}``, or a list of these for
+            several texts.
     """
 
-    prompt: str | dict[str, Any] | list[Any] | None = None
+    prompt: Annotated[str | dict[str, Any] | list[Any] | None, example("Anna is a")] = None
 
 
 class Extra(Struct, kw_only=True):
     """Another file of a project.
 
     Attributes:
-        text: What is in it, such as "def area(r): ...".
+        text: What is in it.
         filename: Its name.
     """
 
-    text: str
+    text: Annotated[str, example("def area(r): ...")]
     filename: str = "tmp"
 
 
@@ -157,34 +162,34 @@ class InfillBody(LlamaFields):
     """Code with a gap.
 
     Attributes:
-        input_prefix: What precedes the gap, such as "def area(r):\\n    return ".
-        input_suffix: What follows it, such as "\\n".
+        input_prefix: What precedes the gap.
+        input_suffix: What follows it.
         input_extra: Other files of the project.
-        prompt: How the text in the gap begins, such as "3.14".
+        prompt: How the text in the gap begins.
     """
 
-    input_prefix: str | Parts | None = None
-    input_suffix: str | Parts | None = None
+    input_prefix: Annotated[str | Parts | None, example("def area(r):\n    return ")] = None
+    input_suffix: Annotated[str | Parts | None, example("\n")] = None
     input_extra: Annotated[list[Extra], msgspec.Meta(max_length=4096)] | None = None
-    prompt: str | None = None
+    prompt: Annotated[str | None, example("3.14")] = None
 
 
 class TopLogprob(Struct):
     """A token that could have been chosen.
 
     Attributes:
-        id: Its id, such as 354.
-        token: Its text, such as " the".
-        bytes: Its bytes, such as [32, 116, 104, 101].
-        logprob: Its logprob before bias, grammar and samplers, such as -1.5.
-        prob: Its probability after all samplers, such as 0.22, with ``post_sampling_probs``.
+        id: Its id.
+        token: Its text.
+        bytes: Its bytes.
+        logprob: Its logprob before bias, grammar and samplers.
+        prob: Its probability after all samplers, with ``post_sampling_probs``.
     """
 
-    id: int
-    token: str
-    bytes: list[int]
-    logprob: float | UnsetType = UNSET
-    prob: float | UnsetType = UNSET
+    id: Annotated[int, example(354)]
+    token: Annotated[str, example(" the")]
+    bytes: Annotated[list[int], example([32, 116, 104, 101])]
+    logprob: Annotated[float | UnsetType, example(-1.5)] = UNSET
+    prob: Annotated[float | UnsetType, example(0.22)] = UNSET
 
 
 class TokenLogprob(TopLogprob):
@@ -203,13 +208,13 @@ class Partial(Struct, kw_only=True):
     """A token of a completion that is streamed.
 
     Attributes:
-        index: Of the text, from 0, such as 0.
-        content: Text that is new, such as " t"; "" while it may be a stop sequence.
-        tokens: Ids of it, such as [259].
+        index: Of the text, from 0.
+        content: Text that is new; "" while it may be a stop sequence.
+        tokens: Ids of it.
         stop: Always false.
-        id_slot: The slot that generates it, such as 0.
-        tokens_predicted: Tokens so far, such as 1.
-        tokens_evaluated: Tokens of the prompt, such as 6.
+        id_slot: The slot that generates it.
+        tokens_predicted: Tokens so far.
+        tokens_evaluated: Tokens of the prompt.
         timings: What it cost so far, with ``timings_per_token``.
         prompt_progress: How much of the prompt is evaluated, with ``return_progress``, in events
             before the first token.
@@ -217,13 +222,13 @@ class Partial(Struct, kw_only=True):
         removed: What mods took back.
     """
 
-    index: int
-    content: str
-    tokens: list[int]
+    index: Annotated[int, example(0)]
+    content: Annotated[str, example(" t")]
+    tokens: Annotated[list[int], example([259])]
     stop: bool = False
-    id_slot: int
-    tokens_predicted: int
-    tokens_evaluated: int
+    id_slot: Annotated[int, example(0)]
+    tokens_predicted: Annotated[int, example(1)]
+    tokens_evaluated: Annotated[int, example(6)]
     timings: Timings | UnsetType = UNSET
     prompt_progress: Progress | UnsetType = UNSET
     completion_probabilities: list[TokenLogprob] | UnsetType = UNSET
@@ -234,42 +239,42 @@ class Completion(Struct, kw_only=True):
     """A completion, or the end of one that was streamed.
 
     Attributes:
-        index: Of the text, from 0, such as 0.
-        content: The text, such as " teacher."; "" at the end of a stream.
-        tokens: Its ids, such as [], with ``return_tokens``.
-        id_slot: The slot that generated it, such as 0.
+        index: Of the text, from 0.
+        content: The text; "" at the end of a stream.
+        tokens: Its ids, with ``return_tokens``.
+        id_slot: The slot that generated it.
         stop: Always true.
-        model: The model, such as "demo".
-        tokens_predicted: Tokens of the text, such as 2, and the one that ended it if the model did.
-        tokens_evaluated: Tokens of the prompt, such as 6.
-        generation_settings: How it was generated, such as {"temperature": 0.8}.
-        prompt: The prompt, such as "Anna is a".
+        model: The model.
+        tokens_predicted: Tokens of the text, and the one that ended it if the model did.
+        tokens_evaluated: Tokens of the prompt.
+        generation_settings: How it was generated.
+        prompt: The prompt.
         has_new_line: Whether the text has a line end.
         truncated: Whether the context ended it, or was shifted.
-        stop_type: Why it ended: "eos", "word" or "limit", such as "limit".
-        stopping_word: The stop text that ended it, such as "".
-        tokens_cached: Tokens that the slot holds afterwards, such as 7.
+        stop_type: Why it ended: "eos", "word" or "limit".
+        stopping_word: The stop text that ended it.
+        tokens_cached: Tokens that the slot holds afterwards.
         timings: What it cost.
         completion_probabilities: Logprobs of each token, with ``n_probs``.
         tool_calls: Calls that a mod made.
         tool_calls: Calls that a mod made.
     """
 
-    index: int
-    content: str
-    tokens: list[int]
-    id_slot: int
+    index: Annotated[int, example(0)]
+    content: Annotated[str, example(" teacher.")]
+    tokens: Annotated[list[int], example([])]
+    id_slot: Annotated[int, example(0)]
     stop: bool = True
-    model: str
-    tokens_predicted: int
-    tokens_evaluated: int
-    generation_settings: dict[str, Any]
-    prompt: str
+    model: Annotated[str, example("demo")]
+    tokens_predicted: Annotated[int, example(2)]
+    tokens_evaluated: Annotated[int, example(6)]
+    generation_settings: Annotated[dict[str, Any], example({"temperature": 0.8})]
+    prompt: Annotated[str, example("Anna is a")]
     has_new_line: bool
     truncated: bool
-    stop_type: str
-    stopping_word: str
-    tokens_cached: int
+    stop_type: Annotated[str, example("limit")]
+    stopping_word: Annotated[str, example("")]
+    tokens_cached: Annotated[int, example(7)]
     timings: Timings
     completion_probabilities: list[TokenLogprob] | UnsetType = UNSET
     tool_calls: list[ModCall] | UnsetType = UNSET

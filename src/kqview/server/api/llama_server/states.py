@@ -6,7 +6,7 @@ A blob may have gigabytes. It is whole in memory once; its base64, at both ends,
 import binascii
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 import pybase64
@@ -14,6 +14,7 @@ from msgspec import Struct
 
 from kqview.errors import BusyError, RequestError, StateError
 from kqview.server.web.budget import Body
+from kqview.server.web.described import example
 from kqview.server.web.endpoint import LongReply, decoded
 from kqview.slot import Slot
 
@@ -31,10 +32,10 @@ class RestoreBody(Struct, kw_only=True):
     """A saved slot in base64.
 
     Attributes:
-        state: The SES1 blob in base64, such as "U0VTMQ==".
+        state: The SES1 blob in base64.
     """
 
-    state: str
+    state: Annotated[str, example("U0VTMQ==")]
 
 
 class ShiftBody(Struct, kw_only=True):
@@ -53,20 +54,20 @@ class FileBody(Struct, kw_only=True):
     """The file that a session comes from or goes to.
 
     Attributes:
-        file: Name of the file, such as "anna.bin"; the session itself if not given.
+        file: Name of the file; the session itself if not given.
     """
 
-    file: str | None = None
+    file: Annotated[str | None, example("anna.bin")] = None
 
 
 class FilenameBody(Struct, kw_only=True):
     """The file to save a slot to, or to restore it from.
 
     Attributes:
-        filename: Name of the file, such as "anna.bin".
+        filename: Name of the file.
     """
 
-    filename: str
+    filename: Annotated[str, example("anna.bin")]
 
 
 def slot_number(text: str) -> int:
@@ -219,50 +220,50 @@ class Saved(Struct, kw_only=True):
     """A slot with its saved state.
 
     Attributes:
-        id_slot: Index of the slot, such as 0.
-        n_tokens: Tokens that it holds, such as 12.
-        n_bytes: Bytes of the blob, such as 49152.
-        t_ms: Milliseconds that it took, such as 0.9.
-        state: The SES1 blob in base64, such as "U0VTMQ==".
+        id_slot: Index of the slot.
+        n_tokens: Tokens that it holds.
+        n_bytes: Bytes of the blob.
+        t_ms: Milliseconds that it took.
+        state: The SES1 blob in base64.
     """
 
-    id_slot: int
-    n_tokens: int
-    n_bytes: int
-    t_ms: float
-    state: str
+    id_slot: Annotated[int, example(0)]
+    n_tokens: Annotated[int, example(12)]
+    n_bytes: Annotated[int, example(49152)]
+    t_ms: Annotated[float, example(0.9)]
+    state: Annotated[str, example("U0VTMQ==")]
 
 
 class Restored(Struct, kw_only=True):
     """A slot that was restored.
 
     Attributes:
-        id_slot: Index of the slot, such as 0.
-        n_bytes_read: Bytes of the blob, such as 49152.
+        id_slot: Index of the slot.
+        n_bytes_read: Bytes of the blob.
         success: Always true; a failure is an error.
-        t_ms: Milliseconds that it took, such as 0.9.
+        t_ms: Milliseconds that it took.
     """
 
-    id_slot: int
-    n_bytes_read: int
+    id_slot: Annotated[int, example(0)]
+    n_bytes_read: Annotated[int, example(49152)]
     success: bool
-    t_ms: float
+    t_ms: Annotated[float, example(0.9)]
 
 
 class Tokens(Struct, kw_only=True):
     """Ids in a slot.
 
     Attributes:
-        id_slot: Index of the slot, such as 0.
-        n_tokens: How many it holds, such as 3.
-        tokens: Their ids, such as [1, 259, 354].
-        n_prompt_tokens_processed: Tokens of the last prompt that were evaluated, such as 3.
+        id_slot: Index of the slot.
+        n_tokens: How many it holds.
+        tokens: Their ids.
+        n_prompt_tokens_processed: Tokens of the last prompt that were evaluated.
     """
 
-    id_slot: int
-    n_tokens: int
-    tokens: list[int]
-    n_prompt_tokens_processed: int
+    id_slot: Annotated[int, example(0)]
+    n_tokens: Annotated[int, example(3)]
+    tokens: Annotated[list[int], example([1, 259, 354])]
+    n_prompt_tokens_processed: Annotated[int, example(3)]
 
 
 class Shifted(Struct, kw_only=True):
@@ -270,40 +271,40 @@ class Shifted(Struct, kw_only=True):
 
     Attributes:
         success: Always true; a failure is an error.
-        new_n_tokens: Tokens that the slot holds now, such as 8.
+        new_n_tokens: Tokens that the slot holds now.
     """
 
     success: bool
-    new_n_tokens: int
+    new_n_tokens: Annotated[int, example(8)]
 
 
 class Message(Struct, kw_only=True):
     """A message in a slot, by positions of tokens.
 
     Attributes:
-        index: Of the message, from 0, such as 0.
-        start: Its first token, such as 0.
-        end: Its last token, such as 11.
+        index: Of the message, from 0.
+        start: Its first token.
+        end: Its last token.
     """
 
-    index: int
-    start: int
-    end: int
+    index: Annotated[int, example(0)]
+    start: Annotated[int, example(0)]
+    end: Annotated[int, example(11)]
 
 
 class Info(Struct, kw_only=True):
     """Messages in a slot.
 
     Attributes:
-        n_tokens: Tokens that it holds, such as 12.
-        boundary_eot: Id that ends a message, such as 2; -1 if the model has none.
-        n_messages: How many there are, such as 1.
+        n_tokens: Tokens that it holds.
+        boundary_eot: Id that ends a message; -1 if the model has none.
+        n_messages: How many there are.
         messages: The messages, the oldest first.
     """
 
-    n_tokens: int
-    boundary_eot: int
-    n_messages: int
+    n_tokens: Annotated[int, example(12)]
+    boundary_eot: Annotated[int, example(2)]
+    n_messages: Annotated[int, example(1)]
     messages: list[Message]
 
 
@@ -311,116 +312,116 @@ class SlotSaved(Struct, kw_only=True):
     """A slot that was saved to a file.
 
     Attributes:
-        id_slot: Index of the slot, such as 0.
-        filename: Name of the file, such as "anna.bin".
-        n_saved: Tokens in it, such as 12.
-        n_written: Bytes of the file, such as 49152.
-        timings: Milliseconds that it took, such as {"save_ms": 0.9}.
+        id_slot: Index of the slot.
+        filename: Name of the file.
+        n_saved: Tokens in it.
+        n_written: Bytes of the file.
+        timings: Milliseconds that it took.
     """
 
-    id_slot: int
-    filename: str
-    n_saved: int
-    n_written: int
-    timings: dict[str, float]
+    id_slot: Annotated[int, example(0)]
+    filename: Annotated[str, example("anna.bin")]
+    n_saved: Annotated[int, example(12)]
+    n_written: Annotated[int, example(49152)]
+    timings: Annotated[dict[str, float], example({"save_ms": 0.9})]
 
 
 class SlotRestored(Struct, kw_only=True):
     """A slot that was restored from a file.
 
     Attributes:
-        id_slot: Index of the slot, such as 0.
-        filename: Name of the file, such as "anna.bin".
-        n_restored: Tokens in it, such as 12.
-        n_read: Bytes of the file, such as 49152.
-        timings: Milliseconds that it took, such as {"restore_ms": 0.9}.
+        id_slot: Index of the slot.
+        filename: Name of the file.
+        n_restored: Tokens in it.
+        n_read: Bytes of the file.
+        timings: Milliseconds that it took.
     """
 
-    id_slot: int
-    filename: str
-    n_restored: int
-    n_read: int
-    timings: dict[str, float]
+    id_slot: Annotated[int, example(0)]
+    filename: Annotated[str, example("anna.bin")]
+    n_restored: Annotated[int, example(12)]
+    n_read: Annotated[int, example(49152)]
+    timings: Annotated[dict[str, float], example({"restore_ms": 0.9})]
 
 
 class SlotErased(Struct):
     """A slot that was emptied.
 
     Attributes:
-        id_slot: Index of the slot, such as 0.
-        n_erased: Tokens that it held, such as 12.
+        id_slot: Index of the slot.
+        n_erased: Tokens that it held.
     """
 
-    id_slot: int
-    n_erased: int
+    id_slot: Annotated[int, example(0)]
+    n_erased: Annotated[int, example(12)]
 
 
 class SessionSaved(Struct, kw_only=True):
     """A session that was saved.
 
     Attributes:
-        id_session: Number of the session, such as 7.
-        id_slot: Index of the slot, such as 0.
-        n_tokens: Tokens in it, such as 12.
-        n_bytes: Bytes of it, such as 49152.
-        t_ms: Milliseconds that it took, such as 0.9.
+        id_session: Number of the session.
+        id_slot: Index of the slot.
+        n_tokens: Tokens in it.
+        n_bytes: Bytes of it.
+        t_ms: Milliseconds that it took.
     """
 
-    id_session: int
-    id_slot: int
-    n_tokens: int
-    n_bytes: int
-    t_ms: float
+    id_session: Annotated[int, example(7)]
+    id_slot: Annotated[int, example(0)]
+    n_tokens: Annotated[int, example(12)]
+    n_bytes: Annotated[int, example(49152)]
+    t_ms: Annotated[float, example(0.9)]
 
 
 class SessionRestored(Struct, kw_only=True):
     """A session that was restored.
 
     Attributes:
-        id_session: Number of the session, such as 7.
-        id_slot: Index of the slot, such as 0.
-        n_bytes_read: Bytes of the session, such as 49152.
+        id_session: Number of the session.
+        id_slot: Index of the slot.
+        n_bytes_read: Bytes of the session.
         success: Always true; a failure is an error.
-        t_ms: Milliseconds that it took, such as 0.9.
+        t_ms: Milliseconds that it took.
     """
 
-    id_session: int
-    id_slot: int
-    n_bytes_read: int
+    id_session: Annotated[int, example(7)]
+    id_slot: Annotated[int, example(0)]
+    n_bytes_read: Annotated[int, example(49152)]
     success: bool
-    t_ms: float
+    t_ms: Annotated[float, example(0.9)]
 
 
 class SessionRemoved(Struct, kw_only=True, omit_defaults=True):
     """A session that was removed.
 
     Attributes:
-        id_session: Number of the session, such as 7.
+        id_session: Number of the session.
         removed: Always true; a failure is an error.
-        file: Name of the file that it went to, such as "anna.bin"; absent if it went nowhere.
-        n_bytes: Bytes of the file, such as 49152; absent without one.
+        file: Name of the file that it went to; absent if it went nowhere.
+        n_bytes: Bytes of the file; absent without one.
     """
 
-    id_session: int
+    id_session: Annotated[int, example(7)]
     removed: bool
-    file: str | None = None
-    n_bytes: int | None = None
+    file: Annotated[str | None, example("anna.bin")] = None
+    n_bytes: Annotated[int | None, example(49152)] = None
 
 
 class Session(Struct, kw_only=True):
     """A session in memory.
 
     Attributes:
-        id: Its number, such as 7.
-        size: Its bytes, such as 49152.
-        created_at: When it was first saved, in seconds since 1970, such as 1767225600.
-        updated_at: When it was last saved, the same, such as 1767225600.
+        id: Its number.
+        size: Its bytes.
+        created_at: When it was first saved, in seconds since 1970.
+        updated_at: When it was last saved, the same.
     """
 
-    id: int
-    size: int
-    created_at: int
-    updated_at: int
+    id: Annotated[int, example(7)]
+    size: Annotated[int, example(49152)]
+    created_at: Annotated[int, example(1767225600)]
+    updated_at: Annotated[int, example(1767225600)]
 
 
 def n_tokens_in(blob: bytes) -> int:

@@ -5,13 +5,14 @@ and others that only OpenAI's own servers can act on. ``attention`` is ours and 
 ``/v1/chat/completions``.
 """
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
 from kqview.server.api.wire.attention_field import Attention
 from kqview.server.api.wire.event_parts import PromptAttention, TokenAttention
 from kqview.server.api.wire.llama_fields import LlamaFields
+from kqview.server.web.described import example
 
 Object = dict[str, Any]
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
@@ -24,14 +25,14 @@ class Part(Struct, kw_only=True):
 
     Attributes:
         type: Kind of the part: "input_text", "output_text", "summary_text", "reasoning_text" or
-            "refusal", such as "input_text".
-        text: Its text, such as "Who is Anna?".
-        refusal: Of "refusal": the text, such as "I cannot do that.".
+            "refusal".
+        text: Its text.
+        refusal: Of "refusal": the text.
     """
 
-    type: str
-    text: str | None = None
-    refusal: str | None = None
+    type: Annotated[str, example("input_text")]
+    text: Annotated[str | None, example("Who is Anna?")] = None
+    refusal: Annotated[str | None, example("I cannot do that.")] = None
 
 
 class Item(Struct, kw_only=True):
@@ -39,24 +40,23 @@ class Item(Struct, kw_only=True):
 
     Attributes:
         type: Kind of the item: "message", "reasoning", "function_call" or "function_call_output".
-        role: Of "message": who speaks, such as "user".
-        content: Of "message" and "reasoning": a text, such as "Who is Anna?", or its parts.
+        role: Of "message": who speaks.
+        content: Of "message" and "reasoning": a text, or its parts.
         summary: Of "reasoning": parts of its summary.
-        call_id: Of calls and their outputs: id of the call, such as "call_1".
-        name: Of "function_call": the function, such as "weather".
+        call_id: Of calls and their outputs: id of the call.
+        name: Of "function_call": the function.
         arguments: Of "function_call": its arguments as JSON, such as "{\\"city\\": \\"Rome\\"}".
-        output: Of "function_call_output": what the function returned, such as "sunny", or its
-            parts.
+        output: Of "function_call_output": what the function returned, or its parts.
     """
 
     type: str = "message"
-    role: str | None = None
-    content: str | list[Part] | None = None
+    role: Annotated[str | None, example("user")] = None
+    content: Annotated[str | list[Part] | None, example("Who is Anna?")] = None
     summary: list[Part] | None = None
-    call_id: str | None = None
-    name: str | None = None
-    arguments: str | None = None
-    output: str | list[Part] | None = None
+    call_id: Annotated[str | None, example("call_1")] = None
+    name: Annotated[str | None, example("weather")] = None
+    arguments: Annotated[str | None, example('{"city": "Rome"}')] = None
+    output: Annotated[str | list[Part] | None, example("sunny")] = None
 
 
 class TextFormat(Struct, kw_only=True):
@@ -64,17 +64,17 @@ class TextFormat(Struct, kw_only=True):
 
     Attributes:
         type: "text" is any text, "json_object" JSON, "json_schema" JSON that follows the schema.
-        name: Name of the schema, such as "person"; not read.
-        schema: The JSON schema, such as {"type": "object"}.
+        name: Name of the schema; not read.
+        schema: The JSON schema.
         strict: Not read: the text always follows the schema.
-        description: What the schema is for, such as "A person."; not read.
+        description: What the schema is for; not read.
     """
 
     type: Literal["text", "json_object", "json_schema"] = "text"
-    name: str | None = None
-    schema: Object | None = None
+    name: Annotated[str | None, example("person")] = None
+    schema: Annotated[Object | None, example({"type": "object"})] = None
     strict: bool | None = None
-    description: str | None = None
+    description: Annotated[str | None, example("A person.")] = None
 
 
 class TextConfig(Struct, kw_only=True):
@@ -91,27 +91,27 @@ class Reasoning(Struct, kw_only=True):
     """How much the model thinks, where its template leaves the choice.
 
     Attributes:
-        effort: How much to think, as ``reasoning_effort`` of the model's template, such as "low".
+        effort: How much to think, as ``reasoning_effort`` of the model's template.
     """
 
-    effort: str | None = None
+    effort: Annotated[str | None, example("low")] = None
 
 
 class Tool(Struct, kw_only=True):
     """A function that the model may call.
 
     Attributes:
-        type: Kind of the tool, such as "function"; those of other kinds are left out.
-        name: Name of the function, such as "weather".
-        description: What it does, such as "Weather of a city.".
-        parameters: JSON schema of its arguments, such as {"type": "object"}.
+        type: Kind of the tool; those of other kinds are left out.
+        name: Name of the function.
+        description: What it does.
+        parameters: JSON schema of its arguments.
         strict: Not read: arguments always follow their schema where a call is demanded.
     """
 
-    type: str
-    name: str | None = None
-    description: str | None = None
-    parameters: Object | None = None
+    type: Annotated[str, example("function")]
+    name: Annotated[str | None, example("weather")] = None
+    description: Annotated[str | None, example("Weather of a city.")] = None
+    parameters: Annotated[Object | None, example({"type": "object"})] = None
     strict: bool | None = None
 
 
@@ -120,26 +120,26 @@ class AllowedTool(Struct, kw_only=True):
 
     Attributes:
         type: Always "function".
-        name: Name of the function, such as "weather".
+        name: Name of the function.
     """
 
-    type: str = "function"
-    name: str | None = None
+    type: Annotated[str, example("function")] = "function"
+    name: Annotated[str | None, example("weather")] = None
 
 
 class NamedTool(Struct, kw_only=True):
     """The one tool that the model has to call, or those that it may.
 
     Attributes:
-        type: What it says, such as "function", which demands a call of the one in ``name``;
-            "allowed_tools" allows those in ``tools``.
-        name: Name of the function, such as "weather".
+        type: What it says, which demands a call of the one in ``name``; "allowed_tools" allows
+            those in ``tools``.
+        name: Name of the function.
         mode: Of "allowed_tools": whether one of them has to be called.
         tools: Of "allowed_tools": those that may be called.
     """
 
-    type: str
-    name: str | None = None
+    type: Annotated[str, example("function")]
+    name: Annotated[str | None, example("weather")] = None
     mode: Literal["auto", "required"] | None = None
     tools: list[AllowedTool] | None = None
 
@@ -148,9 +148,9 @@ class InputBody(LlamaFields, kw_only=True):
     """A conversation whose tokens to count.
 
     Attributes:
-        input: A text, such as "Who is Anna?", or the whole conversation as items.
-        model: Id of a configured model, such as "demo"; the default model if not given.
-        instructions: System prompt, such as "Answer briefly.".
+        input: A text, or the whole conversation as items.
+        model: Id of a configured model; the default model if not given.
+        instructions: System prompt.
         tools: Functions that the model may call.
         tool_choice: Whether it calls them; "auto" if not given.
         parallel_tool_calls: Whether there may be several calls; true if not given.
@@ -158,48 +158,48 @@ class InputBody(LlamaFields, kw_only=True):
         reasoning: How much the model thinks.
         previous_response_id: Has to be null: the server keeps no responses. Send the whole
             conversation as input.
-        chat_template_kwargs: Variables for the model's chat template, such as {"enable_thinking":
-            false}.
+        chat_template_kwargs: Variables for the model's chat template.
         conversation: Has to be null: the server keeps no conversations.
         prompt: Has to be null: the server keeps no prompts.
     """
 
-    input: str | list[Item]
-    model: str | None = None
-    instructions: str | None = None
+    input: Annotated[str | list[Item], example("Who is Anna?")]
+    model: Annotated[str | None, example("demo")] = None
+    instructions: Annotated[str | None, example("Answer briefly.")] = None
     tools: list[Tool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
-    parallel_tool_calls: bool | None = None
+    tool_choice: Annotated[
+        Literal["none", "auto", "required"] | NamedTool | None, example(default="auto")
+    ] = None
+    parallel_tool_calls: Annotated[bool | None, example(default=True)] = None
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
-    previous_response_id: str | None = None
-    chat_template_kwargs: Object | None = None
-    conversation: Any = None
-    prompt: Any = None
+    previous_response_id: Annotated[str | None, example(None)] = None
+    chat_template_kwargs: Annotated[Object | None, example({"enable_thinking": False})] = None
+    conversation: Annotated[Any, example(None)] = None
+    prompt: Annotated[Any, example(None)] = None
 
 
 class ResponsesBody(InputBody, kw_only=True):
     """A conversation to continue; llama.cpp's sampling fields work too.
 
     Attributes:
-        max_output_tokens: Most tokens to generate, such as 128; as many as fit the context if not
-            given.
-        top_logprobs: So many of the most probable tokens with each, such as 3, where ``include``
-            asks for logprobs. They are before bias, grammar and samplers.
-        include: What else the response has: ["message.output_text.logprobs"] for logprobs, such as
-            ["message.output_text.logprobs"]; the rest is ignored.
-        metadata: Texts that the response repeats, such as {"topic": "names"}.
+        max_output_tokens: Most tokens to generate; as many as fit the context if not given.
+        top_logprobs: So many of the most probable tokens with each, where ``include`` asks for
+            logprobs. They are before bias, grammar and samplers.
+        include: What else the response has: ["message.output_text.logprobs"] for logprobs; the rest
+            is ignored.
+        metadata: Texts that the response repeats.
         store: Has to be false: the server keeps no responses. false if not given.
         background: Has to be false: it is not supported. false if not given.
         attention: Which attention to send with each token; true for all defaults.
     """
 
-    max_output_tokens: int | None = None
-    top_logprobs: int | None = None
-    include: list[str] | None = None
-    metadata: dict[str, str] | None = None
-    store: bool | None = None
-    background: bool | None = None
+    max_output_tokens: Annotated[int | None, example(128)] = None
+    top_logprobs: Annotated[int | None, example(3)] = None
+    include: Annotated[list[str] | None, example(["message.output_text.logprobs"])] = None
+    metadata: Annotated[dict[str, str] | None, example({"topic": "names"})] = None
+    store: Annotated[bool | None, example(default=False)] = None
+    background: Annotated[bool | None, example(default=False)] = None
     attention: Attention | bool | None = None
 
 
@@ -210,14 +210,14 @@ class OutputTopLogprob(Struct, kw_only=True):
     """A token that could have been chosen.
 
     Attributes:
-        token: Its text, such as " the"; U+FFFD for bytes that are not UTF-8.
-        bytes: Its bytes, such as [32, 116, 104, 101].
-        logprob: Its logprob before bias, grammar and samplers, such as -1.5.
+        token: Its text; U+FFFD for bytes that are not UTF-8.
+        bytes: Its bytes.
+        logprob: Its logprob before bias, grammar and samplers.
     """
 
-    token: str
-    bytes: list[int]
-    logprob: float
+    token: Annotated[str, example(" the")]
+    bytes: Annotated[list[int], example([32, 116, 104, 101])]
+    logprob: Annotated[float, example(-1.5)]
 
 
 class OutputLogprob(OutputTopLogprob, kw_only=True):
@@ -234,100 +234,118 @@ class InputDetails(Struct, kw_only=True):
     """Of the prompt's tokens.
 
     Attributes:
-        cached_tokens: Those that were in the cache, such as 0.
+        cached_tokens: Those that were in the cache.
         cache_write_tokens: Always 0.
     """
 
-    cached_tokens: int
-    cache_write_tokens: int = 0
+    cached_tokens: Annotated[int, example(0)]
+    cache_write_tokens: Annotated[int, example(0)] = 0
 
 
 class OutputDetails(Struct, kw_only=True):
     """Of the generated tokens.
 
     Attributes:
-        reasoning_tokens: Those of the reasoning, such as 0.
+        reasoning_tokens: Those of the reasoning.
     """
 
-    reasoning_tokens: int
+    reasoning_tokens: Annotated[int, example(0)]
 
 
 class Usage(Struct, kw_only=True):
     """Tokens of the request.
 
     Attributes:
-        input_tokens: Tokens of the prompt, such as 12.
+        input_tokens: Tokens of the prompt.
         input_tokens_details: More about them.
-        output_tokens: Tokens that were generated, such as 20.
+        output_tokens: Tokens that were generated.
         output_tokens_details: More about them.
-        total_tokens: Both together, such as 32.
+        total_tokens: Both together.
     """
 
-    input_tokens: int
+    input_tokens: Annotated[int, example(12)]
     input_tokens_details: InputDetails
-    output_tokens: int
+    output_tokens: Annotated[int, example(20)]
     output_tokens_details: OutputDetails
-    total_tokens: int
+    total_tokens: Annotated[int, example(32)]
 
 
 class Response(Struct, kw_only=True):
     """The answer, or what of it there is so far.
 
     Attributes:
-        id: Id of the response, such as "resp_1"; kept attention has it as its name.
+        id: Id of the response; kept attention has it as its name.
         object: Always "response".
-        created_at: When it was begun, in seconds since 1970, such as 1767225600.
-        completed_at: When it ended, such as 1767225601; null before.
+        created_at: When it was begun, in seconds since 1970.
+        completed_at: When it ended; null before.
         status: Whether it is whole; "incomplete" is one that a limit cut.
-        model: The model, as the request names it, such as "demo".
-        output: Items of the answer, in the order in which they came, such as [{"type": "message",
-            "id": "msg_1", "status": "completed", "role": "assistant", "content": [{"type":
-            "output_text", "text": "Anna is a teacher.", "annotations": [], "logprobs": []}]}].
-        error: What went wrong, such as {"code": "server_error", "message": "the model was
-            switched"}; null otherwise.
-        incomplete_details: Which limit cut it, such as {"reason": "max_output_tokens"}; null
-            otherwise.
-        instructions: Those of the request, such as "Answer briefly.".
-        max_output_tokens: That of the request, such as 128.
-        metadata: That of the request, such as {"topic": "names"}.
+        model: The model, as the request names it.
+        output: Items of the answer, in the order in which they came.
+        error: What went wrong; null otherwise.
+        incomplete_details: Which limit cut it; null otherwise.
+        instructions: Those of the request.
+        max_output_tokens: That of the request.
+        metadata: That of the request.
         parallel_tool_calls: Whether there may be several calls.
         previous_response_id: Always null.
-        reasoning: The request's effort, such as {"effort": "low", "summary": null}.
+        reasoning: The request's effort.
         store: Always false.
-        temperature: That of the request, such as 0.7.
-        text: Form of the text, such as {"format": {"type": "text"}}.
-        tool_choice: That of the request, such as "auto".
-        tools: Those of the request, such as [].
-        top_logprobs: That of the request, such as 0.
-        top_p: That of the request, such as 0.9.
+        temperature: That of the request.
+        text: Form of the text.
+        tool_choice: That of the request.
+        tools: Those of the request.
+        top_logprobs: That of the request.
+        top_p: That of the request.
         truncation: Always "disabled".
         usage: Tokens of the request; null before its end.
         attention: Attention of each token, if asked for.
         prompt_attention: Rows of the prompt, if asked for.
     """
 
-    id: str
+    id: Annotated[str, example("resp_1")]
     object: Literal["response"] = "response"
-    created_at: int
-    completed_at: int | None = None
+    created_at: Annotated[int, example(1767225600)]
+    completed_at: Annotated[int | None, example(1767225601)] = None
     status: Status
-    model: str
-    output: list[Object]
-    error: Object | None = None
-    incomplete_details: Object | None = None
-    instructions: str | None
-    max_output_tokens: int | None
-    metadata: dict[str, str]
+    model: Annotated[str, example("demo")]
+    output: Annotated[
+        list[Object],
+        example(
+            [
+                {
+                    "type": "message",
+                    "id": "msg_1",
+                    "status": "completed",
+                    "role": "assistant",
+                    "content": [
+                        {
+                            "type": "output_text",
+                            "text": "Anna is a teacher.",
+                            "annotations": [],
+                            "logprobs": [],
+                        }
+                    ],
+                }
+            ]
+        ),
+    ]
+    error: Annotated[
+        Object | None, example({"code": "server_error", "message": "the model was switched"})
+    ] = None
+    incomplete_details: Annotated[Object | None, example({"reason": "max_output_tokens"})] = None
+    instructions: Annotated[str | None, example("Answer briefly.")]
+    max_output_tokens: Annotated[int | None, example(128)]
+    metadata: Annotated[dict[str, str], example({"topic": "names"})]
     parallel_tool_calls: bool
-    previous_response_id: None = None
-    reasoning: Object
+    previous_response_id: Annotated[None, example(None)] = None
+    reasoning: Annotated[Object, example({"effort": "low", "summary": None})]
     store: bool = False
-    temperature: float | None
-    text: Object
-    tool_choice: Any
-    tools: list[Tool]
-    top_logprobs: int
-    top_p: float | None
+    temperature: Annotated[float | None, example(0.7)]
+    text: Annotated[Object, example({"format": {"type": "text"}})]
+    tool_choice: Annotated[Any, example("auto")]
+    tools: Annotated[list[Tool], example([])]
+    top_logprobs: Annotated[int, example(0)]
+    top_p: Annotated[float | None, example(0.9)]
     truncation: Literal["disabled"] = "disabled"
     usage: Usage | None = None
     attention: list[TokenAttention] | UnsetType = UNSET
@@ -339,8 +357,8 @@ class InputTokens(Struct, kw_only=True):
 
     Attributes:
         object: Always "response.input_tokens".
-        input_tokens: How many there are, such as 12.
+        input_tokens: How many there are.
     """
 
     object: Literal["response.input_tokens"] = "response.input_tokens"
-    input_tokens: int
+    input_tokens: Annotated[int, example(12)]

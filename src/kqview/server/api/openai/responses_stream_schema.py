@@ -4,13 +4,14 @@
 The name of an event is its ``type``.
 """
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
 from kqview.server.api.openai.responses_schema import OutputLogprob, Response
 from kqview.server.api.wire.event_parts import PromptAttention, TokenAttention
 from kqview.server.api.wire.llama_fields import Progress, Timings
+from kqview.server.web.described import example
 
 
 class Event(Struct, kw_only=True):
@@ -18,10 +19,10 @@ class Event(Struct, kw_only=True):
 
     Attributes:
         type: Its name.
-        sequence_number: Its place in the stream, from 0, such as 0.
+        sequence_number: Its place in the stream, from 0.
     """
 
-    sequence_number: int
+    sequence_number: Annotated[int, example(0)]
 
 
 class ResponseEvent(Event, kw_only=True):
@@ -50,26 +51,36 @@ class ItemEvent(Event, kw_only=True):
 
     Attributes:
         type: "response.output_item.added" or "response.output_item.done".
-        output_index: Of the item in the output, from 0, such as 0.
-        item: The item, such as {"type": "message", "id": "msg_1", "status": "in_progress", "role":
-            "assistant", "content": []}.
+        output_index: Of the item in the output, from 0.
+        item: The item.
     """
 
     type: Literal["response.output_item.added", "response.output_item.done"]
-    output_index: int
-    item: dict[str, Any]
+    output_index: Annotated[int, example(0)]
+    item: Annotated[
+        dict[str, Any],
+        example(
+            {
+                "type": "message",
+                "id": "msg_1",
+                "status": "in_progress",
+                "role": "assistant",
+                "content": [],
+            }
+        ),
+    ]
 
 
 class OfItem(Event, kw_only=True):
     """An event about an item.
 
     Attributes:
-        output_index: Of the item in the output, from 0, such as 0.
-        item_id: Id of the item, such as "msg_1".
+        output_index: Of the item in the output, from 0.
+        item_id: Id of the item.
     """
 
-    output_index: int
-    item_id: str
+    output_index: Annotated[int, example(0)]
+    item_id: Annotated[str, example("msg_1")]
 
 
 class PartEvent(OfItem, kw_only=True):
@@ -78,13 +89,15 @@ class PartEvent(OfItem, kw_only=True):
     Attributes:
         type: "response.content_part.added" or "response.content_part.done".
         content_index: Always 0: an item has one part.
-        part: The part, such as {"type": "output_text", "text": "Anna", "annotations": [],
-            "logprobs": []}.
+        part: The part.
     """
 
     type: Literal["response.content_part.added", "response.content_part.done"]
-    content_index: int
-    part: dict[str, Any]
+    content_index: Annotated[int, example(0)]
+    part: Annotated[
+        dict[str, Any],
+        example({"type": "output_text", "text": "Anna", "annotations": [], "logprobs": []}),
+    ]
 
 
 class TextDelta(OfItem, kw_only=True):
@@ -93,14 +106,14 @@ class TextDelta(OfItem, kw_only=True):
     Attributes:
         type: Always "response.output_text.delta".
         content_index: Always 0: an item has one part.
-        delta: The text, such as "Anna".
+        delta: The text.
         logprobs: Those of its tokens, if asked for.
         timings: What it cost so far, with ``timings_per_token``.
     """
 
     type: Literal["response.output_text.delta"]
-    content_index: int
-    delta: str
+    content_index: Annotated[int, example(0)]
+    delta: Annotated[str, example("Anna")]
     logprobs: list[OutputLogprob]
     timings: Timings | UnsetType = UNSET
 
@@ -111,13 +124,13 @@ class TextDone(OfItem, kw_only=True):
     Attributes:
         type: Always "response.output_text.done".
         content_index: Always 0: an item has one part.
-        text: The text, such as "Anna is a teacher.".
+        text: The text.
         logprobs: Those of its tokens, if asked for.
     """
 
     type: Literal["response.output_text.done"]
-    content_index: int
-    text: str
+    content_index: Annotated[int, example(0)]
+    text: Annotated[str, example("Anna is a teacher.")]
     logprobs: list[OutputLogprob]
 
 
@@ -127,12 +140,12 @@ class ReasoningDelta(OfItem, kw_only=True):
     Attributes:
         type: Always "response.reasoning_text.delta".
         content_index: Always 0: an item has one part.
-        delta: The text, such as "The user".
+        delta: The text.
     """
 
     type: Literal["response.reasoning_text.delta"]
-    content_index: int
-    delta: str
+    content_index: Annotated[int, example(0)]
+    delta: Annotated[str, example("The user")]
 
 
 class ReasoningDone(OfItem, kw_only=True):
@@ -141,12 +154,12 @@ class ReasoningDone(OfItem, kw_only=True):
     Attributes:
         type: Always "response.reasoning_text.done".
         content_index: Always 0: an item has one part.
-        text: The text, such as "The user asks for a name.".
+        text: The text.
     """
 
     type: Literal["response.reasoning_text.done"]
-    content_index: int
-    text: str
+    content_index: Annotated[int, example(0)]
+    text: Annotated[str, example("The user asks for a name.")]
 
 
 class ArgumentsDelta(OfItem, kw_only=True):
@@ -158,7 +171,7 @@ class ArgumentsDelta(OfItem, kw_only=True):
     """
 
     type: Literal["response.function_call_arguments.delta"]
-    delta: str
+    delta: Annotated[str, example('{"city": ')]
 
 
 class ArgumentsDone(OfItem, kw_only=True):
@@ -167,12 +180,12 @@ class ArgumentsDone(OfItem, kw_only=True):
     Attributes:
         type: Always "response.function_call_arguments.done".
         arguments: The arguments as JSON, such as "{\\"city\\": \\"Rome\\"}".
-        name: Name of the function, such as "weather".
+        name: Name of the function.
     """
 
     type: Literal["response.function_call_arguments.done"]
-    arguments: str
-    name: str
+    arguments: Annotated[str, example('{"city": "Rome"}')]
+    name: Annotated[str, example("weather")]
 
 
 class AttentionEvent(Event, kw_only=True):
@@ -204,10 +217,10 @@ class RemovedEvent(Event, kw_only=True):
 
     Attributes:
         type: Always "response.removed".
-        tokens: So many of the last tokens, such as 1.
-        characters: So many of the last characters, such as 2.
+        tokens: So many of the last tokens.
+        characters: So many of the last characters.
     """
 
     type: Literal["response.removed"]
-    tokens: int
-    characters: int
+    tokens: Annotated[int, example(1)]
+    characters: Annotated[int, example(2)]

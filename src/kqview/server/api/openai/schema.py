@@ -13,6 +13,7 @@ from kqview.server.api.wire.attention_protocol import TokenLogprob
 from kqview.server.api.wire.chat_message import MessageObject, ToolObject
 from kqview.server.api.wire.event_parts import ModCall, PromptAttention, TokenAttention
 from kqview.server.api.wire.llama_fields import LlamaFields, Timings
+from kqview.server.web.described import example
 
 Object = dict[str, Any]
 
@@ -23,29 +24,29 @@ class KeptRow(Struct, kw_only=True):
     """A row that is kept: its token, and the shape of its values.
 
     Attributes:
-        n: Index of the token, from 0, such as 0.
-        token_id: Its id, such as 259.
-        text: The text that it completes, such as " t".
-        shape: Shape of its values, such as [4, 8, 6]; empty for "sparse" and "viz", which are JSON.
+        n: Index of the token, from 0.
+        token_id: Its id.
+        text: The text that it completes.
+        shape: Shape of its values; empty for "sparse" and "viz", which are JSON.
     """
 
-    n: int
-    token_id: int
-    text: str
-    shape: tuple[int, ...]
+    n: Annotated[int, example(0)]
+    token_id: Annotated[int, example(259)]
+    text: Annotated[str, example(" t")]
+    shape: Annotated[tuple[int, ...], example([4, 8, 6])]
 
 
 class KeptChoice(Struct, kw_only=True):
     """Rows of one choice.
 
     Attributes:
-        index: Of the choice, from 0, such as 0.
-        n_left_out: Rows that did not fit into the memory for them, such as 0.
+        index: Of the choice, from 0.
+        n_left_out: Rows that did not fit into the memory for them.
         rows: Its rows, the oldest first.
     """
 
-    index: int
-    n_left_out: int
+    index: Annotated[int, example(0)]
+    n_left_out: Annotated[int, example(0)]
     rows: list[KeptRow]
 
 
@@ -53,21 +54,21 @@ class KeptAttention(Struct, kw_only=True):
     """Reply of ``GET /v1/attention/{id}``: which rows of a reply are kept.
 
     Attributes:
-        id: Id of the reply, such as "chatcmpl-1".
+        id: Id of the reply.
         object: Always "attention".
-        values: What rows hold: "logits", "scores" or "probs", such as "probs".
-        format: Format of the rows, such as "per_layer".
-        dtype: Type of their values, such as "float32"; little-endian.
-        layers: Layers that they are of, in the order of their first axis, such as [0, 1, 2, 3].
+        values: What rows hold: "logits", "scores" or "probs".
+        format: Format of the rows.
+        dtype: Type of their values; little-endian.
+        layers: Layers that they are of, in the order of their first axis.
         choices: Rows of each choice.
     """
 
-    id: str
+    id: Annotated[str, example("chatcmpl-1")]
     object: Literal["attention"] = "attention"
-    values: str
-    format: str
-    dtype: str
-    layers: tuple[int, ...]
+    values: Annotated[str, example("probs")]
+    format: Annotated[str, example("per_layer")]
+    dtype: Annotated[str, example("float32")]
+    layers: Annotated[tuple[int, ...], example([0, 1, 2, 3])]
     choices: list[KeptChoice]
 
 
@@ -81,7 +82,7 @@ class StreamOptions(Struct, kw_only=True):
         include_usage: Whether a last chunk has the usage; false if not given.
     """
 
-    include_usage: bool | None = None
+    include_usage: Annotated[bool | None, example(default=False)] = None
 
 
 class GenerateFields(LlamaFields, kw_only=True):
@@ -92,7 +93,7 @@ class GenerateFields(LlamaFields, kw_only=True):
         attention: Which attention to send with each token; true for all defaults.
     """
 
-    model: str | None = None
+    model: Annotated[str | None, example("demo")] = None
     stream_options: StreamOptions | None = None
     attention: Attention | bool | None = None
 
@@ -101,40 +102,57 @@ class ChatBody(GenerateFields, kw_only=True):
     """Body of ``POST /v1/chat/completions``.
 
     Attributes:
-        messages: The conversation, the oldest message first, such as [{"role": "user", "content":
-            "Who is Anna?"}]. Roles are those of the model's template; a content is a text or a list
-            of parts of type "text".
-        tools: Functions that the model may call, such as [{"type": "function", "function": {"name":
-            "weather", "parameters": {"type": "object"}}}].
-        tool_choice: "auto", "none", "required", or the one to call, such as {"type": "function",
-            "function": {"name": "weather"}}; "auto" if not given.
+        messages: The conversation, the oldest message first. Roles are those of the model's
+            template; a content is a text or a list of parts of type "text".
+        tools: Functions that the model may call.
+        tool_choice: "auto", "none", "required", or the one to call; "auto" if not given.
         parallel_tool_calls: Whether there may be several calls; true if not given.
         response_format: Form of the answer, held by a grammar: {"type": "text"}, {"type":
-            "json_object"} or a schema, such as {"type": "json_schema", "json_schema": {"schema":
-            {"type": "object"}}}.
-        top_logprobs: So many of the most probable tokens with each, such as 3, where ``logprobs``
-            is true. They are before bias, grammar and samplers.
+            "json_object"} or a schema.
+        top_logprobs: So many of the most probable tokens with each, where ``logprobs`` is true.
+            They are before bias, grammar and samplers.
         reasoning_format: "none" leaves reasoning in ``content``; the others send it as
             ``reasoning_content``. "auto" if not given.
-        reasoning_effort: How much to think, for templates that know it, such as "low".
-        chat_template_kwargs: Variables for the model's chat template, such as {"enable_thinking":
-            false}.
+        reasoning_effort: How much to think, for templates that know it.
+        chat_template_kwargs: Variables for the model's chat template.
         add_generation_prompt: Whether the prompt ends with the beginning of an answer; true if not
             given.
         continue_final_message: Whether the answer goes on with the last message, which is the
             assistant's.
     """
 
-    messages: Annotated[list[MessageObject], msgspec.Meta(max_length=65_536)]
-    tools: Annotated[list[ToolObject], msgspec.Meta(max_length=1024)] | None = None
-    tool_choice: str | Object | None = None
-    parallel_tool_calls: bool | None = None
-    response_format: Object | None = None
-    top_logprobs: int | None = None
-    reasoning_format: Literal["none", "auto", "deepseek", "deepseek-legacy"] | None = None
-    reasoning_effort: str | None = None
-    chat_template_kwargs: Object | None = None
-    add_generation_prompt: bool | None = None
+    messages: Annotated[
+        list[MessageObject],
+        msgspec.Meta(max_length=65_536),
+        example([{"role": "user", "content": "Who is Anna?"}]),
+    ]
+    tools: Annotated[
+        Annotated[list[ToolObject], msgspec.Meta(max_length=1024)] | None,
+        example(
+            [
+                {
+                    "type": "function",
+                    "function": {"name": "weather", "parameters": {"type": "object"}},
+                }
+            ]
+        ),
+    ] = None
+    tool_choice: Annotated[
+        str | Object | None,
+        example({"type": "function", "function": {"name": "weather"}}, default="auto"),
+    ] = None
+    parallel_tool_calls: Annotated[bool | None, example(default=True)] = None
+    response_format: Annotated[
+        Object | None,
+        example({"type": "json_schema", "json_schema": {"schema": {"type": "object"}}}),
+    ] = None
+    top_logprobs: Annotated[int | None, example(3)] = None
+    reasoning_format: Annotated[
+        Literal["none", "auto", "deepseek", "deepseek-legacy"] | None, example(default="auto")
+    ] = None
+    reasoning_effort: Annotated[str | None, example("low")] = None
+    chat_template_kwargs: Annotated[Object | None, example({"enable_thinking": False})] = None
+    add_generation_prompt: Annotated[bool | None, example(default=True)] = None
     continue_final_message: bool | str | None = None
 
 
@@ -142,35 +160,39 @@ class CompletionBody(GenerateFields, kw_only=True):
     """Body of ``POST /v1/completions``.
 
     Attributes:
-        prompt: A text, such as "Anna is a", ids, or a list of these.
+        prompt: A text, ids, or a list of these.
         echo: Whether the reply begins with the prompt; with ``logprobs`` also with those of the
             prompt. False if not given.
         suffix: Has to be "": it is not supported. Use ``/infill``.
-        best_of: Has to be that of ``n``, such as 1: no text is thrown away.
+        best_of: Has to be that of ``n``: no text is thrown away.
     """
 
-    prompt: str | Annotated[list[Any], msgspec.Meta(max_length=65_536)]
+    prompt: Annotated[
+        str | Annotated[list[Any], msgspec.Meta(max_length=65_536)], example("Anna is a")
+    ]
     echo: bool | None = None
-    suffix: str | None = None
-    best_of: int | None = None
+    suffix: Annotated[str | None, example("")] = None
+    best_of: Annotated[int | None, example(1)] = None
 
 
 class EmbeddingsBody(Struct, kw_only=True):
     """Body of ``POST /v1/embeddings``.
 
     Attributes:
-        input: A text, such as "Anna is a teacher.", ids, {"content": [{"type": "text", "text":
-            "Anna"}]}, or a list of these.
-        model: Id of a configured model, such as "demo"; the default model if not given.
+        input: A text, ids, {"content": [{"type": "text", "text": "Anna"}]}, or a list of these.
+        model: Id of a configured model; the default model if not given.
         encoding_format: Numbers, or base64 of little-endian float32; "float" if not given.
-        dimensions: Length to which vectors are cut, such as 64; they are scaled to length 1 again.
-            All if not given.
+        dimensions: Length to which vectors are cut; they are scaled to length 1 again. All if not
+            given.
     """
 
-    input: str | dict[str, Any] | Annotated[list[Any], msgspec.Meta(max_length=65_536)]
-    model: str | None = None
-    encoding_format: Literal["float", "base64"] | None = None
-    dimensions: int | None = None
+    input: Annotated[
+        str | dict[str, Any] | Annotated[list[Any], msgspec.Meta(max_length=65_536)],
+        example("Anna is a teacher."),
+    ]
+    model: Annotated[str | None, example("demo")] = None
+    encoding_format: Annotated[Literal["float", "base64"] | None, example(default="float")] = None
+    dimensions: Annotated[int | None, example(64)] = None
 
 
 # ---- replies
@@ -180,25 +202,25 @@ class PromptDetails(Struct):
     """Of the prompt's tokens.
 
     Attributes:
-        cached_tokens: Those that were in the cache, such as 0.
+        cached_tokens: Those that were in the cache.
     """
 
-    cached_tokens: int
+    cached_tokens: Annotated[int, example(0)]
 
 
 class Usage(Struct, kw_only=True):
     """Tokens of a request.
 
     Attributes:
-        prompt_tokens: Tokens of the prompt, such as 12.
-        completion_tokens: Tokens that were generated, such as 20.
-        total_tokens: Both together, such as 32.
+        prompt_tokens: Tokens of the prompt.
+        completion_tokens: Tokens that were generated.
+        total_tokens: Both together.
         prompt_tokens_details: More about those of the prompt.
     """
 
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
+    prompt_tokens: Annotated[int, example(12)]
+    completion_tokens: Annotated[int, example(20)]
+    total_tokens: Annotated[int, example(32)]
     prompt_tokens_details: PromptDetails
 
 
@@ -206,27 +228,27 @@ class Function(Struct, kw_only=True):
     """A function that the model calls.
 
     Attributes:
-        name: Its name, such as "weather".
+        name: Its name.
         arguments: Its arguments as JSON, such as "{\\"city\\": \\"Rome\\"}"; in a stream a piece of
             that.
     """
 
-    name: str | UnsetType = UNSET
-    arguments: str
+    name: Annotated[str | UnsetType, example("weather")] = UNSET
+    arguments: Annotated[str, example('{"city": "Rome"}')]
 
 
 class ToolCall(Struct, kw_only=True):
     """A call, or in a stream a piece of one, whose first has ``id`` and ``name``.
 
     Attributes:
-        index: Of the call in a stream, from 0, such as 0.
-        id: Id of the call, which its result repeats, such as "call_1".
+        index: Of the call in a stream, from 0.
+        id: Id of the call, which its result repeats.
         type: Always "function".
         function: What is called.
     """
 
-    index: int | UnsetType = UNSET
-    id: str | UnsetType = UNSET
+    index: Annotated[int | UnsetType, example(0)] = UNSET
+    id: Annotated[str | UnsetType, example("call_1")] = UNSET
     type: Literal["function"] | UnsetType = UNSET
     function: Function
 
@@ -236,14 +258,14 @@ class Message(Struct, kw_only=True):
 
     Attributes:
         role: Always "assistant".
-        content: Text of the answer, such as "Anna is a teacher."; null if there are only calls.
-        reasoning_content: What the model thought first, such as "The user asks for a name.".
+        content: Text of the answer; null if there are only calls.
+        reasoning_content: What the model thought first.
         tool_calls: Functions that it calls.
     """
 
     role: Literal["assistant"] = "assistant"
-    content: str | None
-    reasoning_content: str | UnsetType = UNSET
+    content: Annotated[str | None, example("Anna is a teacher.")]
+    reasoning_content: Annotated[str | UnsetType, example("The user asks for a name.")] = UNSET
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
@@ -261,18 +283,18 @@ class ChatChoice(Struct, kw_only=True):
     """One of the answers.
 
     Attributes:
-        index: Of the answer, from 0, such as 0.
+        index: Of the answer, from 0.
         message: The answer.
         logprobs: Those of its tokens, if asked for.
-        finish_reason: Why it ended: "stop", "length" or "tool_calls", such as "stop".
+        finish_reason: Why it ended: "stop", "length" or "tool_calls".
         attention: Attention of each of its tokens, if asked for.
         prompt_attention: Rows of the prompt, if asked for.
     """
 
-    index: int
+    index: Annotated[int, example(0)]
     message: Message
     logprobs: ChoiceLogprobs | None = None
-    finish_reason: str
+    finish_reason: Annotated[str, example("stop")]
     attention: list[TokenAttention] | UnsetType = UNSET
     prompt_attention: list[PromptAttention] | UnsetType = UNSET
 
@@ -281,36 +303,38 @@ class Verbose(Struct):
     """What became of a chat.
 
     Attributes:
-        prompt: Its prompt, with special tokens, such as "<|im_start|>user".
+        prompt: Its prompt, with special tokens.
     """
 
-    prompt: str
+    prompt: Annotated[str, example("<|im_start|>user")]
 
 
 class ChatCompletion(Struct, kw_only=True):
     """Reply of ``POST /v1/chat/completions``.
 
     Attributes:
-        id: Id of the reply, such as "chatcmpl-1"; kept attention has it as its name.
+        id: Id of the reply; kept attention has it as its name.
         object: Always "chat.completion".
-        created: When it was made, in seconds since 1970, such as 1767225600.
-        model: The model, as the request names it, such as "demo".
-        system_fingerprint: What generated it, such as "kqview-0.1.0".
+        created: When it was made, in seconds since 1970.
+        model: The model, as the request names it.
+        system_fingerprint: What generated it.
         choices: The answers.
         usage: Tokens of the request.
         timings: What it cost.
-        __verbose: The prompt, with ``verbose``, such as {"prompt": "<|im_start|>user"}.
+        __verbose: The prompt, with ``verbose``.
     """
 
-    id: str
+    id: Annotated[str, example("chatcmpl-1")]
     object: Literal["chat.completion"] = "chat.completion"
-    created: int
-    model: str
-    system_fingerprint: str
+    created: Annotated[int, example(1767225600)]
+    model: Annotated[str, example("demo")]
+    system_fingerprint: Annotated[str, example("kqview-0.1.0")]
     choices: list[ChatChoice]
     usage: Usage
     timings: Timings
-    verbose: Verbose | UnsetType = msgspec.field(default=UNSET, name="__verbose")
+    verbose: Annotated[Verbose | UnsetType, example({"prompt": "<|im_start|>user"})] = (
+        msgspec.field(default=UNSET, name="__verbose")
+    )
 
 
 class TextLogprobs(Struct, kw_only=True):
@@ -320,39 +344,38 @@ class TextLogprobs(Struct, kw_only=True):
 
     Attributes:
         content: Each token with those that could have been, as in chat completions.
-        tokens: Text of each token, such as [" a"].
-        token_logprobs: Logprob of each before bias, grammar and samplers, such as [-0.6].
-        top_logprobs: The most probable tokens at each place by their texts, such as
-            [{" a": -0.6, " the": -1.5}].
-        text_offset: Character of the text at which each token begins, such as [0].
+        tokens: Text of each token.
+        token_logprobs: Logprob of each before bias, grammar and samplers.
+        top_logprobs: The most probable tokens at each place by their texts.
+        text_offset: Character of the text at which each token begins.
     """
 
     content: list[TokenLogprob] | UnsetType = UNSET
-    tokens: list[str]
-    token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float] | None]
-    text_offset: list[int]
+    tokens: Annotated[list[str], example([" a"])]
+    token_logprobs: Annotated[list[float | None], example([-0.6])]
+    top_logprobs: Annotated[list[dict[str, float] | None], example([{" a": -0.6, " the": -1.5}])]
+    text_offset: Annotated[list[int], example([0])]
 
 
 class TextChoice(Struct, kw_only=True):
     """One of the texts.
 
     Attributes:
-        index: Of the text, from 0, such as 0.
-        text: The text, such as " teacher.".
+        index: Of the text, from 0.
+        text: The text.
         logprobs: Those of its tokens, if asked for, in OpenAI's older form and that of chat
             completions.
-        finish_reason: Why it ended: "stop" or "length", such as "stop".
+        finish_reason: Why it ended: "stop" or "length".
         attention: Attention of each of its tokens, if asked for.
         prompt_attention: Rows of the prompt, if asked for.
         tool_calls: Calls that a mod made.
         tool_calls: Calls that a mod made.
     """
 
-    index: int
-    text: str
+    index: Annotated[int, example(0)]
+    text: Annotated[str, example(" teacher.")]
     logprobs: TextLogprobs | None = None
-    finish_reason: str
+    finish_reason: Annotated[str, example("stop")]
     attention: list[TokenAttention] | UnsetType = UNSET
     prompt_attention: list[PromptAttention] | UnsetType = UNSET
     tool_calls: list[ModCall] | UnsetType = UNSET
@@ -362,21 +385,21 @@ class TextCompletion(Struct, kw_only=True):
     """Reply of ``POST /v1/completions``.
 
     Attributes:
-        id: Id of the reply, such as "cmpl-1"; kept attention has it as its name.
+        id: Id of the reply; kept attention has it as its name.
         object: Always "text_completion".
-        created: When it was made, in seconds since 1970, such as 1767225600.
-        model: The model, as the request names it, such as "demo".
-        system_fingerprint: What generated it, such as "kqview-0.1.0".
+        created: When it was made, in seconds since 1970.
+        model: The model, as the request names it.
+        system_fingerprint: What generated it.
         choices: The texts.
         usage: Tokens of the request.
         timings: What it cost.
     """
 
-    id: str
+    id: Annotated[str, example("cmpl-1")]
     object: Literal["text_completion"] = "text_completion"
-    created: int
-    model: str
-    system_fingerprint: str
+    created: Annotated[int, example(1767225600)]
+    model: Annotated[str, example("demo")]
+    system_fingerprint: Annotated[str, example("kqview-0.1.0")]
     choices: list[TextChoice]
     usage: Usage
     timings: Timings
@@ -386,12 +409,12 @@ class EmbeddingUsage(Struct):
     """Tokens of the texts.
 
     Attributes:
-        prompt_tokens: Tokens of all texts, such as 6.
-        total_tokens: The same, such as 6.
+        prompt_tokens: Tokens of all texts.
+        total_tokens: The same.
     """
 
-    prompt_tokens: int
-    total_tokens: int
+    prompt_tokens: Annotated[int, example(6)]
+    total_tokens: Annotated[int, example(6)]
 
 
 class Embedding(Struct, kw_only=True):
@@ -399,13 +422,13 @@ class Embedding(Struct, kw_only=True):
 
     Attributes:
         object: Always "embedding".
-        index: Of the text, from 0, such as 0.
-        embedding: Its numbers, such as [0.6, -0.8], or base64 of little-endian float32.
+        index: Of the text, from 0.
+        embedding: Its numbers, or base64 of little-endian float32.
     """
 
     object: Literal["embedding"] = "embedding"
-    index: int
-    embedding: list[float] | str
+    index: Annotated[int, example(0)]
+    embedding: Annotated[list[float] | str, example([0.6, -0.8])]
 
 
 class Embeddings(Struct, kw_only=True):
@@ -413,13 +436,13 @@ class Embeddings(Struct, kw_only=True):
 
     Attributes:
         object: Always "list".
-        model: The model, as the request names it, such as "demo".
+        model: The model, as the request names it.
         data: The vectors, in the order of the texts.
         usage: Tokens of the request.
     """
 
     object: Literal["list"] = "list"
-    model: str
+    model: Annotated[str, example("demo")]
     data: list[Embedding]
     usage: EmbeddingUsage
 
@@ -428,60 +451,60 @@ class ModelMeta(Struct, kw_only=True):
     """Facts about a model, as llama.cpp's server names them.
 
     Attributes:
-        n_vocab: Tokens of the vocabulary, such as 1024.
-        n_ctx: Longest prompt in tokens, such as 2048.
-        n_ctx_train: Tokens that it was trained with, such as 512.
-        n_embd: Length of a vector, such as 256.
-        n_params: Number of parameters, such as 3200000.
-        size: Bytes of its tensors, such as 6400000.
-        ftype: How its tensors are stored, such as "F16".
-        architecture: Architecture, as its file names it, such as "llama".
+        n_vocab: Tokens of the vocabulary.
+        n_ctx: Longest prompt in tokens.
+        n_ctx_train: Tokens that it was trained with.
+        n_embd: Length of a vector.
+        n_params: Number of parameters.
+        size: Bytes of its tensors.
+        ftype: How its tensors are stored.
+        architecture: Architecture, as its file names it.
     """
 
-    n_vocab: int
-    n_ctx: int
-    n_ctx_train: int
-    n_embd: int
-    n_params: int
-    size: int
-    ftype: str
-    architecture: str
+    n_vocab: Annotated[int, example(1024)]
+    n_ctx: Annotated[int, example(2048)]
+    n_ctx_train: Annotated[int, example(512)]
+    n_embd: Annotated[int, example(256)]
+    n_params: Annotated[int, example(3200000)]
+    size: Annotated[int, example(6400000)]
+    ftype: Annotated[str, example("F16")]
+    architecture: Annotated[str, example("llama")]
 
 
 class ModelStatus(Struct, kw_only=True):
     """Whether a model is loaded.
 
     Attributes:
-        value: "unloaded", "loading" or "loaded", such as "loaded".
+        value: "unloaded", "loading" or "loaded".
         failed: Whether loading it failed last.
-        progress: Loaded fraction, 0..1, such as 0.5.
+        progress: Loaded fraction, 0..1.
     """
 
-    value: str
+    value: Annotated[str, example("loaded")]
     failed: bool | UnsetType = UNSET
-    progress: float | UnsetType = UNSET
+    progress: Annotated[float | UnsetType, example(0.5)] = UNSET
 
 
 class Model(Struct, kw_only=True):
     """A model that answers requests.
 
     Attributes:
-        id: Its id, for ``model`` of a request, such as "demo".
+        id: Its id, for ``model`` of a request.
         object: Always "model".
-        created: When the list was made, in seconds since 1970, such as 1767225600.
+        created: When the list was made, in seconds since 1970.
         owned_by: Always "llamacpp".
-        aliases: Further names of it, such as ["small"].
+        aliases: Further names of it.
         tags: Always [].
         meta: Facts about it; null until it is loaded.
         status: Whether it is loaded.
     """
 
-    id: str
+    id: Annotated[str, example("demo")]
     object: Literal["model"] = "model"
-    created: int
+    created: Annotated[int, example(1767225600)]
     owned_by: Literal["llamacpp"] = "llamacpp"
-    aliases: list[str]
-    tags: list[str]
+    aliases: Annotated[list[str], example(["small"])]
+    tags: Annotated[list[str], example([])]
     meta: ModelMeta | None
     status: ModelStatus
 
@@ -492,9 +515,9 @@ class Models(Struct, kw_only=True):
     Attributes:
         object: Always "list".
         data: The models.
-        models: The same in Ollama's form, such as [{"name": "demo"}].
+        models: The same in Ollama's form.
     """
 
     object: Literal["list"] = "list"
     data: list[Model]
-    models: list[Object]
+    models: Annotated[list[Object], example([{"name": "demo"}])]

@@ -1,7 +1,7 @@
 """The field ``attention`` of OpenAI's and Anthropic's APIs, and what it puts into replies. Pure."""
 
 from collections.abc import Mapping, Set
-from typing import Any, Final, Literal, cast
+from typing import Annotated, Any, Final, Literal, cast
 
 import msgspec
 from msgspec import Struct
@@ -29,6 +29,7 @@ from kqview.server.models.row_cache import PromptText, Row, RowCache
 from kqview.server.models.run import Removal, Run, Step
 from kqview.server.settings import AttentionValues, Settings
 from kqview.server.web.budget import Reservation
+from kqview.server.web.described import example
 from kqview.types import ModelInfo, PromptBlock
 from kqview.types.token import Attention as Rows
 
@@ -52,31 +53,33 @@ class Attention(Struct, kw_only=True):
             "per_layer" if not given.
         reduce: "mean_heads" and "max_heads" make one row of each layer; the others one row of all
             layers, which is the format "aggregated".
-        layers: Layers to send, such as [0, 3]; all if not given.
-        heads: Heads to send, such as [0, 5]; all if not given.
-        spans: Ranges of columns, such as [[0, 5], [5, null]], whose sums are sent in place of
-            columns; a range that ends with null grows with the context.
-        layer_weights: Weight of each layer for "weighted_layers", such as [0, 0, 1, 1].
-        top_k: Columns of "sparse", such as 10; 50 if not given.
+        layers: Layers to send; all if not given.
+        heads: Heads to send; all if not given.
+        spans: Ranges of columns, whose sums are sent in place of columns; a range that ends with
+            null grows with the context.
+        layer_weights: Weight of each layer for "weighted_layers".
+        top_k: Columns of "sparse"; 50 if not given.
         dtype: Type of the values; "float32" if not given.
         prompt: Whether rows of the prompt's own tokens are sent as well; false if not given.
         delivery: "inline" puts rows into the reply; "id" keeps them for ``GET
             /v1/attention/{id}/{n}``, where id is the reply's own. "inline" if not given.
     """
 
-    values: AttentionValues | None = None
-    format: Literal["per_layer", "aggregated", "sparse", "viz"] | None = None
+    values: Annotated[AttentionValues | None, example(default="probs")] = None
+    format: Annotated[
+        Literal["per_layer", "aggregated", "sparse", "viz"] | None, example(default="per_layer")
+    ] = None
     reduce: (
         Literal["mean_heads", "max_heads", "mean", "max", "last_layer", "weighted_layers"] | None
     ) = None
-    layers: Indices | None = None
-    heads: Indices | None = None
-    spans: Spans | None = None
-    layer_weights: Weights | None = None
-    top_k: int | None = None
-    dtype: Literal["float32", "float16"] | None = None
-    prompt: bool | None = None
-    delivery: Literal["inline", "id"] | None = None
+    layers: Annotated[Indices | None, example([0, 3])] = None
+    heads: Annotated[Indices | None, example([0, 5])] = None
+    spans: Annotated[Spans | None, example([[0, 5], [5, None]])] = None
+    layer_weights: Annotated[Weights | None, example([0, 0, 1, 1])] = None
+    top_k: Annotated[int | None, example(10, default=50)] = None
+    dtype: Annotated[Literal["float32", "float16"] | None, example(default="float32")] = None
+    prompt: Annotated[bool | None, example(default=False)] = None
+    delivery: Annotated[Literal["inline", "id"] | None, example(default="inline")] = None
 
 
 ATTENTION_NAMES: Final[Mapping[str, str]] = {

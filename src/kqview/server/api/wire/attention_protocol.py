@@ -45,6 +45,7 @@ from kqview.server.models.attention import (
 )
 from kqview.server.models.run import Run, TokenLogprobs
 from kqview.server.settings import AttentionValues, Settings
+from kqview.server.web.described import example
 from kqview.server.web.lenient import shown_names
 from kqview.types import ModelInfo, Sampling
 from kqview.types.capture import MOST_SPANS
@@ -89,50 +90,45 @@ class AttentionFields(msgspec.Struct, kw_only=True):
     """Fields of a generation in both protocols; names of the same thing stand together.
 
     Attributes:
-        prompt: Text to continue, such as "Anna is a". If it is too long it loses its beginning, so
-            that max_length tokens, but no more than half of the context, are left for the reply.
-        memory: Text before the prompt, such as "A story about Anna.", which then stays.
-        input_ids: Ids of tokens to continue, such as [1, 557, 13]; they win over the prompt. More
-            than the context are refused, in the dream API also more than the model was trained for.
-        model: Id of a configured model, such as "demo"; the default model if not given.
-        request_id: Label of the request in events, and for ending it, such as "r1"; several
-            requests may have the same.
-        genkey: KoboldAI's name of the request, for checking and aborting it, such as "KCPP1234".
-        mods: Mods of the server's folder that steer it, such as ["stop_early"].
-        max_length, max_new_tokens: Most tokens to generate, such as 128; 50 if neither is given.
-        max_context_length: Most tokens of prompt and reply that the client allows, such as 2048.
-        temperature: Divides the logits, such as 1.0; 0 takes the most probable token. 0.7 if not
-            given.
-        top_p: Keeps the most probable tokens that together have this probability, such as 0.95. 0.9
-            if not given.
-        top_k: Keeps so many of the most probable tokens, such as 20, 0 all of them. 40 if not
-            given.
-        min_p: Drops tokens less probable than this part of the most probable one, such as 0.05. 0
-            if not given.
-        typical: Keeps the tokens nearest to the expected information, of this probability together,
-            such as 0.9; 1 if not given, which is off.
-        nsigma: Keeps tokens whose logits are within so many standard deviations of the largest,
-            such as 1.5; 0 if not given, which is off.
-        rep_pen, repetition_penalty: Divides the logits of tokens that were there lately, such as
-            1.1. 1 if neither is given, which changes nothing.
-        rep_pen_range: Of how many of the last tokens, such as 256; 64 if not given.
-        sampler_seed, seed: Makes the choice repeatable, such as 7; -1, or none, is another one each
-            time, which the reply tells.
-        grammar: Grammar in GBNF that the text follows, such as "root ::= \"yes\" | \"no\"".
-        json_schema: JSON schema that it follows, such as {"type": "object"}; an object, or a text.
-        regex: Regular expression that it matches, such as "yes|no". Only one of these three may be
-            given.
-        stop_sequence: Texts that end the generation, such as ["\\n\\n"]; empty ones do not count.
-        stop_tokens: Ids that do, such as [2].
-        banned_tokens, banned_strings: Ids that are never chosen, such as [13], and texts that the
-            generated text never has, such as ["old bridge"], in capitals or not and whatever their
-            tokens are: where one is complete, the generation goes back to its beginning and chooses
-            another token there. The text of a control token, such as "<|im_start|>", is its id.
+        prompt: Text to continue. If it is too long it loses its beginning, so that max_length
+            tokens, but no more than half of the context, are left for the reply.
+        memory: Text before the prompt, which then stays.
+        input_ids: Ids of tokens to continue; they win over the prompt. More than the context are
+            refused, in the dream API also more than the model was trained for.
+        model: Id of a configured model; the default model if not given.
+        request_id: Label of the request in events, and for ending it; several requests may have the
+            same.
+        genkey: KoboldAI's name of the request, for checking and aborting it.
+        mods: Mods of the server's folder that steer it.
+        max_length, max_new_tokens: Most tokens to generate; 50 if neither is given.
+        max_context_length: Most tokens of prompt and reply that the client allows.
+        temperature: Divides the logits; 0 takes the most probable token. 0.7 if not given.
+        top_p: Keeps the most probable tokens that together have this probability. 0.9 if not given.
+        top_k: Keeps so many of the most probable tokens, 0 all of them. 40 if not given.
+        min_p: Drops tokens less probable than this part of the most probable one. 0 if not given.
+        typical: Keeps the tokens nearest to the expected information, of this probability together;
+            1 if not given, which is off.
+        nsigma: Keeps tokens whose logits are within so many standard deviations of the largest; 0
+            if not given, which is off.
+        rep_pen, repetition_penalty: Divides the logits of tokens that were there lately. 1 if
+            neither is given, which changes nothing.
+        rep_pen_range: Of how many of the last tokens; 64 if not given.
+        sampler_seed, seed: Makes the choice repeatable; -1, or none, is another one each time,
+            which the reply tells.
+        grammar: Grammar in GBNF that the text follows.
+        json_schema: JSON schema that it follows; an object, or a text.
+        regex: Regular expression that it matches. Only one of these three may be given.
+        stop_sequence: Texts that end the generation; empty ones do not count.
+        stop_tokens: Ids that do.
+        banned_tokens, banned_strings: Ids that are never chosen, and texts that the generated text
+            never has, such as ["old bridge"], in capitals or not and whatever their tokens are:
+            where one is complete, the generation goes back to its beginning and chooses another
+            token there. The text of a control token, such as "<|im_start|>", is its id.
         ban_eos_token, bypass_eos: Whether the model cannot end the text itself.
         trim_stop: Whether the text leaves out the stop sequence that ended it.
-        num_samples: Texts to generate from the prompt, such as 2; 1 if not given.
-        logprobs, top_logprobs: Logprobs of each token and of so many of the most probable ones,
-            such as 3; ``true`` is 5. They are before bias, grammar and samplers.
+        num_samples: Texts to generate from the prompt; 1 if not given.
+        logprobs, top_logprobs: Logprobs of each token and of so many of the most probable ones;
+            ``true`` is 5. They are before bias, grammar and samplers.
         output_attentions, return_attention: Whether tokens come with their attention.
         prompt_attention: Whether rows of the prompt's own tokens are sent as well.
         attention_values: What rows hold: logits before the softmax, scores with the mask, or
@@ -141,40 +137,39 @@ class AttentionFields(msgspec.Struct, kw_only=True):
             them all; "sparse" the columns with the largest weights; "viz" a summary of each layer.
             "per_layer" if not given.
         aggregation_mode: How "aggregated" makes one row of many; "mean" if not given.
-        layer_weights: Weight of each layer for "weighted_layers", such as [0, 0, 1, 1].
-        sparse_top_k, attention_top_k: Columns of "sparse", such as 10; 50 if not given.
-        attention_layers: Layers to send, such as [0, 3]; all if not given.
-        attention_heads: Heads to send, such as [0, 5]; all if not given.
-        attention_spans: Ranges of columns, such as [[0, 5], [5, null]], whose sums are sent in
-            place of columns.
+        layer_weights: Weight of each layer for "weighted_layers".
+        sparse_top_k, attention_top_k: Columns of "sparse"; 50 if not given.
+        attention_layers: Layers to send; all if not given.
+        attention_heads: Heads to send; all if not given.
+        attention_spans: Ranges of columns, whose sums are sent in place of columns.
         dtype: Type of the values; "float32" if not given.
         start_event: Whether a stream begins with an event "start", which has the ids of the prompt,
             the seed, and what the rows are.
     """
 
-    prompt: str | None = None
-    memory: str | None = None
-    input_ids: list[int] | None = None
-    model: str | None = None
-    request_id: str | None = None
-    genkey: str | None = None
-    mods: ModsField | None = None
+    prompt: Annotated[str | None, example("Anna is a")] = None
+    memory: Annotated[str | None, example("A story about Anna.")] = None
+    input_ids: Annotated[list[int] | None, example([1, 557, 13])] = None
+    model: Annotated[str | None, example("demo")] = None
+    request_id: Annotated[str | None, example("r1")] = None
+    genkey: Annotated[str | None, example("KCPP1234")] = None
+    mods: Annotated[ModsField | None, example(["stop_early"])] = None
 
-    max_length: int | None = None
-    max_new_tokens: int | None = None
-    max_context_length: int | None = None
+    max_length: Annotated[int | None, example(128, default=50)] = None
+    max_new_tokens: Annotated[int | None, example(128, default=50)] = None
+    max_context_length: Annotated[int | None, example(2048)] = None
 
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    typical: float | None = None
-    nsigma: float | None = None
+    temperature: Annotated[float | None, example(1.0, default=0.7)] = None
+    top_p: Annotated[float | None, example(0.95, default=0.9)] = None
+    top_k: Annotated[int | None, example(20, default=40)] = None
+    min_p: Annotated[float | None, example(0.05, default=0)] = None
+    typical: Annotated[float | None, example(0.9, default=1)] = None
+    nsigma: Annotated[float | None, example(1.5, default=0)] = None
     dynatemp_range: float | None = None
     dynatemp_exponent: float | None = None
-    rep_pen: float | None = None
-    repetition_penalty: float | None = None
-    rep_pen_range: int | None = None
+    rep_pen: Annotated[float | None, example(1.1, default=1)] = None
+    repetition_penalty: Annotated[float | None, example(1.1, default=1)] = None
+    rep_pen_range: Annotated[int | None, example(256, default=64)] = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     mirostat: int | None = None
@@ -187,37 +182,41 @@ class AttentionFields(msgspec.Struct, kw_only=True):
     dry_sequence_breakers: Stops | None = None
     xtc_probability: float | None = None
     xtc_threshold: float | None = None
-    sampler_seed: int | None = None
-    seed: int | None = None
-    grammar: str | None = None
-    json_schema: dict[str, Any] | str | None = None
-    regex: str | None = None
+    sampler_seed: Annotated[int | None, example(7)] = None
+    seed: Annotated[int | None, example(7)] = None
+    grammar: Annotated[str | None, example("root ::= ")] = None
+    json_schema: Annotated[dict[str, Any] | str | None, example({"type": "object"})] = None
+    regex: Annotated[str | None, example("yes|no")] = None
     logit_bias: Biases | None = None
 
-    stop_sequence: Stops | None = None
-    stop_tokens: Ids | None = None
-    banned_tokens: IdsOrTexts | None = None
-    banned_strings: IdsOrTexts | None = None
+    stop_sequence: Annotated[Stops | None, example(["\n\n"])] = None
+    stop_tokens: Annotated[Ids | None, example([2])] = None
+    banned_tokens: Annotated[IdsOrTexts | None, example([13])] = None
+    banned_strings: Annotated[IdsOrTexts | None, example([13])] = None
     ban_eos_token: bool | None = None
     bypass_eos: bool | None = None
     trim_stop: bool | None = None
-    num_samples: int | None = None
-    logprobs: bool | int | None = None
-    top_logprobs: int | None = None
+    num_samples: Annotated[int | None, example(2, default=1)] = None
+    logprobs: Annotated[bool | int | None, example(3)] = None
+    top_logprobs: Annotated[int | None, example(3)] = None
 
     output_attentions: bool | None = None
     return_attention: bool | None = None
     prompt_attention: bool | None = None
     attention_values: AttentionValues | None = None
-    attention_format: Literal["per_layer", "aggregated", "sparse", "viz"] | None = None
-    aggregation_mode: Literal["mean", "max", "last_layer", "weighted_layers"] | None = None
-    layer_weights: Weights | None = None
-    sparse_top_k: int | None = None
-    attention_top_k: int | None = None
-    attention_layers: Indices | None = None
-    attention_heads: Indices | None = None
-    attention_spans: Spans | None = None
-    dtype: Literal["float32", "float16"] | None = None
+    attention_format: Annotated[
+        Literal["per_layer", "aggregated", "sparse", "viz"] | None, example(default="per_layer")
+    ] = None
+    aggregation_mode: Annotated[
+        Literal["mean", "max", "last_layer", "weighted_layers"] | None, example(default="mean")
+    ] = None
+    layer_weights: Annotated[Weights | None, example([0, 0, 1, 1])] = None
+    sparse_top_k: Annotated[int | None, example(10, default=50)] = None
+    attention_top_k: Annotated[int | None, example(10, default=50)] = None
+    attention_layers: Annotated[Indices | None, example([0, 3])] = None
+    attention_heads: Annotated[Indices | None, example([0, 5])] = None
+    attention_spans: Annotated[Spans | None, example([[0, 5], [5, None]])] = None
+    dtype: Annotated[Literal["float32", "float16"] | None, example(default="float32")] = None
     start_event: bool | None = None
 
 
@@ -775,29 +774,29 @@ class TopLogprob(Struct):
     """A token that could have been chosen.
 
     Attributes:
-        token: Its text, such as " the"; U+FFFD for bytes that are not UTF-8.
-        logprob: Its logprob before bias, grammar and samplers, such as -1.5.
-        bytes: Its bytes, such as [32, 116, 104, 101].
+        token: Its text; U+FFFD for bytes that are not UTF-8.
+        logprob: Its logprob before bias, grammar and samplers.
+        bytes: Its bytes.
     """
 
-    token: str
-    logprob: float
-    bytes: list[int]
+    token: Annotated[str, example(" the")]
+    logprob: Annotated[float, example(-1.5)]
+    bytes: Annotated[list[int], example([32, 116, 104, 101])]
 
 
 class TokenLogprob(Struct, kw_only=True):
     """A token that was chosen, and those that could have been.
 
     Attributes:
-        token: Its text, such as " a"; U+FFFD for bytes that are not UTF-8.
-        logprob: Its logprob before bias, grammar and samplers, such as -0.6.
-        bytes: Its bytes, such as [32, 97].
+        token: Its text; U+FFFD for bytes that are not UTF-8.
+        logprob: Its logprob before bias, grammar and samplers.
+        bytes: Its bytes.
         top_logprobs: The most probable tokens at its place, the most probable first.
     """
 
-    token: str
-    logprob: float
-    bytes: list[int]
+    token: Annotated[str, example(" a")]
+    logprob: Annotated[float, example(-0.6)]
+    bytes: Annotated[list[int], example([32, 97])]
     top_logprobs: list[TopLogprob]
 
 
@@ -806,18 +805,17 @@ class Logprobs(Struct, kw_only=True):
 
     Attributes:
         content: Each token with those that could have been, as in chat completions.
-        tokens: Text of each token, such as [" a"].
-        token_logprobs: Logprob of each, such as [-0.6].
-        top_logprobs: The most probable tokens at each place by their texts, such as [{" a": -0.6, "
-            the": -1.5}].
-        text_offset: Character of the text at which each token begins, such as [0].
+        tokens: Text of each token.
+        token_logprobs: Logprob of each.
+        top_logprobs: The most probable tokens at each place by their texts.
+        text_offset: Character of the text at which each token begins.
     """
 
     content: list[TokenLogprob]
-    tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
-    text_offset: list[int]
+    tokens: Annotated[list[str], example([" a"])]
+    token_logprobs: Annotated[list[float], example([-0.6])]
+    top_logprobs: Annotated[list[dict[str, float]], example([{" a": -0.6, " the": -1.5}])]
+    text_offset: Annotated[list[int], example([0])]
 
 
 def logprobs_of(

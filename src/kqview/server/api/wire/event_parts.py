@@ -4,9 +4,11 @@ Types for the description of the API; `attention_protocol` and `mods_field` writ
 a test compares what is sent with these types.
 """
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType
+
+from kqview.server.web.described import example
 
 
 class AttentionObject(Struct, kw_only=True):
@@ -15,103 +17,104 @@ class AttentionObject(Struct, kw_only=True):
     Attributes:
         format: "per_layer" has a row for each head of each layer; "aggregated" one row of them all;
             "sparse" the columns with the largest weights; "viz" a summary of each layer.
-        shape: Of "per_layer" and "aggregated": shape of the values, such as [4, 8, 6], which is
-            layers, heads and columns; rows of the prompt have an axis before the columns.
-        context_length: Columns of a whole row, such as 6: the tokens before the generated one.
-        spans: In place of ``context_length``: the ranges that were asked for, such as
-            [[0, 5], [5, null]], of which each is one column.
-        heads_by_layer: Heads of each layer, such as [8, 4], if layers differ; then the values are
-            those of one layer after the other.
-        layers: Layers of the first axis, in its order, such as [0, 3], if they are not all.
+        shape: Of "per_layer" and "aggregated": shape of the values, which is layers, heads and
+            columns; rows of the prompt have an axis before the columns.
+        context_length: Columns of a whole row: the tokens before the generated one.
+        spans: In place of ``context_length``: the ranges that were asked for, of which each is one
+            column.
+        heads_by_layer: Heads of each layer, if layers differ; then the values are those of one
+            layer after the other.
+        layers: Layers of the first axis, in its order, if they are not all.
         encoding: "base64" if ``data`` is; "binary" if a binary frame with the values follows.
-        dtype: Type of the values, such as "float32"; little-endian, in C order.
-        values: What they are, such as "probs".
+        dtype: Type of the values; little-endian, in C order.
+        values: What they are.
         sinks: True if part of each row goes to the model's attention sinks: probabilities then add
             up to less than 1.
-        data: The values: base64, such as "AACAPw==", or a list of numbers; of "sparse" a list of
-            objects with ``position``, a column, and ``layers``, its weight in each layer.
-        top_k: Of "sparse": how many columns there are, such as 10.
-        mean_by_layer: Of "viz": mean over heads and columns of each layer, such as [0.1, 0.2].
-        max_by_layer: Of "viz": the largest value of each layer, such as [0.9, 0.8].
-        entropy: Of "viz": entropy in nats of the mean row over layers and heads, such as 1.3.
+        data: The values: base64, or a list of numbers; of "sparse" a list of objects with
+            ``position``, a column, and ``layers``, its weight in each layer.
+        top_k: Of "sparse": how many columns there are.
+        mean_by_layer: Of "viz": mean over heads and columns of each layer.
+        max_by_layer: Of "viz": the largest value of each layer.
+        entropy: Of "viz": entropy in nats of the mean row over layers and heads.
     """
 
     format: Literal["per_layer", "aggregated", "sparse", "viz"]
-    shape: list[int] | UnsetType = UNSET
-    context_length: int | UnsetType = UNSET
-    spans: list[tuple[int, int | None]] | UnsetType = UNSET
-    heads_by_layer: list[int] | UnsetType = UNSET
-    layers: list[int] | UnsetType = UNSET
+    shape: Annotated[list[int] | UnsetType, example([4, 8, 6])] = UNSET
+    context_length: Annotated[int | UnsetType, example(6)] = UNSET
+    spans: Annotated[list[tuple[int, int | None]] | UnsetType, example([[0, 5], [5, None]])] = UNSET
+    heads_by_layer: Annotated[list[int] | UnsetType, example([8, 4])] = UNSET
+    layers: Annotated[list[int] | UnsetType, example([0, 3])] = UNSET
     encoding: Literal["base64", "binary"] | UnsetType = UNSET
-    dtype: str | UnsetType = UNSET
-    values: Literal["logits", "scores", "probs"]
+    dtype: Annotated[str | UnsetType, example("float32")] = UNSET
+    values: Annotated[Literal["logits", "scores", "probs"], example("probs")]
     sinks: bool | UnsetType = UNSET
-    data: str | list[Any] | UnsetType = UNSET
-    top_k: int | UnsetType = UNSET
-    mean_by_layer: list[Any] | UnsetType = UNSET
-    max_by_layer: list[Any] | UnsetType = UNSET
-    entropy: float | UnsetType = UNSET
+    data: Annotated[str | list[Any] | UnsetType, example("AACAPw==")] = UNSET
+    top_k: Annotated[int | UnsetType, example(10)] = UNSET
+    mean_by_layer: Annotated[list[Any] | UnsetType, example([0.1, 0.2])] = UNSET
+    max_by_layer: Annotated[list[Any] | UnsetType, example([0.9, 0.8])] = UNSET
+    entropy: Annotated[float | UnsetType, example(1.3)] = UNSET
 
 
 class TokenAttention(AttentionObject, kw_only=True):
     """Attention of a token of an answer.
 
     Attributes:
-        n: Index of the token, from 0, such as 0.
-        token_id: Its id, such as 259.
+        n: Index of the token, from 0.
+        token_id: Its id.
     """
 
-    n: int
-    token_id: int
+    n: Annotated[int, example(0)]
+    token_id: Annotated[int, example(259)]
 
 
 class PromptAttention(AttentionObject, kw_only=True):
     """Rows of the prompt.
 
     Attributes:
-        start: Position of their first token, such as 0.
-        rows: How many tokens they are of, such as 6.
+        start: Position of their first token.
+        rows: How many tokens they are of.
     """
 
-    start: int
-    rows: int
+    start: Annotated[int, example(0)]
+    rows: Annotated[int, example(6)]
 
 
 class RowsDescribed(Struct, kw_only=True):
     """What all rows of a request are.
 
     Attributes:
-        format: As in attention objects, such as "per_layer".
-        values: What they are, such as "probs".
-        row_sum: What the values of one head's row add up to, such as "1"; null for what is not
-            normalized.
+        format: As in attention objects.
+        values: What they are.
+        row_sum: What the values of one head's row add up to; null for what is not normalized.
         sinks: As in attention objects.
-        dtype: Type of the values, such as "float32".
-        shape: Shape of a row, such as [4, 8, null]; null is the number of columns, which grows.
-        aggregation_mode: Of "aggregated": how one row is made of many, such as "mean".
-        columns: What the columns are, such as "the prompt, then the tokens before this one".
+        dtype: Type of the values.
+        shape: Shape of a row; null is the number of columns, which grows.
+        aggregation_mode: Of "aggregated": how one row is made of many.
+        columns: What the columns are.
     """
 
-    format: Literal["per_layer", "aggregated", "sparse", "viz"]
-    values: Literal["logits", "scores", "probs"]
-    row_sum: str | None
+    format: Annotated[Literal["per_layer", "aggregated", "sparse", "viz"], example("per_layer")]
+    values: Annotated[Literal["logits", "scores", "probs"], example("probs")]
+    row_sum: Annotated[str | None, example("1")]
     sinks: bool | UnsetType = UNSET
-    dtype: str | UnsetType = UNSET
-    shape: list[int | None] | UnsetType = UNSET
-    aggregation_mode: str | UnsetType = UNSET
-    columns: str | UnsetType = UNSET
+    dtype: Annotated[str | UnsetType, example("float32")] = UNSET
+    shape: Annotated[list[int | None] | UnsetType, example([4, 8, None])] = UNSET
+    aggregation_mode: Annotated[str | UnsetType, example("mean")] = UNSET
+    columns: Annotated[str | UnsetType, example("the prompt, then the tokens before this one")] = (
+        UNSET
+    )
 
 
 class LeftOut(Struct, kw_only=True):
     """What the server left out of a request.
 
     Attributes:
-        truncated_tokens: Tokens at the front of a text that was too long, such as 120.
-        ignored: Names in the request that had no effect, such as ["max_lenght"].
+        truncated_tokens: Tokens at the front of a text that was too long.
+        ignored: Names in the request that had no effect.
     """
 
-    truncated_tokens: int | UnsetType = UNSET
-    ignored: list[str] | UnsetType = UNSET
+    truncated_tokens: Annotated[int | UnsetType, example(120)] = UNSET
+    ignored: Annotated[list[str] | UnsetType, example(["max_lenght"])] = UNSET
 
 
 class StartEvent(LeftOut, kw_only=True):
@@ -119,20 +122,20 @@ class StartEvent(LeftOut, kw_only=True):
 
     Attributes:
         type: Always "start".
-        request_id: Label of the request, such as "r1".
-        prompt_tokens: Tokens of the prompt, such as 7.
-        cached_tokens: Those of them that were in a cache, such as 0; the others were evaluated.
-        prompt_ids: Their ids, such as [0, 35, 444], as they are evaluated.
-        seed: The seed that is used, such as 2531011, also if the request gave none.
+        request_id: Label of the request.
+        prompt_tokens: Tokens of the prompt.
+        cached_tokens: Those of them that were in a cache; the others were evaluated.
+        prompt_ids: Their ids, as they are evaluated.
+        seed: The seed that is used, also if the request gave none.
         attention: What the rows are, if some were asked for.
     """
 
     type: Literal["start"]
-    request_id: str
-    prompt_tokens: int
-    cached_tokens: int
-    prompt_ids: list[int]
-    seed: int
+    request_id: Annotated[str, example("r1")]
+    prompt_tokens: Annotated[int, example(7)]
+    cached_tokens: Annotated[int, example(0)]
+    prompt_ids: Annotated[list[int], example([0, 35, 444])]
+    seed: Annotated[int, example(2531011)]
     attention: RowsDescribed | UnsetType = UNSET
 
 
@@ -140,69 +143,69 @@ class RunDetails(LeftOut, kw_only=True):
     """What the end tells of a request; times and counts are of its first sample.
 
     Attributes:
-        seed: The seed that was used, such as 2531011, also if the request gave none.
-        prompt_tokens: Tokens of the prompt, such as 7.
-        cached_tokens: Those of them that were in a cache, such as 0; the others were evaluated.
-        queue_ms: Milliseconds that it waited for a slot, such as 0.1.
-        prompt_ms: Milliseconds from then to the first token, such as 4.2.
-        generation_ms: Milliseconds from the first token to the last, such as 1.7.
+        seed: The seed that was used, also if the request gave none.
+        prompt_tokens: Tokens of the prompt.
+        cached_tokens: Those of them that were in a cache; the others were evaluated.
+        queue_ms: Milliseconds that it waited for a slot.
+        prompt_ms: Milliseconds from then to the first token.
+        generation_ms: Milliseconds from the first token to the last.
     """
 
-    seed: int
-    prompt_tokens: int
-    cached_tokens: int
-    queue_ms: float
-    prompt_ms: float
-    generation_ms: float
+    seed: Annotated[int, example(2531011)]
+    prompt_tokens: Annotated[int, example(7)]
+    cached_tokens: Annotated[int, example(0)]
+    queue_ms: Annotated[float, example(0.1)]
+    prompt_ms: Annotated[float, example(4.2)]
+    generation_ms: Annotated[float, example(1.7)]
 
 
 class LikelyToken(Struct):
     """One of the most probable tokens at a place.
 
     Attributes:
-        token_id: Its id, such as 354.
-        text: Its text, such as " the".
-        logprob: Its logprob before bias, grammar and samplers, such as -1.5.
+        token_id: Its id.
+        text: Its text.
+        logprob: Its logprob before bias, grammar and samplers.
     """
 
-    token_id: int
-    text: str
-    logprob: float
+    token_id: Annotated[int, example(354)]
+    text: Annotated[str, example(" the")]
+    logprob: Annotated[float, example(-1.5)]
 
 
 class Removed(Struct, kw_only=True):
     """What mods took back, which a client drops.
 
     Attributes:
-        tokens: So many of the last tokens, such as 1.
-        characters: So many of the last characters, such as 2.
+        tokens: So many of the last tokens.
+        characters: So many of the last characters.
     """
 
-    tokens: int
-    characters: int
+    tokens: Annotated[int, example(1)]
+    characters: Annotated[int, example(2)]
 
 
 class CalledFunction(Struct, kw_only=True):
     """A function that is called.
 
     Attributes:
-        name: Its name, such as "weather".
-        arguments: Its arguments as JSON, such as "{}".
+        name: Its name.
+        arguments: Its arguments as JSON.
     """
 
-    name: str
-    arguments: str
+    name: Annotated[str, example("weather")]
+    arguments: Annotated[str, example("{}")]
 
 
 class ModCall(Struct, kw_only=True):
     """A call that a mod made.
 
     Attributes:
-        id: Its id, such as "call_1".
+        id: Its id.
         type: Always "function".
         function: What is called.
     """
 
-    id: str
+    id: Annotated[str, example("call_1")]
     type: Literal["function"]
     function: CalledFunction

@@ -24,6 +24,7 @@ from kqview.server.api.wire.mods_field import ModsField, mods_of_model
 from kqview.server.errors import Answer, NotSupported, renamed
 from kqview.server.models.run import Run
 from kqview.server.settings import Settings
+from kqview.server.web.described import example
 from kqview.types import Sampling, Usage
 from kqview.types.sampling import OPTIONS
 
@@ -44,54 +45,53 @@ class LoraScale(Struct):
     """A LoRA adapter, by its index, and its scale.
 
     Attributes:
-        id: Index of the adapter in ``GET /lora-adapters``, such as 0.
-        scale: Its strength, such as 0.5.
+        id: Index of the adapter in ``GET /lora-adapters``.
+        scale: Its strength.
     """
 
-    id: int
-    scale: float = 0.0
+    id: Annotated[int, example(0)]
+    scale: Annotated[float, example(0.5)] = 0.0
 
 
 class LlamaFields(Struct, kw_only=True):
     """Fields of a generation in llama.cpp's server, in any of its routes; all may be null.
 
     Attributes:
-        model: Id of a configured model, such as "demo"; the default model if not given.
-        n_predict: Most tokens to generate, such as 128; as many as fit the context if not given. -1
-            is the same, 0 evaluates the prompt only.
+        model: Id of a configured model; the default model if not given.
+        n_predict: Most tokens to generate; as many as fit the context if not given. -1 is the same,
+            0 evaluates the prompt only.
         max_completion_tokens: Another name for ``n_predict``.
         max_tokens: Another name for ``n_predict``.
-        n_cmpl: Texts to generate from each prompt, such as 2; 1 if not given.
+        n_cmpl: Texts to generate from each prompt; 1 if not given.
         n: Another name for ``n_cmpl``.
         stream: Whether the reply is a stream of Server-Sent Events; false if not given.
-        samplers: Samplers that are on, such as ["top_k", "temperature"], or a letter for each, such
-            as "kt"; all if not given. Their order is fixed.
+        samplers: Samplers that are on, or a letter for each, such as "kt"; all if not given. Their
+            order is fixed.
         adaptive_target: Has to be negative: this sampler does not exist here. -1 if not given.
-        adaptive_decay: Not read, as that sampler does not exist here; anything, such as 0.9.
-        stop: Texts that end the generation, such as ["\\n\\n"], or one text.
-        logit_bias: Added to logits: an object by id or text, such as {"13": -5}, or pairs [id or
-            text, number]; false bans.
-        json_schema: JSON schema that the text follows, such as {"type": "object"}.
-        n_probs: Report the logprobs of each token and of so many of the most probable ones, such as
-            3. They are the model's own, before bias, grammar and samplers; see
-            ``post_sampling_probs``.
+        adaptive_decay: Not read, as that sampler does not exist here; anything.
+        stop: Texts that end the generation, or one text.
+        logit_bias: Added to logits: an object by id or text, or pairs [id or text, number]; false
+            bans.
+        json_schema: JSON schema that the text follows.
+        n_probs: Report the logprobs of each token and of so many of the most probable ones. They
+            are the model's own, before bias, grammar and samplers; see ``post_sampling_probs``.
         logprobs: Another name for ``n_probs``; true reports one.
-        id_slot: The slot to use, such as 0; -1, which is any, if not given.
+        id_slot: The slot to use; -1, which is any, if not given.
         cache_prompt: Whether tokens of the prompt that a slot holds are reused; true if not given.
-        n_cache_reuse: Least number of tokens to reuse in a piece from elsewhere in the slot, such
-            as 256; 0, which is never, if not given.
-        n_keep: Tokens at the start that stay when the context is shifted, such as 4; 0 if not
-            given, -1 for the whole prompt.
-        n_discard: Tokens that a shift of the context removes, such as 100; half of those that may
-            go if 0 or not given.
+        n_cache_reuse: Least number of tokens to reuse in a piece from elsewhere in the slot; 0,
+            which is never, if not given.
+        n_keep: Tokens at the start that stay when the context is shifted; 0 if not given, -1 for
+            the whole prompt.
+        n_discard: Tokens that a shift of the context removes; half of those that may go if 0 or not
+            given.
         n_indent: Has to be 0: it is not supported.
-        t_max_predict_ms: Ends the text at the first line end after so many milliseconds, such as
-            500; no limit if not given.
+        t_max_predict_ms: Ends the text at the first line end after so many milliseconds; no limit
+            if not given.
         lora: Scales of LoRA adapters for this request; those left out are off. The server's if not
             given.
-        mods: Mods of the server's folder that steer the answer, such as ["stop_early"].
-        reasoning_budget_tokens: Most tokens of reasoning, such as 256; 0 for none. -1, which is the
-            server's limit, if not given.
+        mods: Mods of the server's folder that steer the answer.
+        reasoning_budget_tokens: Most tokens of reasoning; 0 for none. -1, which is the server's
+            limit, if not given.
         thinking_budget_tokens: Another name for ``reasoning_budget_tokens``.
         verbose: Whether the reply of a chat has its prompt, as ``__verbose``; what the server's
             setting says if not given.
@@ -99,17 +99,16 @@ class LlamaFields(Struct, kw_only=True):
         return_tokens: Whether the reply has the ids of the text; false if not given.
         return_progress: Whether a stream begins with two events about the prompt: how much of it
             was cached, and that it is evaluated; false if not given.
-        response_fields: Names of the fields that the reply keeps, such as ["content"]; all if not
-            given.
+        response_fields: Names of the fields that the reply keeps; all if not given.
     """
 
-    model: str | None = None
-    n_predict: int | None = None
-    max_completion_tokens: int | None = None
-    max_tokens: int | None = None
-    n_cmpl: int | None = None
-    n: int | None = None
-    stream: bool | None = None
+    model: Annotated[str | None, example("demo")] = None
+    n_predict: Annotated[int | None, example(128)] = None
+    max_completion_tokens: Annotated[int | None, example(128)] = None
+    max_tokens: Annotated[int | None, example(128)] = None
+    n_cmpl: Annotated[int | None, example(2, default=1)] = None
+    n: Annotated[int | None, example(2, default=1)] = None
+    stream: Annotated[bool | None, example(default=False)] = None
 
     temperature: float | None = None
     top_k: int | None = None
@@ -131,44 +130,44 @@ class LlamaFields(Struct, kw_only=True):
     mirostat_tau: float | None = None
     mirostat_eta: float | None = None
     seed: int | None = None
-    samplers: Names | str | None = None
+    samplers: Annotated[Names | str | None, example(["top_k", "temperature"])] = None
     min_keep: int | None = None
     top_n_sigma: float | None = None
     dynatemp_range: float | None = None
     dynatemp_exponent: float | None = None
-    adaptive_target: float | None = None
-    adaptive_decay: float | None = None
+    adaptive_target: Annotated[float | None, example(default=-1)] = None
+    adaptive_decay: Annotated[float | None, example(0.9)] = None
 
-    stop: Stops | str | None = None
+    stop: Annotated[Stops | str | None, example(["\n\n"])] = None
     ignore_eos: bool | None = None
-    logit_bias: BiasObject | BiasPairs | None = None
+    logit_bias: Annotated[BiasObject | BiasPairs | None, example({"13": -5})] = None
     grammar: str | None = None
-    json_schema: dict[str, Any] | None = None
+    json_schema: Annotated[dict[str, Any] | None, example({"type": "object"})] = None
     finish_on_length: Literal["cut", "close"] | None = None
 
-    n_probs: int | None = None
-    logprobs: bool | int | None = None
+    n_probs: Annotated[int | None, example(3)] = None
+    logprobs: Annotated[bool | int | None, example(3)] = None
     post_sampling_probs: bool | None = None
 
-    id_slot: int | None = None
-    cache_prompt: bool | None = None
-    n_cache_reuse: int | None = None
-    n_keep: int | None = None
-    n_discard: int | None = None
-    n_indent: int | None = None
-    t_max_predict_ms: int | None = None
+    id_slot: Annotated[int | None, example(0)] = None
+    cache_prompt: Annotated[bool | None, example(default=True)] = None
+    n_cache_reuse: Annotated[int | None, example(256)] = None
+    n_keep: Annotated[int | None, example(4, default=0)] = None
+    n_discard: Annotated[int | None, example(100)] = None
+    n_indent: Annotated[int | None, example(0)] = None
+    t_max_predict_ms: Annotated[int | None, example(500)] = None
     lora: Annotated[list[LoraScale], msgspec.Meta(max_length=256)] | None = None
 
-    mods: ModsField | None = None
+    mods: Annotated[ModsField | None, example(["stop_early"])] = None
 
-    reasoning_budget_tokens: int | None = None
-    thinking_budget_tokens: int | None = None
+    reasoning_budget_tokens: Annotated[int | None, example(256)] = None
+    thinking_budget_tokens: Annotated[int | None, example(256)] = None
 
     verbose: bool | None = None
-    timings_per_token: bool | None = None
-    return_tokens: bool | None = None
-    return_progress: bool | None = None
-    response_fields: Names | None = None
+    timings_per_token: Annotated[bool | None, example(default=False)] = None
+    return_tokens: Annotated[bool | None, example(default=False)] = None
+    return_progress: Annotated[bool | None, example(default=False)] = None
+    response_fields: Annotated[Names | None, example(["content"])] = None
 
 
 # Option of `Sampling` -> fields for it; the first one that is given wins.
@@ -483,27 +482,26 @@ class Timings(Struct, kw_only=True):
     """What a generation cost; rates are 0 where nothing was computed.
 
     Attributes:
-        cache_n: Tokens of the prompt that were in the cache, such as 0.
-        prompt_n: Tokens of the prompt that were evaluated, such as 12.
-        prompt_ms: Milliseconds of that, such as 8.5.
-        prompt_per_token_ms: Milliseconds for each of them, such as 0.7.
-        prompt_per_second: Such tokens a second, such as 1411.8.
-        predicted_n: Tokens that were generated, such as 20.
-        predicted_ms: Milliseconds of that, such as 40.0.
-        predicted_per_token_ms: Milliseconds for each of them but the first, which the prompt
-            gives, such as 2.0.
-        predicted_per_second: Such tokens a second, such as 500.0.
+        cache_n: Tokens of the prompt that were in the cache.
+        prompt_n: Tokens of the prompt that were evaluated.
+        prompt_ms: Milliseconds of that.
+        prompt_per_token_ms: Milliseconds for each of them.
+        prompt_per_second: Such tokens a second.
+        predicted_n: Tokens that were generated.
+        predicted_ms: Milliseconds of that.
+        predicted_per_token_ms: Milliseconds for each of them but the first, which the prompt gives.
+        predicted_per_second: Such tokens a second.
     """
 
-    cache_n: int
-    prompt_n: int
-    prompt_ms: float
-    prompt_per_token_ms: float
-    prompt_per_second: float
-    predicted_n: int
-    predicted_ms: float
-    predicted_per_token_ms: float
-    predicted_per_second: float
+    cache_n: Annotated[int, example(0)]
+    prompt_n: Annotated[int, example(12)]
+    prompt_ms: Annotated[float, example(8.5)]
+    prompt_per_token_ms: Annotated[float, example(0.7)]
+    prompt_per_second: Annotated[float, example(1411.8)]
+    predicted_n: Annotated[int, example(20)]
+    predicted_ms: Annotated[float, example(40.0)]
+    predicted_per_token_ms: Annotated[float, example(2.0)]
+    predicted_per_second: Annotated[float, example(500.0)]
 
 
 def timings_of(run: Run, sample: int = 0) -> Timings:
@@ -559,16 +557,16 @@ class Progress(Struct):
     """How much of a prompt is evaluated.
 
     Attributes:
-        total: Tokens of the prompt, such as 12.
-        cache: Those that were in the cache, such as 0.
-        processed: Those that are evaluated or were in the cache, such as 12.
-        time_ms: Milliseconds of that, such as 8.
+        total: Tokens of the prompt.
+        cache: Those that were in the cache.
+        processed: Those that are evaluated or were in the cache.
+        time_ms: Milliseconds of that.
     """
 
-    total: int
-    cache: int
-    processed: int
-    time_ms: int
+    total: Annotated[int, example(12)]
+    cache: Annotated[int, example(0)]
+    processed: Annotated[int, example(12)]
+    time_ms: Annotated[int, example(8)]
 
 
 def prompt_progress(spent: Timings) -> list[tuple[Progress, Timings]]:
@@ -599,20 +597,20 @@ class FailureFacts(Struct, kw_only=True):
     """What went wrong.
 
     Attributes:
-        code: Status, such as 400.
-        message: What was wrong, what the limit is and what to do, such as "top_k is -5".
-        type: Kind of the failure for programs, such as "invalid_request_error".
-        param: The field that is wrong, such as "top_k"; null if no single one is known.
-        n_prompt_tokens: Tokens of a prompt that is too long, such as 3000.
-        n_ctx: The most that it may have, such as 2048.
+        code: Status.
+        message: What was wrong, what the limit is and what to do.
+        type: Kind of the failure for programs.
+        param: The field that is wrong; null if no single one is known.
+        n_prompt_tokens: Tokens of a prompt that is too long.
+        n_ctx: The most that it may have.
     """
 
-    code: int
-    message: str
-    type: str
-    param: str | None
-    n_prompt_tokens: int | UnsetType = UNSET
-    n_ctx: int | UnsetType = UNSET
+    code: Annotated[int, example(400)]
+    message: Annotated[str, example("top_k is -5")]
+    type: Annotated[str, example("invalid_request_error")]
+    param: Annotated[str | None, example("top_k")]
+    n_prompt_tokens: Annotated[int | UnsetType, example(3000)] = UNSET
+    n_ctx: Annotated[int | UnsetType, example(2048)] = UNSET
 
 
 class Failure(Struct, kw_only=True):
