@@ -241,7 +241,7 @@ def _doc(cls: type) -> str:
 
 def _extra(kind: inspect.Type) -> Mapping[str, Any]:
     """What `web.described` has noted of a type."""
-    return (kind.extra or {}) if isinstance(kind, inspect.Metadata) else {}
+    return cast("Any", kind).extra or {} if isinstance(kind, inspect.Metadata) else {}
 
 
 def _describe_option(field: Schema, option: SamplingOption) -> None:
