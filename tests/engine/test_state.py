@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from tests.engine.conftest import MakeEngine
 
 PROMPT = random_ids(40)
+GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
 # Identical ids and logits need arithmetic that does not depend on the cache's rounding.
 EXACT: dict[str, Any] = {"kv_type": "f32", "flash_attn": False}
 KINDS_OF_CACHE = [
@@ -46,10 +47,12 @@ def wide_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
-def go_on(engine: Engine, ids: list[int], n: int = 8) -> list[Token]:
+def go_on(
+    engine: Engine, ids: list[int], n: int = 8, *, slot: int = 0, **options: Any
+) -> list[Token]:
     """Greedy tokens after *ids*, with logprobs of the whole top and every attention row."""
     generation = engine.generate(
-        ids, max_tokens=n, temperature=0.0, top_logprobs=20, capture="logits", ignore_eos=True
+        ids, slot=slot, max_tokens=n, top_logprobs=20, capture="logits", **GREEDY, **options
     )
     tokens = list(generation)
     assert generation.usage.cached_tokens == len(ids) - 1
@@ -58,8 +61,7 @@ def go_on(engine: Engine, ids: list[int], n: int = 8) -> list[Token]:
 
 def fill(engine: Engine, n: int = 12) -> list[int]:
     """Generate into slot 0; returns its ids and the one that was sampled but not decoded."""
-    options: dict[str, Any] = {"max_tokens": n, "temperature": 0.0, "ignore_eos": True}
-    return PROMPT + [token.id for token in engine.generate(PROMPT, **options)]
+    return PROMPT + [token.id for token in engine.generate(PROMPT, max_tokens=n, **GREEDY)]
 
 
 def assert_same(ours: list[Token], theirs: list[Token]) -> None:
@@ -119,18 +121,6 @@ with Engine(model, n_threads=1, n_ctx=512, kv_type="f32", flash_attn=False) as e
     with np.load(tmp_path / "rows.npz") as rows:
         for ours, name in zip(expected, rows.files, strict=True):
             np.testing.assert_array_equal(ours.attention, rows[name])  # type: ignore[arg-type]
-
-
-def test_demo_model_goes_on_after_a_restore(make_engine: MakeEngine) -> None:
-    from kqview.demo import MODEL_PATH
-
-    engine = make_engine(MODEL_PATH, **EXACT)
-    ids = fill(engine)
-    blob = engine.slots[0].save()
-    expected = go_on(engine, ids)
-    engine.slots[0].clear()
-    engine.slots[0].restore(blob, exact=True)
-    assert_same(go_on(engine, ids), expected)
 
 
 @pytest.mark.parametrize("flash_attn", [False, True])
@@ -347,23 +337,6 @@ def test_messages_end_with_the_end_of_turn(make_engine: MakeEngine, tiny_llama: 
 
 # ---- between engines with other numbers of slots, and beside slots that work
 
-GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
-
-
-def go_on_in(engine: Engine, slot: int, ids: list[int], **options: Any) -> list[Token]:
-    generation = engine.generate(
-        ids, slot=slot, max_tokens=6, top_logprobs=20, capture="logits", **GREEDY, **options
-    )
-    tokens = list(generation)
-    assert generation.usage.cached_tokens == len(ids) - 1
-    return tokens
-
-
-def assert_equal(ours: list[Token], theirs: list[Token]) -> None:
-    assert [(t.id, t.top_logprobs) for t in ours] == [(t.id, t.top_logprobs) for t in theirs]
-    for a, b in zip(ours, theirs, strict=True):
-        np.testing.assert_array_equal(np.asarray(a.attention), np.asarray(b.attention))
-
 
 def with_sequence(blob: bytes, sequence: int) -> bytes:
     read = ses1.decode(blob)
@@ -385,11 +358,11 @@ def test_blob_moves_between_engines_of_other_slots(
         blob = ours.slots[source].save()
         # One stream, whatever the context has: only the sequence tells where it comes from.
         assert struct.unpack_from("<iI", blob, ses1.offsets(blob)["sequence"]) == (source, 1)
-        expected = go_on_in(ours, source, ids)
+        expected = go_on(ours, ids, slot=source)
         for target in range(n_to):
             theirs.slots[target].restore(blob, exact=True)
             assert theirs.slots[target].save() == with_sequence(blob, target)
-            assert_equal(go_on_in(theirs, target, ids), expected)
+            assert_same(go_on(theirs, ids, slot=target), expected)
 
 
 def test_restore_changes_no_other_slot(make_engine: MakeEngine, tiny_llama: Path) -> None:
@@ -434,32 +407,14 @@ def test_shifted_slot_is_saved_as_it_goes_on(make_engine: MakeEngine, tiny_llama
     blob = engine.slots[0].save()
     assert ses1.decode(blob).positions == list(range(28))
     ids = [*engine.slots[0].tokens, 9]
-    expected = go_on_in(engine, 0, ids, reuse="shift")
+    expected = go_on(engine, ids, slot=0, reuse="shift")
     engine.slots[1].restore(blob)
-    assert_equal(go_on_in(engine, 1, ids, reuse="shift"), expected)
+    assert_same(go_on(engine, ids, slot=1, reuse="shift"), expected)
 
 
 # ---- files and stores: what the trailer knows of the engine
 
 SHORT_PROMPT = random_ids(20)
-
-
-def test_file_of_a_slot_restores_in_another_engine(
-    make_engine: MakeEngine, tiny_llama: Path, tmp_path: Path
-) -> None:
-    first = make_engine(tiny_llama).slots[0]
-    second = make_engine(tiny_llama).slots[0]
-    path = tmp_path / "slot.ses1"
-    engine = make_engine(tiny_llama)
-    list(engine.attend(SHORT_PROMPT))
-    blob = engine.slots[0].save()
-    n_bytes = write_state(path, blob, engine.slots[0].state_facts())
-    # Through the reader, which checks the trailer, and as it lies on the disk.
-    assert second.restore(read_state(path, second.state_facts())) == len(blob)
-    assert second.save() == blob
-    assert len(path.read_bytes()) == n_bytes > len(blob)
-    assert first.restore(path.read_bytes()) == len(blob)
-    assert first.save() == blob
 
 
 def test_file_keeps_what_a_blob_cannot_hold(
@@ -475,25 +430,10 @@ def test_file_keeps_what_a_blob_cannot_hold(
         other = make_engine(tiny_llama).slots[0]
         assert other.restore_file(path) == len(slot.save())
         assert (other.save(), other.n_exact) == (slot.save(), n_exact)
+        assert other.restore(path.read_bytes()) == len(slot.save())
     path.write_bytes(slot.save())  # a raw blob: nobody knows
     assert other.restore_file(path) == len(slot.save())
     assert other.n_exact == 0
-
-
-def test_file_is_refused_where_a_blob_would_be_taken(
-    make_engine: MakeEngine, tiny_llama: Path, tmp_path: Path
-) -> None:
-    path = tmp_path / "slot.ses1"
-    engine = make_engine(tiny_llama)
-    list(engine.attend(SHORT_PROMPT))
-    engine.slots[0].save_file(path)
-    twin = tiny_gguf.write_preset(tmp_path / "twin.gguf", "tiny_llama", seed=5)
-    lora = tiny_gguf.write_lora(tmp_path / "lora.gguf", "tiny_llama", merged=tmp_path / "merged")
-    for other in (make_engine(twin), make_engine(tiny_llama, lora=lora)):
-        with pytest.raises(errors.StateMismatch, match="another model or other LoRA"):
-            other.slots[0].restore_file(path)
-        assert other.slots[0].tokens == []
-        assert other.slots[0].restore(engine.slots[0].save()) > 0
 
 
 def test_model_that_was_replaced_on_disk_is_not_vouched_for(
@@ -519,10 +459,13 @@ def test_other_weights_of_the_same_shape_are_found_by_the_trailer_alone(
     write_state(path, slot.save(), slot.state_facts())
     model = tiny_gguf.write_preset(tmp_path / "other.gguf", "tiny_llama", seed=5)
     other = make_engine(model).slots[0]
-    with pytest.raises(errors.StateMismatch, match="another model"):
-        read_state(path, other.state_facts())
-    with pytest.raises(errors.StateMismatch, match="another model"):
-        other.restore(path.read_bytes())
+    for call in (
+        lambda: read_state(path, other.state_facts()),
+        lambda: other.restore(path.read_bytes()),
+        lambda: other.restore_file(path),
+    ):
+        with pytest.raises(errors.StateMismatch, match="another model or other LoRA"):
+            call()
     assert other.tokens == []
     # Without it nothing tells them apart.
     assert other.restore(slot.save()) > 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import os
 import signal
 import subprocess
@@ -57,12 +56,6 @@ def test_verdict_compares_the_bound_with_the_target(
     assert timing(ratio, n_pairs, target).verdict == verdict
 
 
-def test_record_keeps_every_single_time() -> None:
-    record = report.to_record(timing(1.5, 5, None), {"cpu": "some"})
-    assert record["pairs"] == {"baseline_ms": [10.0] * 5, "candidate_ms": [15.0] * 5}
-    assert (record["row"], record["cpu"], record["upper_bound"]) == ("r", "some", 1.5)
-
-
 @pytest.mark.parametrize("row", [timing(1.5, 5, 1.05), COUNT, sweep_row("probs", 1.2)])
 def test_record_read_back_from_its_line_is_the_same_row(row: report.Row, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
@@ -74,13 +67,6 @@ def test_record_read_back_from_its_line_is_the_same_row(row: report.Row, tmp_pat
 def test_saving_to_a_folder_means_the_file_of_the_day(tmp_path: Path) -> None:
     assert report.save_file(tmp_path, ABOUT) == tmp_path / "2025-01-02.jsonl"
     assert report.save_file(tmp_path / "x.jsonl", ABOUT) == tmp_path / "x.jsonl"
-
-
-def test_append_makes_the_folder_and_adds_lines(tmp_path: Path) -> None:
-    path = tmp_path / "results" / "rows.jsonl"
-    append_record(path, {"row": "a"})
-    append_record(path, {"row": "b"})
-    assert path.read_text() == '{"row": "a"}\n{"row": "b"}\n'
 
 
 def test_line_that_was_cut_short_takes_no_other_along(tmp_path: Path) -> None:
@@ -153,32 +139,6 @@ def test_chosen_name_is_the_longest_that_a_row_begins_with() -> None:
     assert report.chosen_name("loop", names) == ""
 
 
-def test_markdown_has_a_table_for_each_sort_of_row() -> None:
-    rows = [timing(1.02, 20, 1.05), sweep_row("off", 1.0), sweep_row("probs", 1.031), COUNT]
-    later = {**ABOUT, "date": "2025-01-03T00:00:00+00:00", "kqview_commit": "def"}
-    text = report.markdown(rows, ["not measured: x"], [ABOUT, later])
-    assert "kqview abc, def" in text
-    assert "2025-01-02T03:04:05+00:00 to 2025-01-03" in text
-    assert "| what | 10.20 / 10.20 / 10.20 | against | 10.00 / 10.00 / 10.00 | 1.020 |" in text
-    assert "| probs | 1 kB | +3.1 (+3.1) |" in text
-    assert "| what | 2 | 16,384 | 4,096 | not counted |" in text
-    assert text.endswith("- not measured: x")
-
-
-def test_replace_marked_keeps_what_lies_around_the_markers() -> None:
-    text = f"before {report.BEGIN} old {report.END} after"
-    assert report.replace_marked(text, "new") == (f"before {report.BEGIN}\nnew\n{report.END} after")
-
-
-def test_replace_marked_without_markers_is_an_error() -> None:
-    with pytest.raises(ValueError, match="markers missing"):
-        report.replace_marked("no markers", "new")
-
-
-def test_readme_has_the_markers_of_the_table() -> None:
-    report.replace_marked((BENCH / "README.md").read_text(encoding="utf-8"), "new")
-
-
 # ---- scripts: they import each other as programs of their folder do
 
 
@@ -189,11 +149,11 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module
 
 
-def test_collect_saves_each_row_when_it_is_done(script: Any, tmp_path: Path) -> None:
-    console, settings = script("console"), script("settings")
-    own_report = script("report")
+def test_collect_saves_rows_as_they_come_and_counts_only_whole_ones(
+    script: Any, tmp_path: Path
+) -> None:
+    console, settings, own_report = script("console"), script("settings"), script("report")
     path = tmp_path / "rows.jsonl"
-    n_lines: list[int] = []
 
     def row(name: str) -> Any:
         pairs = Pairs([1.0] * 5, [1.0] * 5)
@@ -201,35 +161,16 @@ def test_collect_saves_each_row_when_it_is_done(script: Any, tmp_path: Path) -> 
 
     def measure(*_: object) -> Iterator[Any]:
         yield row("a")
-        n_lines.append(len(path.read_text().splitlines()))
-        yield row("b")
-        n_lines.append(len(path.read_text().splitlines()))
-        raise KeyboardInterrupt
-
-    weights = dict.fromkeys("abc", 1.0)
-    with pytest.raises(KeyboardInterrupt):
-        console.collect([(weights, measure)], settings.Settings(save=path), ABOUT)
-    assert n_lines == [1, 2]
-    assert [record["row"] for record in read_records(path)] == ["a", "b"]
-
-
-def test_collect_saves_a_row_that_is_not_over_and_does_not_count_it(
-    script: Any, tmp_path: Path
-) -> None:
-    console, settings, own_report = script("console"), script("settings"), script("report")
-    path = tmp_path / "rows.jsonl"
-    row = own_report.Timing(
-        "a", "what", "against", "a token", Pairs([1.0] * 5, [1.0] * 5), None, "command"
-    )
-
-    def measure(*_: object) -> Iterator[Any]:
-        yield own_report.SoFar(row)
+        assert [record["row"] for record in read_records(path)] == ["a"]
+        yield own_report.SoFar(row("b"))
         raise RuntimeError("it broke")
 
-    outcome = console.collect([({"a": 1.0}, measure)], settings.Settings(save=path), ABOUT)
-    assert [record["is_partial"] for record in read_records(path)] == [True]
-    assert outcome.rows == []
-    assert [(one.name, one.reason) for one in outcome.left_out] == [("a", "it broke")]
+    benchmarks = [(dict.fromkeys("ab", 1.0), measure)]
+    outcome = console.collect(benchmarks, settings.Settings(save=path), ABOUT)
+    saved_as = {one["row"]: one.get("is_partial", False) for one in read_records(path)}
+    assert saved_as == {"a": False, "b": True}
+    assert [row.name for row in outcome.rows] == ["a"]
+    assert [(one.name, one.reason) for one in outcome.left_out] == [("b", "it broke")]
 
 
 def test_row_that_fails_does_not_take_the_others_along(
@@ -290,16 +231,6 @@ def test_table_from_a_file_without_these_flags_names_those_that_are_there(script
         script("table").saved([saved("a", 1)], "--threads 9", ["a"])
 
 
-def test_table_of_one_benchmark_has_its_own_rows_only(script: Any) -> None:
-    rows = [
-        report.to_record(timing(1.0, 5, None, name), saved(name, 1))
-        for name in ("decode-flash-logits", "kernel-1024-stock")
-    ]
-    found, _, abouts = script("table").saved(rows, ABOUT["flags"], ["kernel-1024-stock"])
-    assert [row.name for row in found] == ["kernel-1024-stock"]
-    assert len(abouts) == 1
-
-
 def test_every_table_of_several_benchmarks_has_its_place_in_the_readme(script: Any) -> None:
     table = script("table")
     readme = (BENCH / "README.md").read_text(encoding="utf-8")
@@ -307,46 +238,6 @@ def test_every_table_of_several_benchmarks_has_its_place_in_the_readme(script: A
     for name, benchmarks in table.TABLES.items():
         assert set(benchmarks) <= set(table.BENCHMARKS)
         report.replace_marked(readme, "new", f"<!-- {name}: begin -->", f"<!-- {name}: end -->")
-
-
-def test_plot_of_the_curve_has_a_line_for_each_way(script: Any) -> None:
-    pytest.importorskip("matplotlib")
-    curve, plot = script("curve"), script("plot")
-    rows = [
-        report.to_record(timing(ratio, 5, None, f"curve-{n_context}-{way}"), ABOUT)
-        for n_context in (64, 1024)
-        for way, ratio in (("plain", 2.0), ("ours", 0.5), ("logits", 0.75))
-    ]
-    [axes] = plot.curve_plot([*rows, saved("decode-flash-logits", 1)]).axes
-    lines = {one.get_label(): one.lines[0].get_xydata().tolist() for one in axes.containers}
-    ms = {"stock": 10.0, "plain": 20.0, "ours": 5.0, "logits": 7.5}
-    assert lines == {
-        text: [[64, ms[way]], [1024, ms[way]]] for way, (_, _, text) in curve.WAYS.items()
-    }
-
-
-def test_plot_of_the_curve_without_its_rows_is_an_error(script: Any) -> None:
-    with pytest.raises(ValueError, match=r"row of bench/curve\.py"):
-        script("plot").curve_plot([saved("decode-flash-logits", 1)])
-
-
-def test_hf_rows_without_torch_say_what_to_install(
-    script: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hf, settings, models = script("hf"), script("settings"), script("models")
-    monkeypatch.setattr(hf.importlib.util, "find_spec", lambda name: None)
-
-    class Line:
-        def start(self, *_: object) -> None:
-            pass
-
-    rows = list(hf.measure(settings.Settings(is_quick=True), Line()))
-    assert [row.name for row in rows] == list(hf.CASES)
-    assert {row.reason for row in rows} == {
-        "torch and transformers not installed; run pip install torch transformers"
-    }
-    assert not any(row.is_failure for row in rows)
-    assert models.NotHere
 
 
 # ---- processes that benchmarks start
@@ -473,12 +364,6 @@ def test_perf_output_is_a_count_or_none(counts: ModuleType, text: str, count: in
     assert counts.parse_perf(text) == count
 
 
-def test_record_is_one_line_of_json(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    append_record(path, report.to_record(timing(1.5, 5, None), ABOUT))
-    assert json.loads(path.read_text())["median_ratio"] == 1.5
-
-
 # ---- CUDA
 def test_wide_model_has_the_shape_and_spread_that_it_was_written_with(
     script: Any, tmp_path: Path
@@ -502,39 +387,6 @@ def test_wide_model_has_the_shape_and_spread_that_it_was_written_with(
         assert abs(weights[name].mean() - mean) < 0.25 * std, name
         assert weights[name].std() == pytest.approx(std, rel=0.25), name
     assert not np.array_equal(weights["blk.0.attn_q.weight"], weights["blk.1.attn_q.weight"])
-
-
-def test_wide_shape_is_that_of_a_7b_model(script: Any) -> None:
-    wide = script("wide_model").WIDE
-    assert (wide.n_layer, wide.n_head, wide.n_head_kv, wide.head_size) == (28, 28, 4, 128)
-    assert wide.n_embd == 3584
-
-
-def test_every_row_of_the_issue_is_a_case_with_its_target(script: Any) -> None:
-    cuda = script("cuda")
-    sizes = ("1k", "4k", "16k")
-    own = {f"cuda-{k}-{n}-{way}" for k in sizes for n in (1, 8) for way in cuda.WHAT}
-    assert own <= cuda.CASES.keys()
-    assert cuda.TARGETS.keys() <= cuda.CASES.keys()
-    assert {"cuda-copy", "cuda-step-to-view"} <= cuda.WEIGHTS.keys()
-    places = script("cuda_rows")
-    assert places.PLACE_TARGETS.keys() <= places.PLACE_CASES.keys() <= cuda.WEIGHTS.keys()
-
-
-def test_reading_keys_again_is_much_only_without_grouped_queries(script: Any) -> None:
-    places, wide = script("cuda_rows"), script("wide_model")
-    assert places.keys_again(wide.WIDE, 4096) == pytest.approx(0.015, abs=0.001)
-    llama_2_7b = wide.Shape(32, 32, 32, 128, 11008, 32000)
-    assert places.keys_again(llama_2_7b, 4096) == pytest.approx(0.117, abs=0.001)
-
-
-def test_rows_are_chosen_by_patterns_in_their_order(script: Any) -> None:
-    chosen = script("console").chosen_rows
-    names = ["a-1", "a-2", "b-1"]
-    assert chosen(["*-1", "a-*"], names) == names
-    assert chosen(["b-1"], names) == ["b-1"]
-    with pytest.raises(SystemExit, match=r"no row 'c-\*'; there are a-1, a-2, b-1"):
-        chosen(["a-1", "c-*"], names)
 
 
 def test_saved_rows_of_a_gpu_can_be_printed(
@@ -631,12 +483,3 @@ def test_device_and_shape_are_part_of_the_flags_that_rows_are_told_apart_by(scri
     )
     assert gpu.n_gpu_layers > 28
     assert gpu.flags == f"{plain.flags} --device gpu --shape 7b"
-
-
-def test_bandwidth_without_a_driver_is_left_out(
-    script: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pinned, models = script("pinned"), script("models")
-    monkeypatch.setattr(pinned, "_LIBRARY", "libcuda-of-no-machine.so")
-    with pytest.raises(models.NotHere, match="no NVIDIA driver"):
-        pinned.copy_ms(1024)

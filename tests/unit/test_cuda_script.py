@@ -159,21 +159,6 @@ def test_row_that_no_table_has_is_refused_before_anything_is_measured(script: Sc
     assert not (script.work / "values.log").exists()
 
 
-def test_plan_of_the_help_fits_30_minutes_with_the_time_that_the_machine_takes_to_start(
-    script: Script,
-) -> None:
-    _, printed = script("--help")
-    lines = printed.partition("A plan")[2].splitlines()
-    calls = [line.split() for line in lines if line.startswith("  bench/cuda.sh all")]
-    minutes = [float(call.pop()) for call in calls]
-    assert calls
-    assert sum(minutes) + 1.5 * len(calls) <= 30
-    limits_s = [int(call[call.index("--limit") + 1]) for call in calls]
-    assert [60 * one for one in minutes] == limits_s
-    assert max(limits_s) <= 570  # of 600: what is open is ended and brought back after the limit
-    assert ["--resume" in call for call in calls] == [False, True, True]
-
-
 def test_parts_of_all_measure_every_row_and_what_decides_comes_first(kit: Any) -> None:
     rows = importlib.import_module("cuda").WEIGHTS
     chosen_rows = importlib.import_module("console").chosen_rows
@@ -207,40 +192,6 @@ def test_kit_that_is_too_big_is_refused_with_its_largest_files(script: Script) -
     assert status == 0, printed
 
 
-def test_checkout_weighs_what_git_does_not_ignore(kit: Any, tmp_path: Path) -> None:
-    root = tmp_path / "checkout"
-    (root / "build" / "kit").mkdir(parents=True)
-    for name, size in (("tracked", 100), ("new", 20), ("build/kit/a.whl", 3), ("build/object", 9)):
-        (root / name).write_bytes(b"x" * size)
-    (root / ".gitignore").write_text("build\n")  # 6 bytes
-    for command in (["init", "-q"], ["add", "tracked"]):
-        subprocess.run(["git", *command], cwd=root, check=True)
-    sizes = kit.checkout_sizes(root)
-    assert {path.name: size for path, size in sizes.items()} == {
-        "tracked": 100, "new": 20, ".gitignore": 6,
-    }  # fmt: skip
-    assert kit.weigh([root / "build" / "kit"], 129, root).endswith("0.0 MB (0 MiB) may travel")
-    with pytest.raises(kit.KitError, match="The largest files: tracked"):
-        kit.weigh([root / "build" / "kit"], 128, root)
-
-
-def test_requirements_are_those_of_the_package_its_build_and_its_tests(kit: Any) -> None:
-    names = {kit.name_of(one) for one in kit.requirements()}
-    assert {"numpy", "typer", "pytest", "scikit-build-core", "cmake", "ninja"} <= names
-    assert not {"kqview", "playwright", "openai"} & names
-
-
-def test_extra_that_lost_a_package_is_refused(kit: Any, tmp_path: Path) -> None:
-    path = tmp_path / "pyproject.toml"
-    path.write_text(
-        "[project]\ndependencies = []\n[project.optional-dependencies]\n"
-        "test = ['hypothesis', 'gguf', 'PyTest_asyncio']\nserver = ['msgspec', 'pybase64']\n"
-        "[build-system]\nrequires = []\n"
-    )
-    with pytest.raises(kit.KitError, match="name no pytest; correct OF_TEST"):
-        kit.requirements(path)
-
-
 def test_what_is_missing_is_named_with_what_needs_it(
     kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -266,17 +217,6 @@ def test_what_is_missing_is_named_with_what_needs_it(
     assert kit.missing(["cmake>=3.20"]) == []
 
 
-def test_programs_that_are_missing_fail_the_check(kit: Any, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, kit.__file__, "missing"],
-        env={**os.environ, "PATH": str(tmp_path)},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 1
-    assert "cmake>=3.26, ninja; install them, or rerun bench/cuda.sh prepare" in done.stderr
-    assert "no C++ compiler (c++, g++, clang++): install gcc and g++" in done.stderr
-
-
 def write_program(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"#!/bin/sh\n{text}\n")
@@ -292,68 +232,6 @@ def test_gpu_that_is_not_there_is_named_before_anything_is_built(
     assert kit.gpu_missing() == ["nvidia-smi finds no GPU: No devices were found"]
     write_program(tmp_path / "nvidia-smi", "echo NVIDIA H100, 580.159")
     assert kit.gpu_missing() == []
-
-
-def test_compiler_that_compiles_nothing_is_named_with_its_reason(
-    kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_program(tmp_path / "cc", "exit 0")
-    write_program(
-        tmp_path / "c++", "echo '<stdin>:1:10: fatal error: concepts: no such file' >&2; exit 1"
-    )
-    monkeypatch.setenv("PATH", str(tmp_path))
-    for name in ("CC", "CXX"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(kit.sysconfig, "get_path", lambda _: str(tmp_path))
-    headers, compiler = kit.compiler_missing()
-    assert headers == (
-        f"no Python.h in {tmp_path}: install the headers of this Python (python3-dev)"
-    )
-    assert compiler.startswith(f"{tmp_path}/c++ does not compile C++: <stdin>:1:10: fatal error")
-    (tmp_path / "Python.h").touch()
-    assert len(kit.compiler_missing()) == 1
-
-
-NVCC = r"""case "$*" in
-    *--version*) echo "release 13.0, V13.0.88" ;;
-    *--dryrun*) echo "#$ TOP={root}" >&2 ;;
-    *cub.cu*) {cub} ;;
-esac"""
-
-
-@pytest.mark.parametrize(
-    ("has_cublas", "cub", "words"),
-    [
-        (True, "exit 0", ()),
-        (False, "exit 0", ("cuBLAS 13", "pip install 'nvidia-cublas==13.*'")),
-        (True, "echo 'fatal error: cub/cub.cuh: none' >&2; exit 1", ("no cub/cub.cuh", "fatal")),
-    ],
-    ids=["complete", "no-cublas", "no-cub"],
-)
-def test_what_the_toolkit_lacks_is_named_before_anything_is_built(
-    kit: Any,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    has_cublas: bool,
-    cub: str,
-    words: tuple[str, ...],
-) -> None:
-    write_program(tmp_path / "bin" / "nvcc", NVCC.format(root=tmp_path, cub=cub))
-    write_program(tmp_path / "c++", "exit 0")
-    for folder in ("include", "lib", "nvidia"):
-        (tmp_path / folder).mkdir()
-    if has_cublas:
-        text = "#define CUBLAS_VER_MAJOR 13\n#define CUBLAS_VER_MINOR 1\n"
-        (tmp_path / "include" / "cublas_api.h").write_text(text)
-        for name in ("cublas", "cublasLt"):
-            (tmp_path / "lib" / f"lib{name}.so.13").touch()
-    else:  # nor may there be one among the packages of this Python
-        monkeypatch.setattr(kit.sys, "executable", shutil.which("true"))
-    monkeypatch.setenv("CUDACXX", str(tmp_path / "bin" / "nvcc"))
-    monkeypatch.setenv("CXX", str(tmp_path / "c++"))
-    sentences = kit.toolkit_missing(tmp_path, "90")
-    assert len(sentences) == bool(words)
-    assert all(word in sentences[0] for word in words), sentences
 
 
 # ---- builds
@@ -411,27 +289,6 @@ def test_kit_that_does_not_serve_is_refused(
     assert "run bench/cuda.sh prepare" in printed
     assert "package " not in printed.partition("FAIL")[0]  # nothing is built after it
     assert not (script.work / "package.log").exists()
-
-
-def test_build_without_a_kit_says_so_first(script: Script) -> None:
-    python = script.fake_python(
-        '*"cuda_kit.py missing "*) echo "kit: missing here: gguf" >&2; exit 1'
-    )
-    script.environment["KQVIEW_PYTHON"] = str(python)
-    status, printed = script("all", "--device", "cpu")
-    assert status == 1
-    lines = printed.splitlines()
-    assert f"no kit: there is no folder {script.kit}; carry it" in lines[1]
-    assert lines[-2].endswith(f"There is no kit here, no folder {script.kit}: carry it")
-    assert not (script.work / "package.log").exists()
-
-
-def test_run_where_nothing_is_built_says_what_to_do(script: Script) -> None:
-    script.environment["KQVIEW_PYTHON"] = str(script.fake_python('"-c import kqview") exit 1'))
-    status, printed = script("run", "values", "--device", "cpu")
-    assert status == 1
-    assert f"nothing is built in {script.work}" in printed
-    assert "run bench/cuda.sh all, or build first, or name with --resume" in printed
 
 
 def install_package(script: Script, n_bytes: int = 0) -> str:
@@ -515,56 +372,6 @@ def test_package_that_does_not_serve_is_built_again(
     assert words in printed
     assert "so package has to be built again" in printed
     assert "it is built again" in (bare.work / "package.log").read_text()
-
-
-def test_instruction_sets_are_those_of_compiled_code(kit: Any, tmp_path: Path) -> None:
-    cpuinfo = tmp_path / "cpuinfo"
-    cpuinfo.write_text("processor : 0\nflags : fpu avx2 ibrs avx512f fma\n\nprocessor : 1\n")
-    machine = kit.platform.machine()
-    assert kit.instruction_sets(cpuinfo) == sorted([machine, "avx2", "avx512f", "fma"])
-    cpuinfo.write_text("processor : 0\nFeatures : fp asimd sve\n")
-    assert kit.instruction_sets(cpuinfo) == sorted([machine, "fp", "asimd", "sve"])
-    assert kit.instruction_sets(tmp_path / "none") == [machine]
-
-
-def test_more_than_four_pieces_are_not_brought_back(script: Script) -> None:
-    script.out.mkdir()
-    for i in range(4):
-        (script.out / f"peers.tar.gz.{i}").write_bytes(b"a piece")
-    printed = install_package(script)
-    assert "1 pieces of 15 MiB, but only 0 more may be brought back" in printed
-    assert not list(script.out.glob("package.tar.gz.*"))
-
-
-def test_folder_of_earlier_calls_that_is_not_there_is_refused(script: Script) -> None:
-    status, printed = script("run", "--resume", str(script.root / "nowhere"))
-    assert status == 2
-    assert "no folder" in printed
-    assert "--resume names the one that holds what earlier calls left in OUT" in printed
-
-
-def test_peers_are_not_begun_when_too_little_time_is_left(script: Script) -> None:
-    write_source(script.kit)
-    script.work.mkdir()
-    (script.work / "package.seconds").write_text("1000\n")
-    status, printed = script("all", "peers", "--device", "cpu", "--limit", "900")
-    assert status == 1
-    assert "left out peers    : they take about 1130 s to build, and " in printed
-
-
-def test_work_folder_of_other_sources_is_refused(script: Script, kit: Any) -> None:
-    script.work.mkdir()
-    first, *lines = ["vendor pyproject.toml", *kit.sources(["vendor", "pyproject.toml"])]
-    listing = script.work / "package.sources"
-    listing.write_text("\n".join([first, *lines]) + "\n")
-    kit.compare(listing)
-    lines[-1] = "0" * 64 + "  pyproject.toml"
-    listing.write_text("\n".join([first, *lines, "1" * 64 + "  vendor/removed.cmake"]) + "\n")
-    status, printed = script("run", "values", "--device", "cpu")
-    assert status == 1
-    assert "(pyproject.toml, vendor/removed.cmake differ)" in printed
-    assert "run bench/cuda.sh build package" in printed
-    assert not (script.work / "values.log").exists()
 
 
 def test_part_that_takes_too_long_is_cut_off_and_what_is_there_is_brought_back(

@@ -14,7 +14,6 @@ import pytest
 
 from kqview import errors
 from kqview.state import (
-    durable,
     fingerprint,
     inspect,
     read_state,
@@ -23,7 +22,7 @@ from kqview.state import (
 from kqview.state.files import SlotMarks, StateFacts
 from kqview.state.fingerprint import ModelFiles
 from tests.support import ses1
-from tests.support.sessions import BLOB, FACTS, blob_of
+from tests.support.sessions import BLOB, FACTS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -75,17 +74,6 @@ def trailer_of(content: dict[str, object]) -> bytes:
     return text + struct.pack("<I", len(text)) + b"KQVIEW01"
 
 
-def test_checksum_covers_the_fields_of_the_trailer(tmp_path: Path) -> None:
-    path = tmp_path / "slot"
-    write_state(path, BLOB, FACTS, SlotMarks(n_exact=12))
-    data = path.read_bytes()
-    for old, new in ((b'"n_exact":12', b'"n_exact":99'), (b'"n_exact":12', b'"n_other":12')):
-        assert old in data
-        path.write_bytes(data.replace(old, new))
-        with pytest.raises(errors.StateFormatError, match="checksum"):
-            read_state(path)
-
-
 @pytest.mark.parametrize("n_exact", [-1, True, 1.5, "1"])
 def test_mark_that_is_no_count_is_refused(tmp_path: Path, n_exact: object) -> None:
     path = tmp_path / "slot"
@@ -102,38 +90,6 @@ def test_trailer_of_another_kind_is_refused(tmp_path: Path, content: object) -> 
     path.write_bytes(BLOB + trailer_of(content))  # type: ignore[arg-type]
     with pytest.raises(errors.StateFormatError, match="trailer"):
         read_state(path)
-
-
-def test_old_file_stays_when_writing_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "slot"
-    write_state(path, BLOB)
-    for name in ("fsync", "replace"):
-        with monkeypatch.context() as patch:
-
-            def fail(*_: object) -> None:
-                raise OSError("disk full")
-
-            patch.setattr(durable.os, name, fail)
-            with pytest.raises(OSError, match="disk full"):
-                write_state(path, blob_of(1))
-        assert path.read_bytes() == BLOB
-        assert os.listdir(tmp_path) == ["slot"]
-
-
-def test_bytes_are_on_the_disk_before_they_get_their_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[str] = []
-    for name in ("fsync", "replace"):
-        real = getattr(os, name)
-
-        def note(*args: object, name: str = name, real: object = real) -> None:
-            calls.append(name)
-            real(*args)  # type: ignore[operator]
-
-        monkeypatch.setattr(durable.os, name, note)
-    write_state(tmp_path / "slot", BLOB)
-    assert calls[:2] == ["fsync", "replace"]
 
 
 def test_what_is_no_blob_or_no_file_is_refused(tmp_path: Path) -> None:

@@ -133,24 +133,6 @@ def test_session_larger_than_memory_goes_to_a_file_itself(tmp_path: Path) -> Non
     assert os.listdir(tmp_path) == ["large.ses1"]
 
 
-def test_session_stays_in_memory_when_its_file_cannot_be_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = SessionStore(tmp_path, max_sessions=1)
-    store.save("a", FakeSlot(blob_of(1)))
-
-    def fail(*_: object) -> None:
-        raise OSError("disk full")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(durable.os, "replace", fail)
-        with pytest.raises(OSError, match="disk full"):
-            store.save("b", FakeSlot(blob_of(2)))
-    slot = FakeSlot()
-    store.restore("a", slot)
-    assert slot.blob == blob_of(1)
-
-
 def test_files_of_another_store_are_found_and_checked(tmp_path: Path) -> None:
     first = SessionStore(tmp_path)
     first.save("a", FakeSlot(blob_of(1)))
@@ -227,18 +209,6 @@ def restored(store: SessionStore, name: str) -> bytes:
     slot = FakeSlot(b"")
     store.restore(name, slot)
     return slot.blob
-
-
-def test_written_version_stays_until_the_next_one_is_written(tmp_path: Path) -> None:
-    store = SessionStore(tmp_path)
-    store.save("a", FakeSlot(blob_of(1)))
-    store.flush()
-    store.save("a", FakeSlot(blob_of(2)))
-    # As after a crash: nothing of the first store but its files.
-    assert restored(SessionStore(tmp_path), "a") == blob_of(1)
-    assert restored(store, "a") == blob_of(2)
-    store.flush()
-    assert restored(SessionStore(tmp_path), "a") == blob_of(2)
 
 
 def test_flush_writes_what_it_can_and_goes_on_from_there(
@@ -333,14 +303,6 @@ def test_what_another_store_wrote_counts(tmp_path: Path) -> None:
     assert [info.name for info in first.sessions()] == ["a", "c"]
     with pytest.raises(errors.RequestError, match="no session 'b'"):
         first.restore("b", FakeSlot())
-
-
-def test_session_is_as_large_as_its_blob_in_every_store(tmp_path: Path) -> None:
-    store = SessionStore(tmp_path)
-    store.save("a", FakeSlot())
-    store.flush()
-    assert [info.n_bytes for info in store.sessions()] == [len(BLOB)]
-    assert [info.n_bytes for info in SessionStore(tmp_path).sessions()] == [len(BLOB)]
 
 
 def test_damaged_file_is_listed_refused_and_removed(tmp_path: Path) -> None:
@@ -520,24 +482,3 @@ def test_power_lost_at_any_call_leaves_one_whole_version(
     during, after = versions_after_power_loss(name, tmp_path, monkeypatch)
     assert during == {scenario.before, scenario.after}
     assert after == {scenario.after}
-
-
-def test_disk_finds_a_writer_that_does_not_sync(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # The model itself: without the sync of the file parts of it are found, without that of the
-    # folder the old version although the call was over.
-    name = "flush of a second version"
-    real = SeenOs.fsync
-    for what in ("file", "folder"):
-        (tmp_path / what).mkdir()
-
-        def fsync(self: SeenOs, handle: int, what: str = what) -> None:
-            if os.path.isdir(f"/proc/self/fd/{handle}") is (what == "file"):
-                real(self, handle)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(SeenOs, "fsync", fsync)
-            during, after = versions_after_power_loss(name, tmp_path / what, patch)
-        expected = {SCENARIOS[name].before, SCENARIOS[name].after}
-        assert not during <= expected if what == "file" else after == expected
