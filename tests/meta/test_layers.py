@@ -74,7 +74,7 @@ INNER_RINGS = {
 LOADED_WHEN_USED = {"kqview": {"viz"}}
 KNOWN_TO_INNER_RINGS = {
     "arguments", "confined", "constraint_child", "errors", "json_input", "types", "machine",
-    "_core",
+    "stop_strings", "_core",
 }  # fmt: skip
 
 

@@ -13,11 +13,11 @@ import httpx
 import pytest
 from websockets.sync.client import connect
 
-from kqview.generation.text import ShownText
 from kqview.server import Settings
 from kqview.server.api.wire.chat_work import Answer, Reading
 from kqview.server.api.wire.mods_field import calls_of
 from kqview.server.models.run import Removal
+from kqview.stop_strings import ShownText
 from kqview.trace import Trace, final_ids, post
 from tests.support.trace_receiver import receiving
 

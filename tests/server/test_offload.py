@@ -18,13 +18,13 @@ import pytest
 from kqview import Engine
 from kqview.cli import serving as cli_serving
 from kqview.errors import QueueFull, RequestError
-from kqview.generation.text import HeldText
 from kqview.server import Settings, create_app
 from kqview.server.errors import TimedOut, TooLarge
 from kqview.server.models.run import GenerateRequest
 from kqview.server.models.service import OFFLOAD_BYTES, Service
 from kqview.server.web.endpoint import check_values, json_in_slices
 from kqview.server.web.workers import Workers
+from kqview.stop_strings import ShownText
 from kqview.types import Sampling
 from tests.server.toy_dialect import serving_toy
 from tests.support.hostile_grammars import GRAMMARS
@@ -377,7 +377,7 @@ def test_reply_with_many_logprobs_is_written_in_another_thread(
 
 
 def test_stop_sequences_are_looked_for_in_little_time():
-    held = HeldText(["a" * 999 + "b", *(f"{i:03}{'a' * 997}" for i in range(255))])
+    held = ShownText(["a" * 999 + "b", *(f"{i:03}{'a' * 997}" for i in range(255))])
     assert held.feed("a" * 999) == ""
     started_s = time.thread_time()
     assert held.feed("c") == "a" * 999 + "c"

@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, Final, Literal, cast
 
-from kqview.chat.marks import Marks
+from kqview.stop_strings import HeldText
 
 DEPTH_MAX: Final = 64
 """Deepest nesting; what is nested deeper becomes a string."""
@@ -243,9 +243,9 @@ class Notation(JsonText):
         """Read texts in *quotes*; *is_open*: the value is an object whose bracket is not fed."""
         super().__init__()
         self._begun = super().feed("{")[0] if is_open else ""
-        self._outside, self._quote = Marks(quotes), ""
+        self._outside, self._quote = HeldText(quotes), ""
         self._has_escapes = quotes == PYTHON
-        self._inside = Marks(())
+        self._inside = HeldText(())
         self._after = ""  # a backslash, until the next character comes
 
     def feed(self, text: str) -> tuple[str, int]:
@@ -273,7 +273,7 @@ class Notation(JsonText):
                 continue
             made.append(super().feed('"')[0])
             self._quote = "" if self._quote else mark
-            self._inside = Marks([mark, "\\"] if self._has_escapes else [mark])
+            self._inside = HeldText([mark, "\\"] if self._has_escapes else [mark])
 
 
 def _quoted(text: str) -> str:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple, Protocol
 
 from kqview.chat.formats import CHANNEL, MESSAGE, format_of
-from kqview.chat.marks import Marks
+from kqview.stop_strings import HeldText
 
 Kind = Literal["reasoning", "content", "call", "mark"]
 
@@ -166,18 +166,18 @@ class ThinkSplitter:
         self._spaces: list[str] = []  # before it
         self._text = _Text()
         self._close = ""
-        self._marks = Marks(frames)
+        self._marks = HeldText(frames)
         if opened_by is not None:
             self._open(opened_by, "")
 
     def _open(self, tag: str, mark: str) -> list[Piece]:
         self._start = None
         self._close = self._tags[tag]
-        self._marks = Marks([self._close])
+        self._marks = HeldText([self._close])
         return self._text.begin("reasoning", mark, is_before_mark=True)
 
     def _content(self, _tag: str, mark: str) -> list[Piece]:
-        self._marks = Marks(self._frames)
+        self._marks = HeldText(self._frames)
         return self._text.begin("content", mark, is_before_mark=False)
 
     @property
@@ -248,7 +248,7 @@ class TagSplitter:
         self._final, self._end, self._marker = f"<{final}>", f"</{final}>", marker
         self._begun: list[str] | None = None if is_open else []  # before the first mark
         self._text = _Text()
-        self._marks = Marks([self._open, self._close, self._final, marker])
+        self._marks = HeldText([self._open, self._close, self._final, marker])
         if is_open:
             self._turn(self._open, "")
 
@@ -281,13 +281,13 @@ class TagSplitter:
         """Go on after *mark*, of which *text* is in the answer."""
         kind: Kind = "reasoning" if mark == self._open else "content"
         if mark == self._open:
-            self._marks = Marks([self._close, self._final, self._marker])
+            self._marks = HeldText([self._close, self._final, self._marker])
         elif mark == self._marker:
-            self._marks = Marks([])
+            self._marks = HeldText([])
         elif mark == self._final:
-            self._marks = Marks([self._end])
+            self._marks = HeldText([self._end])
         else:
-            self._marks = Marks([self._open, self._final])
+            self._marks = HeldText([self._open, self._final])
         return self._text.begin(kind, text, is_before_mark=mark != self._marker)
 
     def flush(self) -> list[Piece]:
@@ -308,7 +308,7 @@ class MarkerSplitter:
     def __init__(self, marker: str) -> None:
         """*marker*: at least one character."""
         self._marker = marker
-        self._marks = Marks([marker])
+        self._marks = HeldText([marker])
         self._text = _Text()
         self._begun: list[str] | None = []
 
@@ -371,7 +371,7 @@ class HarmonySplitter:
         self._has_channel = False
         self._kind: Kind = "content"
         self._name = ""
-        self._marks = Marks([MESSAGE, CHANNEL, *_ENDS])
+        self._marks = HeldText([MESSAGE, CHANNEL, *_ENDS])
         answer = f" to=user{MESSAGE}" if has_recipients else f"{CHANNEL}final{MESSAGE}"
         end = "<|eom|><|start|>assistant" if has_recipients else _NEXT_MESSAGE
         self._closing = end + ("" if may_call else answer)
@@ -450,7 +450,7 @@ def _pieces(kind: Kind, text: str) -> list[Piece]:
     return [Piece(kind, text)] if text else []
 
 
-def _rest(closings: Sequence[str], marks: Marks) -> str:
+def _rest(closings: Sequence[str], marks: HeldText) -> str:
     """The first of *closings* that goes on from what is held; without one, the first as a whole."""
     held = marks.held
     return next((one[len(held) :] for one in closings if one.startswith(held)), closings[0])

@@ -25,10 +25,10 @@ from kqview.chat.formats import (
 from kqview.chat.functions import ToolLike
 from kqview.chat.json_text import DEPTH_MAX, JsonText, Notation, decoded
 from kqview.chat.json_text import literal as json_literal
-from kqview.chat.marks import Marks
 from kqview.chat.messages import checked_tools
 from kqview.chat.reasoning import THINK_TAGS
 from kqview.errors import RequestError
+from kqview.stop_strings import HeldText
 from kqview.types.json_schema import COMPACT, LINES, held
 from kqview.types.reply import Reply, ToolCall
 
@@ -420,7 +420,7 @@ class CallReader:
         self._state: _State = "start"
         self._held: list[str] = []  # white space at the start, or all of what may be a call
         self._is_after = False  # whether only white space came since the last call
-        self._marks = Marks([*self._opens, *self._closes])
+        self._marks = HeldText([*self._opens, *self._closes])
         self._syntaxes: list[Syntax] = []  # of the call that is read
         self._mark = self._head = ""
         self._n_in_list = 0
@@ -526,11 +526,11 @@ class CallReader:
         self._state, self._n_in_list = "head", 0
         self._mark, self._head, self._syntaxes = mark, mark, syntaxes
         self._space, self._held = "".join(self._held), [mark]
-        self._marks = Marks([close for syntax in syntaxes for close in syntax.closes])
+        self._marks = HeldText([close for syntax in syntaxes for close in syntax.closes])
 
     def _leave(self, *, is_after: bool) -> None:
         self._state, self._is_after, self._held = "text", is_after, []
-        self._marks = Marks([*self._opens, *self._closes])
+        self._marks = HeldText([*self._opens, *self._closes])
 
     def _find_head(self, text: str, found: list[str | CallDelta]) -> str | None:
         self._held.append(text)
@@ -588,7 +588,7 @@ class CallReader:
 
     def _end_value(self, rest: str) -> str:
         [syntax] = self._syntaxes
-        self._marks = Marks([*syntax.closes, "}" if syntax.is_object and syntax.is_list else ""])
+        self._marks = HeldText([*syntax.closes, "}" if syntax.is_object and syntax.is_list else ""])
         if syntax.quotes and syntax.is_list:
             self._go_on()
         elif (syntax.argument and not syntax.quotes) or not (syntax.closes or syntax.is_object):
@@ -596,7 +596,7 @@ class CallReader:
         else:
             self._state = "tail"
             if not syntax.closes:
-                self._marks = Marks(["}"])
+                self._marks = HeldText(["}"])
         return rest
 
     def _end_call(self, mark: str) -> str:
@@ -726,7 +726,7 @@ class _Elements:
         self._texts = texts
         self._open = syntax.argument.partition("$")[0]
         self._state: Literal["between", "key", "begun", "value"] = "between"
-        self._marks = Marks([self._open, *syntax.closes])
+        self._marks = HeldText([self._open, *syntax.closes])
         self._held = ""  # an element up to its value
         self._value: list[str] = []
         self._is_text = self._is_wrapped = False
@@ -770,7 +770,7 @@ class _Elements:
         if begun is None:
             if len(self._held) < HEAD_MAX:
                 return None
-            self._state, self._marks = "between", Marks([self._open, *self._syntax.closes])
+            self._state, self._marks = "between", HeldText([self._open, *self._syntax.closes])
             return whole[len(self._open) :]
         said = begun.groupdict()
         self._key = said["key"].strip()
@@ -793,7 +793,7 @@ class _Elements:
         self._is_wrapped = bool(begin) and self._held.startswith(begin)
         close = self._syntax.ends_value.replace("$key", self._key)
         close = end + close if self._is_wrapped else close
-        self._marks = Marks([close, "\n" + close] if self._syntax.has_lines else [close])
+        self._marks = HeldText([close, "\n" + close] if self._syntax.has_lines else [close])
         self._state = "value"
         held, self._held = self._held, ""
         return held.removeprefix(first)
@@ -814,7 +814,7 @@ class _Elements:
             is_nested = sign and f"{sign}<" in value
             made.append(_nested(value, sign) if is_nested else json_literal(value))
         rest = self._marks.take()
-        self._state, self._marks = "between", Marks([self._open, *self._syntax.closes])
+        self._state, self._marks = "between", HeldText([self._open, *self._syntax.closes])
         return rest
 
     def flush(self) -> str:

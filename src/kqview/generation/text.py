@@ -2,16 +2,14 @@
 
 Belongs to one generation, and to one thread at a time. It never reads finished text again: a call
 costs its own bytes plus a tail as long as the longest stop string.
-
-What may be shown is held back by `Stops`: for `Generation.deltas` in the TextStream, for what a
-server sends in `HeldText`, and in `ShownText`, which also counts what was shown.
 """
 
 import codecs
-from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Self
+
+from kqview.stop_strings import StopStrings
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,31 +19,6 @@ class Mark:
     n_characters: int
     decoder: tuple[bytes, int]
     tail: str
-
-
-class Stops:
-    """Stop strings, and where one may begin."""
-
-    __slots__ = ("_sorted", "longest_first", "n_most")
-
-    def __init__(self, stops: Iterable[str]) -> None:
-        """Watch for *stops*; empty ones are ignored."""
-        self._sorted = sorted(stop for stop in stops if stop)
-        self.longest_first = sorted(self._sorted, key=len, reverse=True)
-        self.n_most = max(map(len, self._sorted), default=0)
-        """Characters of the longest one."""
-
-    def n_clear(self, text: str, end: int | None = None) -> int:
-        """How many characters of *text*, at most *end*, come before what may become a stop."""
-        if end is None:
-            end = len(text)
-        for at in range(max(0, len(text) - self.n_most + 1), end):
-            rest = text[at:]
-            # In this order, those that begin with a text follow it.
-            i = bisect_left(self._sorted, rest)
-            if i < len(self._sorted) and self._sorted[i].startswith(rest):
-                return at
-        return end
 
 
 class TextStream:
@@ -63,7 +36,7 @@ class TextStream:
     stop_match: str | None
     """The stop string that was found, None until then. Once set, it does not change."""
 
-    def __init__(self, stop: Iterable[str] | Stops = ()) -> None:
+    def __init__(self, stop: Iterable[str] | StopStrings = ()) -> None:
         """Start without text.
 
         Args:
@@ -73,7 +46,7 @@ class TextStream:
         self._parts: list[str] = []
         self._n_characters = 0
         self._n_shown = 0
-        self._stops = stop if isinstance(stop, Stops) else Stops(stop)
+        self._stops = stop if isinstance(stop, StopStrings) else StopStrings(stop)
         self._tail = ""
         self._stop_start: int | None = None
         self.stop_match = None
@@ -151,7 +124,7 @@ class TextStream:
 
     def _add(self, text: str) -> str:
         if text:
-            if self.has_stops and self.stop_match is None:
+            if self._stops.n_most and self.stop_match is None:
                 self._search(text)
             self._parts.append(text)
             self._n_characters += len(text)
@@ -161,59 +134,8 @@ class TextStream:
         # The tail is one character shorter than the longest stop string, so every match in here is
         # new: it was incomplete before.
         window = self._tail + text
-        found = [
-            (start, stop)
-            for stop in self._stops.longest_first  # so that of two at one place the longer is first
-            if (start := window.find(stop)) >= 0
-        ]
-        if found:
-            start, self.stop_match = min(found, key=lambda match: match[0])
+        if (found := self._stops.find(window)) is not None:
+            start, self.stop_match = found
             self._stop_start = self._n_characters - len(self._tail) + start
         else:
             self._tail = window[max(0, len(window) - self._stops.n_most + 1) :]
-
-
-class HeldText:
-    """Text without what may still become a stop string."""
-
-    def __init__(self, stops: Iterable[str]) -> None:
-        """Watch for *stops*."""
-        self._stops = Stops(stops)
-        self._held = ""
-
-    def feed(self, text: str) -> str:
-        """Add *text*; returns what can no longer be part of a stop string."""
-        if not self._stops.n_most:
-            return text
-        whole = self._held + text
-        found = [at for stop in self._stops.longest_first if (at := whole.find(stop)) >= 0]
-        n_clear = self._stops.n_clear(whole, min(found, default=None))
-        self._held = whole[n_clear:]
-        return whole[:n_clear]
-
-
-class ShownText:
-    """The text of a stream, and how much of it the client has."""
-
-    def __init__(self, stops: Sequence[str]) -> None:
-        """Do not show *stops*."""
-        self._stops = stops
-        self._held = HeldText(stops)
-        self.n_shown = 0
-        """Characters that the client has."""
-
-    def feed(self, text: str) -> str:
-        """Add *text*; returns what to show."""
-        text = self._held.feed(text)
-        self.n_shown += len(text)
-        return text
-
-    def rest(self, whole: str) -> str:
-        """What is left to show of the text, which is *whole* at its end."""
-        return whole[self.n_shown :]
-
-    def take_back(self, text: str) -> int:
-        """Go on after *text*, all that is left; returns how many characters the client drops."""
-        self._held = HeldText(self._stops)
-        n_before, self.n_shown = self.n_shown, len(self._held.feed(text))
-        return n_before - self.n_shown

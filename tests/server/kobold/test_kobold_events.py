@@ -13,13 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kqview.errors import PoolExhausted
-from kqview.generation.text import HeldText, TextStream
+from kqview.generation.text import TextStream
 from kqview.server.api.kobold.convert import PlainEvents, SocketFrames, TypedEvents
 from kqview.server.api.wire.attention_protocol import RowFacts
 from kqview.server.errors import answer_of
 from kqview.server.models.attention import AttentionWanted, Encoder
 from kqview.server.models.run import Step
 from kqview.server.web.endpoint import EVENT_HEAD, EVENT_TAIL, NEXT_EVENT
+from kqview.stop_strings import ShownText
 from kqview.types import PromptBlock, Token, Usage
 from tests.support.kobold import golden
 
@@ -295,8 +296,8 @@ def test_unfinished_character_is_flushed_at_the_end():
 
 @given(st.text("ab<", max_size=24), st.lists(st.text("ab<", min_size=1, max_size=4), max_size=3),
        st.lists(st.integers(1, 5), max_size=24))  # fmt: skip
-def test_held_text_shows_all_but_what_stops(text: str, stops: list[str], lengths: list[int]):
-    engine, held, shown = TextStream(stops), HeldText(stops), ""
+def test_shown_text_is_all_but_what_stops(text: str, stops: list[str], lengths: list[int]):
+    engine, held, shown = TextStream(stops), ShownText(stops), ""
     pieces, at = [], 0
     for length in [*lengths, len(text)]:
         pieces.append(text[at : at + length])

@@ -11,7 +11,6 @@ from typing import Any, Final
 import msgspec
 
 from kqview.errors import RequestError
-from kqview.generation.text import ShownText
 from kqview.server.api.kobold import schema
 from kqview.server.api.wire.attention_protocol import (
     Object,
@@ -38,6 +37,7 @@ from kqview.server.models.attention import Dense, Shaped, shaped
 from kqview.server.models.run import GenerateRequest, LastRun, Removal, Run, Step
 from kqview.server.settings import AttentionValues, Settings
 from kqview.server.web.endpoint import NEXT_EVENT
+from kqview.stop_strings import ShownText
 from kqview.types import EngineStats, ModelInfo, PromptBlock, Token
 from kqview.types.token import Attention
 

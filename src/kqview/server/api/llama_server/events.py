@@ -9,13 +9,13 @@ from typing import Any, Final
 import msgspec
 from msgspec import UNSET
 
-from kqview.generation.text import ShownText
 from kqview.server.api.llama_server import schema
 from kqview.server.api.llama_server.convert import Plan, fields_of, stop_type
 from kqview.server.api.wire.llama_fields import Clock, error_body, prompt_progress, timings
 from kqview.server.api.wire.mods_field import removed, tool_calls_of
 from kqview.server.errors import Answer
 from kqview.server.models.run import Removal, Run, Step
+from kqview.stop_strings import ShownText
 from kqview.types import PromptBlock, Token
 
 HEAD: Final = b"data: "

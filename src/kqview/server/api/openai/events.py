@@ -13,7 +13,7 @@ import msgspec
 
 from kqview import __version__
 from kqview.chat.tool_format import CallDelta
-from kqview.generation.text import ShownText, TextStream
+from kqview.generation.text import TextStream
 from kqview.server.api.openai.convert import Plan, usage_of
 from kqview.server.api.wire.attention_field import AttentionWriter, Lists
 from kqview.server.api.wire.attention_protocol import (
@@ -29,6 +29,7 @@ from kqview.server.api.wire.mods_field import removed, tool_calls_of
 from kqview.server.errors import Answer
 from kqview.server.models.run import Removal, Run, Step, TokenLogprobs
 from kqview.server.web.budget import Reservation
+from kqview.stop_strings import ShownText
 from kqview.types import PromptBlock, Score
 
 Object = dict[str, Any]

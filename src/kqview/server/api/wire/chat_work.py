@@ -28,7 +28,6 @@ from kqview.chat.turn import (
 )
 from kqview.engine import Engine
 from kqview.errors import RequestError
-from kqview.generation.text import HeldText
 from kqview.mods.events import Dialogue
 from kqview.server.api.wire.mods_field import calls_of, removed
 from kqview.server.api.wire.reasoning_cap import ReasoningCap, cap_of
@@ -36,6 +35,7 @@ from kqview.server.errors import renamed
 from kqview.server.models.attention import AttentionWanted
 from kqview.server.models.run import GenerateRequest, Removal, Run
 from kqview.server.settings import ReasoningFormat
+from kqview.stop_strings import ShownText
 from kqview.types import Sampling
 
 ChooseSplit = Callable[[str, str, Split], Split]
@@ -288,8 +288,7 @@ class AnswerReader:
     def __init__(self, reading: Reading) -> None:
         self._splitter = reading.split.splitter()
         self._parts = Parts(reading.split, reading.calls, reading.texts)
-        self._held = HeldText(reading.stops)
-        self._n_shown = 0
+        self._shown = ShownText(reading.stops)
         self._n_content = self._n_reasoning = self._n_calls = 0  # returned so far
         self._reading = reading
         self.tokens = TokenCounter()
@@ -303,9 +302,7 @@ class AnswerReader:
     def feed(self, text: str) -> list[Delta]:
         """Add the text of a token; returns what is certain."""
         self.tokens.add(text)
-        text = self._held.feed(text)
-        self._n_shown += len(text)
-        return self._counted(self._deltas(self._splitter.feed(text)))
+        return self._counted(self._deltas(self._splitter.feed(self._shown.feed(text))))
 
     def take_back(self, removal: Removal) -> "TakenBack":
         """Mods took tokens back: a reader of what is left, and what the client is to hear."""
@@ -336,9 +333,7 @@ class AnswerReader:
 
     def finish(self, text: str) -> list[Delta]:
         """End the answer, whose whole text without the stop sequence is *text*."""
-        rest = text[self._n_shown :]
-        self._n_shown = len(text)
-        pieces = self._splitter.feed(rest) + self._splitter.flush()
+        pieces = self._splitter.feed(self._shown.rest(text)) + self._splitter.flush()
         deltas = self._deltas(pieces) + self._parts.flush()
         self.tokens.end()
         return self._counted(deltas)

@@ -12,12 +12,12 @@ from typing import Any, Final
 import msgspec
 
 from kqview.chat.reasoning import Piece, TokenCounter
-from kqview.generation.text import HeldText
 from kqview.server.api.wire.chat_work import Reading
 from kqview.server.api.wire.mods_field import removed
 from kqview.server.apps.mia4.convert import error_type_of
 from kqview.server.errors import Answer
 from kqview.server.models.run import Removal
+from kqview.stop_strings import ShownText
 from kqview.types import Token, Usage
 
 Object = dict[str, Any]
@@ -76,10 +76,9 @@ class Writer:
         self._named = {"request_id": request_id, "model_id": model_id}
         self._reading = reading
         self._splitter = reading.split.splitter()
-        self._held = HeldText(reading.stops)
+        self._shown = ShownText(reading.stops)
         self._drops = drops_reasoning
         self._streams = reading.split.mode != "marker"
-        self._n_split = 0  # characters given to the splitter
         self._waiting: deque[_Waiting] | None = deque() if has_attention else None
         self._hidden = set[int]() if hidden is None else hidden
         self._n_sent = {"token": 0, "analysis": 0}
@@ -103,9 +102,7 @@ class Writer:
             self._waiting.append(_Waiting(index, len(text)))
             if self._drops:
                 self._hidden.add(index)
-        certain = self._held.feed(text)
-        self._n_split += len(certain)
-        return self._frames(self._splitter.feed(certain))
+        return self._frames(self._splitter.feed(self._shown.feed(text)))
 
     def take_back(self, removal: Removal) -> tuple["Writer", list[bytes]]:
         """Mods took tokens back: the writer of what follows, and a frame ``removed``.
@@ -130,8 +127,8 @@ class Writer:
 
     def finish(self, text: str) -> list[bytes]:
         """Frames of what was held back; *text* is the whole without its stop sequence."""
-        rest = text[self._n_split :]
-        frames = self._frames([*self._splitter.feed(rest), *self._splitter.flush()])
+        rest = self._splitter.feed(self._shown.rest(text))
+        frames = self._frames([*rest, *self._splitter.flush()])
         self.tokens.end()
         for token in self._waiting or ():  # such as those of a stop sequence
             self._show(token)
