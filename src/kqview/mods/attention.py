@@ -172,11 +172,9 @@ class _AttentionMod(Mod):
 
     @classmethod
     def check_capture(cls, capture: Capture | None) -> None:
-        """See Mod."""
         check_shares(cls.__name__, capture)
 
     def begin(self, request_id: str, tokenizer: "ModTokenizer") -> None:
-        """See Mod."""
         self._n_prompt = 0
         self._ids: list[int | None] = []  # None for those added by other mods
         self._prompt: list[int] = []
@@ -278,7 +276,6 @@ class AlignAtt(_AttentionMod):
     def handle_rows(
         self, rows: Row, event: ForwardPass, actions: "ActionBuilder", tokenizer: "ModTokenizer"
     ) -> Action | None:
-        """See Mod."""
         start, stop = self._span
         place = start + int(rows[:, start:stop].mean(axis=0).argmax())
         self.alignment.append(place)
@@ -351,7 +348,6 @@ class LookbackGuard(_AttentionMod):
         self._retries = whole_number("retries", retries, low=0)
 
     def begin(self, request_id: str, tokenizer: "ModTokenizer") -> None:
-        """See Mod."""
         super().begin(request_id, tokenizer)
         self.ratios: list[float] = []
         """`lookback_ratio` of each generated token that remains."""
@@ -365,7 +361,6 @@ class LookbackGuard(_AttentionMod):
     def handle_rows(
         self, rows: Row, event: ForwardPass, actions: "ActionBuilder", tokenizer: "ModTokenizer"
     ) -> Action | None:
-        """See Mod."""
         n_generated = len(self._ids)
         ratio = lookback_ratio(rows, self._span, self._n_prompt)
         # Tokens added by other mods are not judged.
@@ -449,7 +444,6 @@ class ReRead(_AttentionMod):
         self._most = whole_number("most", most)
 
     def begin(self, request_id: str, tokenizer: "ModTokenizer") -> None:
-        """See Mod."""
         super().begin(request_id, tokenizer)
         self.shares: list[float] = []
         """Share of attention that the instruction got in each step."""
@@ -462,7 +456,6 @@ class ReRead(_AttentionMod):
     def handle_rows(
         self, rows: Row, event: ForwardPass, actions: "ActionBuilder", tokenizer: "ModTokenizer"
     ) -> Action | None:
-        """See Mod."""
         row = rows.mean(axis=0)
         share = float(sum(row[start:stop].sum() for start, stop in [self._span, *self._copies]))
         self.shares.append(share)

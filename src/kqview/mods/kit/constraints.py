@@ -20,8 +20,7 @@ import numpy as np
 from kqview.confined import Confined, Stopped
 from kqview.constraint_child import Numbers, shortened
 from kqview.errors import InvalidSampling, KqviewError
-from kqview.mods.actions import Backtrack, ForceTokens
-from kqview.mods.kit.strategies import Strategy
+from kqview.mods.kit.strategies import Answer, TableStrategy
 from kqview.mods.kit.token_table import Ids, TokenTable
 from kqview.types.json_schema import held
 
@@ -81,26 +80,22 @@ class JsonSchemaStrat:
         return GrammarStrategy("schema", grammar, tokenizer)
 
 
-class GrammarState:
+class GrammarState(Answer):
     """Progress of an answer in a grammar; owns llguidance's matcher."""
 
-    def __init__(self, matcher: Any) -> None:
+    def __init__(self, matcher: Any, written: bytes = b"", is_ended: bool = False) -> None:
+        super().__init__(written, is_ended)
         self.matcher = matcher
-        self.is_ended = False
-        self.tail = b""
-        """The end of the answer, as far as `Numbers` reads it."""
 
     def __copy__(self) -> "GrammarState":
-        twin = GrammarState(self.matcher.deep_copy())
-        twin.is_ended, twin.tail = self.is_ended, self.tail
-        return twin
+        return GrammarState(self.matcher.deep_copy(), self.written, self.is_ended)
 
 
-class GrammarStrategy(Strategy[GrammarState]):
+class GrammarStrategy(TableStrategy[GrammarState]):
     """An answer that a grammar of llguidance describes."""
 
     def __init__(self, name: str, grammar: str, tokenizer: "ModTokenizer") -> None:
-        self._table = TokenTable.of(tokenizer)
+        super().__init__(TokenTable.of(tokenizer))
         self._vocabulary = _vocabulary_of(tokenizer)
         self._grammar = grammar
         self._name = name
@@ -108,14 +103,12 @@ class GrammarStrategy(Strategy[GrammarState]):
         self._first = self._new_matcher()
 
     def start(self, tokenizer: "ModTokenizer") -> GrammarState:
-        """See Strategy."""
         return GrammarState(self._first.deep_copy())
 
     def allowed_tokens(self, state: GrammarState, tokenizer: "ModTokenizer") -> Ids:
-        """See Strategy."""
         mask: bytes = state.matcher.compute_bitmask()
         if self._numbers:
-            mask = self._numbers.held(mask, state.tail)
+            mask = self._numbers.held(mask, state.written[-Numbers.TAIL_BYTES :])
         flags = np.unpackbits(
             np.frombuffer(mask, np.uint8), count=self._table.n_vocab, bitorder="little"
         )
@@ -124,30 +117,22 @@ class GrammarStrategy(Strategy[GrammarState]):
             flags[self._table.end_ids] = 1
         return np.flatnonzero(flags)
 
-    def step(
-        self, state: GrammarState, token_id: int, tokenizer: "ModTokenizer"
-    ) -> ForceTokens | Backtrack | None:
-        """See Strategy."""
-        if token_id in self._table.end_ids and self.can_end(state):
-            state.is_ended = True
-            return None
+    def _take(
+        self, state: GrammarState, token_id: int, piece: bytes, tokenizer: "ModTokenizer"
+    ) -> bool:
         # Checked first: a wrong token would leave the matcher unusable.
-        if not self._table.pieces[token_id] or not state.matcher.validate_tokens([token_id]):
-            return Backtrack(1)
+        if not state.matcher.validate_tokens([token_id]):
+            return False
         state.matcher.consume_token(token_id)
-        state.tail = (state.tail + self._table.pieces[token_id])[-Numbers.TAIL_BYTES :]
-        return None
+        return True
 
     def is_complete(self, state: GrammarState) -> bool:
-        """See Strategy."""
         return state.is_ended or state.matcher.is_stopped()
 
     def can_end(self, state: GrammarState) -> bool:
-        """See Strategy."""
         return self.is_complete(state) or state.matcher.is_accepting()
 
     def forced_text(self, state: GrammarState) -> str:
-        """See Strategy."""
         if self.can_end(state):
             return ""
         # Up to the last complete character.

@@ -42,71 +42,40 @@ class FlowState:
     data: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
+ToolCallback = Callable[["ActionBuilder", FlowState, "ModTokenizer"], Action | None]
+FlowText = str | Callable[[FlowState], str]
+"""A text, or a function of the state that returns one."""
+
+
 @dataclass(frozen=True)
 class Route:
-    """Where a flow continues; made by the ``route_`` functions."""
+    """Where a flow continues; made by the ``route_`` functions.
 
+    Attributes:
+        follow: Begins a question, or returns the action that ends the flow; None for no action.
+    """
 
-@dataclass(frozen=True)
-class _Ask(Route):
-    question: "FlowQuestion"
-
-
-@dataclass(frozen=True)
-class _Enter(Route):
-    flow: "FlowDefinition"
-
-
-@dataclass(frozen=True)
-class _Say(Route):
-    text: "str | Callable[[FlowState], str]"
-
-
-@dataclass(frozen=True)
-class _Summarize(Route):
-    pass
-
-
-@dataclass(frozen=True)
-class _Output(Route):
-    text: "str | Callable[[FlowState], str]"
-
-
-ToolCallback = Callable[["ActionBuilder", FlowState, "ModTokenizer"], Action | None]
-
-
-@dataclass(frozen=True)
-class _Tool(Route):
-    callback: ToolCallback
-
-
-@dataclass(frozen=True)
-class _Leave(Route):
-    pass
-
-
-Target = "FlowQuestion | FlowDefinition | Route | str | Callable[[FlowState], Any]"
-"""A question, a flow, a text (a message), a route, or a function of the state that returns one."""
+    follow: "Callable[[FlowRun, ActionBuilder], Action | None]"
 
 
 def route_question(question: "FlowQuestion") -> Route:
     """Ask *question* next."""
-    return _Ask(question)
+    return Route(lambda run, actions: run.enter(question))
 
 
-def route_message(text: str | Callable[[FlowState], str]) -> Route:
+def route_message(text: FlowText) -> Route:
     """Write *text*, and end the text with it."""
-    return _Say(text)
+    return Route(lambda run, actions: run.say(text, actions))
 
 
 def route_summary() -> Route:
     """Write the summary of the current flow, and end the text with it."""
-    return _Summarize()
+    return Route(lambda run, actions: run.summarize(actions))
 
 
-def route_output(text: str | Callable[[FlowState], str]) -> Route:
+def route_output(text: FlowText) -> Route:
     """End the request with *text* in place of everything that was written."""
-    return _Output(text)
+    return Route(lambda run, actions: actions.force_output(run.ids_of(text)))
 
 
 def route_tool(callback: ToolCallback) -> Route:
@@ -114,18 +83,19 @@ def route_tool(callback: ToolCallback) -> Route:
 
     Usually that is ``actions.tool_calls(...)``.
     """
-    return _Tool(callback)
+    return Route(lambda run, actions: callback(actions, run.state, run.tokenizer))
 
 
 def route_noop() -> Route:
     """End the flow; the model continues the text."""
-    return _Leave()
+    return Route(lambda run, actions: None)
 
 
 class FlowQuestion:
     """A question, and where its answers lead.
 
-    The methods that set routes return the question, so that they can be chained.
+    The methods that set routes return the question, so that they can be chained. A target is a
+    question, a flow, a text (a message), a route, or a function of the state that returns one.
 
     Args:
         name: Key of the answer in `FlowState.answers`.
@@ -243,20 +213,24 @@ def route_of(target: object, state: FlowState) -> Route:
     for _ in range(_N_ROUTES_MAX):
         match target:
             case None:
-                return _Leave()
+                return route_noop()
             case Route():
                 return target
             case FlowQuestion():
-                return _Ask(target)
+                return route_question(target)
             case FlowDefinition():
-                return _Enter(target)
+                return _route_flow(target)
             case str():
-                return _Say(target)
+                return route_message(target)
             case _ if callable(target):
                 target = target(state)
             case _:
                 raise invalid("target", "a question, a flow, a text or a route", shown(target))
     raise RequestError("target functions keep returning functions; return a route")
+
+
+def _route_flow(flow: FlowDefinition) -> Route:
+    return Route(lambda run, actions: run.enter(flow.root, flow))
 
 
 class FlowEngine:
@@ -316,9 +290,10 @@ class FlowRun:
 
     def __init__(self, engine: FlowEngine, request_id: str, tokenizer: "ModTokenizer") -> None:
         self.state: Final = FlowState(request_id)
-        self._tokenizer = tokenizer
+        self.tokenizer: Final = tokenizer
         self._flow = engine.entry_flow
-        self._route: Route | None = _Ask(engine.entry_question)  # to follow at the next logits
+        # To follow at the next logits.
+        self._route: Route | None = route_question(engine.entry_question)
         self._question: FlowQuestion | None = None
         self._asking: Asking | None = None
 
@@ -334,68 +309,60 @@ class FlowRun:
             case _:
                 return None
 
-    @property
-    def _is_asking(self) -> bool:
-        return self._asking is not None
-
     def _on_forward_pass(self, event: ForwardPass, actions: "ActionBuilder") -> Action | None:
         for _ in range(_N_ROUTES_MAX):
+            action = None
             if self._asking is not None:
                 action = self._asking.on_forward_pass(event, actions)
-                self._note_answer()
-                if action is not None or self._is_asking:
+                if not self._note_answer():
                     return action
-            route, self._route = self._route, None
-            if route is None:
+            elif self._route is not None:
+                route, self._route = self._route, None
+                action = route.follow(self, actions)
+            else:
                 return None
-            if not isinstance(route, _Ask | _Enter):
-                return self._leave(route, actions)
-            self._enter(route)
+            if action is not None:
+                return action
         raise RequestError("the routes of this flow form a cycle without a question; break it")
 
-    def _enter(self, route: _Ask | _Enter) -> None:
-        """Begin the question of *route*, or note its answer if that is known."""
-        question = route.question if isinstance(route, _Ask) else route.flow.root
-        if isinstance(route, _Enter):
-            self._flow = route.flow
+    def _note_answer(self) -> bool:
+        """Once the answer is complete, find where it leads; returns whether it is."""
+        asking, question = self._asking, self._question
+        if asking is None or question is None or not asking.is_complete:
+            return False
+        self._asking = self._question = None
+        self._route = question.resolve(self.state, asking.answer)
+        return True
+
+    # ---- for routes
+
+    def enter(self, question: FlowQuestion, flow: FlowDefinition | None = None) -> None:
+        """Begin *question*, the root of *flow* if one is given, or note its answer if known."""
+        self._flow = flow or self._flow
         known = question.known_answer(self.state)
         if known is not None:
             self._route = question.resolve(self.state, known)
             return
         self._question = question
-        self._asking = question.self_prompt.ask(self._tokenizer)
+        self._asking = question.self_prompt.ask(self.tokenizer)
 
-    def _note_answer(self) -> None:
-        """Once the answer is complete, find where it leads."""
-        asking, question = self._asking, self._question
-        if asking is not None and question is not None and asking.is_complete:
-            self._asking = self._question = None
-            self._route = question.resolve(self.state, asking.answer)
-
-    def _leave(self, route: Route, actions: "ActionBuilder") -> Action | None:
-        match route:
-            case _Say(text):
-                return self._say(text, actions)
-            case _Summarize():
-                if self._flow is None or self._flow.summary is None:
-                    raise RequestError("route_summary needs a FlowDefinition with a summary")
-                return self._say(self._flow.summary, actions)
-            case _Output(text):
-                return actions.force_output(tokenize(self._text_of(text), self._tokenizer))
-            case _Tool(callback):
-                return callback(actions, self.state, self._tokenizer)
-            case _:
-                return None
-
-    def _say(self, text: str | Callable[[FlowState], str], actions: "ActionBuilder") -> Action:
-        ids = tokenize(self._text_of(text), self._tokenizer)
-        end = self._tokenizer.eos_token_id
+    def say(self, text: FlowText, actions: "ActionBuilder") -> Action:
+        """Write *text* and end the text with it."""
+        ids = self.ids_of(text)
+        end = self.tokenizer.eos_token_id
         if end is None:  # nothing that could be forced ends the text
             return actions.force_output(ids)
         return actions.force_tokens([*ids, end])
 
-    def _text_of(self, text: str | Callable[[FlowState], str]) -> str:
-        return text if isinstance(text, str) else text(self.state)
+    def summarize(self, actions: "ActionBuilder") -> Action:
+        """Write the summary of the current flow and end the text with it."""
+        if self._flow is None or self._flow.summary is None:
+            raise RequestError("route_summary needs a FlowDefinition with a summary")
+        return self.say(self._flow.summary, actions)
+
+    def ids_of(self, text: FlowText) -> list[int]:
+        """Ids of *text*."""
+        return tokenize(text if isinstance(text, str) else text(self.state), self.tokenizer)
 
 
 class FlowMod(Mod):
@@ -416,7 +383,6 @@ class FlowMod(Mod):
         return self._run.state
 
     def begin(self, request_id: str, tokenizer: "ModTokenizer") -> None:
-        """See Mod."""
         self._run = FlowRun(self._engine, request_id, tokenizer)
 
     def __call__(

@@ -350,19 +350,16 @@ class SelfPromptMod(Mod):
         return self._asking.answer
 
     def begin(self, request_id: str, tokenizer: "ModTokenizer") -> None:
-        """See Mod."""
         self._asking = self._question.ask(tokenizer)
 
     def on_forward_pass(
         self, event: ForwardPass, actions: "ActionBuilder", tokenizer: "ModTokenizer"
     ) -> Action | None:
-        """See Mod."""
         return self._asking.on_forward_pass(event, actions)
 
     def on_added(
         self, event: Added, actions: "ActionBuilder", tokenizer: "ModTokenizer"
     ) -> Action | None:
-        """See Mod."""
         return self._asking.on_added(event, actions)
 
 

@@ -13,7 +13,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, TypeVar, cast
 
@@ -87,39 +87,54 @@ class StrategyDescription(Protocol):
         ...
 
 
-_TAKE_BACK: Final = Backtrack(1)
+@dataclass
+class Answer:
+    """The state of an answer: what is written of it."""
+
+    written: bytes = b""
+    is_ended: bool = False
+    """Whether an end token has ended it where it could have continued."""
+
+
+_Answer = TypeVar("_Answer", bound=Answer)
+
+
+class TableStrategy(Strategy[_Answer]):
+    """A strategy over a `TokenTable`; where an answer can end, an end token ends it."""
+
+    def __init__(self, table: TokenTable) -> None:
+        self._table = table
+
+    def step(
+        self, state: _Answer, token_id: int, tokenizer: "ModTokenizer"
+    ) -> ForceTokens | Backtrack | None:
+        if token_id in self._table.end_ids and self.can_end(state):
+            state.is_ended = True
+            return None
+        piece = self._table.pieces[token_id]
+        if not piece or not self._take(state, token_id, piece, tokenizer):
+            return Backtrack(1)
+        state.written += piece
+        return None
+
+    @abstractmethod
+    def _take(self, state: _Answer, token_id: int, piece: bytes, tokenizer: "ModTokenizer") -> bool:
+        """Whether *piece*, the bytes of a token, may come next."""
 
 
 def _ids(ids: Sequence[int]) -> Ids:
     return np.unique(np.asarray(ids, np.int64))
 
 
-# ---- one of several texts
+def _decoded(text: bytes) -> str:
+    """*text*, or "" if it begins inside a character."""
+    try:
+        return text.decode()
+    except UnicodeDecodeError:
+        return ""
 
 
-@dataclass(frozen=True)
-class ChoicesStrat:
-    """The answer is one of *choices*.
-
-    One choice may be the beginning of another; both can be reached.
-
-    Attributes:
-        choices: The texts to choose from, none of them empty.
-    """
-
-    choices: Sequence[str]
-
-    def __post_init__(self) -> None:
-        """Check the choices.
-
-        Raises:
-            RequestError: There are none, or one is empty or not a str.
-        """
-        object.__setattr__(self, "choices", _texts("choices", self.choices))
-
-    def into_strategy(self, tokenizer: "ModTokenizer") -> "ChoicesStrategy":
-        """Compile it for *tokenizer*."""
-        return ChoicesStrategy(self.choices, TokenTable.of(tokenizer))
+# ---- checks of descriptions
 
 
 def _texts(name: str, values: object) -> tuple[str, ...]:
@@ -133,71 +148,76 @@ def _texts(name: str, values: object) -> tuple[str, ...]:
     return tuple(dict.fromkeys(texts))
 
 
-@dataclass
-class ChoicesState:
-    """What is written of a choice."""
-
-    written: bytes = b""
-    is_ended: bool = False
+def _check_member(name: str, kind: type[Enum], value: object) -> None:
+    if not isinstance(value, kind):
+        known = ", ".join(f"{kind.__name__}.{member.name}" for member in kind)
+        raise invalid(name, f"one of {known}", shown(value))
 
 
-class ChoicesStrategy(Strategy[ChoicesState]):
+def _check_text(name: str, value: object, *, may_be_empty: bool = False) -> None:
+    if not isinstance(value, str) or not (value or may_be_empty):
+        what = "a text, which may be empty" if may_be_empty else "a text that is not empty"
+        raise invalid(name, what, shown(value))
+
+
+# ---- one of several texts
+
+
+@dataclass(frozen=True)
+class ChoicesStrat:
+    """The answer is one of *choices*.
+
+    One choice may be the beginning of another; both can be reached.
+
+    Attributes:
+        choices: The texts to choose from, none of them empty.
+
+    Raises:
+        RequestError: There are none, or one is empty or not a str.
+    """
+
+    choices: Sequence[str]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "choices", _texts("choices", self.choices))
+
+    def into_strategy(self, tokenizer: "ModTokenizer") -> "ChoicesStrategy":
+        """Compile it for *tokenizer*."""
+        return ChoicesStrategy(self.choices, TokenTable.of(tokenizer))
+
+
+class ChoicesStrategy(TableStrategy[Answer]):
     """See `ChoicesStrat`."""
 
     def __init__(self, choices: Sequence[str], table: TokenTable) -> None:
+        super().__init__(table)
         self._choices = [choice.encode() for choice in choices]
-        self._table = table
 
-    def start(self, tokenizer: "ModTokenizer") -> ChoicesState:
-        """See Strategy."""
-        return ChoicesState()
+    def start(self, tokenizer: "ModTokenizer") -> Answer:
+        return Answer()
 
-    def allowed_tokens(self, state: ChoicesState, tokenizer: "ModTokenizer") -> Ids:
-        """See Strategy."""
+    def allowed_tokens(self, state: Answer, tokenizer: "ModTokenizer") -> Ids:
         ids = [i for rest in self._rests(state) for i in self._table.beginnings(rest)]
         return _ids(ids + self._table.end_ids if self.can_end(state) else ids)
 
-    def step(
-        self, state: ChoicesState, token_id: int, tokenizer: "ModTokenizer"
-    ) -> ForceTokens | Backtrack | None:
-        """See Strategy."""
-        if token_id in self._table.end_ids and self.can_end(state):
-            state.is_ended = True
-            return None
-        piece = self._table.pieces[token_id]
-        if not piece or not any(rest.startswith(piece) for rest in self._rests(state)):
-            return _TAKE_BACK
-        state.written += piece
-        return None
-
-    def is_complete(self, state: ChoicesState) -> bool:
-        """See Strategy."""
+    def is_complete(self, state: Answer) -> bool:
         return state.is_ended or (self.can_end(state) and not self._rests(state))
 
-    def can_end(self, state: ChoicesState) -> bool:
-        """See Strategy."""
+    def can_end(self, state: Answer) -> bool:
         return state.written in self._choices
 
-    def forced_text(self, state: ChoicesState) -> str:
-        """See Strategy."""
+    def forced_text(self, state: Answer) -> str:
         rests = self._rests(state)
-        if len(rests) != 1 or self.can_end(state):
-            return ""
-        try:
-            return rests[0].decode()
-        except UnicodeDecodeError:  # what is written ends inside a character
-            return ""
+        return "" if len(rests) != 1 or self.can_end(state) else _decoded(rests[0])
 
-    def _rests(self, state: ChoicesState) -> list[bytes]:
+    def _take(self, state: Answer, token_id: int, piece: bytes, tokenizer: "ModTokenizer") -> bool:
+        return any(rest.startswith(piece) for rest in self._rests(state))
+
+    def _rests(self, state: Answer) -> list[bytes]:
         """What may still follow, of each choice."""
-        if state.is_ended:
-            return []
         n = len(state.written)
-        return [
-            choice[n:]
-            for choice in self._choices
-            if len(choice) > n and choice.startswith(state.written)
-        ]
+        rests = [one[n:] for one in self._choices if one.startswith(state.written)]
+        return [] if state.is_ended else [rest for rest in rests if rest]
 
 
 # ---- free text up to an end
@@ -222,6 +242,9 @@ class UntilStrat:
         start: Text with which the answer begins; may be "".
         end_type: How to read *end*.
         end: The closing tag, or the characters of which any one ends the answer.
+
+    Raises:
+        RequestError: A field has the wrong type, or *end* is empty.
     """
 
     start: str
@@ -229,16 +252,9 @@ class UntilStrat:
     end: str
 
     def __post_init__(self) -> None:
-        """Check the fields.
-
-        Raises:
-            RequestError: A field has the wrong type, or *end* is empty.
-        """
-        if not isinstance(self.start, str):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise invalid("start", "a text, which may be empty", shown(self.start))
-        object.__setattr__(self, "end_type", _member("end_type", UntilEndType, self.end_type))
-        if not isinstance(self.end, str) or not self.end:  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise invalid("end", "a text that is not empty", shown(self.end))
+        _check_text("start", self.start, may_be_empty=True)
+        _check_member("end_type", UntilEndType, self.end_type)
+        _check_text("end", self.end)
 
     def into_strategy(self, tokenizer: "ModTokenizer") -> "UntilStrategy":
         """Compile it for *tokenizer*."""
@@ -246,45 +262,25 @@ class UntilStrat:
         return UntilStrategy(self.start, ends, TokenTable.of(tokenizer))
 
 
-_Member = TypeVar("_Member", bound=Enum)
-
-
-def _member(name: str, kind: type[_Member], value: object) -> _Member:
-    if not isinstance(value, kind):
-        known = ", ".join(f"{kind.__name__}.{member.name}" for member in kind)
-        raise invalid(name, f"one of {known}", shown(value))
-    return value
-
-
-@dataclass
-class UntilState:
-    """What is written of an answer with an end."""
-
-    written: bytes = b""
-
-
-class UntilStrategy(Strategy[UntilState]):
+class UntilStrategy(TableStrategy[Answer]):
     """See `UntilStrat`."""
 
     def __init__(self, start: str, ends: Sequence[str], table: TokenTable) -> None:
-        self._start = start
+        super().__init__(table)
+        self._start = start.encode()
         self._ends = [end.encode() for end in ends]
-        self._table = table
         # Tokens that go on after an end that they contain.
         overshoot = [i for i, piece in enumerate(table.pieces) if self._overshoots(piece)]
         self._never = _ids([*table.control_ids, *overshoot])
 
-    def start(self, tokenizer: "ModTokenizer") -> UntilState:
-        """See Strategy."""
-        return UntilState()
+    def start(self, tokenizer: "ModTokenizer") -> Answer:
+        return Answer()
 
-    def allowed_tokens(self, state: UntilState, tokenizer: "ModTokenizer") -> Ids:
-        """See Strategy."""
-        rest = self._start.encode()[len(state.written) :]
+    def allowed_tokens(self, state: Answer, tokenizer: "ModTokenizer") -> Ids:
+        rest = self._start[len(state.written) :]
         return _ids(self._table.beginnings(rest)) if rest else NO_IDS
 
-    def disallowed_tokens(self, state: UntilState, tokenizer: "ModTokenizer") -> Ids:
-        """See Strategy."""
+    def disallowed_tokens(self, state: Answer, tokenizer: "ModTokenizer") -> Ids:
         body = self._body(state)
         # Tokens that complete an end begun before them, and go on.
         crossing = [
@@ -296,38 +292,26 @@ class UntilStrategy(Strategy[UntilState]):
         ]
         return _ids([*self._never, *crossing]) if crossing else self._never
 
-    def step(
-        self, state: UntilState, token_id: int, tokenizer: "ModTokenizer"
-    ) -> ForceTokens | Backtrack | None:
-        """See Strategy."""
-        piece = self._table.pieces[token_id]
-        start = self._start.encode()
-        rest = start[len(state.written) :]
-        is_possible = rest.startswith(piece) if rest else not self._overshoots_after(state, piece)
-        if not piece or not is_possible:
-            return _TAKE_BACK
-        state.written += piece
-        return None
+    def is_complete(self, state: Answer) -> bool:
+        return self._body(state).endswith(tuple(self._ends))
 
-    def is_complete(self, state: UntilState) -> bool:
-        """See Strategy."""
-        return any(self._body(state).endswith(end) for end in self._ends)
-
-    def forced_text(self, state: UntilState) -> str:
-        """See Strategy."""
-        return self._start if not state.written else ""
+    def forced_text(self, state: Answer) -> str:
+        return "" if state.written else self._start.decode()
 
     def trim_answer(self, text: str) -> str:
-        """See Strategy."""
-        inner = text.removeprefix(self._start)
-        return next(
-            (inner[: -len(end)] for end in map(bytes.decode, self._ends) if inner.endswith(end)),
-            inner,
-        )
+        inner = text.removeprefix(self._start.decode())
+        ends = (end.decode() for end in self._ends)
+        return next((inner.removesuffix(end) for end in ends if inner.endswith(end)), inner)
 
-    def _body(self, state: UntilState) -> bytes:
+    def _take(self, state: Answer, token_id: int, piece: bytes, tokenizer: "ModTokenizer") -> bool:
+        if rest := self._start[len(state.written) :]:
+            return rest.startswith(piece)
+        tail = self._body(state)[-max(map(len, self._ends)) :]
+        return not self._overshoots(tail + piece, len(tail))
+
+    def _body(self, state: Answer) -> bytes:
         """What is written after the start."""
-        return state.written[len(self._start.encode()) :]
+        return state.written[len(self._start) :]
 
     def _overshoots(self, text: bytes, n_before: int = 0) -> bool:
         """Whether *text* goes on after an end in it that ends after its first *n_before* bytes."""
@@ -335,10 +319,6 @@ class UntilStrategy(Strategy[UntilState]):
             0 <= text.find(end, max(0, n_before - len(end) + 1)) < len(text) - len(end)
             for end in self._ends
         )
-
-    def _overshoots_after(self, state: UntilState, piece: bytes) -> bool:
-        tail = self._body(state)[-max(map(len, self._ends)) :]
-        return self._overshoots(tail + piece, len(tail))
 
 
 # ---- characters of one kind
@@ -370,6 +350,9 @@ class CharsStrat:
         stop: Maximum number of characters; or a text that ends the answer and is not part of it; or
             None: the answer ends where the model would write a character of another kind.
         min: Minimum number of characters.
+
+    Raises:
+        RequestError: A field has the wrong type, or *min* exceeds *stop*.
     """
 
     mode: CharsMode
@@ -377,29 +360,22 @@ class CharsStrat:
     min: int = 1
 
     def __post_init__(self) -> None:
-        """Check the fields.
-
-        Raises:
-            RequestError: A field has the wrong type, or *min* exceeds *stop*.
-        """
-        _member("mode", CharsMode, self.mode)
+        _check_member("mode", CharsMode, self.mode)
         object.__setattr__(self, "min", whole_number("min", self.min, low=0))
-        if self.stop is None:
-            return
         if isinstance(self.stop, str):
             if not self.stop:
                 raise invalid("stop", "a number of characters, or a text that is not empty", "''")
-            return
-        object.__setattr__(self, "stop", whole_number("stop", self.stop))
-        if self.min > self.stop:
-            raise RequestError(
-                f"min is {self.min}, but stop allows only {self.stop} characters; lower min",
-                parameter="min",
-            )
+        elif self.stop is not None:
+            object.__setattr__(self, "stop", whole_number("stop", self.stop))
+            if self.min > self.stop:
+                raise RequestError(
+                    f"min is {self.min}, but stop allows only {self.stop} characters; lower min",
+                    parameter="min",
+                )
 
     def into_strategy(self, tokenizer: "ModTokenizer") -> "CharsStrategy":
         """Compile it for *tokenizer*."""
-        return CharsStrategy(self.mode, self.stop, self.min, TokenTable.of(tokenizer))
+        return CharsStrategy(self, TokenTable.of(tokenizer))
 
 
 # A number, and whatever may become one.
@@ -414,50 +390,32 @@ _KINDS: Final[dict[CharsMode, Callable[[str], bool]]] = {
 }
 
 
-@dataclass
-class CharsState:
-    """What is written of an answer of characters, with the stop as far as it is begun."""
-
-    written: str = ""
-    is_ended: bool = False
-
-
-class CharsStrategy(Strategy[CharsState]):
+class CharsStrategy(TableStrategy[Answer]):
     """See `CharsStrat`; *without* are characters that are left out of the kind."""
 
-    def __init__(
-        self,
-        mode: CharsMode,
-        stop: int | str | None,
-        n_min: int,
-        table: TokenTable,
-        without: str = "",
-    ) -> None:
-        self._is_of_kind = _KINDS[mode]
-        self._is_float = mode is CharsMode.JS_FLOAT
-        self._stop = stop if isinstance(stop, str) else ""
-        self._n_max = stop if isinstance(stop, int) else None
-        self._n_min = n_min
-        self._table = table
+    def __init__(self, given: CharsStrat, table: TokenTable, without: str = "") -> None:
+        super().__init__(table)
+        self._is_of_kind = _KINDS[given.mode]
+        self._is_float = given.mode is CharsMode.JS_FLOAT
+        self._stop = given.stop if isinstance(given.stop, str) else ""
+        self._n_max = given.stop if isinstance(given.stop, int) else None
+        self._n_min = given.min
         self._without = without
         free: list[int] = []  # fit anywhere in an answer
         checked: list[int] = []  # fit or not, by what is written
         for i, text in enumerate(table.texts):
-            if not text or not all(map(self._may_contain, text)):
-                continue
-            is_free = not self._is_float and not any(c in self._stop for c in text)
-            (free if is_free else checked).append(i)
+            if text and all(self._may_contain(c) or c in self._stop for c in text):
+                is_free = not self._is_float and not any(c in self._stop for c in text)
+                (free if is_free else checked).append(i)
         self._free: Ids = np.array(free, np.int64)
         self._free_lengths = np.array([len(table.texts[i] or "") for i in free], np.int64)
         self._checked = checked
 
-    def start(self, tokenizer: "ModTokenizer") -> CharsState:
-        """See Strategy."""
-        return CharsState()
+    def start(self, tokenizer: "ModTokenizer") -> Answer:
+        return Answer()
 
-    def allowed_tokens(self, state: CharsState, tokenizer: "ModTokenizer") -> Ids:
-        """See Strategy."""
-        written = state.written
+    def allowed_tokens(self, state: Answer, tokenizer: "ModTokenizer") -> Ids:
+        written = state.written.decode()
         free = self._free if self._is_body(written) else NO_IDS
         if self._n_max is not None and free.size:
             free = free[self._free_lengths <= self._n_max - len(written)]
@@ -466,42 +424,31 @@ class CharsStrategy(Strategy[CharsState]):
         ends = self._table.end_ids if self.can_end(state) else []
         return np.concatenate([free, np.array([*checked, *ends], np.int64)])
 
-    def step(
-        self, state: CharsState, token_id: int, tokenizer: "ModTokenizer"
-    ) -> ForceTokens | Backtrack | None:
-        """See Strategy."""
-        if token_id in self._table.end_ids and self.can_end(state):
-            state.is_ended = True
-            return None
-        text = self._table.texts[token_id]
-        if not text or not self._is_possible(state.written + text):
-            return _TAKE_BACK
-        state.written += text
-        return None
+    def is_complete(self, state: Answer) -> bool:
+        text = state.written.decode()
+        return (
+            text.endswith(self._stop) if self._stop else state.is_ended or len(text) == self._n_max
+        )
 
-    def is_complete(self, state: CharsState) -> bool:
-        """See Strategy."""
-        if self._stop:
-            return state.written.endswith(self._stop)
-        return state.is_ended or len(state.written) == self._n_max
-
-    def can_end(self, state: CharsState) -> bool:
-        """See Strategy."""
-        return self.is_complete(state) or (not self._stop and self._is_whole(state.written))
+    def can_end(self, state: Answer) -> bool:
+        is_whole = not self._stop and self._is_whole(state.written.decode())
+        return is_whole or self.is_complete(state)
 
     def trim_answer(self, text: str) -> str:
-        """See Strategy."""
-        return text.removesuffix(self._stop) if self._stop else text
+        return text.removesuffix(self._stop)
+
+    def _take(self, state: Answer, token_id: int, piece: bytes, tokenizer: "ModTokenizer") -> bool:
+        text = self._table.texts[token_id]
+        return text is not None and self._is_possible(state.written.decode() + text)
 
     def _may_contain(self, character: str) -> bool:
-        is_of_kind = self._is_of_kind(character) and character not in self._without
-        return is_of_kind or character in self._stop
+        return self._is_of_kind(character) and character not in self._without
 
     def _is_body(self, text: str) -> bool:
         """Whether *text* is a beginning of an answer, the stop aside."""
         if self._is_float:
             return _FLOAT_BEGINS.fullmatch(text) is not None
-        return all(self._is_of_kind(c) and c not in self._without for c in text)
+        return all(map(self._may_contain, text))
 
     def _is_whole(self, text: str) -> bool:
         """Whether *text* is an answer, the stop aside."""
@@ -541,6 +488,10 @@ class ListStrat:
         min: The smallest number of elements.
         max: The largest number of elements; None for no limit.
         end_with: Text after everything, which is not a part of the answer.
+
+    Raises:
+        RequestError: A field has the wrong type, *min* exceeds *max*, or nothing separates two
+            elements.
     """
 
     elements: "Sequence[str] | StrategyDescription"
@@ -553,17 +504,10 @@ class ListStrat:
     end_with: str = ""
 
     def __post_init__(self) -> None:
-        """Check the fields.
-
-        Raises:
-            RequestError: A field has the wrong type, *min* exceeds *max*, or nothing separates two
-                elements.
-        """
         if not hasattr(self.elements, "into_strategy"):
             object.__setattr__(self, "elements", _texts("elements", self.elements))
         for name in ("open", "close", "wrap", "sep", "end_with"):
-            if not isinstance(getattr(self, name), str):
-                raise invalid(name, "a text, which may be empty", shown(getattr(self, name)))
+            _check_text(name, getattr(self, name), may_be_empty=True)
         object.__setattr__(self, "min", whole_number("min", self.min, low=0))
         if self.max is not None:
             object.__setattr__(self, "max", whole_number("max", self.max))
@@ -583,24 +527,19 @@ class ListStrat:
         elements = self.elements
         if isinstance(elements, CharsStrat) and not isinstance(elements.stop, str):
             # What ends an element is not part of it.
-            ends = "".join(text[:1] for text in (self.wrap or self.sep, self._closing))
-            element: Strategy[Any] = CharsStrategy(
-                elements.mode, elements.stop, elements.min, table, without=ends
-            )
+            closing = self.wrap + self.close + self.end_with
+            without = "".join(text[:1] for text in (self.wrap or self.sep, closing))
+            element: Strategy[Any] = CharsStrategy(elements, table, without)
         elif isinstance(elements, Sequence):
             element = ChoicesStrategy(elements, table)
         else:
             element = elements.into_strategy(tokenizer)
         return ListStrategy(self, element, table)
 
-    @property
-    def _closing(self) -> str:
-        return self.wrap + self.close + self.end_with
-
 
 @dataclass(frozen=True)
 class _Literal:
-    """A fixed text in a list, and what follows it."""
+    """A place in a fixed text: what is left of it, and what follows it."""
 
     rest: bytes
     n_done: int
@@ -609,56 +548,66 @@ class _Literal:
 
 @dataclass(frozen=True)
 class _Element:
-    """An element that is being written."""
+    """A place in an element, by the state of its strategy."""
 
     state: Any
     n_done: int
 
 
+_Place = _Literal | _Element
+
+
 @dataclass
-class ListState:
+class ListAnswer(Answer):
     """Where in the list the answer may be: every reading of what is written."""
 
-    places: "list[_Literal | _Element]"
-    is_ended: bool = False
+    places: list[_Place] = field(default_factory=list[_Place])
 
 
-class ListStrategy(Strategy[ListState]):
+class ListStrategy(TableStrategy[ListAnswer]):
     """See `ListStrat`."""
 
     def __init__(self, given: ListStrat, element: Strategy[Any], table: TokenTable) -> None:
+        super().__init__(table)
         self._given = given
         self._element = element
-        self._table = table
         self.has_end = bool(given.end_with)
 
-    def start(self, tokenizer: "ModTokenizer") -> ListState:
-        """See Strategy."""
+    def start(self, tokenizer: "ModTokenizer") -> ListAnswer:
         given = self._given
-        places: list[_Literal | _Element] = [
-            _Literal((given.open + given.wrap).encode(), 0, is_last=False)
-        ]
+        places: list[_Place] = [_Literal((given.open + given.wrap).encode(), 0, is_last=False)]
         if given.min == 0:
             empty = given.open + given.close + given.end_with
             places.append(_Literal(empty.encode(), 0, is_last=True))
-        return ListState(self._with_following(places, tokenizer))
+        return ListAnswer(places=self._with_following(places, tokenizer))
 
-    def allowed_tokens(self, state: ListState, tokenizer: "ModTokenizer") -> Ids:
-        """See Strategy."""
+    def allowed_tokens(self, state: ListAnswer, tokenizer: "ModTokenizer") -> Ids:
         ids = [self._allowed_at(place, tokenizer) for place in state.places]
         ends = self._table.end_ids if self.can_end(state) else []
         return np.unique(np.concatenate([*ids, np.array(ends, np.int64)]))
 
-    def step(
-        self, state: ListState, token_id: int, tokenizer: "ModTokenizer"
-    ) -> ForceTokens | Backtrack | None:
-        """See Strategy."""
-        if token_id in self._table.end_ids and self.can_end(state):
-            state.is_ended = True
-            return None
-        piece = self._table.pieces[token_id]
-        after: list[_Literal | _Element] = []
-        for place in state.places if piece else ():
+    def is_complete(self, state: ListAnswer) -> bool:
+        return state.is_ended or all(map(_is_end, state.places))
+
+    def can_end(self, state: ListAnswer) -> bool:
+        return state.is_ended or any(map(_is_end, state.places))
+
+    def forced_text(self, state: ListAnswer) -> str:
+        if len(state.places) != 1:
+            return ""
+        [place] = state.places
+        if isinstance(place, _Element):
+            return self._element.forced_text(place.state)
+        return _decoded(place.rest)
+
+    def trim_answer(self, text: str) -> str:
+        return text.removesuffix(self._given.end_with)
+
+    def _take(
+        self, state: ListAnswer, token_id: int, piece: bytes, tokenizer: "ModTokenizer"
+    ) -> bool:
+        after: list[_Place] = []
+        for place in state.places:
             if isinstance(place, _Literal):
                 if place.rest.startswith(piece):
                     after.append(replace(place, rest=place.rest[len(piece) :]))
@@ -666,40 +615,13 @@ class ListStrategy(Strategy[ListState]):
             sub = copy(place.state)
             if self._element.step(sub, token_id, tokenizer) is None:
                 after.append(_Element(sub, place.n_done))
-        if not after:
-            return _TAKE_BACK
-        state.places = self._with_following(after, tokenizer)
-        return None
+        if after:
+            state.places = self._with_following(after, tokenizer)
+        return bool(after)
 
-    def is_complete(self, state: ListState) -> bool:
-        """See Strategy."""
-        return state.is_ended or all(map(_is_end, state.places))
-
-    def can_end(self, state: ListState) -> bool:
-        """See Strategy."""
-        return state.is_ended or any(map(_is_end, state.places))
-
-    def forced_text(self, state: ListState) -> str:
-        """See Strategy."""
-        if len(state.places) != 1:
-            return ""
-        place = state.places[0]
-        if isinstance(place, _Element):
-            return self._element.forced_text(place.state)
-        try:
-            return place.rest.decode()
-        except UnicodeDecodeError:  # what is written ends inside a character
-            return ""
-
-    def trim_answer(self, text: str) -> str:
-        """See Strategy."""
-        return text.removesuffix(self._given.end_with)
-
-    def _with_following(
-        self, places: list[_Literal | _Element], tokenizer: "ModTokenizer"
-    ) -> list[_Literal | _Element]:
+    def _with_following(self, places: list[_Place], tokenizer: "ModTokenizer") -> list[_Place]:
         """*places*, with those that may follow without another token, less those that are over."""
-        found: list[_Literal | _Element] = []
+        found: list[_Place] = []
         waiting = [*places]
         while waiting:
             place = waiting.pop()
@@ -715,9 +637,9 @@ class ListStrategy(Strategy[ListState]):
                 found.append(place)
         return found
 
-    def _after_element(self, n_done: int) -> list[_Literal]:
+    def _after_element(self, n_done: int) -> list[_Place]:
         given = self._given
-        following: list[_Literal] = []
+        following: list[_Place] = []
         if given.max is None or n_done < given.max:
             text = given.wrap + given.sep + given.wrap
             following.append(_Literal(text.encode(), n_done, is_last=False))
@@ -726,7 +648,7 @@ class ListStrategy(Strategy[ListState]):
             following.append(_Literal(text.encode(), n_done, is_last=True))
         return following
 
-    def _allowed_at(self, place: _Literal | _Element, tokenizer: "ModTokenizer") -> Ids:
+    def _allowed_at(self, place: _Place, tokenizer: "ModTokenizer") -> Ids:
         if isinstance(place, _Literal):
             return np.array(self._table.beginnings(place.rest), np.int64)
         ids = self._element.allowed_tokens(place.state, tokenizer)
@@ -736,5 +658,5 @@ class ListStrategy(Strategy[ListState]):
         return np.setdiff1d(ids, self._table.control_ids)  # an element cannot end the text
 
 
-def _is_end(place: _Literal | _Element) -> bool:
+def _is_end(place: _Place) -> bool:
     return isinstance(place, _Literal) and place.is_last and not place.rest
