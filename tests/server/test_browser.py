@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.needs("chromium")
 
-README = Path(__file__).parents[2] / "src/kqview/server/README.md"
+README = Path(__file__).parents[2] / "src/kqview/server/KOBOLDAI.md"
 PAGES = Path(__file__).with_name("pages")
 
 

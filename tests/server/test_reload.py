@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.full
 
-PAGE = Path(__file__).parents[2] / "src/kqview/server/README.md"
+PAGE = Path(__file__).parents[2] / "src/kqview/server/CONFIGURATION.md"
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ pytest.importorskip("typer")
 from kqview.server.config_file import WrongConfig, load
 from kqview.server.settings import PREFIX, Settings, flag_of
 
-PAGE = Path(__file__).parents[2] / "src/kqview/server/README.md"
+PAGE = Path(__file__).parents[2] / "src/kqview/server/CONFIGURATION.md"
 ROW = re.compile(r"^\| `(--[\w-]+)` \| `(KQVIEW_\w+)` \| (.*?) ?\| .+ \|$", re.M)
 
 
