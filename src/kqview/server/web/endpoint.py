@@ -248,15 +248,16 @@ class Sample:
     Attributes:
         sender: Who sends it.
         about: When it is sent.
-        body: An example of its JSON; of a binary message, what its bytes are, in words; of an event
-            that is no JSON, its data.
+        body: Of a message with a *type*, values that its example has in place of, or besides, those
+            of the type; of a binary message, what its bytes are, in words; of an event that is no
+            JSON, its data.
         event: Name of a Server-Sent Event.
         type: Type of its JSON, None for a binary message.
     """
 
     sender: Literal["client", "server"]
     about: str
-    body: Mapping[str, Any] | str
+    body: Mapping[str, Any] | str = field(default_factory=dict[str, Any])
     event: str = "message"
     type: Any = None
 

@@ -147,6 +147,8 @@ class _Types:
 
     def example(self, schema: Schema) -> Any:
         """A value that fits *schema*, made from the examples of its fields."""
+        if "examples" in schema:
+            return schema["examples"][0]
         schema = self._resolved(schema)
         for known in ("examples", "enum"):
             if schema.get(known):
@@ -329,7 +331,7 @@ def _sample(sample: Sample, types: _Types, *, is_socket: bool) -> dict[str, Any]
     if isinstance(sample.body, str):
         shown["binary" if is_socket else "text"] = sample.body
     else:
-        shown["data"] = sample.body
+        shown["data"] = _data(sample, types)
     if sample.type is not None:
         shown["schema"] = types.schema(sample.type)
     return shown
@@ -339,10 +341,14 @@ def _stream(one: Operation, types: _Types) -> dict[str, Any]:
     """What a stream is; the schema is that of one event: its name, and its data, which is JSON."""
     if not one.samples:
         return {"schema": {}}
-    example = "".join(f"event: {sample.event}\ndata: {_data(sample)}\n\n" for sample in one.samples)
-    text: Schema = {"type": "string"}
+    example = ""
+    for sample in one.samples:
+        data = _data(sample, types)
+        text = data if isinstance(data, str) else msgspec.json.encode(data).decode()
+        example += f"event: {sample.event}\ndata: {text}\n\n"
+    string: Schema = {"type": "string"}
     schema: Schema = {
-        "type": "object", "required": ["data"], "properties": {"event": text, "data": text},
+        "type": "object", "required": ["data"], "properties": {"event": string, "data": string},
     }  # fmt: skip
     kinds = {id(sample.type): sample for sample in one.samples if sample.type is not None}
     if kinds:
@@ -352,9 +358,11 @@ def _stream(one: Operation, types: _Types) -> dict[str, Any]:
     return {"schema": schema, "example": example}
 
 
-def _data(sample: Sample) -> str:
-    body = sample.body
-    return body if isinstance(body, str) else msgspec.json.encode(body).decode()
+def _data(sample: Sample, types: _Types) -> Any:
+    """What a sample shows: the example of its type, with the values that it gives itself."""
+    if isinstance(sample.body, str) or sample.type is None:
+        return sample.body
+    return {**types.example(types.schema(sample.type)), **sample.body}
 
 
 def _event(sample: Sample, types: _Types) -> Schema:
