@@ -28,7 +28,7 @@ from kqview.chat.turn import (
     constrained,
     continued,
     opened_in,
-    reader_of,
+    reading_of,
     reasoning_of,
     template_for,
 )
@@ -174,7 +174,7 @@ class Conversation:
         )
         with conversation_of(Dialogue(messages, choice.tools or None)):
             generation = self.generate(ids, **options)
-        generation.read_reply_with(reader_of(source, opened, choice.tools), schema)
+        generation.read_reply_with(reading_of(source, opened, choice.tools).reply, schema)
         return generation
 
     def _constrained(

@@ -19,8 +19,7 @@ import msgspec
 from kqview.chat import tool_format
 from kqview.chat.formats import FORMATS
 from kqview.chat.reasoning import Split
-from kqview.chat.turn import Answer, reader_of
-from kqview.server.api.wire.chat_work import AnswerReader, Reading
+from kqview.chat.turn import Answer, AnswerReader, Reading, reading_of
 from tests.attack.summary import Summary, main
 
 if TYPE_CHECKING:
@@ -91,7 +90,7 @@ def is_open(arguments: str) -> bool:
 
 def read(form: str, pieces: Sequence[str]) -> list[object]:
     """Reasoning, content and calls of an answer that came in *pieces*."""
-    reader: AnswerReader = READINGS[form].reader()
+    reader = AnswerReader(READINGS[form])
     answer = Answer()
     for piece in pieces:
         answer.add(reader.feed(piece))
@@ -128,7 +127,7 @@ def once(rng: random.Random, summary: Summary) -> None:
         if read(form, pieces) != found:
             summary.fail(f"{form}: {pieces!r} reads otherwise than in one piece")
         msgspec.json.encode(found)
-        reader_of("".join(FORMATS[form].shown[0]), None, TOOLS)(text).to_message()
+        reading_of("".join(FORMATS[form].shown[0]), None, TOOLS).reply(text).to_message()
         for _, arguments in found[2:]:
             if is_open(arguments):
                 summary.count(f"{form}, call without an end")

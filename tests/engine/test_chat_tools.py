@@ -374,9 +374,9 @@ def test_generation_without_a_schema_has_nothing_parsed(engine: Engine):
 
 
 def test_call_that_was_cut_is_no_call(engine: Engine):
-    from kqview.chat.turn import reader_of
+    from kqview.chat.turn import reading_of
 
-    read = reader_of(shapes.QWEN, None, TOOLS)
+    read = reading_of(shapes.QWEN, None, TOOLS).reply
     whole = 'Well.<tool_call>\n{"name": "stop", "arguments": {"a": 1}}\n</tool_call>'
     [call] = read(f"<think>Hm.</think>{whole}").tool_calls
     assert call == ToolCall("stop", {"a": 1}, call.id)

@@ -16,15 +16,9 @@ from kqview import Engine, Sampling
 from kqview.chat.formats import format_of
 from kqview.chat.reasoning import Split
 from kqview.chat.tool_format import Wanted, grammar, literal
+from kqview.chat.turn import Answer, AnswerReader, Reading
 from kqview.errors import InvalidSampling, RequestError
-from kqview.server.api.wire.chat_work import (
-    Answer,
-    ChatRequest,
-    Reading,
-    answer_of,
-    finish_reason,
-    prepare,
-)
+from kqview.server.api.wire.chat_work import ChatRequest, finish_reason, prepare
 from tests.support import chat_templates as shapes
 from tests.support import tiny_gguf
 from tests.support.accepting import accepts
@@ -68,7 +62,7 @@ def chat(**options: Any) -> ChatRequest:
 def answered(engine: Engine, request: ChatRequest) -> Answer:
     """What the engine answers, read as it comes."""
     work = prepare(engine, request)
-    answer, reader = Answer(), work.reading.reader()
+    answer, reader = Answer(), AnswerReader(work.reading)
     assert not isinstance(work.request.prompt, str)
     generation = engine.generate(
         list(work.request.prompt), sampling=work.request.sampling, max_tokens=700
@@ -189,7 +183,7 @@ def test_reasoning_that_the_prompt_opened_precedes_the_schema(engine: Engine):
     work = prepare(engine, chat(schema={"const": [1]}, chat_template=template))
     assert work.reading.split.opened == "<think>"
     assert accepts(str(work.request.sampling.grammar), "I think</think>[1]")
-    answer = answer_of(work.reading, "I think</think>[1]")
+    answer = work.reading.answer("I think</think>[1]")
     assert (answer.reasoning, answer.content) == ("I think", "[1]")
 
 
@@ -361,11 +355,11 @@ def test_any_cutting_of_an_answer_reads_the_same(form: Any, text: str, cuts: lis
     reading = Reading(calls=form, stops=("END",))
     whole = text.partition("END")[0]
     ends = sorted({min(cut, len(text)) for cut in cuts} | {0, len(text)})
-    reader, answer = reading.reader(), Answer()
+    reader, answer = AnswerReader(reading), Answer()
     for start, end in pairwise(ends):
         answer.add(reader.feed(text[start:end]))
     answer.add(reader.finish(whole))
-    expected = answer_of(reading, whole)
+    expected = reading.answer(whole)
     assert (answer.reasoning, answer.content) == (expected.reasoning, expected.content)
     assert [(one.name, one.arguments) for one in answer.calls] == [
         (one.name, one.arguments) for one in expected.calls
@@ -429,7 +423,7 @@ def test_any_cutting_of_an_answer_reads_the_same(form: Any, text: str, cuts: lis
 def test_calls_are_read_and_everything_else_stays_text(
     form: Any, text: str, content: str, calls: list[tuple[str, Any]]
 ):
-    answer = answer_of(Reading(calls=form, texts={"f": frozenset("a")}), text)
+    answer = Reading(calls=form, texts={"f": frozenset("a")}).answer(text)
     assert [(one.name, msgspec.json.decode(one.arguments)) for one in answer.calls] == calls
     assert msgspec.json.encode(answer)
     assert answer.content == content
@@ -447,13 +441,13 @@ def test_calls_are_read_and_everything_else_stays_text(
 )
 def test_calls_with_half_a_surrogate_pair_have_utf8(form: Any, call: str):
     text = {"hermes": "<tool_call>%s</tool_call>", "mistral": "[TOOL_CALLS][%s]", "llama": "%s"}
-    answer = answer_of(Reading(calls=form), text[form] % call)
+    answer = Reading(calls=form).answer(text[form] % call)
     assert msgspec.json.encode(answer)
     assert answer.calls or call in answer.content
 
 
 def test_arguments_come_while_they_are_written():
-    reader = HERMES.reader()
+    reader = AnswerReader(HERMES)
     reader.feed('<tool_call>\n{"name": "f", "arguments": ')
     [begun, first] = reader.feed('{"a": "x')
     assert begun.call is not None
@@ -464,7 +458,7 @@ def test_arguments_come_while_they_are_written():
 
 
 def test_elements_become_json_while_they_are_written():
-    reader = Reading(calls="xml", texts={"f": frozenset("a")}).reader()
+    reader = AnswerReader(Reading(calls="xml", texts={"f": frozenset("a")}))
     reader.feed("<think>Hm.</think><tool_call>\n<function=f>\n<parameter=a>\n")
     [piece] = reader.feed('one "two"')
     assert piece.call is not None
@@ -478,7 +472,7 @@ def test_template_without_tools_reads_its_own_calls_and_those_it_was_told_of(eng
     source = "{{ messages[0].content }}{# " + ONE + " #}"
     work = prepare(engine, chat(tools=TOOLS, chat_template=source))
     for text in (f"{BEGIN}{ONE}stop{SEP}{{}}{ONE_END}{END}", CALL):
-        assert [one.name for one in answer_of(work.reading, text).calls] == ["stop"]
+        assert [one.name for one in work.reading.answer(text).calls] == ["stop"]
 
 
 @pytest.mark.parametrize(
@@ -488,7 +482,7 @@ def test_template_without_tools_reads_its_own_calls_and_those_it_was_told_of(eng
 def test_arguments_in_a_channel_are_json(written: str, arguments: str):
     text = f"<|channel|>commentary to=functions.f<|message|>{written}"
     for end in ("", "<|call|>", "<|end|><|start|>assistant to=functions.g<|message|>{}"):
-        answer = answer_of(Reading(Split(mode="harmony")), text + end)
+        answer = Reading(Split(mode="harmony")).answer(text + end)
         assert answer.calls[0].arguments.strip() == arguments
 
 
@@ -497,7 +491,7 @@ def test_calls_of_harmony_have_channels_of_their_own():
         "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary "
         'to=functions.f <|constrain|>json<|message|>{"a": 1}<|call|>'
     )
-    answer = answer_of(Reading(Split(mode="harmony")), text)
+    answer = Reading(Split(mode="harmony")).answer(text)
     assert (answer.reasoning, answer.content) == ("Hm.", "")
     assert [(call.name, call.arguments) for call in answer.calls] == [("f", '{"a": 1}')]
 

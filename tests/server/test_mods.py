@@ -13,8 +13,9 @@ import httpx
 import pytest
 from websockets.sync.client import connect
 
+from kqview.chat.turn import Answer, AnswerReader, Reading
 from kqview.server import Settings
-from kqview.server.api.wire.chat_work import Answer, Reading
+from kqview.server.api.wire.chat_work import taken_back
 from kqview.server.api.wire.mods_field import calls_of
 from kqview.server.models.run import Removal
 from kqview.stop_strings import ShownText
@@ -469,14 +470,14 @@ def test_client_drops_what_may_become_a_stop_sequence_and_gets_it_again():
 def test_reasoning_content_and_calls_are_taken_back_apart():
     reading = Reading(calls="hermes")
     call = '<tool_call>{"name": "look", "arguments": {"at": "Anna"}}</tool_call>'
-    reader = reading.reader()
+    reader = AnswerReader(reading)
     whole = "<think>Hmm.</think>It is noon." + call
     answer = Answer()
     answer.add(reader.feed(whole))
     assert (answer.reasoning, answer.content, len(answer.calls)) == ("Hmm.", "It is noon.", 1)
-    taken = reader.take_back(removal("<think>Hmm.</think>It is", 9))
+    taken = taken_back(reader, removal("<think>Hmm.</think>It is", 9))
     assert taken.removed == {"tokens": 9, "characters": len(" noon."), "tool_calls": 1}
-    taken = taken.reader.take_back(removal("<think>Hm", 4))
+    taken = taken_back(taken.reader, removal("<think>Hm", 4))
     assert taken.removed == {
         "tokens": 4, "characters": len("It is"), "reasoning_characters": len("m.")
     }  # fmt: skip
@@ -486,12 +487,12 @@ def test_reasoning_content_and_calls_are_taken_back_apart():
 
 
 def test_tokens_of_each_part_are_counted_again_after_a_removal():
-    reader = Reading().reader()
+    reader = AnswerReader(Reading())
     for text in ("<think>", "One", " two", "</think>", "Three", " four"):
         reader.feed(text)
     assert (reader.tokens.n_reasoning, reader.tokens.n_final) == (2, 2)
     left = ["<think>", "One"]
-    reader = reader.take_back(Removal(0, 4, 0, 2, left)).reader
+    reader = taken_back(reader, Removal(0, 4, 0, 2, left)).reader
     reader.feed(" no")
     reader.finish("<think>One no")
     assert (reader.tokens.n_reasoning, reader.tokens.n_final, reader.tokens.n_marks) == (2, 0, 1)

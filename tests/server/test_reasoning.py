@@ -13,13 +13,9 @@ from hypothesis import strategies as st
 
 from kqview.chat.reasoning import (
     THINK_TAGS,
-    HarmonySplitter,
     Piece,
     Split,
-    TagSplitter,
-    ThinkSplitter,
     TokenCounter,
-    joined,
     opened_by,
 )
 
@@ -52,6 +48,18 @@ TEXTS = st.lists(st.sampled_from(WORDS) | st.text(max_size=3), max_size=12).map(
 def split(splitter: Splitter, parts: Sequence[str]) -> list[Piece]:
     pieces = [piece for part in parts for piece in splitter.feed(part)]
     return joined([*pieces, *splitter.flush()])
+
+
+def joined(pieces: Iterable[Piece]) -> list[Piece]:
+    """*pieces* with adjacent ones of one kind joined; each call stays one piece."""
+    whole: list[Piece] = []
+    for piece in pieces:
+        begins_call = piece.kind == "call" and not piece.text
+        if whole and whole[-1].kind == piece.kind and not begins_call:
+            whole[-1] = Piece(piece.kind, whole[-1].text + piece.text, piece.name)
+        else:
+            whole.append(piece)
+    return whole
 
 
 def visible(pieces: Iterable[Piece]) -> list[Piece]:
@@ -225,18 +233,18 @@ def test_answer_is_split_at_its_marks(name: str, text: str, expected: list[tuple
 
 def test_call_of_a_channel_names_its_function():
     text = "<|channel|>commentary to=functions.look_up <|message|>{}"
-    assert {one.name for one in visible(split(HarmonySplitter(), [text]))} == {"look_up"}
+    assert {one.name for one in visible(split(SPLITS["harmony"].splitter(), [text]))} == {"look_up"}
 
 
 def test_reasoning_comes_while_it_is_written():
-    splitter = ThinkSplitter()
+    splitter = Split().splitter()
     assert splitter.feed("<think>One") == [Piece("mark", "<think>"), Piece("reasoning", "One")]
     assert splitter.feed(" two</th") == [Piece("reasoning", " two")]
     assert splitter.feed("ink>Three") == [Piece("mark", "</think>"), Piece("content", "Three")]
-    tags = TagSplitter()
+    tags = SPLITS["tags alone"].splitter()
     assert tags.feed("<analysis>One ") == [Piece("mark", "<analysis>"), Piece("reasoning", "One")]
     assert tags.feed("two") == [Piece("reasoning", " two")]
-    harmony = HarmonySplitter()
+    harmony = SPLITS["harmony"].splitter()
     assert harmony.feed("Unmarked") == [Piece("content", "Unmarked")]
 
 

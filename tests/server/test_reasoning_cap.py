@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 
 from kqview import Engine, Sampling
 from kqview.chat.reasoning import Split, TokenCounter
+from kqview.chat.turn import Answer, Reading
 from kqview.errors import RequestError
 from kqview.generation.text import TextStream
 from kqview.mods import Added, Backtrack, mod
 from kqview.server import Settings
-from kqview.server.api.wire.chat_work import Answer, ChatRequest, Reading, answer_of, prepare
+from kqview.server.api.wire.chat_work import ChatRequest, prepare
 from kqview.server.api.wire.llama_fields import LlamaFields, reasoning_budget_of
 from kqview.server.api.wire.reasoning_cap import (
     CapForcing,
@@ -103,7 +104,7 @@ def counted(split: Split, ids: Sequence[int]) -> TokenCounter:
 def test_reasoning_ends_at_its_limit_and_the_answer_goes_on(name: str, most: int):
     wanted = WORDS.tokenize(OPEN[name] + "tell" * 8, False)
     ids, n_forced = written(forcing_of(name, most), wanted)
-    answer = answer_of(Reading(SPLITS[name]), text_of(ids))
+    answer = Reading(SPLITS[name]).answer(text_of(ids))
     assert n_forced == 1
     assert (answer.reasoning, answer.content) == ("tell" * most, "tell" * (8 - most))
 
@@ -309,7 +310,7 @@ def reasoned(engine: Engine, request: ChatRequest) -> Answer:
     generation = engine.generate(
         list(work.request.prompt), sampling=work.request.sampling, max_tokens=200, forcing=begun
     )
-    return answer_of(work.reading, generation.read())
+    return work.reading.answer(generation.read())
 
 
 LETTER = {ord("x"): 200.0}
@@ -355,7 +356,7 @@ def test_answer_by_a_schema_has_its_reasoning_limited_too(engine: Engine):
         sampling=Sampling(temperature=1, seed=3),
     )  # fmt: skip
     work = prepare(engine, request)
-    answer = answer_of(work.reading, generated(engine, request).text)
+    answer = work.reading.answer(generated(engine, request).text)
     assert len(answer.reasoning.encode()) <= 6 * 4
     assert json.loads(answer.content) == [1]
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from kqview.chat.formats import FORMATS, format_of
 from kqview.chat.reasoning import opened_by, split_of
 from kqview.chat.tool_format import Wanted, grammar, literal, text_parameters
+from kqview.chat.turn import Answer, AnswerReader, Reading
 from kqview.errors import RequestError
-from kqview.server.api.wire.chat_work import Answer, Reading, answer_of
 from tests.support import stock, stock_templates
 from tests.support.accepting import accepts
 
@@ -140,7 +140,7 @@ def calls_of(answer: Answer) -> Calls:
 
 
 def streamed(reading: Reading, pieces: Sequence[str]) -> Answer:
-    reader, answer = reading.reader(), Answer()
+    reader, answer = AnswerReader(reading), Answer()
     for piece in pieces:
         answer.add(reader.feed(piece))
     answer.add(reader.finish("".join(pieces)))
@@ -159,7 +159,7 @@ def test_call_that_a_template_writes_is_read_back(name: str, cuts: list[int]):
     calls, text, opened = written_of(name)
     form = format_of(template_of(name)[0])
     reading = reading_of(form, opened)
-    whole = answer_of(reading, text)
+    whole = reading.answer(text)
     assert calls_of(whole) == calls
     assert not any(mark in whole.content for mark in FORMATS[form].marks)
     ends = sorted({min(cut, len(text)) for cut in cuts} | {0, len(text)})
@@ -206,9 +206,9 @@ def test_format_reads_back_what_its_grammar_forces(form: str):
     )
     assert accepts(rules, one)
     assert accepts(rules, two) == (form != "harmony")
-    assert [name for name, _ in calls_of(answer_of(reading_of(form), one))] == ["stop"]
+    assert [name for name, _ in calls_of(reading_of(form).answer(one))] == ["stop"]
     if form != "harmony":
-        answer = answer_of(reading_of(form), f"{two} Done.")
+        answer = reading_of(form).answer(f"{two} Done.")
         assert (answer.content.strip(), len(answer.calls)) == ("Done.", 2)
 
 
@@ -226,6 +226,6 @@ def test_reading_takes_time_in_proportion_to_the_length(form: str, unit: str):
         text = (syntax.begin + call.partition("{}")[0] + unit * n)[:n]
         begun = time.process_time()
         streamed(reading_of(form), [text[i : i + 4] for i in range(0, n, 4)])
-        answer_of(reading_of(form), text)
+        reading_of(form).answer(text)
         seconds.append(time.process_time() - begun)
     assert seconds[1] < 40 * seconds[0] + 0.5

@@ -17,7 +17,7 @@ is internal to llama.cpp: each new pin may change it.
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Final
 
 from kqview.chat.json_text import PYTHON
@@ -354,6 +354,7 @@ FORMATS: Final[Mapping[Format, Syntax]] = {
 # fmt: on
 
 
+@lru_cache(maxsize=64)  # few templates are in use
 def format_of(template: str) -> Format:
     """The format of the model with this chat template; Hermes' if it shows none."""
     for name, syntax in FORMATS.items():

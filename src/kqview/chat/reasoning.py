@@ -12,10 +12,11 @@ White space next to a mark belongs to the mark, except in Harmony's channels.
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final, Literal, NamedTuple, Protocol
 
 from kqview.chat.formats import CHANNEL, MESSAGE, format_of
-from kqview.stop_strings import HeldText
+from kqview.stop_strings import HeldText, StopStrings
 
 Kind = Literal["reasoning", "content", "call", "mark"]
 
@@ -52,62 +53,6 @@ class Splitter(Protocol):
         ...
 
 
-class NoReasoning:
-    """All of it is content."""
-
-    @property
-    def closing(self) -> str | None:
-        """See `Splitter`."""
-        return None
-
-    def feed(self, text: str) -> list[Piece]:
-        """See `Splitter`."""
-        return _pieces("content", text)
-
-    def flush(self) -> list[Piece]:
-        """See `Splitter`."""
-        return []
-
-
-class _Text:
-    """The text between marks, without the white space next to them.
-
-    Attributes:
-        kind: Kind of the text.
-    """
-
-    def __init__(self) -> None:
-        self.kind: Kind = "content"
-        self._is_after_mark = False
-        self._is_before_mark = False
-        self._spaces: list[str] = []  # may be next to a mark
-
-    def begin(self, kind: Kind, mark: str = "", *, is_before_mark: bool) -> list[Piece]:
-        """After *mark*, the text is of this *kind*; *is_before_mark*: another one may follow."""
-        space, self._spaces = "".join(self._spaces), []
-        self.kind, self._is_after_mark, self._is_before_mark = kind, True, is_before_mark
-        return _pieces("mark", space + mark)
-
-    def add(self, text: str) -> list[Piece]:
-        """Add *text*; returns what is certain."""
-        space = ""
-        if self._is_after_mark:
-            words = text.lstrip()
-            space, text = text[: len(text) - len(words)], words
-            self._is_after_mark = not text
-        words = text.rstrip() if self._is_before_mark else text
-        after = text[len(words) :]
-        if words:
-            words, self._spaces = "".join([*self._spaces, words]), []
-        self._spaces += [after] if after else []
-        return _pieces("mark", space) + _pieces(self.kind, words)
-
-    def end(self) -> list[Piece]:
-        """No further mark comes."""
-        space = "".join(self._spaces)
-        return _pieces("mark" if self.kind == "reasoning" else self.kind, space)
-
-
 THINK_TAGS: Final[Mapping[str, str]] = {
     "<think>": "</think>",
     "<thinking>": "</thinking>",
@@ -138,88 +83,59 @@ _FRAMES: Final[Mapping[str, Sequence[str]]] = {
 }
 
 
-class ThinkSplitter:
-    """Reasoning between two marks at the beginning of the answer, as in ``<think>...</think>``.
-
-    An answer that does not begin with a mark is content, unchanged. One that begins with a closing
-    mark has no reasoning.
-    """
+class _Phase:
+    """The text between two marks."""
 
     def __init__(
         self,
-        tags: Mapping[str, str] = THINK_TAGS,
+        kind: Kind,
+        turns: Mapping[str, str],
         *,
-        opened_by: str | None = None,
-        frames: Sequence[str] = (),
+        is_trimmed: bool = False,
+        closings: Sequence[str] = (),
     ) -> None:
-        """Split at marks.
+        """Text of this *kind*.
 
         Args:
-            tags: Around reasoning. One that begins with a letter is text in an answer.
-            opened_by: The opening mark with which the prompt ends, if any.
-            frames: Marks around the content.
+            kind: Of the text, without the white space behind the mark before it.
+            turns: A mark that ends it -> the name of the phase behind that mark; "" is no mark.
+            is_trimmed: Whether white space before a mark, or at the end, belongs to the mark.
+            closings: Texts that end the reasoning here and begin the answer.
         """
-        self._tags = tags
-        self._starts = [tag for tag in (*tags, *tags.values()) if not tag[0].isalpha()]
-        self._frames = frames
-        self._start: str | None = ""  # what may become an opening mark; None behind it
-        self._spaces: list[str] = []  # before it
-        self._text = _Text()
-        self._close = ""
-        self._marks = HeldText(frames)
-        if opened_by is not None:
-            self._open(opened_by, "")
-
-    def _open(self, tag: str, mark: str) -> list[Piece]:
-        self._start = None
-        self._close = self._tags[tag]
-        self._marks = HeldText([self._close])
-        return self._text.begin("reasoning", mark, is_before_mark=True)
-
-    def _content(self, _tag: str, mark: str) -> list[Piece]:
-        self._marks = HeldText(self._frames)
-        return self._text.begin("content", mark, is_before_mark=False)
-
-    @property
-    def closing(self) -> str | None:
-        """See `Splitter`."""
-        return _rest([self._close], self._marks) if self._text.kind == "reasoning" else None
-
-    def feed(self, text: str) -> list[Piece]:
-        """See `Splitter`."""
-        pieces: list[Piece] = []
-        if self._start is not None:
-            text = self._start + text
-            begun = text.lstrip()
-            self._spaces.append(text[: len(text) - len(begun)])
-            tag = next((tag for tag in self._starts if begun.startswith(tag)), None)
-            if tag is None and any(tag.startswith(begun) for tag in self._starts):
-                self._start = begun
-                return []
-            self._start = None
-            space, text = "".join(self._spaces), begun
-            if tag is None:
-                text = space + text
-            else:
-                begin = self._open if tag in self._tags else self._content
-                pieces += begin(tag, space + tag)
-                text = text[len(tag) :]
-        while True:
-            before, mark = self._marks.feed(text)
-            pieces += self._text.add(before)
-            if mark is None:
-                return pieces
-            text = self._marks.take()
-            pieces += self._content(mark, mark)
-
-    def flush(self) -> list[Piece]:
-        """See `Splitter`."""
-        if self._start is not None:
-            return _pieces("content", "".join(self._spaces) + self._start)
-        return self._text.add(self._marks.take()) + self._text.end()
+        self.kind: Kind = kind
+        self.turns = turns
+        self.marks = StopStrings(turns)
+        self.is_trimmed = is_trimmed
+        self.closings = [closing for closing in closings if closing]
 
 
-class TagSplitter:
+_Phases = Mapping[str, _Phase]
+_PLAIN: Final[_Phases] = {"content": _Phase("content", {})}
+# Marks with which an answer may begin -> the phase behind them. One that begins with a letter is
+# text in an answer, and a closing one says that there is no reasoning.
+_STARTS: Final[Mapping[str, str]] = {
+    mark: phase
+    for tag, close in THINK_TAGS.items()
+    for mark, phase in ((tag, tag), (close, "content"))
+    if not mark[0].isalpha()
+}
+
+
+@lru_cache(maxsize=64)
+def _thinking(frames: tuple[str, ...]) -> _Phases:
+    """Reasoning between two marks at the beginning, as in ``<think>...</think>``.
+
+    An answer that does not begin with a mark is content, unchanged, but for *frames* around it.
+    """
+    opened = {
+        tag: _Phase("reasoning", {close: "content"}, is_trimmed=True, closings=[close])
+        for tag, close in THINK_TAGS.items()
+    }
+    return {"content": _Phase("content", dict.fromkeys(frames, "content")), **opened}
+
+
+@lru_cache(maxsize=64)
+def _tagged(analysis: str, final: str, marker: str) -> _Phases:
     """Tags, as in ``<analysis>...</analysis><final>...</final>``, or a marker instead of them.
 
     What is in the first tag is reasoning, and comes as it is written. What precedes the first mark
@@ -227,118 +143,131 @@ class TagSplitter:
     at its closing tag, at the opening tag of the answer, and at the marker; behind the marker, all
     is content. The answer ends at its closing tag; text outside of both tags is content.
     """
-
-    def __init__(
-        self,
-        analysis: str = "analysis",
-        final: str = "final",
-        marker: str = "",
-        *,
-        is_open: bool = False,
-    ) -> None:
-        """Split at these.
-
-        Args:
-            analysis: Name of the tag of the reasoning, without brackets.
-            final: Of the tag of the answer.
-            marker: The marker, "" for none.
-            is_open: Whether the prompt ends with the opening tag of the reasoning.
-        """
-        self._open, self._close = f"<{analysis}>", f"</{analysis}>"
-        self._final, self._end, self._marker = f"<{final}>", f"</{final}>", marker
-        self._begun: list[str] | None = None if is_open else []  # before the first mark
-        self._text = _Text()
-        self._marks = HeldText([self._open, self._close, self._final, marker])
-        if is_open:
-            self._turn(self._open, "")
-
-    @property
-    def closing(self) -> str | None:
-        """See `Splitter`; None before the first mark, which may never come."""
-        if self._text.kind != "reasoning":
-            return None
-        return _rest([self._close + self._final, self._final, self._marker], self._marks)
-
-    def feed(self, text: str) -> list[Piece]:
-        """See `Splitter`."""
-        pieces: list[Piece] = []
-        while True:
-            before, mark = self._marks.feed(text)
-            if self._begun is None:
-                pieces += self._text.add(before)
-            else:
-                self._begun.append(before)
-            if mark is None:
-                return pieces
-            if self._begun is not None:
-                begun, self._begun = "".join(self._begun), None
-                pieces += self._text.begin("reasoning", is_before_mark=True)
-                pieces += self._text.add(begun)
-            text = self._marks.take()
-            pieces += self._turn(mark, mark)
-
-    def _turn(self, mark: str, text: str) -> list[Piece]:
-        """Go on after *mark*, of which *text* is in the answer."""
-        kind: Kind = "reasoning" if mark == self._open else "content"
-        if mark == self._open:
-            self._marks = HeldText([self._close, self._final, self._marker])
-        elif mark == self._marker:
-            self._marks = HeldText([])
-        elif mark == self._final:
-            self._marks = HeldText([self._end])
-        else:
-            self._marks = HeldText([self._open, self._final])
-        return self._text.begin(kind, text, is_before_mark=mark != self._marker)
-
-    def flush(self) -> list[Piece]:
-        """See `Splitter`."""
-        rest = self._marks.take()
-        if self._begun is not None:
-            begun, self._begun = "".join(self._begun), None
-            return _pieces("content", begun + rest)
-        return self._text.add(rest) + self._text.end()
+    open_, close = f"<{analysis}>", f"</{analysis}>"
+    answer, end = f"<{final}>", f"</{final}>"
+    ends = {close: "between", answer: "final", marker: "rest"}
+    return {
+        "begun": _Phase("reasoning", {open_: open_, **ends}, is_trimmed=True),
+        open_: _Phase(
+            "reasoning", ends, is_trimmed=True, closings=[close + answer, answer, marker]
+        ),
+        "between": _Phase("content", {open_: open_, answer: "final"}, is_trimmed=True),
+        "final": _Phase("content", {end: "between"}, is_trimmed=True),
+        "rest": _Phase("content", {}),
+    }
 
 
-class MarkerSplitter:
+@lru_cache(maxsize=64)
+def _marked(marker: str) -> _Phases:
     """Reasoning up to a marker, such as ``===FINAL===``, and content after it.
 
     All is held until the marker comes; without one, all is content.
     """
+    turns = {marker: "rest"}
+    begun = _Phase("reasoning", turns, is_trimmed=True, closings=[marker])
+    return {"begun": begun, "rest": _Phase("content", {})}
 
-    def __init__(self, marker: str) -> None:
-        """*marker*: at least one character."""
-        self._marker = marker
-        self._marks = HeldText([marker])
-        self._text = _Text()
-        self._begun: list[str] | None = []
+
+class MarkSplitter:
+    """Text whose kind changes at marks, by a table of phases."""
+
+    def __init__(
+        self, phases: _Phases, phase: str, *, starts: Mapping[str, str] | None = None
+    ) -> None:
+        """Begin in this *phase*: "begun" holds its text until a mark follows.
+
+        Args:
+            phases: What there is, by name.
+            phase: The first one.
+            starts: Marks with which the answer may begin -> the phase behind them.
+        """
+        self._phases = phases
+        self._phase = phases[phase]
+        self._held = HeldText(self._phase.marks)
+        self._starts = starts
+        self._start = ""  # what may become one of *starts*
+        self._begun: list[str] | None = [] if phase == "begun" else None
+        self._is_after_mark = phase not in ("begun", "content")
+        self._spaces: list[str] = []  # may be next to a mark, or before a start
 
     @property
     def closing(self) -> str | None:
         """See `Splitter`."""
-        return None if self._begun is None else _rest([self._marker], self._marks)
+        closings = self._phase.closings
+        return _rest(closings, self._held) if closings else None
 
     def feed(self, text: str) -> list[Piece]:
         """See `Splitter`."""
-        if self._begun is None:
-            return self._text.add(text)
-        before, mark = self._marks.feed(text)
-        self._begun.append(before)
-        if mark is None:
-            return []
-        begun, self._begun = "".join(self._begun), None
-        return [
-            *self._text.begin("reasoning", is_before_mark=True),
-            *self._text.add(begun),
-            *self._text.begin("content", mark, is_before_mark=False),
-            *self._text.add(self._marks.take()),
-        ]
+        pieces: list[Piece] = []
+        if self._starts is not None:
+            text = self._started(self._starts, self._start + text, pieces)
+        while True:
+            before, mark = self._held.feed(text)
+            if self._begun is not None:
+                self._begun.append(before)
+            elif before:
+                self._add(before, pieces)
+            if mark is None:
+                return pieces
+            if self._begun is not None:
+                begun, self._begun, self._is_after_mark = "".join(self._begun), None, True
+                self._add(begun, pieces)
+            text = self._held.take()
+            self._turn(self._phase.turns[mark], mark, pieces)
+
+    def _started(self, starts: Mapping[str, str], text: str, pieces: list[Piece]) -> str:
+        """The answer begins with *text*; returns what is behind its first mark, if there is one."""
+        begun = text.lstrip()
+        self._spaces.append(text[: len(text) - len(begun)])
+        mark = next((mark for mark in starts if begun.startswith(mark)), None)
+        if mark is None and any(one.startswith(begun) for one in starts):
+            self._start = begun
+            return ""
+        self._starts, self._start = None, ""
+        if mark is not None:
+            self._turn(starts[mark], mark, pieces)
+            return begun[len(mark) :]
+        spaces, self._spaces = self._spaces, []
+        return "".join([*spaces, begun])
+
+    def _turn(self, phase: str, mark: str, pieces: list[Piece]) -> None:
+        """Go on with *phase*, behind *mark*."""
+        pieces.append(Piece("mark", "".join([*self._spaces, mark])))
+        self._phase = self._phases[phase]
+        self._held = HeldText(self._phase.marks)
+        self._spaces, self._is_after_mark = [], True
+
+    def _add(self, text: str, pieces: list[Piece]) -> None:
+        """Add the *text* between two marks, without the white space next to them."""
+        if self._is_after_mark:
+            words = text.lstrip()
+            if space := text[: len(text) - len(words)]:
+                pieces.append(Piece("mark", space))
+            text, self._is_after_mark = words, not words
+        if self._phase.is_trimmed:
+            words = text.rstrip()
+            if not words:
+                self._spaces.append(text)
+                return
+            spaces, self._spaces = self._spaces, [text[len(words) :]]
+            text = "".join([*spaces, words])
+        if text:
+            pieces.append(Piece(self._phase.kind, text))
 
     def flush(self) -> list[Piece]:
         """See `Splitter`."""
-        if self._begun is None:
-            return self._text.end()
-        begun, self._begun = "".join(self._begun), None
-        return _pieces("content", begun + self._marks.take())
+        pieces: list[Piece] = []
+        rest = self._start or self._held.take()
+        if self._begun is not None or self._starts is not None:
+            if text := "".join([*self._spaces, *(self._begun or ()), rest]):
+                pieces.append(Piece("content", text))
+            return pieces
+        if rest:
+            self._add(rest, pieces)
+        if space := "".join(self._spaces):
+            kind = self._phase.kind
+            pieces.append(Piece("mark" if kind == "reasoning" else kind, space))
+        return pieces
 
 
 _ENDS: Final = ("<|end|>", "<|return|>", "<|call|>", "<|start|>", "<|eom|>", "<|eot|>")
@@ -405,12 +334,12 @@ class HarmonySplitter:
     def _begin_header(self, mark: str) -> list[Piece]:
         pieces = self._end_header()
         self._is_header = True
-        return pieces + _pieces("mark", mark)
+        return [*pieces, Piece("mark", mark)] if mark else pieces
 
     def _end_header(self) -> list[Piece]:
         """What became of the header: content if the answer has had no channel."""
         header, self._header, self._begun = "".join(self._header), [], ""
-        return _pieces("mark" if self._has_channel else "content", header)
+        return [Piece("mark" if self._has_channel else "content", header)] if header else []
 
     def _begin_message(self) -> list[Piece]:
         header, self._header, self._begun = "".join(self._header), [], ""
@@ -446,26 +375,10 @@ class HarmonySplitter:
         return self._text(self._marks.take()) + self._end_header()
 
 
-def _pieces(kind: Kind, text: str) -> list[Piece]:
-    return [Piece(kind, text)] if text else []
-
-
 def _rest(closings: Sequence[str], marks: HeldText) -> str:
     """The first of *closings* that goes on from what is held; without one, the first as a whole."""
     held = marks.held
     return next((one[len(held) :] for one in closings if one.startswith(held)), closings[0])
-
-
-def joined(pieces: Iterable[Piece]) -> list[Piece]:
-    """*pieces* with adjacent ones of one kind joined; each call stays one piece."""
-    whole: list[Piece] = []
-    for piece in pieces:
-        begins_call = piece.kind == "call" and not piece.text
-        if whole and whole[-1].kind == piece.kind and not begins_call:
-            whole[-1] = Piece(piece.kind, whole[-1].text + piece.text, piece.name)
-        else:
-            whole.append(piece)
-    return whole
 
 
 def opened_by(prompt_end: str, tags: Sequence[str] = tuple(THINK_TAGS)) -> str | None:
@@ -482,7 +395,7 @@ class Split:
     """How an answer marks its reasoning.
 
     Attributes:
-        mode: Its form; "none" if all of it is content.
+        mode: Its form; "none" if all of it is content, "think" for ``<think>`` and its like.
         opened: The mark with which the prompt has opened reasoning, None if it has not.
         tags: With "tags": names of the tags of reasoning and answer.
         marker: With "tags" and "marker": the marker; "" for none beside tags.
@@ -503,18 +416,22 @@ class Split:
         """A splitter for one answer."""
         match self.mode:
             case "none":
-                return NoReasoning()
+                return MarkSplitter(_PLAIN, "content")
+            case "think" if self.opened is not None:
+                return MarkSplitter(_thinking(self.frames), self.opened)
             case "think":
-                return ThinkSplitter(opened_by=self.opened, frames=self.frames)
+                return MarkSplitter(_thinking(self.frames), "content", starts=_STARTS)
             case "harmony":
                 return HarmonySplitter(may_call=self.may_call, has_recipients=self.has_recipients)
             case "tags":
-                is_open = self.opened == f"<{self.tags[0]}>"
-                return TagSplitter(*self.tags, self.marker, is_open=is_open)
+                phases = _tagged(*self.tags, self.marker)
+                opened = self.opened or ""
+                return MarkSplitter(phases, opened if opened in phases else "begun")
             case "marker":
-                return MarkerSplitter(self.marker)
+                return MarkSplitter(_marked(self.marker), "begun")
 
 
+@lru_cache(maxsize=64)  # few templates are in use
 def split_of(template: str, opened: str | None, *, may_call: bool) -> Split:
     """How the model with this chat template marks its reasoning; the rest as in `Split`."""
     form = format_of(template)
@@ -526,10 +443,6 @@ def split_of(template: str, opened: str | None, *, may_call: bool) -> Split:
         frames=tuple(frames),
         has_recipients=form == "muse",
     )
-
-
-THINKING: Final = Split()
-"""``<think>`` and its like, should an answer begin with them."""
 
 
 # ---- tokens

@@ -9,6 +9,7 @@ import re
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Final, Literal, Protocol, cast
 
 from kqview import json_input
@@ -51,6 +52,7 @@ _ID: Final = re.compile(r'"id"\s*:\s*"([\w.:-]+)"')
 _AT_ONCE: Final = 4096  # characters that are read in one go, so that the work is linear
 
 
+@lru_cache(maxsize=64)
 def knows_tools(template: str) -> bool:
     """Whether the template shows tools to the model."""
     return re.search(r"\btools\b", template) is not None

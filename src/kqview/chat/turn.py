@@ -1,19 +1,21 @@
 """Turn: what the next answer of a chat may be, and how it is taken apart.
 
 Tools, the choice among them, a JSON schema and the reasoning of a model decide what an answer has
-to look like; `constrained` makes sampling options of it, `Parts` and `reply_of` read the answer.
+to look like; `constrained` makes sampling options of it, and a `Reading` says how to read it: an
+`AnswerReader` takes the text of one answer as it comes.
 Shared by `Engine.chat` and every API of the server. Pure.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal, NamedTuple, TypedDict, cast
 
 from kqview import json_input
 from kqview.chat import formats, tool_format
-from kqview.chat.reasoning import THINK_TAGS, Piece, Split, opened_by, split_of
+from kqview.chat.reasoning import THINK_TAGS, Piece, Split, TokenCounter, opened_by, split_of
 from kqview.chat.tool_format import CallDelta, CallReader, Format, Tool, Wanted
 from kqview.errors import InvalidSampling, RequestError, shown
+from kqview.stop_strings import ShownText
 from kqview.types import ModelInfo, Sampling
 from kqview.types.reply import Reply, ToolCall
 
@@ -281,48 +283,6 @@ class Delta:
     call: CallDelta | None = None
 
 
-class Parts:
-    """Makes deltas of the pieces of an answer, in which calls are still content."""
-
-    def __init__(
-        self, split: Split, calls: Format | None, texts: Mapping[str, frozenset[str]]
-    ) -> None:
-        """Arguments as in `Reading`."""
-        # A call in a channel of its own needs no tools to be one.
-        has_channels = split.mode == "harmony" and not split.has_recipients
-        form = "harmony" if has_channels else calls
-        self._calls = CallReader(form, texts) if form is not None else None
-        self.has_calls = False
-        """Whether there are tool calls so far."""
-
-    def of(self, pieces: Iterable[Piece]) -> list[Delta]:
-        """The deltas of further pieces."""
-        deltas: list[Delta] = []
-        for piece in pieces:
-            if self._calls is not None and piece.kind != "call":
-                deltas += self._of_calls(self._calls.end_channel())
-            if piece.kind == "mark":
-                pass
-            elif piece.kind == "reasoning":
-                deltas.append(Delta(reasoning=piece.text))
-            elif self._calls is None:
-                deltas.append(Delta(content=piece.text))
-            elif piece.kind == "call":
-                deltas += self._of_calls(self._calls.channel(piece.text, piece.name))
-            else:
-                deltas += self._of_calls(self._calls.feed(piece.text))
-        return deltas
-
-    def flush(self) -> list[Delta]:
-        """What was held back."""
-        return [] if self._calls is None else self._of_calls(self._calls.flush())
-
-    def _of_calls(self, found: Iterable[str | CallDelta]) -> list[Delta]:
-        deltas = [Delta(content=one) if isinstance(one, str) else Delta(call=one) for one in found]
-        self.has_calls = self.has_calls or any(delta.call is not None for delta in deltas)
-        return deltas
-
-
 @dataclass(slots=True)
 class Call:
     """A tool call of an answer; ``arguments`` is JSON, incomplete if the answer was cut off."""
@@ -352,27 +312,129 @@ class Answer:
             self.calls[-1].arguments += delta.call.arguments
 
 
-def reader_of(source: str, opened: str | None, tools: Sequence[Tool]) -> Callable[[str], Reply]:
-    """How an answer is taken apart that a model with this chat template gives.
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How an answer is read.
+
+    Attributes:
+        split: How it marks its reasoning.
+        calls: Format of its calls, None if there are no tools.
+        stops: Sequences that end it.
+        texts: Parameters of each function that are text, as `tool_format.text_parameters`.
+    """
+
+    split: Split = field(default_factory=Split)
+    calls: Format | None = None
+    stops: tuple[str, ...] = ()
+    texts: Mapping[str, frozenset[str]] = field(default_factory=dict[str, frozenset[str]])
+
+    def answer(self, text: str) -> Answer:
+        """The answer with this whole text, without its stop sequence."""
+        answer = Answer()
+        answer.add(AnswerReader(self).finish(text))
+        return answer
+
+    def reply(self, text: str) -> Reply:
+        """The same as a Reply, without a call that was cut off."""
+        answer = self.answer(text)
+        calls = [call for one in answer.calls if (call := _call_of(one)) is not None]
+        return Reply(answer.content, tuple(calls), answer.reasoning)
+
+
+def reading_of(source: str, opened: str | None, tools: Sequence[Tool]) -> Reading:
+    """How an answer is read that a model with this chat template gives.
 
     Args:
         source: The template.
         opened: The mark of reasoning inside of which the answer begins, None if it does not.
         tools: Those that may be called.
     """
-    form = formats.format_of(source) if tools else None
     split = split_of(source, opened, may_call=bool(tools))
+    if not tools:
+        return Reading(split)
     texts = tool_format.text_parameters(tools)
+    return Reading(split, formats.format_of(source), texts=texts)
 
-    def read(text: str) -> Reply:
-        splitter = split.splitter()
-        parts, answer = Parts(split, form, texts), Answer()
-        answer.add(parts.of([*splitter.feed(text), *splitter.flush()]))
-        answer.add(parts.flush())
-        calls = [call for one in answer.calls if (call := _call_of(one)) is not None]
-        return Reply(answer.content, tuple(calls), answer.reasoning)
 
-    return read
+class AnswerReader:
+    """Reads one answer's text while it comes: reasoning, content and calls, without marks.
+
+    Attributes:
+        reading: How.
+        tokens: How many tokens of each kind there are, whole after `finish`.
+        has_calls: Whether there are tool calls so far.
+        n_content: Characters of content that were returned so far.
+        n_reasoning: The same of reasoning.
+        n_calls: Calls of which some was returned.
+    """
+
+    def __init__(self, reading: Reading) -> None:
+        """Begin an answer."""
+        split = reading.split
+        self.reading = reading
+        self.tokens = TokenCounter()
+        self.has_calls = False
+        self.n_content = self.n_reasoning = self.n_calls = 0
+        self._splitter = split.splitter()
+        self._shown = ShownText(reading.stops)
+        # A call in a channel of its own needs no tools to be one.
+        has_channels = split.mode == "harmony" and not split.has_recipients
+        form = "harmony" if has_channels else reading.calls
+        self._calls = CallReader(form, reading.texts) if form is not None else None
+
+    def feed(self, text: str) -> list[Delta]:
+        """Add the text of a token; returns what is certain."""
+        self.tokens.add(text)
+        return self._deltas(self._splitter.feed(self._shown.feed(text)))
+
+    def finish(self, text: str) -> list[Delta]:
+        """End the answer, whose whole text without the stop sequence is *text*."""
+        pieces = self._splitter.feed(self._shown.rest(text)) + self._splitter.flush()
+        deltas = self._deltas(pieces)
+        if self._calls is not None:
+            deltas += self._of_calls(self._calls.flush())
+        self.tokens.end()
+        return deltas
+
+    def call(self, calls: Iterable[Call]) -> list[Delta]:
+        """The answer ends with these calls, which are no part of its text."""
+        return self._of_calls(
+            CallDelta(i, one.arguments, id=one.id, name=one.name)
+            for i, one in enumerate(calls, self.n_calls)
+        )
+
+    def _deltas(self, pieces: list[Piece]) -> list[Delta]:
+        self.tokens.classify(pieces)
+        deltas: list[Delta] = []
+        for piece in pieces:
+            if self._calls is not None and piece.kind != "call":
+                deltas += self._of_calls(self._calls.end_channel())
+            if piece.kind == "mark":
+                continue
+            if piece.kind == "reasoning":
+                self.n_reasoning += len(piece.text)
+                deltas.append(Delta(reasoning=piece.text))
+            elif self._calls is None:
+                self.n_content += len(piece.text)
+                deltas.append(Delta(content=piece.text))
+            elif piece.kind == "call":
+                deltas += self._of_calls(self._calls.channel(piece.text, piece.name))
+            else:
+                deltas += self._of_calls(self._calls.feed(piece.text))
+        return deltas
+
+    def _of_calls(self, found: Iterable[str | CallDelta]) -> list[Delta]:
+        """Text and pieces of calls, in which calls of the answer are apart from its content."""
+        deltas: list[Delta] = []
+        for one in found:
+            if isinstance(one, str):
+                self.n_content += len(one)
+                deltas.append(Delta(content=one))
+            else:
+                self.has_calls = True
+                self.n_calls += one.id is not None
+                deltas.append(Delta(call=one))
+        return deltas
 
 
 def _call_of(call: Call) -> ToolCall | None:

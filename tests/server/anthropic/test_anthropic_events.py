@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from kqview.chat.turn import Reading
 from kqview.server.api.anthropic.events import MessageEvents, MessageWriter
-from kqview.server.api.wire.chat_work import Reading
 from kqview.server.errors import Answer
 from kqview.server.web.endpoint import NAMED_HEAD
 from kqview.types import Usage

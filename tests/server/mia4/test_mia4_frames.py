@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kqview.chat.reasoning import Split
-from kqview.server.api.wire.chat_work import Reading
+from kqview.chat.turn import Reading
 from kqview.server.apps.mia4 import frames
 from kqview.server.apps.mia4.frames import Writer
 from kqview.server.errors import Answer

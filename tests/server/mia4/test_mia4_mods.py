@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kqview.chat.reasoning import Split
-from kqview.server.api.wire.chat_work import Reading
+from kqview.chat.turn import Reading
 from kqview.server.apps.mia4.frames import Writer
 from kqview.server.models.run import Removal
 from kqview.types import Token

@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from kqview.chat.turn import Reading
 from kqview.server.api.openai import responses_schema as schema
 from kqview.server.api.openai.responses_events import Asked, ResponseEvents, ResponseWriter
-from kqview.server.api.wire.chat_work import Reading
 from kqview.server.errors import Answer
 from kqview.server.web.budget import uncounted
 from kqview.server.web.endpoint import NAMED_HEAD

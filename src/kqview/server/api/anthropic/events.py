@@ -3,11 +3,12 @@
 from collections.abc import Mapping
 from typing import Any, Final
 
+from kqview.chat.turn import AnswerReader, Delta, Reading
 from kqview.server.api.anthropic import schema
 from kqview.server.api.anthropic.blocks import Blocks
 from kqview.server.api.anthropic.convert import error_body
 from kqview.server.api.wire.attention_field import AttentionWriter
-from kqview.server.api.wire.chat_work import Delta, Reading
+from kqview.server.api.wire.chat_work import mod_calls, taken_back
 from kqview.server.errors import Answer
 from kqview.server.models.run import Removal, Run, Step
 from kqview.server.web.endpoint import named_events
@@ -28,7 +29,7 @@ class MessageWriter:
         """*model* is the name that the client called it by."""
         self._id = id_
         self._model = model
-        self._reader = reading.reader()
+        self._reader = AnswerReader(reading)
         self._blocks = Blocks()
 
     def start(self, run: Run) -> Object:
@@ -41,7 +42,7 @@ class MessageWriter:
 
     def take_back(self, removal: Removal) -> list[Object]:
         """Mods took tokens back; returns the events of it."""
-        taken = self._reader.take_back(removal)
+        taken = taken_back(self._reader, removal)
         self._reader, self._blocks = taken.reader, Blocks()
         events: list[Object] = [{"type": "removed", **taken.removed}]
         for delta in taken.deltas:
@@ -55,7 +56,7 @@ class MessageWriter:
         generation = run.generations[0]
         events = self._events(self._reader.finish(generation.text))
         if generation.tool_calls is not None:
-            events += self._events(self._reader.call(generation.tool_calls))
+            events += self._events(mod_calls(self._reader, generation.tool_calls))
         message = self._message(run, self._stop_reason(run))
         delta = {"stop_reason": message.stop_reason, "stop_sequence": message.stop_sequence}
         return [

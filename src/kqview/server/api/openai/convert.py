@@ -11,17 +11,12 @@ from msgspec import UNSET
 from numpy.typing import NDArray
 
 from kqview.chat.tool_format import object_of, objects_of
+from kqview.chat.turn import Reading
 from kqview.engine import Engine
 from kqview.errors import RequestError
 from kqview.server.api.openai import schema
 from kqview.server.api.wire.attention_field import ATTENTION_NAMES, attention_of, keeps
-from kqview.server.api.wire.chat_work import (
-    WHOLE_CONTEXT,
-    ChatRequest,
-    Reading,
-    TokenCounts,
-    prepare,
-)
+from kqview.server.api.wire.chat_work import WHOLE_CONTEXT, ChatRequest, TokenCounts, prepare
 from kqview.server.api.wire.llama_fields import (
     MOST_LOGPROBS,
     first,

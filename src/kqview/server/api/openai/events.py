@@ -13,6 +13,8 @@ import msgspec
 
 from kqview import __version__
 from kqview.chat.tool_format import CallDelta
+from kqview.chat.turn import Answer as ChatAnswer
+from kqview.chat.turn import AnswerReader, Delta
 from kqview.generation.text import TextStream
 from kqview.server.api.openai.convert import Plan, usage_of
 from kqview.server.api.wire.attention_field import AttentionWriter, Lists
@@ -22,8 +24,7 @@ from kqview.server.api.wire.attention_protocol import (
     logprobs_of,
     token_logprob,
 )
-from kqview.server.api.wire.chat_work import Answer as ChatAnswer
-from kqview.server.api.wire.chat_work import AnswerReader, Delta, counts_of, finish_reason
+from kqview.server.api.wire.chat_work import counts_of, finish_reason, mod_calls, taken_back
 from kqview.server.api.wire.llama_fields import Clock, error_body, prompt_progress, timings
 from kqview.server.api.wire.mods_field import removed, tool_calls_of
 from kqview.server.errors import Answer
@@ -50,7 +51,7 @@ class Sample:
         self.reader: AnswerReader | None = None
         self.has_begun = False
         if plan.reading is not None:
-            self.reader = plan.reading.reader()
+            self.reader = AnswerReader(plan.reading)
         stops = plan.request.sampling.stop
         self.shown = ShownText((stops,) if isinstance(stops, str) else stops)
         self.clock = Clock(index)
@@ -201,7 +202,7 @@ class Chunks:
         self._parts.removed(run, removal)
         again: list[Delta] = []
         if sample.reader is not None:
-            taken = sample.reader.take_back(removal)
+            taken = taken_back(sample.reader, removal)
             sample.reader, lost = taken.reader, taken.removed
             again = [delta for delta in taken.deltas if delta.call is not None]
             empty: Object = {}
@@ -224,7 +225,7 @@ class Chunks:
                 text = "" if self._plan.is_prefill else generation.text
                 deltas = sample.reader.finish(text)
                 if generation.tool_calls is not None:
-                    deltas += sample.reader.call(generation.tool_calls)
+                    deltas += mod_calls(sample.reader, generation.tool_calls)
                 rest = [_delta(delta) for delta in deltas]
                 has_calls = sample.reader.has_calls
             elif not self._plan.is_prefill and (text := sample.shown.rest(generation.text)):
@@ -390,10 +391,10 @@ class Whole:
         has_calls = False
         if plan.reading is not None:
             answer = ChatAnswer()
-            reader = plan.reading.reader()
+            reader = AnswerReader(plan.reading)
             answer.add(reader.finish(text))
             if generation.tool_calls is not None:
-                answer.add(reader.call(generation.tool_calls))
+                answer.add(mod_calls(reader, generation.tool_calls))
             has_calls = bool(answer.calls)
             choice["message"] = _message(answer)
         else:

@@ -5,11 +5,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from kqview.chat.turn import AnswerReader, Delta, Reading
 from kqview.server.api.openai import responses_schema as schema
 from kqview.server.api.openai.responses_items import Items
 from kqview.server.api.wire.attention_field import AttentionWriter
 from kqview.server.api.wire.attention_protocol import LOGPROB_BYTES
-from kqview.server.api.wire.chat_work import Delta, Reading
+from kqview.server.api.wire.chat_work import mod_calls, taken_back
 from kqview.server.api.wire.llama_fields import Clock, Timings, prompt_progress, timings_of
 from kqview.server.errors import Answer
 from kqview.server.models.run import Removal, Run, Step
@@ -47,7 +48,7 @@ class ResponseWriter:
         self._asked = asked
         self.body = asked.body
         self._created_at = int(time.time())
-        self._reader = asked.reading.reader()
+        self._reader = AnswerReader(asked.reading)
         self._items = Items()
         self._logprobs: list[Object] = []  # of tokens whose text is held back
         self._n_events = 0
@@ -73,7 +74,7 @@ class ResponseWriter:
 
     def take_back(self, removal: Removal) -> list[Object]:
         """Mods took tokens back; returns the events of it."""
-        taken = self._reader.take_back(removal)
+        taken = taken_back(self._reader, removal)
         self._reader, self._items, self._logprobs = taken.reader, Items(), []
         events: list[Object] = [{"type": "response.removed", **taken.removed}]
         for delta in taken.deltas:
@@ -87,7 +88,7 @@ class ResponseWriter:
         generation = run.generations[0]
         events = self._events(self._reader.finish(generation.text))
         if generation.tool_calls is not None:
-            events += self._events(self._reader.call(generation.tool_calls))
+            events += self._events(mod_calls(self._reader, generation.tool_calls))
         events += self._items.close(self._status(run))
         response = self._response(self._status(run), run)
         event: Object = {"type": f"response.{response.status}", "response": response}

@@ -3,9 +3,10 @@
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
+from kqview.chat.turn import Reading
 from kqview.engine import Engine
 from kqview.server.api.wire.attention_field import AttentionWriter, Lists
-from kqview.server.api.wire.chat_work import ChatRequest, ChatWork, Reading, prepare, prompt_of
+from kqview.server.api.wire.chat_work import ChatRequest, ChatWork, prepare, prompt_of
 from kqview.server.models.run import Run
 from kqview.server.models.service import DECODED_TIMES
 from kqview.server.web.endpoint import Call

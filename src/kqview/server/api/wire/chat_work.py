@@ -1,28 +1,29 @@
 """Chat: what every dialect with messages shares, from the request to the pieces of the answer.
 
 `prepare` turns a neutral `ChatRequest` into a `ChatWork`: the request for the service, and how its
-answer is read. An `AnswerReader` takes the text of one sample as it comes and returns `Delta`s:
-reasoning, content and tool calls, without stop sequences and marks. Nothing here knows a protocol.
+answer is read (`kqview.chat.turn.Reading`). Nothing here knows a protocol.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final, Literal
 
 from kqview.chat import CHATML, formats, tool_format
-from kqview.chat.reasoning import THINKING, Piece, Split, TokenCounter, split_of
-from kqview.chat.tool_format import CallDelta, Format, Tool
+from kqview.chat.reasoning import Split
+from kqview.chat.tool_format import Tool
 from kqview.chat.turn import (
     N_END,
-    Answer,
+    AnswerReader,
+    Call,
     Choice,
     Delta,
-    Parts,
+    Reading,
     chosen_tools,
     constrained,
     continued,
     opened_in,
+    reading_of,
     reasoning_of,
     template_for,
 )
@@ -30,12 +31,11 @@ from kqview.engine import Engine
 from kqview.errors import RequestError
 from kqview.mods.events import Dialogue
 from kqview.server.api.wire.mods_field import calls_of, removed
-from kqview.server.api.wire.reasoning_cap import ReasoningCap, cap_of
+from kqview.server.api.wire.reasoning_cap import cap_of
 from kqview.server.errors import renamed
 from kqview.server.models.attention import AttentionWanted
 from kqview.server.models.run import GenerateRequest, Removal, Run
 from kqview.server.settings import ReasoningFormat
-from kqview.stop_strings import ShownText
 from kqview.types import Sampling
 
 ChooseSplit = Callable[[str, str, Split], Split]
@@ -108,7 +108,7 @@ class ChatWork:
     """A chat that is ready to run: the request for the service, and how to read its answer."""
 
     request: GenerateRequest
-    reading: "Reading"
+    reading: Reading
 
 
 def prepare(engine: Engine, chat: ChatRequest) -> ChatWork:
@@ -120,16 +120,17 @@ def prepare(engine: Engine, chat: ChatRequest) -> ChatWork:
         RequestError: A message or a tool is malformed, tools and a grammar exclude each other, or
             as `Engine.apply_chat_template`.
     """
-    source = _template_of(engine, chat)
     tools = _tools(chat)
-    ids, begun = prompt_of(engine, chat)
+    source = _template_of(engine, chat, tools)
+    ids, begun = prompt_of(engine, chat, tools)
     # What the answer continues decides whether it begins inside of reasoning.
     end = engine.detokenize(ids[-N_END:]) if ids else ""
     opened = opened_in(begun, end)
     native = formats.format_of(source)
     # A template that has no place for tools shows them in Hermes' format.
     form = native if tool_format.knows_tools(source) or native == "harmony" else "hermes"
-    split = split_of(source, opened, may_call=bool(tools))
+    reading = reading_of(source, opened, tools)
+    split = reading.split
     is_harmony = split.mode == "harmony"
     if chat.split is not None:
         split = chat.split(source, end, split)
@@ -152,72 +153,76 @@ def prepare(engine: Engine, chat: ChatRequest) -> ChatWork:
     # A grammar that is not the client's own allows reasoning and its marks, or has none of it.
     may_reason = sampling is chat.sampling or is_harmony or reasoning.how != "no"
     dialogue = Dialogue(chat.messages, tools or None) if chat.options.get("mods") else None
+    forcing = None
+    max_tokens = WHOLE_CONTEXT if chat.max_tokens is None else chat.max_tokens
+    if may_reason and chat.reasoning_budget is not None:
+        most = max_tokens if chat.options.get("context_shift") else min(max_tokens, engine.n_ctx)
+        forcing = cap_of(
+            chat.reasoning_budget, split, chat.sampling, max_tokens=most, names=chat.names
+        )
     request = GenerateRequest(
         prompt=ids,
-        max_tokens=WHOLE_CONTEXT if chat.max_tokens is None else chat.max_tokens,
+        max_tokens=max_tokens,
         sampling=sampling,
         request_id=chat.request_id,
         attention=chat.attention,
         n_samples=chat.n_samples,
         names=names,
         dialogue=dialogue,
-        forcing=_cap(engine, chat, split) if may_reason else None,
+        forcing=forcing,
         **chat.options,
     )
     stops = (sampling.stop,) if isinstance(sampling.stop, str) else tuple(sampling.stop)
-    texts = tool_format.text_parameters(tools)
     if chat.reasoning == "none" and not (is_harmony and tools):
         split = Split(mode="none")
-    return ChatWork(request, Reading(split, native if tools else None, stops, texts))
+    return ChatWork(request, replace(reading, split=split, stops=stops))
 
 
-def _cap(engine: Engine, chat: ChatRequest, split: Split) -> ReasoningCap | None:
-    """The limit of the reasoning."""
-    most = WHOLE_CONTEXT if chat.max_tokens is None else chat.max_tokens
-    if not chat.options.get("context_shift"):
-        most = min(most, engine.n_ctx)
-    return cap_of(chat.reasoning_budget, split, chat.sampling, max_tokens=most, names=chat.names)
-
-
-def _template_of(engine: Engine, chat: ChatRequest) -> str:
-    """The template to use: that of the request, the model's own, or ChatML."""
-    if chat.chat_template is not None:
-        return chat.chat_template
-    return template_for(engine.model, has_tools=bool(_tools(chat))) or CHATML
-
-
-def prompt_of(engine: Engine, chat: ChatRequest) -> tuple[list[int], str]:
+def prompt_of(
+    engine: Engine, chat: ChatRequest, tools: Sequence[Tool] | None = None
+) -> tuple[list[int], str]:
     """Ids of the prompt, and the text of the answer that it already begins; any thread.
+
+    Args:
+        engine: Whose model answers.
+        chat: The chat.
+        tools: Those that may be called, None for what *chat* says.
 
     Raises:
         RequestError: As `prepare`.
     """
+    messages: list[Any] = list(chat.messages)
     try:
-        return _prompt_of(engine, chat)
+        tools = _tools(chat) if tools is None else tools
+        source = _template_of(engine, chat, tools)
+        is_of_tools = bool(tools)
+        for i, message in enumerate(messages):
+            if not isinstance(content := message.get("content"), str):
+                _check_is_text(i, content)
+            is_of_tools |= message.get("role") in ("tool", "function")
+            is_of_tools |= bool(message.get("tool_calls"))
+        begun = continued(messages, chat.continues)
+        if is_of_tools and not tool_format.knows_tools(source):
+            messages, tools = tool_format.tools_as_text(messages, tools), ()
+        ids = engine.apply_chat_template(
+            messages,
+            tools=tools or None,
+            add_generation_prompt=chat.adds_generation_prompt,
+            continue_final_message=begun is not None,
+            chat_template=source,
+            template_options=chat.template_options,
+        )
     except RequestError as error:
         names = {"template_options": "chat_template_kwargs", **chat.names}
         raise renamed(error, names) from None
-
-
-def _prompt_of(engine: Engine, chat: ChatRequest) -> tuple[list[int], str]:
-    source = _template_of(engine, chat)
-    messages: list[Any] = list(chat.messages)
-    for i, message in enumerate(messages):
-        _check_is_text(i, message.get("content"))
-    tools: Sequence[Tool] | None = _tools(chat) or None
-    begun = continued(messages, chat.continues)
-    render = partial(
-        engine.apply_chat_template,
-        add_generation_prompt=chat.adds_generation_prompt,
-        continue_final_message=begun is not None,
-        chat_template=source,
-        template_options=chat.template_options,
-    )
-    if tool_format.knows_tools(source) or not (tools or any(map(_is_of_tools, messages))):
-        ids = render(messages, tools=tools)
-    else:
-        ids = render(tool_format.tools_as_text(messages, tools or ()))
     return ids, begun or ""
+
+
+def _template_of(engine: Engine, chat: ChatRequest, tools: Sequence[Tool]) -> str:
+    """The template to use: that of the request, the model's own, or ChatML."""
+    if chat.chat_template is not None:
+        return chat.chat_template
+    return template_for(engine.model, has_tools=bool(tools)) or CHATML
 
 
 def _check_is_text(i: int, content: object) -> None:
@@ -229,10 +234,6 @@ def _check_is_text(i: int, content: object) -> None:
                 "send parts of type text",
                 parameter="messages",
             )
-
-
-def _is_of_tools(message: Mapping[str, Any]) -> bool:
-    return message.get("role") in ("tool", "function") or bool(message.get("tool_calls"))
 
 
 def _tools(chat: ChatRequest) -> list[Tool]:
@@ -247,27 +248,6 @@ def _tools(chat: ChatRequest) -> list[Tool]:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
-    """How an answer is read.
-
-    Attributes:
-        split: How it marks its reasoning.
-        calls: Format of its calls, None if there are no tools.
-        stops: Sequences that end it.
-        texts: Parameters of each function that are text, as `tool_format.text_parameters`.
-    """
-
-    split: Split = THINKING
-    calls: Format | None = None
-    stops: tuple[str, ...] = ()
-    texts: Mapping[str, frozenset[str]] = field(default_factory=dict[str, frozenset[str]])
-
-    def reader(self) -> "AnswerReader":
-        """A reader for one sample."""
-        return AnswerReader(self)
-
-
-@dataclass(frozen=True, slots=True)
 class TakenBack:
     """What is left of an answer of which mods took tokens back.
 
@@ -277,77 +257,26 @@ class TakenBack:
         deltas: What is left. The client has all of it but the calls, which are to be sent again.
     """
 
-    reader: "AnswerReader"
+    reader: AnswerReader
     removed: dict[str, Any]
     deltas: list[Delta]
 
 
-class AnswerReader:
-    """Reads one sample's text while it comes."""
-
-    def __init__(self, reading: Reading) -> None:
-        self._splitter = reading.split.splitter()
-        self._parts = Parts(reading.split, reading.calls, reading.texts)
-        self._shown = ShownText(reading.stops)
-        self._n_content = self._n_reasoning = self._n_calls = 0  # returned so far
-        self._reading = reading
-        self.tokens = TokenCounter()
-        """How many tokens of each kind there are, whole after `finish`."""
-
-    @property
-    def has_calls(self) -> bool:
-        """Whether the answer has tool calls so far."""
-        return self._parts.has_calls
-
-    def feed(self, text: str) -> list[Delta]:
-        """Add the text of a token; returns what is certain."""
-        self.tokens.add(text)
-        return self._counted(self._deltas(self._splitter.feed(self._shown.feed(text))))
-
-    def take_back(self, removal: Removal) -> "TakenBack":
-        """Mods took tokens back: a reader of what is left, and what the client is to hear."""
-        reader = self._reading.reader()
-        deltas = [delta for text in removal.texts for delta in reader.feed(text)]
-        lost = removed(removal, self._n_content - reader._n_content)
-        if n := self._n_reasoning - reader._n_reasoning:
-            lost["reasoning_characters"] = n
-        if self._n_calls:  # calls cannot be shortened: all of them are sent again
-            lost["tool_calls"] = self._n_calls
-        return TakenBack(reader, lost, deltas)
-
-    def call(self, payload: object) -> list[Delta]:
-        """A mod ended the answer with these calls."""
-        calls = [
-            CallDelta(self._n_calls + i, one.arguments, id=one.id, name=one.name)
-            for i, one in enumerate(calls_of(payload))
-        ]
-        self._parts.has_calls = self.has_calls or bool(calls)
-        return self._counted([Delta(call=one) for one in calls])
-
-    def _counted(self, deltas: list[Delta]) -> list[Delta]:
-        for delta in deltas:
-            self._n_content += len(delta.content)
-            self._n_reasoning += len(delta.reasoning)
-            self._n_calls += delta.call is not None and delta.call.id is not None
-        return deltas
-
-    def finish(self, text: str) -> list[Delta]:
-        """End the answer, whose whole text without the stop sequence is *text*."""
-        pieces = self._splitter.feed(self._shown.rest(text)) + self._splitter.flush()
-        deltas = self._deltas(pieces) + self._parts.flush()
-        self.tokens.end()
-        return self._counted(deltas)
-
-    def _deltas(self, pieces: Sequence[Piece]) -> list[Delta]:
-        self.tokens.classify(pieces)
-        return self._parts.of(pieces)
+def taken_back(reader: AnswerReader, removal: Removal) -> TakenBack:
+    """Mods took tokens back: a reader of what is left, and what the client is to hear."""
+    left = AnswerReader(reader.reading)
+    deltas = [delta for text in removal.texts for delta in left.feed(text)]
+    lost = removed(removal, reader.n_content - left.n_content)
+    if n := reader.n_reasoning - left.n_reasoning:
+        lost["reasoning_characters"] = n
+    if reader.n_calls:  # calls cannot be shortened: all of them are sent again
+        lost["tool_calls"] = reader.n_calls
+    return TakenBack(left, lost, deltas)
 
 
-def answer_of(reading: Reading, text: str) -> Answer:
-    """The answer with this whole text, without its stop sequence."""
-    answer = Answer()
-    answer.add(reading.reader().finish(text))
-    return answer
+def mod_calls(reader: AnswerReader, payload: object) -> list[Delta]:
+    """A mod ended the answer with these calls."""
+    return reader.call(Call(one.id, one.name, one.arguments) for one in calls_of(payload))
 
 
 def finish_reason(

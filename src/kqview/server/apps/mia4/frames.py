@@ -12,7 +12,7 @@ from typing import Any, Final
 import msgspec
 
 from kqview.chat.reasoning import Piece, TokenCounter
-from kqview.server.api.wire.chat_work import Reading
+from kqview.chat.turn import Reading
 from kqview.server.api.wire.mods_field import removed
 from kqview.server.apps.mia4.convert import error_type_of
 from kqview.server.errors import Answer
