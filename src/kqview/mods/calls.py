@@ -10,14 +10,15 @@ request continues with another one; until the mod returns, further calls of it f
 """
 
 import asyncio
-import contextlib
 import inspect
 import threading
 import time
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any, Final, Protocol, cast
+from typing import Any, Final, cast
 
 from kqview.errors import RequestError
 from kqview.mods.actions import ActionBuilder
@@ -69,13 +70,17 @@ def failure(error: BaseException, time_ms: float = 0.0) -> Outcome:
     return Outcome(None, time_ms, describe(error), traceback_of(error), error)
 
 
-class _Running(Protocol):
-    """A call that may outlast its time limit."""
+@dataclass(frozen=True, slots=True)
+class _Late:
+    """A call that has outlasted its time limit.
 
-    def has_returned(self) -> bool: ...
-    def when_returned(self, then: Callable[[], object]) -> None:
-        """Call *then* when the call returns, at once if it has."""
-        ...
+    Attributes:
+        job: Is done when the call returns.
+        loop: Where it runs, if its mod is async.
+    """
+
+    job: "Future[Any]"
+    loop: asyncio.AbstractEventLoop | None = None
 
 
 class Caller:
@@ -99,7 +104,7 @@ class Caller:
         self._limit_s = time_limit_s
         self._note = note
         self._thread: _CallThread | None = None
-        self._late: dict[int, _Running] = {}  # by id of the mod
+        self._late: dict[int, _Late] = {}  # by id of the mod
 
     # ---- with a synchronous consumer
 
@@ -119,11 +124,12 @@ class Caller:
             return self._run(call)
         job = self._job(lambda: self._run_elsewhere(call))
         try:
-            has_returned = job.done.wait(self._limit_s)
+            return job.result(self._limit_s)  # an exception of the mod is in the outcome
+        except TimeoutError:
+            return self._abandon(call.mod, job)
         except BaseException:  # KeyboardInterrupt
             self._abandon(call.mod, job)
             raise
-        return job.result() if has_returned else self._abandon(call.mod, job)
 
     # ---- with an asynchronous one
 
@@ -134,18 +140,29 @@ class Caller:
             return late
         if self._limit_s is None:
             return await self._arun(call) if call.mod.is_async else self._run(call)
+        loop = None
+        wanted: asyncio.Future[Outcome]
         if call.mod.is_async:
-            running = _Task(asyncio.ensure_future(self._arun_elsewhere(call)))
-            wanted: asyncio.Future[Any] = running.task
+            job: Future[Any] = Future()
+            wanted = asyncio.ensure_future(self._arun_elsewhere(call))
+            wanted.add_done_callback(lambda _: job.set_result(None))
+            loop = wanted.get_loop()
         else:
-            running = self._job(lambda: self._run_elsewhere(call))
-            wanted = _future_of(running)
+            job = self._job(lambda: self._run_elsewhere(call))
+            wanted = asyncio.wrap_future(job)
         try:
             done, _ = await asyncio.wait({wanted}, timeout=self._limit_s)
         except BaseException:  # the consumer's task was cancelled
-            self._abandon(call.mod, running)
+            wanted.cancel()
+            self._abandon(call.mod, job, loop)
             raise
-        return running.result() if done else self._abandon(call.mod, running)
+        if not done:
+            wanted.cancel()
+            return self._abandon(call.mod, job, loop)
+        try:
+            return wanted.result()
+        except asyncio.CancelledError as error:  # raised by the mod: nobody has cancelled the task
+            return failure(error)
 
     # ---- common
 
@@ -154,17 +171,17 @@ class Caller:
         if mod.on_end is None:
             return
         late = self._late.get(id(mod))
-        if late is not None:
-            late.when_returned(lambda: mod.end(end))
+        if late is not None and not (late.loop is not None and late.loop.is_closed()):
+            late.job.add_done_callback(lambda _: mod.end(end))
         elif self._limit_s is None:
             mod.end(end)
         else:
-            self._job(lambda: mod.end(end))  # a hook that hangs holds up nobody
+            self._job(partial(mod.end, end))  # a hook that hangs holds up nobody
 
     def close(self) -> None:
         """Let the thread of the request end."""
         if self._thread is not None:
-            self._thread.put(None)
+            self._thread.end()
             self._thread = None
 
     def _run(self, call: Call) -> Outcome:
@@ -173,7 +190,8 @@ class Caller:
             with Captured(call.log):
                 answer = call.mod.call(*self._arguments(call))
                 if answer is not None and inspect.isawaitable(answer):
-                    _close(answer)
+                    if (close := getattr(answer, "close", None)) is not None:
+                        close()
                     raise RequestError(
                         f"mod {call.mod.name} returned an awaitable; declare it with async def",
                         parameter="mods",
@@ -213,28 +231,30 @@ class Caller:
         arguments = (call.event, ActionBuilder(call.event), self._tokenizer)
         return arguments[: call.mod.n_arguments]
 
-    def _job(self, work: "Callable[[], Outcome | None]") -> "_Job":
-        job = _Job(work)
-        if self._thread is None or not self._thread.try_put(job):
+    def _job(self, work: Callable[[], Any]) -> "Future[Any]":
+        """What *work* returns, on the request's thread."""
+        job = None if self._thread is None else self._thread.try_run(work)
+        if job is None:
             self._thread = _CallThread()
-            self._thread.put(job)
+            job = self._thread.try_run(work)
+            assert job is not None
         return job
 
     def _still_late(self, mod: BoundMod) -> Outcome | None:
         late = self._late.get(id(mod))
         if late is None:
             return None
-        if late.has_returned():
+        if late.job.done():
             del self._late[id(mod)]
             return None
         return Outcome(None, 0.0, f"TimeoutError: an earlier call of {mod.name} still runs")
 
-    def _abandon(self, mod: BoundMod, running: "_Job | _Task") -> Outcome:
+    def _abandon(
+        self, mod: BoundMod, job: "Future[Any]", loop: asyncio.AbstractEventLoop | None = None
+    ) -> Outcome:
         assert self._limit_s is not None
-        self._late[id(mod)] = running
-        if isinstance(running, _Task):
-            running.task.cancel()
-        else:
+        self._late[id(mod)] = _Late(job, loop)
+        if loop is None:
             self.close()  # the thread ends when the mod returns
         return Outcome(
             None,
@@ -243,128 +263,45 @@ class Caller:
         )
 
 
-class _Task:
-    """A call of an async mod."""
-
-    def __init__(self, task: asyncio.Task[Outcome]) -> None:
-        self.task = task
-        self._loop = asyncio.get_running_loop()
-
-    def has_returned(self) -> bool:
-        return self.task.done()
-
-    def when_returned(self, then: Callable[[], object]) -> None:
-        if self.task.done() or self._loop.is_closed():
-            then()
-            return
-
-        def add() -> None:
-            self.task.add_done_callback(lambda _task: then())
-
-        self._loop.call_soon_threadsafe(add)
-
-    def result(self) -> Outcome:
-        try:
-            return self.task.result()
-        except asyncio.CancelledError as error:  # raised by the mod: nobody has cancelled the task
-            return failure(error)
-
-
-class _Job:
-    """Work for a `_CallThread`."""
-
-    def __init__(self, work: Callable[[], Outcome | None]) -> None:
-        self.done = threading.Event()
-        self._work = work
-        self._lock = threading.Lock()
-        self._outcome: Outcome | None = None
-        self._error: BaseException | None = None
-        self._then: Callable[[], object] | None = None
-
-    def run(self) -> None:
-        try:
-            self._outcome = self._work()
-        except BaseException as error:  # such as SystemExit: it belongs to the consumer
-            self._error = error
-        with self._lock:
-            self.done.set()
-            then = self._then
-        if then is not None:
-            then()
-
-    def has_returned(self) -> bool:
-        return self.done.is_set()
-
-    def when_returned(self, then: Callable[[], object]) -> None:
-        with self._lock:
-            if not self.done.is_set():
-                self._then = then
-                return
-        then()
-
-    def result(self) -> Outcome:
-        if self._error is not None:
-            raise self._error
-        return self._outcome or Outcome()
-
-
 class _CallThread:
     """A thread that runs jobs one after another, and ends when it is told to or idle."""
 
     def __init__(self) -> None:
-        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._jobs: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
         self._lock = threading.Lock()
         self._has_ended = False
         threading.Thread(target=self._work, name="kqview mods", daemon=True).start()
 
-    def try_put(self, job: _Job) -> bool:
-        """Queue *job*; False if the thread has ended."""
+    def try_run(self, work: Callable[[], Any]) -> "Future[Any] | None":
+        """Queue *work*; None if the thread has ended."""
+        job: Future[Any] = Future()
+        job.set_running_or_notify_cancel()  # what waits for it cannot cancel it
         with self._lock:
-            if not self._has_ended:
-                self._jobs.put(job)
-            return not self._has_ended
+            if self._has_ended:
+                return None
+            self._jobs.put((job, work))
+        return job
 
-    def put(self, job: _Job | None) -> None:
-        self._jobs.put(job)
+    def end(self) -> None:
+        """Let the thread end behind its jobs."""
+        self._jobs.put(None)
 
     def _work(self) -> None:
-        while True:
-            job = self._next()
-            if job is None:
-                return
-            job.run()
-            del job  # an idle thread keeps nothing of the last call alive
+        while (found := self._next()) is not None:
+            job, work = found
+            try:
+                job.set_result(work())
+            except BaseException as error:  # such as SystemExit: it belongs to the consumer
+                job.set_exception(error)
+            del found, job, work  # an idle thread keeps nothing of the last call alive
 
-    def _next(self) -> _Job | None:
+    def _next(self) -> "tuple[Future[Any], Callable[[], Any]] | None":
         try:
             return self._jobs.get(timeout=_IDLE_S)
         except Empty:
             with self._lock:
                 self._has_ended = self._jobs.empty()
                 return None if self._has_ended else self._jobs.get()
-
-
-def _future_of(job: _Job) -> asyncio.Future[None]:
-    """A future of the running loop that is done when *job* is."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[None] = loop.create_future()
-
-    def wake() -> None:
-        if not future.done():
-            future.set_result(None)
-
-    def then() -> None:
-        with contextlib.suppress(RuntimeError):  # the loop was closed, and nobody waits
-            loop.call_soon_threadsafe(wake)
-
-    job.when_returned(then)
-    return future
-
-
-def _close(answer: object) -> None:
-    close = getattr(answer, "close", None)
-    if close is not None:
-        close()
 
 
 def _ms_since(started: float) -> float:
