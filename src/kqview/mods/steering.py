@@ -11,11 +11,12 @@ the text ends: at an end-of-text token, at the limit of tokens, or after a stop 
 """
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Any, Final, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,46 +74,12 @@ _PROCESSED: Final = "logits of logits_processor"
 LogitsProcessor = Callable[[list[int], NDArray[np.float32]], Any]
 Stopping = Callable[[list[int]], object]
 Forcing = Callable[[Sequence[int], Sequence[int]], Sequence[int]]
-Pick = Callable[[], "Picked"]
+Pick = Callable[[], _core.PickedToken]
 Steps = Generator[Call | Pick, Any, "Decision"]
 """Calls to make, outcomes or tokens to send in; returns a decision."""
 Cut = Callable[[int, Sequence[int]], int | None]
-_Telling = Generator[Call | Pick, Any, None]
 _Ending = tuple[Terminal, TraceAction | None]
-
-
-class Picked(Protocol):
-    """A token that was sampled; `PickedToken` of the core."""
-
-    @property
-    def id(self) -> int: ...
-    @property
-    def logprob(self) -> float | None: ...
-    @property
-    def top_logprobs(self) -> list[tuple[int, float]] | None: ...
-
-
-class Forward(Protocol):
-    """A forward pass that waits for a decision; `ForwardEvent` of the core."""
-
-    @property
-    def logits(self) -> NDArray[np.float32]: ...
-    @property
-    def attention(self) -> Any: ...
-    @property
-    def positions(self) -> Any: ...
-    @property
-    def hidden(self) -> Any: ...
-    @property
-    def n_tokens(self) -> int: ...
-    @property
-    def n_left(self) -> int: ...
-    @property
-    def n_removable(self) -> int: ...
-    def pick(
-        self, logits: NDArray[np.float32] | None = None, temperature: float | None = None
-    ) -> Picked: ...
-    def ends(self, id: int) -> str | None: ...
+_Telling = Generator[Call | Pick, Any, _Ending | None]
 
 
 @dataclass(slots=True)
@@ -137,7 +104,7 @@ class Decision:
     n_sampled: int = 0
     end: str | None = None
     replaces_all: bool = False
-    picked: Picked | None = None
+    picked: _core.PickedToken | None = None
     tool_calls: Any = None
     error: EmittedError | None = None
     prompt: list[int] = field(default_factory=list[int])
@@ -156,28 +123,33 @@ class _Piece:
 
 @dataclass(slots=True)
 class _Step:
-    """What mods have asked for so far in a step."""
+    """What mods have asked for so far in a step that goes on."""
 
-    number: int
-    n_removable: int = 0  # tokens of earlier steps that can be taken back
+    n_removable: int = 0
+    """Number of tokens of earlier steps that can be taken back."""
+    n_back: int = 0
+    """Number of those that are."""
     logits: NDArray[np.float32] | None = None
     temperature: float | None = None
-    forced: list[int] | None = None  # of the one ForceTokens that applies
-    n_back: int = 0  # tokens of earlier steps
-    is_dropped: bool = False  # whether a Backtrack has dropped the sampled token
-    put_back: list[int] = field(default_factory=list[int])  # its own tokens
-    pieces: list[_Piece] = field(default_factory=list[_Piece])  # since Added
-    end: _Ending | None = None
+    is_dropped: bool = False
+    """Whether no token is sampled, or the sampled one was dropped: a Backtrack came first."""
+    instead: list[int] | None = None
+    """What is added in place of the sampled token."""
+    has_forced: bool = False
+    """Whether a ForceTokens applies; later ones do not."""
+    pieces: list[_Piece] = field(default_factory=list[_Piece])
+    """The tokens of the step, since Added."""
     prefill: AdjustedPrefill | None = None
 
 
+@dataclass(eq=False, repr=False)
 class Steering:
     """The mods and the callables of one request.
 
     Belongs to the consumer of the request: one thread or task at a time, except for `finish` and
     `drop`.
 
-    Args:
+    Attributes:
         request_id: The request.
         mods: Its mods, in order.
         caller: Calls them.
@@ -197,43 +169,27 @@ class Steering:
         is_strict: Whether a mod that fails ends the request.
     """
 
-    def __init__(
-        self,
-        request_id: str,
-        mods: Sequence[BoundMod],
-        caller: Caller,
-        *,
-        n_vocab: int,
-        ids: list[int],
-        text: Callable[[], str],
-        recorder: TraceRecorder | None = None,
-        logits_processor: LogitsProcessor | None = None,
-        stopping: Stopping | None = None,
-        forcing: Forcing | None = None,
-        check_prompt: Callable[[list[int]], object],
-        detokenize: Callable[[list[int]], str],
-        is_end: Callable[[int], bool],
-        attention: Callable[[ForwardPass], Object | None],
-        picks_slowly: bool = False,
-        is_strict: bool = False,
-    ) -> None:
-        self.mods = mods
-        self.recorder = recorder
-        self._request_id = request_id
-        self._caller = caller
-        self._n_vocab = n_vocab
-        self._ids = ids
-        self._text = text
-        self._logits_processor = logits_processor
-        self._stopping = stopping
-        self._forcing = forcing
-        self._check_prompt = check_prompt
-        self._detokenize = detokenize
-        self._is_end = is_end
-        self._attention = attention
-        self._picks_slowly = picks_slowly
-        self._is_strict = is_strict
-        self._is_direct = not (mods or recorder or forcing or picks_slowly)
+    request_id: str
+    mods: Sequence[BoundMod]
+    caller: Caller
+    _: KW_ONLY
+    n_vocab: int
+    ids: list[int]
+    text: Callable[[], str]
+    recorder: TraceRecorder | None = None
+    logits_processor: LogitsProcessor | None = None
+    stopping: Stopping | None = None
+    forcing: Forcing | None = None
+    check_prompt: Callable[[list[int]], object]
+    detokenize: Callable[[list[int]], str]
+    is_end: Callable[[int], bool]
+    attention: Callable[[ForwardPass], Object | None]
+    picks_slowly: bool = False
+    is_strict: bool = False
+
+    def __post_init__(self) -> None:
+        self.is_direct = not (self.mods or self.recorder or self.forcing or self.picks_slowly)
+        """Whether `direct` does what `step` does: only a processor or a stopping rule steers."""
         self._prompt: list[int] = []
         self._prompt_text = ""
         self._n_steps = 0
@@ -253,11 +209,6 @@ class Steering:
     def failures(self) -> tuple[ModFailure, ...]:
         """The calls of mods that failed, the first 100."""
         return tuple(self.mods[0].failures.kept) if self.mods else ()
-
-    @property
-    def is_direct(self) -> bool:
-        """Whether `direct` does what `step` does: only a processor or a stopping rule steers."""
-        return self._is_direct
 
     # ---- before the first step
 
@@ -279,26 +230,24 @@ class Steering:
         info = ContextInfo(tokens)
         if dialogue is not None:
             info = ContextInfo(tokens, dialogue.messages, dialogue.tools)
-        event = Prefilled(self._request_id, 0, max_tokens, info)
-        so_far = _Step(0)
-        yield from self._tell(event, recorded, so_far)
+        event = Prefilled(self.request_id, 0, max_tokens, info)
+        step = _Step()
+        end = yield from self._tell(event, recorded, step)
         decision = Decision(prompt=prompt, max_tokens=max_tokens)
-        if so_far.prefill is not None:
-            decision.prompt = so_far.prefill.tokens or prompt
-            decision.max_tokens = so_far.prefill.max_steps or max_tokens
+        if step.prefill is not None:
+            decision.prompt = step.prefill.tokens or prompt
+            decision.max_tokens = step.prefill.max_steps or max_tokens
         self._prompt = decision.prompt
         self._n_steps_max = _STEPS_PER_TOKEN * decision.max_tokens + _STEPS_MORE
         if self.recorder is not None:
-            text = self._detokenize(decision.prompt)
+            text = self.detokenize(decision.prompt)
             self._prompt_text = text[-INPUT_CHARACTERS:]
             self.recorder.set_prompt(decision.prompt, text)
-        if so_far.end is not None:
-            return self._terminate(decision, so_far.end)
-        return decision
+        return decision if end is None else self._terminate(decision, end)
 
     # ---- a step
 
-    def step(self, forward: Forward, cut: Cut) -> Steps:
+    def step(self, forward: _core.ForwardEvent, cut: Cut) -> Steps:
         """Tell the mods of a forward pass and what follows.
 
         Args:
@@ -308,31 +257,40 @@ class Steering:
         """
         self._n_steps += 1
         self._records = []
-        n_removable = min(len(self._ids), forward.n_removable)
-        so_far = _Step(self._n_steps, n_removable)
-        yield from self._forward_pass(forward, so_far)
-        if not self._ids and so_far.forced is None:
-            so_far.forced = self._forced([], []) or None
+        step = _Step(min(len(self.ids), forward.n_removable))
+        end = yield from self._tell_forward(forward, step)
+        if not self.ids and not step.has_forced and (forced := self._forced([], [])):
+            step.instead = [*forced, *(step.instead or ())]
+            step.has_forced = True
         decision = Decision()
-        if not so_far.is_dropped and so_far.end is None:
-            pick = partial(forward.pick, so_far.logits, so_far.temperature)
-            picked: Picked = (yield pick) if self._picks_slowly else pick()
+        if end is None and not step.is_dropped:
+            pick = partial(forward.pick, step.logits, step.temperature)
+            picked: _core.PickedToken = (yield pick) if self.picks_slowly else pick()
             decision.picked = picked
-            yield from self._sampled(picked.id, so_far)
-        if so_far.end is None:
-            yield from self._added(decision.picked, so_far)
-        if so_far.end is not None:
-            return self._terminate(decision, so_far.end)
-        self._force(so_far)
-        decision.n_removed = so_far.n_back
-        self._fill(decision, so_far.pieces, forward, cut)
+            recorded = None
+            if self.recorder is not None:
+                n_generated = len(self.ids)
+                recorded = self.recorder.sampled(self._n_steps, picked.id, n_generated=n_generated)
+            event = Sampled(self.request_id, self._n_steps, picked.id)
+            end = yield from self._tell(event, recorded, step)
+        if end is None:
+            end = yield from self._tell_added(decision.picked, step)
+        if end is not None:
+            return self._terminate(decision, end)
+        n_kept = len(self.ids) - step.n_back
+        added = [piece.id for piece in step.pieces]
+        if forced := self._forced(self.ids[:n_kept] if step.n_back else self.ids, added):
+            _, record = self._record_added(forced, n_kept + len(added), is_forced=True)
+            step.pieces += _pieces(forced, record, True)
+        decision.n_removed = step.n_back
+        self._fill(decision, step.pieces, forward, cut)
         if decision.end is None and self._stops(decision):
             decision.end = "stop"
         if decision.end is None and self._n_steps >= self._n_steps_max:
             decision.end = "length"
         return decision
 
-    def direct(self, forward: Forward, cut: Cut) -> Decision | None:
+    def direct(self, forward: _core.ForwardEvent, cut: Cut) -> Decision | None:
         """The decision of `step`, run at once; None if the request ended meanwhile.
 
         Between two tokens little of the interpreter is left in a core's cache, so that each line
@@ -342,7 +300,7 @@ class Steering:
         self._is_stepping = True
         try:
             logits = None
-            if self._logits_processor is not None:
+            if self.logits_processor is not None:
                 given = np.array(forward.logits)
                 row = self._processed(given)
                 logits = given if row is given else self._checked_row(row)
@@ -370,22 +328,22 @@ class Steering:
 
     def _processed(self, given: NDArray[np.float32]) -> object:
         """What the logits processor makes of *given*, which it may change."""
-        assert self._logits_processor is not None
-        returned = self._logits_processor([*self._prompt, *self._ids], given)
+        assert self.logits_processor is not None
+        returned = self.logits_processor([*self._prompt, *self.ids], given)
         return given if returned is None else returned
 
     def _checked_row(self, row: object) -> NDArray[np.float32]:
         try:
             checked = to_logits(row, _PROCESSED)
-            check_size(checked, self._n_vocab, _PROCESSED)
+            check_size(checked, self.n_vocab, _PROCESSED)
         except InvalidActionError as error:
             raise RequestError(str(error), parameter="logits_processor") from None
         return checked
 
-    def _forward_pass(self, forward: Forward, so_far: _Step) -> _Telling:
+    def _tell_forward(self, forward: _core.ForwardEvent, step: _Step) -> _Telling:
         event = ForwardPass(
-            self._request_id,
-            so_far.number,
+            self.request_id,
+            self._n_steps,
             forward.logits,
             forward.n_tokens,
             forward.attention,
@@ -396,71 +354,53 @@ class Steering:
         if self.recorder is not None:
             top, entropy = _core.outlook(event.logits, _TOP_TOKENS)
             recorded = self.recorder.forward_pass(
-                so_far.number,
-                n_generated=len(self._ids),
-                input_text=(self._prompt_text + self._text())[-INPUT_CHARACTERS:],
+                self._n_steps,
+                n_generated=len(self.ids),
+                input_text=(self._prompt_text + self.text())[-INPUT_CHARACTERS:],
                 top_tokens=top,
                 entropy=entropy,
-                attention=self._attention(event),
+                attention=self.attention(event),
             )
-        yield from self._tell(event, recorded, so_far)
-        if self._logits_processor is None or so_far.is_dropped or so_far.end is not None:
-            return
-        before = event.logits if so_far.logits is None else so_far.logits
-        so_far.logits = self._checked_row(self._processed(np.array(before)))
+        end = yield from self._tell(event, recorded, step)
+        if self.logits_processor is not None and not step.is_dropped and end is None:
+            before = event.logits if step.logits is None else step.logits
+            step.logits = self._checked_row(self._processed(np.array(before)))
+        return end
 
-    def _sampled(self, token: int, so_far: _Step) -> _Telling:
-        recorded = None
-        if self.recorder is not None:
-            recorded = self.recorder.sampled(so_far.number, token, n_generated=len(self._ids))
-        yield from self._tell(Sampled(self._request_id, so_far.number, token), recorded, so_far)
-
-    def _added(self, picked: Picked | None, so_far: _Step) -> _Telling:
-        is_forced = so_far.is_dropped or so_far.forced is not None
-        tokens = [*(so_far.forced or ()), *so_far.put_back]
-        if not is_forced and picked is not None:
-            tokens = [picked.id]
+    def _tell_added(self, picked: _core.PickedToken | None, step: _Step) -> _Telling:
+        is_forced = step.instead is not None
+        tokens = [picked.id] if picked is not None and not is_forced else step.instead
         if not tokens:  # a Backtrack without others
-            return
-        recorded, record = None, None
-        if self.recorder is not None:
-            n_generated = len(self._ids) - so_far.n_back
-            recorded = self.recorder.added(
-                so_far.number, tokens, n_generated=n_generated, forced=is_forced
-            )
-            if recorded is not None:
-                record = self.recorder.trace.events[recorded]
-                self._records.append(record)
-        so_far.pieces = _pieces(tokens, record, is_forced)
-        event = Added(self._request_id, so_far.number, list(tokens), is_forced)
-        yield from self._tell(event, recorded, so_far)
+            return None
+        n_generated = len(self.ids) - step.n_back
+        recorded, record = self._record_added(tokens, n_generated, is_forced=is_forced)
+        step.pieces = _pieces(tokens, record, is_forced)
+        event = Added(self.request_id, self._n_steps, list(tokens), is_forced)
+        return (yield from self._tell(event, recorded, step))
 
-    def _force(self, so_far: _Step) -> None:
-        """Add what `forcing` wants behind the tokens of the step."""
-        n_kept = len(self._ids) - so_far.n_back
-        kept = self._ids[:n_kept] if so_far.n_back else self._ids
-        added = [piece.id for piece in so_far.pieces]
-        tokens = self._forced(kept, added)
-        if not tokens:
-            return
-        record = None
-        if self.recorder is not None:
-            recorded = self.recorder.added(
-                so_far.number, tokens, n_generated=n_kept + len(added), forced=True
-            )
-            if recorded is not None:
-                record = self.recorder.trace.events[recorded]
-                self._records.append(record)
-        so_far.pieces += _pieces(tokens, record, True)
+    def _record_added(
+        self, tokens: Sequence[int], n_generated: int, *, is_forced: bool
+    ) -> tuple[int | None, TraceEvent | None]:
+        """The index of the event in the trace, and the event."""
+        if self.recorder is None:
+            return None, None
+        recorded = self.recorder.added(
+            self._n_steps, tokens, n_generated=n_generated, forced=is_forced
+        )
+        if recorded is None:
+            return None, None
+        record = self.recorder.trace.events[recorded]
+        self._records.append(record)
+        return recorded, record
 
     def _forced(self, kept: Sequence[int], added: Sequence[int]) -> list[int]:
-        if self._forcing is None:
+        if self.forcing is None:
             return []
-        tokens = checked_ids("the result of forcing", self._forcing(kept, added))
+        tokens = checked_ids("the result of forcing", self.forcing(kept, added))
         for token in tokens:
-            if token >= self._n_vocab:
+            if token >= self.n_vocab:
                 raise InvalidToken(
-                    f"forcing returned token id {token}, the vocabulary has {self._n_vocab}; "
+                    f"forcing returned token id {token}, the vocabulary has {self.n_vocab}; "
                     "return ids from tokenize()",
                     parameter="forcing",
                 )
@@ -468,8 +408,8 @@ class Steering:
 
     # ---- mods
 
-    def _tell(self, event: Event, recorded: int | None, so_far: _Step) -> _Telling:
-        """Ask every mod, then apply their actions in order."""
+    def _tell(self, event: Event, recorded: int | None, step: _Step) -> _Telling:
+        """Ask every mod, then apply their actions in order; returns one that ends the step."""
         answers: list[tuple[Action, int | None]] = []
         for one in self.mods:
             called = None if self.recorder is None else self.recorder.call(recorded, one.name)
@@ -492,18 +432,28 @@ class Steering:
             answers.append((action, called))
             if isinstance(action, AdjustedLogits) and isinstance(event, ForwardPass):
                 event = replace(event, logits=_read_only(action.logits))
-        is_open = True
+        end: _Ending | None = None
+        is_open = True  # until an action overrides those of later mods
         for action, called in answers:
-            is_open = self._apply(action, called, type(event) is Added, so_far, is_open)
+            is_applied = is_open and not (isinstance(action, ForceTokens) and step.has_forced)
+            record = self._record(action, called, is_applied)
+            if not is_applied:
+                continue
+            if isinstance(action, ForceOutput | ToolCalls | EmitError):
+                end = action, record
+            else:
+                _apply(action, record, step, is_added=isinstance(event, Added))
+            is_open = end is None and not isinstance(action, Backtrack | AdjustedPrefill)
+        return end
 
     def _fail(self, mod: BoundMod, event: Event, error: str, outcome: Outcome) -> None:
         """Note that a call of *mod* failed; raises ModFailed if the request needs it."""
         failed = ModFailure(mod.name, type(event).__name__, event.step, error, outcome.traceback)
-        is_fatal = self._is_strict or mod.is_required
+        is_fatal = self.is_strict or mod.is_required
         mod.failures.add(mod.given, failed, outcome.exception, is_raised=is_fatal)
         if is_fatal:
             kind = error.partition(":")[0]  # its text is not for the clients of a server
-            why = "mods_strict" if self._is_strict else "its required = True"
+            why = "mods_strict" if self.is_strict else "its required = True"
             raise ModFailed(
                 f"mod {mod.name} failed at {failed.place} with {kind}, and {why} ends the request",
                 mod=mod.name,
@@ -516,91 +466,33 @@ class Steering:
         return lambda message, level: recorder.log(called, message, level)
 
     def _checked(self, event: Event, answer: object) -> Action:
-        action = check_action(event, answer, self._n_vocab)
+        action = check_action(event, answer, self.n_vocab)
         if isinstance(action, AdjustedPrefill) and action.tokens:
-            self._check_prompt(action.tokens)
+            self.check_prompt(action.tokens)
         return action
 
-    def _apply(
-        self, action: Action, called: int | None, is_added: bool, so_far: _Step, is_open: bool
-    ) -> bool:
-        """Note what *action* asks for; returns whether those of later mods apply."""
-        is_second = isinstance(action, ForceTokens) and so_far.forced is not None
-        if not is_open or is_second:
-            self._record(action, called, is_applied=False)
-            return is_open
-        match action:
-            case Noop():
-                self._record(action, called)
-            case AdjustedLogits():
-                self._record(action, called)
-                so_far.logits = action.logits
-                if action.token_temp is not None:
-                    so_far.temperature = action.token_temp
-            case ForceTokens():
-                record = self._record(action, called)
-                so_far.forced = action.tokens or None
-                if is_added:
-                    so_far.pieces += _pieces(action.tokens, record, True)
-            case Backtrack():
-                n_pieces = min(action.n, len(so_far.pieces)) if is_added else 0
-                n_back = min(action.n - n_pieces, so_far.n_removable - so_far.n_back)
-                record = self._record(action, called, n_removed=n_pieces + n_back)
-                so_far.n_back += n_back
-                if is_added:
-                    del so_far.pieces[len(so_far.pieces) - n_pieces :]
-                    so_far.pieces += _pieces(action.tokens or [], record, True)
-                else:
-                    so_far.is_dropped = True
-                    so_far.put_back = action.tokens or []
-                return False
-            case AdjustedPrefill():
-                self._record(action, called)
-                so_far.prefill = action
-                return False
-            case ForceOutput() | ToolCalls() | EmitError():
-                so_far.end = action, self._record(action, called)
-                return False
-        return True
-
-    def _record(
-        self,
-        action: Action,
-        called: int | None,
-        *,
-        is_applied: bool = True,
-        n_removed: int | None = None,
-    ) -> TraceAction | None:
+    def _record(self, action: Action, called: int | None, is_applied: bool) -> TraceAction | None:
         if self.recorder is None:
             return None
         known: dict[str, Any] = {}
         match action:
-            case AdjustedPrefill():
+            case AdjustedPrefill(tokens, max_steps):
                 known = {
-                    "tokens": action.tokens,
-                    "new_prompt": self._detokenize(action.tokens),
-                    "new_length": len(action.tokens),
-                    "adjusted_max_steps": action.max_steps or None,
+                    "tokens": tokens,
+                    "new_prompt": self.detokenize(tokens),
+                    "new_length": len(tokens),
+                    "adjusted_max_steps": max_steps or None,
                 }
-            case ForceTokens() | ForceOutput():
-                known = {"tokens": action.tokens}
-            case Backtrack():
-                known = {
-                    "tokens": action.tokens or [],
-                    "backtrack_steps": action.n if n_removed is None else n_removed,
-                }
-            case AdjustedLogits():
-                known = {
-                    "logits_shape": str([1, action.logits.size]),
-                    "temperature": action.token_temp,
-                }
-            case ToolCalls():
-                known = {
-                    "has_tool_calls": bool(action.tool_calls),
-                    "tool_calls": action.tool_calls,
-                }
-            case EmitError():
-                known = {"error_message": action.err_str}
+            case ForceTokens(tokens) | ForceOutput(tokens):
+                known = {"tokens": tokens}
+            case Backtrack(n, tokens):
+                known = {"tokens": tokens or [], "backtrack_steps": n}
+            case AdjustedLogits(logits, temperature):
+                known = {"logits_shape": str([1, logits.size]), "temperature": temperature}
+            case ToolCalls(payload):
+                known = {"has_tool_calls": bool(payload), "tool_calls": payload}
+            case EmitError(message):
+                known = {"error_message": message}
             case Noop():
                 pass
         name: Any = type(action).__name__
@@ -611,7 +503,9 @@ class Steering:
 
     # ---- decisions
 
-    def _fill(self, decision: Decision, pieces: list[_Piece], forward: Forward, cut: Cut) -> None:
+    def _fill(
+        self, decision: Decision, pieces: list[_Piece], forward: _core.ForwardEvent, cut: Cut
+    ) -> None:
         """Add the tokens of *pieces* up to the end of the text."""
         n_left = forward.n_left + decision.n_removed
         n_kept = len(pieces)
@@ -633,110 +527,99 @@ class Steering:
         decision.n_sampled = int(n_kept > 0 and not pieces[0].is_forced)
         for piece in reversed(pieces[n_kept:]):
             if piece.record is not None:  # of a record's tokens, the first that is left out counts
-                piece.record.details = {**(piece.record.details or {}), "n_kept": piece.place}
+                _note(piece.record, n_kept=piece.place)
 
     def _stops(self, decision: Decision) -> bool:
-        if self._stopping is None:
+        if self.stopping is None:
             return False
-        n_stay = len(self._ids) - decision.n_removed
-        return bool(self._stopping([*self._prompt, *self._ids[:n_stay], *decision.ids]))
+        n_stay = len(self.ids) - decision.n_removed
+        return bool(self.stopping([*self._prompt, *self.ids[:n_stay], *decision.ids]))
 
     def _terminate(self, decision: Decision, end: _Ending) -> Decision:
         """*decision* as the terminal action asks: it replaces all that was generated."""
         action, record = end
-        decision.n_removed = len(self._ids)
+        decision.n_removed = len(self.ids)
         decision.replaces_all = True
         match action:
-            case ForceOutput():
-                is_end = self._is_end
-                n_kept = next(
-                    (i for i, token in enumerate(action.tokens) if is_end(token)),
-                    len(action.tokens),
-                )
-                decision.ids = action.tokens[:n_kept]
+            case ForceOutput(tokens):
+                ends = (i for i, token in enumerate(tokens) if self.is_end(token))
+                n_kept = next(ends, len(tokens))
+                decision.ids = tokens[:n_kept]
                 decision.end = "stop"
-                if record is not None and n_kept < len(action.tokens):
-                    record.details = {**(record.details or {}), "n_kept": n_kept}
-            case ToolCalls():
-                decision.tool_calls = action.tool_calls
+                if record is not None and n_kept < len(tokens):
+                    _note(record, n_kept=n_kept)
+            case ToolCalls(payload):
+                decision.tool_calls = payload
                 decision.end = "tool_calls"
-            case EmitError():
-                decision.error = EmittedError(action.err_str)
+            case EmitError(message):
+                decision.error = EmittedError(message)
                 decision.end = "error"
         return decision
 
     def void(self) -> None:
         """Mark the last step in the trace as without effect: it was not applied."""
         for record in self._records:
-            nothing: Object = (
-                {"n_kept": 0} if isinstance(record, TraceEvent) else {"is_applied": False}
-            )
-            record.details = {**(record.details or {}), **nothing}
+            if isinstance(record, TraceEvent):
+                _note(record, n_kept=0)
+            else:
+                _note(record, is_applied=False)
 
     # ---- running the generators
 
     def run(self, steps: Steps) -> Decision | None:
         """Run `prefill` or `step` with calls that block; None if the request ended meanwhile."""
-        self._enter()
-        try:
-            call = next(steps)
+        with self._running(steps):
+            outcome: Any = None
             while True:
-                outcome = self._caller.call(call) if isinstance(call, Call) else call()
+                try:
+                    call = steps.send(outcome)
+                except StopIteration as done:
+                    return cast("Decision", done.value)
+                outcome = self.caller.call(call) if isinstance(call, Call) else call()
                 if self._has_ended:
                     self.void()
                     return None
-                call = steps.send(outcome)
-        except StopIteration as done:
-            decision: Decision = done.value
-            return decision
-        except BaseException:
-            self.void()
-            raise
-        finally:
-            steps.close()
-            self._leave()
 
     async def arun(self, steps: Steps) -> Decision | None:
         """Like `run`, with calls that await."""
-        self._enter()
-        try:
-            call = next(steps)
+        with self._running(steps):
+            outcome: Any = None
             while True:
+                try:
+                    call = steps.send(outcome)
+                except StopIteration as done:
+                    return cast("Decision", done.value)
                 if isinstance(call, Call):
-                    outcome = await self._caller.acall(call)
+                    outcome = await self.caller.acall(call)
                 else:
                     outcome = await asyncio.to_thread(call)
                 if self._has_ended:
                     self.void()
                     return None
-                call = steps.send(outcome)
-        except StopIteration as done:
-            decision: Decision = done.value
-            return decision
+
+    @contextlib.contextmanager
+    def _running(self, steps: Steps) -> Generator[None]:
+        with self._lock:
+            self.check_idle()
+            self._is_stepping = True
+        try:
+            yield
         except BaseException:
             self.void()
             raise
         finally:
             steps.close()
-            self._leave()
+            with self._lock:
+                self._is_stepping = False
+            self._conclude()
 
     def check_idle(self) -> None:
         """Raise BusyError while a mod runs, which would wait for itself."""
         if self._is_stepping:
             raise BusyError(
-                f"a mod of {self._request_id} is running and its generation waits for it; a mod "
+                f"a mod of {self.request_id} is running and its generation waits for it; a mod "
                 "cannot iterate the generation that calls it"
             )
-
-    def _enter(self) -> None:
-        with self._lock:
-            self.check_idle()
-            self._is_stepping = True
-
-    def _leave(self) -> None:
-        with self._lock:
-            self._is_stepping = False
-        self._conclude()
 
     # ---- the end
 
@@ -751,7 +634,7 @@ class Steering:
             if self._has_ended:
                 return
             self._has_ended = True
-            self._end = RequestEnd(self._request_id, reason, tuple(self._ids), error), usage
+            self._end = RequestEnd(self.request_id, reason, tuple(self.ids), error), usage
             if self._is_stepping:
                 return
         self._conclude()
@@ -778,19 +661,59 @@ class Steering:
             self.recorder.finish(
                 end.finish_reason,
                 ids=end.ids,
-                text=self._text(),
+                text=self.text(),
                 usage=usage,
                 error=None if end.error is None else describe(end.error),
             )
         for one in self.mods:
-            self._caller.end(one, end)
-        self._caller.close()
+            self.caller.end(one, end)
+        self.caller.close()
+
+
+def _apply(
+    action: Noop | AdjustedPrefill | AdjustedLogits | ForceTokens | Backtrack,
+    record: TraceAction | None,
+    step: _Step,
+    *,
+    is_added: bool,
+) -> None:
+    """Note in *step* what *action*, an answer to Added or to an event before it, asks for."""
+    match action:
+        case Noop() | ForceTokens(tokens=[]):
+            pass
+        case AdjustedPrefill():
+            step.prefill = action
+        case AdjustedLogits(logits, temperature):
+            step.logits = logits
+            step.temperature = step.temperature if temperature is None else temperature
+        case ForceTokens(tokens):
+            step.has_forced = True
+            if is_added:
+                step.pieces += _pieces(tokens, record, True)
+            else:
+                step.instead = tokens
+        case Backtrack(n, tokens):
+            n_pieces = min(n, len(step.pieces)) if is_added else 0
+            n_back = min(n - n_pieces, step.n_removable - step.n_back)
+            step.n_back += n_back
+            if record is not None:
+                record.backtrack_steps = n_pieces + n_back
+            if is_added:
+                del step.pieces[len(step.pieces) - n_pieces :]
+                step.pieces += _pieces(tokens or [], record, True)
+            else:
+                step.is_dropped = True
+                step.instead = [*(step.instead or ()), *(tokens or ())]
 
 
 def _pieces(
     tokens: Sequence[int], record: TraceEvent | TraceAction | None, is_forced: bool
 ) -> list[_Piece]:
     return [_Piece(token, record, place, is_forced) for place, token in enumerate(tokens)]
+
+
+def _note(record: TraceEvent | TraceAction, **details: Any) -> None:
+    record.details = {**(record.details or {}), **details}
 
 
 def _read_only(row: NDArray[np.float32]) -> NDArray[np.float32]:

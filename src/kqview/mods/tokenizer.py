@@ -2,23 +2,9 @@
 
 from collections.abc import Callable, Iterable
 from functools import cached_property
-from typing import Protocol
 
+from kqview import _core
 from kqview.arguments import checked_ids
-
-
-class TokenModel(Protocol):
-    """What the tokenizer needs of a model; `Model` of the core is one."""
-
-    @property
-    def n_vocab(self) -> int: ...
-    @property
-    def has_vocab(self) -> bool: ...
-    @property
-    def bos_token_id(self) -> int | None: ...
-    @property
-    def eos_token_id(self) -> int | None: ...
-    def control_tokens(self) -> list[int]: ...
 
 
 class ModTokenizer:
@@ -29,7 +15,7 @@ class ModTokenizer:
 
     def __init__(
         self,
-        model: TokenModel,
+        model: _core.Model,
         *,
         tokenize: Callable[[str, bool], list[int]],
         detokenize: Callable[[list[int]], str],
