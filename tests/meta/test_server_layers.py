@@ -15,7 +15,7 @@ DIALECTS = sorted(path.parent.name for path in API.glob("*/routes.py"))
 # Files import their own layer and those before it: settings and errors, HTTP without a model,
 # models without a protocol, what protocols share, the protocols, what is built on these.
 LAYERS = (
-    ("errors", "settings", "config", "live_config"),
+    ("errors", "settings_table", "settings", "config", "live_config"),
     ("web",),
     ("models",),
     ("api.wire",),

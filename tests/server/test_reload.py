@@ -30,6 +30,7 @@ from kqview.server.apps.mia4 import routes as mia4_routes
 from kqview.server.config import ChatSessions, Config, Llm, Model, Persona, Ui
 from kqview.server.config_file import load
 from kqview.server.live_config import LiveConfig, reloaded
+from kqview.server.settings_table import rows_of
 from tests.server.clients import WAITS_S, read_to_close, websocket
 from tests.support import mia4
 from tests.support.serve_process import WITHIN_S, Parent, started, until
@@ -70,7 +71,7 @@ def another(spec: dataclasses.Field[Any]) -> Any:
     """A value that a setting may have, and not by default."""
     for value in OTHERS:
         with contextlib.suppress(RequestError):
-            if Settings.checked(spec.name, value) != spec.default:
+            if rows_of(Settings)[spec.name].checked(value) != spec.default:
                 return value
     raise AssertionError(f"no other value of {spec.name}")
 

@@ -927,7 +927,7 @@ def test_every_error_of_a_configuration_file_is_said(served: list[Settings], tmp
     result = serve("--config", path, "--demo")
     assert (result.exit_code, served) == (2, [])
     assert f'{path}: no key "slots" in [server]; it is n_slots' in result.output
-    assert f"{path}: port is -1; the minimum is 0" in result.output
+    assert f"{path}: port is -1; expected int >= 0" in result.output
     result = serve("--config", "/nowhere/kqview.toml", "--demo")
     assert (result.exit_code, served) == (1, [])
     assert "/nowhere/kqview.toml: No such file or directory" in result.output

@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 from kqview.cli.llama_server_flags import translated
 from kqview.cli.main import app
 from kqview.errors import RequestError
-from kqview.server.settings import PREFIX, Settings, flag_of
+from kqview.server.settings import PREFIX, Settings
+from kqview.server.settings_table import rows_of
 from kqview.server.web.supervisor import ENVIRONMENT
 from tests.engine.conftest import llama_cpp_dir  # noqa: F401, a fixture
 
@@ -134,9 +135,9 @@ def test_every_flag_and_variable_of_llama_server_is_known(llama_cpp_dir: Path): 
 
 
 FILES = ("LLAMA_ARG_API_KEY_FILE", "LLAMA_ARG_CHAT_TEMPLATE_FILE", "LLAMA_ARG_CACHE_TYPE_V")
-OWN = {flag_of(name) for name in Settings.__dataclass_fields__} | {"--no-slots"}
+OWN = {row.flag for row in rows_of(Settings).values()} | {"--no-slots"}
 OWN |= {f"--no-{flag[2:]}" for flag in OWN}
-OWN_VARIABLES = {flag_of(name): PREFIX + name.upper() for name in Settings.__dataclass_fields__}
+OWN_VARIABLES = {row.flag: PREFIX + row.name.upper() for row in rows_of(Settings).values()}
 
 
 def env_of(environ: dict[str, str], line: str = "") -> tuple[str, str]:

@@ -12,7 +12,8 @@ import pytest
 pytest.importorskip("typer")
 
 from kqview.server.config_file import WrongConfig, load
-from kqview.server.settings import PREFIX, Settings, flag_of
+from kqview.server.settings import PREFIX, Settings
+from kqview.server.settings_table import rows_of
 
 PAGE = Path(__file__).parents[2] / "src/kqview/server/CONFIGURATION.md"
 ROW = re.compile(r"^\| `(--[\w-]+)` \| `(KQVIEW_\w+)` \| (.*?) ?\| .+ \|$", re.M)
@@ -40,8 +41,8 @@ def shown(value: object) -> str:
 def test_table_has_every_setting_with_its_flag_variable_and_default() -> None:
     written = set(ROW.findall(PAGE.read_text(encoding="utf-8")))
     assert written == {
-        (flag_of(spec.name), f"{PREFIX}{spec.name.upper()}", shown(spec.default))
-        for spec in dataclasses.fields(Settings)
+        (row.flag, f"{PREFIX}{row.name.upper()}", shown(row.default))
+        for row in rows_of(Settings).values()
     }
 
 

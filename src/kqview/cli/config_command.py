@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from kqview.cli.server_options import ServerCommand, needing_server, parameters, reader_of
+from kqview.cli.server_options import ServerCommand, parameters, reader_of
 
 _HAS_ERRORS: Final = 1
 
@@ -27,8 +27,8 @@ def check(
     folders exist, that models have readable headers, and that certificates can be used. Exit code
     0: no errors; 1: errors, printed on stdout.
     """
-    with needing_server():
-        from kqview.server.config_file import WrongConfig, load
+    from kqview.server.config_file import WrongConfig, load
+
     try:
         loaded = load(file, environ=os.environ)
         problems = loaded.problems_of_files()
@@ -47,8 +47,8 @@ def init() -> None:
 
     Example: `kqview config init > kqview.toml`
     """
-    with needing_server():
-        from kqview.server.config_text import all_keys
+    from kqview.server.config_text import all_keys
+
     typer.echo(all_keys(), nl=False)
 
 

@@ -6,7 +6,6 @@ from typing import Annotated, Final
 import typer
 
 from kqview.cli.serve_command import listen, log_to_stderr
-from kqview.errors import RequestError
 from kqview.ingest.settings import (
     DEFAULT_PORT,
     MOST_BODY_BYTES,
@@ -15,7 +14,6 @@ from kqview.ingest.settings import (
     web_settings,
 )
 
-_INSTALL: Final = 'run pip install "kqview[ingest]"'
 _WEB: Final = web_settings()
 
 
@@ -118,14 +116,10 @@ def ingest(
         ),
     )
     settings.check_bind()
-    try:
-        from kqview.cli.ingesting import run
-        from kqview.ingest.app import create_app
-        from kqview.server.web.security import tls_context
-    except ModuleNotFoundError as error:
-        raise RequestError(
-            f"kqview ingest needs {error.name}, which is not installed; {_INSTALL}"
-        ) from error
+    from kqview.cli.ingesting import run
+    from kqview.ingest.app import create_app
+    from kqview.server.web.security import tls_context
+
     tls_context(settings.web)
     with listen(host, port) as listener:  # a taken port is reported before the database is opened
         app = create_app(settings)

@@ -7,7 +7,6 @@ those of what kqview lacks are refused by name; unknown ones stay for ``kqview s
 Pure, but for files of keys and templates.
 """
 
-import dataclasses
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,7 +15,8 @@ from typing import Any, Final, cast
 
 from kqview import json_input
 from kqview.errors import RequestError
-from kqview.server.settings import Settings, flag_of
+from kqview.server.settings import Settings
+from kqview.server.settings_table import rows_of
 
 Flag = tuple[str, str | None]
 """A flag and its value, None without one."""
@@ -41,11 +41,7 @@ _VERBOSE: Final = ("-v", "--log-verbose")
 _UNIFIED: Final = ("-kvu", "--kv-unified")
 # Several values between commas, as llama-server has them; our own lists take them as well.
 _LISTS: Final[Mapping[str, str]] = {
-    **{
-        flag_of(spec.name): flag_of(spec.name)
-        for spec in dataclasses.fields(Settings)
-        if isinstance(spec.default, tuple)
-    },
+    **{row.flag: row.flag for row in rows_of(Settings).values() if row.kind is tuple},
     "-a": "--alias",
     "--cors-origins": "--cors-origin",
     "--lora-scaled": "--lora",

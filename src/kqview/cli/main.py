@@ -25,6 +25,7 @@ _EXIT_CODES: Final[Mapping[type, int]] = {
     KqviewError: 1,
 }
 _INTERRUPTED: Final = 130
+_NAME: Final = "kqview.command"  # in the context: the command that runs
 _MARKUP: Final = "markdown"
 _BROKEN_PIPE: Final = 141
 # What flushing stdout may raise, at exit once more.
@@ -107,6 +108,9 @@ _COMMANDS: Final[Mapping[str, tuple[str, str, str]]] = {
 }  # fmt: skip
 """Panel of the help, module and first line of each command, in the order of the help."""
 
+_EXTRAS: Final[Mapping[str, str]] = {"serve": "server", "config": "server", "ingest": "ingest"}
+"""What to install for commands that need more than the command line does."""
+
 
 def _loaded(name: str) -> Any:
     """The command of this name. Loads its module: the help alone needs none of them."""
@@ -133,6 +137,7 @@ class ErrorReportingGroup(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Load the command that *args* begin with."""
         name, command, rest = super().resolve_command(ctx, args)
+        ctx.meta[_NAME] = name
         return name, command and _loaded(cast("str", name)), rest
 
     def invoke(self, ctx: Any) -> Any:
@@ -143,6 +148,17 @@ class ErrorReportingGroup(TyperGroup):
         except KqviewError as error:
             _print_error(error)
             raise typer.Exit(_exit_code(error)) from error
+        except ModuleNotFoundError as missing:
+            name = ctx.meta.get(_NAME)
+            if name not in _EXTRAS:
+                raise
+            _print_error(
+                RequestError(
+                    f"kqview {name} needs {missing.name}, which is not installed; "
+                    f'run pip install "kqview[{_EXTRAS[name]}]"'
+                )
+            )
+            raise typer.Exit(_EXIT_CODES[RequestError]) from missing
         except KeyboardInterrupt as interrupt:
             typer.echo(err=True)
             raise typer.Exit(_INTERRUPTED) from interrupt

@@ -14,7 +14,7 @@ import typer
 from kqview.cli import hangups
 from kqview.cli.model_file import check_model_file
 from kqview.cli.options import fetch
-from kqview.cli.server_options import ServerCommand, needing_server, parameters, reader_of
+from kqview.cli.server_options import ServerCommand, parameters, reader_of
 from kqview.errors import RequestError
 from kqview.server.settings import Settings
 from kqview.server.web import supervisor
@@ -50,11 +50,11 @@ def serve(*, context: typer.Context, config: str | None = None, **given: Any) ->
             "name one model: --model FILE, --hf or --demo; or several with [models.ID] in a "
             "configuration file, --config FILE"
         )
-    with needing_server():
-        from kqview.cli.serving import HUNG_FACTOR, keep_freed_memory, run
-        from kqview.server import create_app
-        from kqview.server.web.security import tls_context
-        from kqview.server.web.worker import Supervised
+    from kqview.cli.serving import HUNG_FACTOR, keep_freed_memory, run
+    from kqview.server.app import create_app
+    from kqview.server.web.security import tls_context
+    from kqview.server.web.worker import Supervised
+
     tls_context(settings)
     if settings.hf is not None:
         read = partial(read, model=fetch(settings.hf))

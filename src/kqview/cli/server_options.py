@@ -4,20 +4,18 @@ They are made from the fields of `kqview.server.settings.Settings`, so that flag
 variables and keys of a configuration file cannot differ.
 """
 
-import dataclasses
 import inspect
 import os
-from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 from typer.core import TyperCommand
 
 from kqview.cli.llama_server_flags import translated
-from kqview.errors import RequestError
-from kqview.server.settings import PREFIX, Settings, flag_of
+from kqview.server.settings import PREFIX, Settings
+from kqview.server.settings_table import rows_of
 from kqview.server.web.supervisor import ENVIRONMENT
 
 if TYPE_CHECKING:
@@ -40,7 +38,7 @@ class ServerCommand(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Read the command line, and the variables of llama-server."""
-        own = {flag_of(name): PREFIX + name.upper() for name in Settings.__dataclass_fields__}
+        own = {row.flag: PREFIX + row.name.upper() for row in rows_of(Settings).values()}
         words = translated(args, _note, os.environ, own)
         ctx.meta[_VARIABLES] = _of_variables(args, own)
         return super().parse_args(ctx, words)
@@ -48,7 +46,7 @@ class ServerCommand(TyperCommand):
 
 def _of_variables(args: list[str], own: Mapping[str, str]) -> dict[str, str]:
     """Settings that llama-server's variables give, and not the command line *args*; by name."""
-    names = {flag_of(name): name for name in Settings.__dataclass_fields__}
+    names = {row.flag: row.name for row in rows_of(Settings).values()}
     given = set(translated(args, _ignore))
     found: dict[str, str] = {}
     for variable in sorted(os.environ):
@@ -73,18 +71,6 @@ def _ignore(_text: str) -> None:
     pass
 
 
-@contextmanager
-def needing_server() -> Generator[None]:
-    """Imports of the server: if a package is missing, the error says what to install."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        raise RequestError(
-            f"kqview serve needs {error.name}, which is not installed; "
-            'run pip install "kqview[server]"'
-        ) from error
-
-
 def reader_of(
     context: typer.Context, config: str | None, given: Mapping[str, Any]
 ) -> "Callable[..., Loaded]":
@@ -97,12 +83,9 @@ def reader_of(
 
     Returns:
         Takes settings that count as flags and raises as `kqview.server.config_file.load`.
-
-    Raises:
-        RequestError: A package that the server needs is not installed.
     """
-    with needing_server():
-        from kqview.server.config_file import load
+    from kqview.server.config_file import load
+
     # typer passes an empty list for a repeatable option that is not given
     flags = {name: None if value == [] else value for name, value in given.items()}
     environ, variables = dict(os.environ), context.meta[_VARIABLES]
@@ -116,29 +99,20 @@ def reader_of(
 
 def parameters() -> list[inspect.Parameter]:
     """The context, ``config``, and an option for each setting."""
-    named = [("context", typer.Context, inspect.Parameter.empty), ("config", ConfigOption, None)]
-    kinds = get_type_hints(Settings)
-    for spec in dataclasses.fields(Settings):
-        kind = list[str] if kinds[spec.name] == tuple[str, ...] else kinds[spec.name]
-        names = [flag_of(spec.name)]
-        if kind is bool:
-            names = [f"{names[0]}/{_NEGATIVE.get(spec.name, '--no-' + names[0][2:])}"]
-        option = typer.Option(
-            *names, help=f"{_sentence(spec.metadata['help'])}.{_default(spec.default)}"
-        )
-        named.append((spec.name, Annotated[kind | None, option], None))
+    named: list[tuple[str, Any, Any]] = [
+        ("context", typer.Context, inspect.Parameter.empty), ("config", ConfigOption, None)
+    ]  # fmt: skip
+    for row in rows_of(Settings).values():
+        flag = row.flag
+        if row.kind is bool:
+            flag += f"/{_NEGATIVE.get(row.name, f'--no-{flag[2:]}')}"
+        text = f"{row.help[0].upper()}{row.help[1:]}."
+        if row.default not in (None, ()) and row.kind is not bool:
+            shown = ",".join(row.default) if row.kind is tuple else row.default
+            text += f" Default: {shown}."
+        kind = list[str] if row.kind is tuple else row.kind
+        named.append((row.name, Annotated[kind | None, typer.Option(flag, help=text)], None))
     return [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
         for name, kind, default in named
     ]
-
-
-def _sentence(text: str) -> str:
-    return text[0].upper() + text[1:]
-
-
-def _default(value: Any) -> str:
-    if value is None or value == () or isinstance(value, bool):
-        return ""
-    shown: Any = ",".join(value) if isinstance(value, tuple) else value  # pyright: ignore[reportUnknownArgumentType]
-    return f" Default: {shown}."

@@ -1,18 +1,26 @@
 """Config: what a server's configuration file says beyond the flags: models, presets, sessions, UI.
 
-Structs alone, without defaults that depend on the machine. `Config.of` makes one of plain settings:
-a single model with defaults. The docstring of a table is the help that ``kqview config init``
-prints for its keys.
+Tables alone, without defaults that depend on the machine. `Config.of` makes one of plain settings:
+a single model with defaults. ``kqview config init`` prints the docstring of a table above its keys.
 """
 
+import dataclasses
 from collections.abc import Mapping
-from functools import cache
-from typing import Annotated, Any, Final, Literal, cast, get_args, get_type_hints
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, Literal, get_type_hints
 
 import msgspec
 from msgspec import Meta
 
 from kqview.server.settings import AttentionKernel, FlashAttn, Pooling, Settings
+from kqview.server.settings_table import (
+    Count,
+    CountOrMinusOne,
+    Name,
+    Names,
+    Size,
+    setting,
+)
 
 MARKER: Final = "===FINAL==="
 """Stands between reasoning and answer if a configuration names no other marker."""
@@ -20,234 +28,188 @@ MARKER: Final = "===FINAL==="
 UNNAMED: Final = "default"
 """Id of a model without a name; if it is the only one, clients see the name in its file."""
 
-
-# What a path names, as `kqview.server.settings.Place`; relative ones begin at the file's folder.
-_File = Annotated[str, Meta(extra={"place": "file"})]
-_TextFile = Annotated[str, Meta(extra={"place": "text"})]
-_NewFile = Annotated[str, Meta(extra={"place": "new", "restart": True})]
-_NewFolder = Annotated[str, Meta(extra={"place": "new", "restart": True})]
-# A text that may also be ``{file = "..."}``.
-_Text = Annotated[str, Meta(extra={"is_text": True})]
-_Count = Annotated[int, Meta(ge=1)]
-_Size = Annotated[int, Meta(ge=0)]
-_Name = Annotated[str, Meta(min_length=1)]
-_Tag = Annotated[
-    str,
-    Meta(
-        pattern=r"\A[A-Za-z_][A-Za-z0-9_.-]*\Z",
-        extra={"expected": "the name of a tag without brackets, such as analysis"},
-    ),
-]
+_Tag = Annotated[str, Meta(pattern=r"\A[A-Za-z_][A-Za-z0-9_.-]*\Z")]
 
 
-class _Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    pass
+@dataclass(frozen=True, kw_only=True)
+class Reasoning:
+    """What is not the answer. Fields of a passport win."""
+
+    marker: Name | None = setting(
+        None,
+        "ends the reasoning of models without tags; without it, ===FINAL=== if the prompt "
+        "contains that, such as a system prompt that asks for it",
+    )
+    max_tokens: Size | None = setting(
+        None,
+        "most tokens of reasoning, after which it ends and the answer begins; without it, there "
+        "is no limit",
+    )
+    drop_from_history: bool | None = setting(
+        None, "whether reasoning is neither sent nor stored; without it, true"
+    )
 
 
-class Reasoning(_Table, frozen=True):
-    """Table ``[llm.postproc.reasoning]``: what is not the answer. Fields of a passport win.
+@dataclass(frozen=True, kw_only=True)
+class Postproc:
+    """How an answer is taken apart."""
 
-    Attributes:
-        marker: Ends the reasoning of models without tags; without it, ===FINAL=== if the prompt
-            contains that, such as a system prompt that asks for it.
-        max_tokens: Most tokens of reasoning, after which it ends and the answer begins; without it,
-            there is no limit.
-        drop_from_history: Whether reasoning is neither sent nor stored; without it, true.
-    """
-
-    marker: _Name | None = None
-    max_tokens: _Size | None = None
-    drop_from_history: bool | None = None
+    reasoning: Reasoning = setting(Reasoning())
 
 
-class Postproc(_Table, frozen=True):
-    """Table ``postproc``."""
+@dataclass(frozen=True, kw_only=True)
+class Harmony:
+    """Answers as <analysis>...</analysis><final>...</final>; tags are named without brackets."""
 
-    reasoning: Reasoning = Reasoning()
-
-
-class Harmony(_Table, frozen=True):
-    """Table ``[llm.prompt.harmony]``: answers as ``<analysis>...</analysis><final>...</final>``.
-
-    Attributes:
-        enabled: Whether models are expected to answer so.
-        analysis_tag: Tag around the reasoning.
-        final_tag: Tag around the answer.
-    """
-
-    enabled: bool = False
-    analysis_tag: _Tag = "analysis"
-    final_tag: _Tag = "final"
+    enabled: bool = setting(False, "whether models are expected to answer so")
+    analysis_tag: _Tag = setting("analysis", "tag around the reasoning")
+    final_tag: _Tag = setting("final", "tag around the answer")
 
 
-class Prompt(_Table, frozen=True):
-    """Table ``[llm.prompt]``."""
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """What the prompt asks of the model."""
 
-    harmony: Harmony = Harmony()
-
-
-class Llm(_Table, frozen=True):
-    """Table ``[llm]``: what holds for all models.
-
-    Attributes:
-        stop: Texts that end an answer.
-        postproc: How an answer is taken apart.
-        prompt: What the prompt asks of the model.
-        reasoning_presets: Presets by name: fields that a request has in `overrides`, such as
-            temperature = 0.2, and reasoning_max_tokens.
-    """
-
-    stop: tuple[_Name, ...] = ()
-    postproc: Postproc = Postproc()
-    prompt: Prompt = Prompt()
-    reasoning_presets: Mapping[str, Mapping[str, Any]] = {}
+    harmony: Harmony = setting(Harmony())
 
 
-class Flags(_Table, frozen=True):
-    """Table ``flags`` of a model; shown to clients."""
+@dataclass(frozen=True, kw_only=True)
+class Llm:
+    """What holds for all models."""
 
-    experimental: bool = False
-    deprecated: bool = False
-    alias: bool = False
-    reusable: bool = True
-    internal: bool = False
-    stub: bool = False
-
-
-class Passport(_Table, frozen=True):
-    """Table ``passport`` of a model: its own defaults.
-
-    Attributes:
-        version: Shown to clients, beside the hash.
-        sampling: Fields that a request has in `overrides`, such as temperature = 0.7.
-        postproc: How its answers are taken apart, over ``[llm]``.
-    """
-
-    version: _Size = 1
-    sampling: Mapping[str, Any] = {}
-    postproc: Postproc = Postproc()
+    stop: Names = setting((), "texts that end an answer")
+    postproc: Postproc = setting(Postproc())
+    prompt: Prompt = setting(Prompt())
+    reasoning_presets: Mapping[str, Mapping[str, Any]] = setting(
+        {},
+        "presets by name: fields that a request has in overrides, such as temperature = 0.2, and "
+        "reasoning_max_tokens",
+    )
 
 
-class SystemPrompt(_Table, frozen=True):
-    """Table ``system_prompt`` of a model: a text, or a file that has it.
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """Shown to clients."""
 
-    Attributes:
-        text: The text.
-        file: A file with the text; replaced by the text when a configuration is read.
-        version: Shown to clients, beside the hash.
-    """
-
-    text: str | None = None
-    file: _TextFile | None = None
-    version: _Size = 1
+    experimental: bool = setting(False)
+    deprecated: bool = setting(False)
+    alias: bool = setting(False)
+    reusable: bool = setting(True)
+    internal: bool = setting(False)
+    stub: bool = setting(False)
 
 
-class Model(_Table, frozen=True):
-    """Table ``[models.ID]``: one of several models, by the id that requests name.
+@dataclass(frozen=True, kw_only=True)
+class Passport:
+    """The model's own defaults."""
+
+    version: Size = setting(1, "shown to clients, beside the hash")
+    sampling: Mapping[str, Any] = setting(
+        {}, "fields that a request has in overrides, such as temperature = 0.7"
+    )
+    postproc: Postproc = setting(Postproc())
+
+
+@dataclass(frozen=True, kw_only=True)
+class SystemPrompt:
+    """A text, or a file that has it, which the text replaces when a configuration is read."""
+
+    text: str | None = setting(None, "the text")
+    file: str | None = setting(None, "a file with the text", place="text")
+    version: Size = setting(1, "shown to clients, beside the hash")
+
+
+def _of_settings(name: str) -> Any:
+    """A field that is the setting *name* for one model; without it, the setting applies."""
+    spec = Settings.__dataclass_fields__[name]
+    return dataclasses.field(default=None, metadata={**spec.metadata, "restart": False})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """One of several models, by the id that requests name.
 
     A key that is also a setting applies to this model alone; without it, the setting applies.
-
-    Attributes:
-        path: GGUF file; without it, the bundled demo model.
-        role: Shown to clients, such as "primary".
-        capabilities: Shown to clients.
-        flags: Shown to clients.
-        passport: The model's own defaults.
-        system_prompt: Put before every chat of the mia4 dialect: {text = "..."} or
-            {file = "..."}, with version = 1.
-        pinned: Whether it is loaded at the start and never unloaded to make room.
     """
 
-    path: _File | None = None
-    role: str = "primary"
-    capabilities: tuple[str, ...] = ("chat",)
-    flags: Flags = Flags()
-    passport: Passport = Passport()
-    system_prompt: SystemPrompt | None = None
-    pinned: bool = False
-    n_ctx: int | None = None
-    n_slots: int | None = None
-    n_threads: int | None = None
-    n_gpu_layers: int | None = None
-    kv_type: str | None = None
-    flash_attn: FlashAttn | None = None
-    attention_kernel: AttentionKernel | None = None
-    lora: tuple[_File, ...] | None = None
-    chat_template: _Text | None = None
-    pooling: Pooling | None = None
+    path: str | None = setting(None, "GGUF file; without it, the bundled demo model", place="file")
+    role: str = setting("primary", 'shown to clients, such as "primary"')
+    capabilities: tuple[str, ...] = setting(("chat",), "shown to clients")
+    flags: Flags = setting(Flags())
+    passport: Passport = setting(Passport())
+    system_prompt: SystemPrompt | None = setting(
+        None,
+        'put before every chat of the mia4 dialect: {text = "..."} or {file = "..."}, with '
+        "version = 1",
+    )
+    pinned: bool = setting(
+        False, "whether it is loaded at the start and never unloaded to make room"
+    )
+    n_ctx: Count | None = _of_settings("n_ctx")
+    n_slots: Count | None = _of_settings("n_slots")
+    n_threads: Count | None = _of_settings("n_threads")
+    n_gpu_layers: CountOrMinusOne | None = _of_settings("n_gpu_layers")
+    kv_type: str | None = _of_settings("kv_type")
+    flash_attn: FlashAttn | None = _of_settings("flash_attn")
+    attention_kernel: AttentionKernel | None = _of_settings("attention_kernel")
+    lora: Names | None = _of_settings("lora")
+    chat_template: str | None = _of_settings("chat_template")
+    pooling: Pooling | None = _of_settings("pooling")
 
 
-class ChatSessions(_Table, frozen=True):
-    """Table ``[sessions]``: conversations that the mia4 dialect keeps.
+@dataclass(frozen=True, kw_only=True)
+class ChatSessions:
+    """Conversations that the mia4 dialect keeps."""
 
-    Attributes:
-        ttl_s: Seconds from its last use until a session is forgotten.
-        max_messages: Most messages of a session; the oldest turns, a prompt and its answer, leave
-            first.
-        max_sessions: Most sessions; beyond it, the key with most sessions loses its least recently
-            used one.
-        max_bytes: Most bytes of all messages; sessions leave in the same way. One session may have
-            an eighth of it.
-        database: SQLite file that keeps them across restarts; without it, they are in memory only.
-        states_dir: Folder for the KV cache of each session (SES1), so that a returning one goes on
-            without evaluating its history; without it, none is kept.
-        max_state_bytes: Most bytes of all files in ``states_dir``; the oldest leave first.
-    """
-
-    ttl_s: Annotated[float, Meta(gt=0)] = 3600.0
-    max_messages: _Count = 50
-    max_sessions: _Count = 1000
-    max_bytes: _Size = 2**28
-    database: _NewFile | None = None
-    states_dir: _NewFolder | None = None
-    max_state_bytes: _Size = 2**36
-
-
-class Ui(_Table, frozen=True):
-    """Table ``[ui]``.
-
-    Attributes:
-        mode: What pages show; sent by ``/config``.
-    """
-
-    mode: Literal["admin", "user"] = "user"
-
-
-class Persona(_Table, frozen=True):
-    """Table ``[persona]``: a text file that is put after the system prompt; read when it changes.
-
-    Attributes:
-        file: The file; without it, there is no persona. A first line ``version: N`` is its version.
-    """
-
-    file: _TextFile | None = None
+    ttl_s: Annotated[float, Meta(gt=0)] = setting(
+        3600.0, "seconds from its last use until a session is forgotten"
+    )
+    max_messages: Count = setting(
+        50, "most messages of a session; the oldest turns, a prompt and its answer, leave first"
+    )
+    max_sessions: Count = setting(
+        1000,
+        "most sessions; beyond it, the key with most sessions loses its least recently used one",
+    )
+    max_bytes: Size = setting(
+        2**28,
+        "most bytes of all messages; sessions leave in the same way. One session may have an "
+        "eighth of it",
+    )
+    database: str | None = setting(
+        None,
+        "SQLite file that keeps them across restarts; without it, they are in memory only",
+        place="new",
+        restart=True,
+    )
+    states_dir: str | None = setting(
+        None,
+        "folder for the KV cache of each session (SES1), so that a returning one goes on without "
+        "evaluating its history; without it, none is kept",
+        place="new",
+        restart=True,
+    )
+    max_state_bytes: Size = setting(
+        2**36, "most bytes of all files in states_dir; the oldest leave first"
+    )
 
 
-def facts_of(annotation: Any) -> Mapping[str, Any]:
-    """What an annotation of these tables says besides a type, such as ``place``.
+@dataclass(frozen=True, kw_only=True)
+class Ui:
+    """What pages show."""
 
-    Of a list, that of its elements; of a union, that of its first member that has any.
-    """
-    for meta in getattr(annotation, "__metadata__", ()):
-        if isinstance(meta, Meta) and meta.extra:
-            return cast("Mapping[str, Any]", meta.extra)
-    for one in get_args(annotation):
-        if inner := facts_of(one):
-            return inner
-    return {}
+    mode: Literal["admin", "user"] = setting("user", "sent by /config")
 
 
-@cache
-def annotations_of(table: type) -> Mapping[str, Any]:
-    """The fields of a table with their annotations."""
-    return get_type_hints(table, include_extras=True)
+@dataclass(frozen=True, kw_only=True)
+class Persona:
+    """A text file that is put after the system prompt; read when it changes."""
 
-
-@cache
-def needing_restart(table: type) -> tuple[str, ...]:
-    """Fields of a table that cannot change while the server runs."""
-    hints = annotations_of(table)
-    return tuple(name for name, hint in hints.items() if facts_of(hint).get("restart"))
+    file: str | None = setting(
+        None,
+        "the file; without it, there is no persona. A first line version: N is its version",
+        place="text",
+    )
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True):
@@ -274,3 +236,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         """The model of *settings* alone, with defaults."""
         name = settings.aliases[0] if settings.aliases else UNNAMED
         return cls(settings=settings, models={name: Model(path=settings.model)})
+
+
+TABLES: Final = get_type_hints(Config)
+"""The tables beside ``[server]`` and ``[models.ID]``, by name."""
+del TABLES["settings"], TABLES["models"]

@@ -6,23 +6,23 @@ the other tables are in the file alone. All errors of a file are found at once, 
 Reads the file, and the files that hold keys and templates; opens no model. May take milliseconds.
 """
 
-import dataclasses
 import difflib
+import inspect
 import re
 import tomllib
-import types
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
-from typing import Any, Final, Literal, Union, cast, get_args, get_origin
+from typing import Any, Final, Literal, cast, get_args
 
 import msgspec
 
 from kqview.engine import check_opening
 from kqview.errors import CapacityError, ModelError, RequestError, shown
 from kqview.server.apps.mia4.sampling import REASONING_MAX_TOKENS, check_sampling
-from kqview.server.config import Config, Model, SystemPrompt, annotations_of, facts_of
-from kqview.server.settings import PREFIX, Settings, flag_of, texts_of
+from kqview.server.config import TABLES, Config, Model, SystemPrompt
+from kqview.server.settings import PREFIX, Settings, values_in
+from kqview.server.settings_table import Row, rows_of
 from kqview.server.web.security import tls_context
 
 Key = tuple[str | int, ...]
@@ -32,11 +32,6 @@ ENVIRONMENT: Final = PREFIX + "CONFIG"
 """Variable that names the file, as ``--config`` does."""
 
 _MOST_BYTES: Final = 4 * 2**20
-_SETTINGS: Final = {spec.name: spec for spec in dataclasses.fields(Settings)}
-_TABLES: Final = tuple(name for name in Config.__struct_fields__ if name != "settings")
-_TOP: Final = ("server", *_TABLES)
-_INVALID_LINE: Final = re.compile(r" \(at (?:line (\d+), column \d+|end of document)\)$")
-_INVALID_AT: Final = re.compile(r" - at `\$(.*)`$")
 _MOST_ID: Final = 128  # characters
 _MOST_NAMES: Final = 20  # in a message
 _MOST_LEVELS: Final = 64
@@ -45,7 +40,6 @@ _TOO_DEEP: Final = "tables are nested too deeply"
 _TOO_LARGE: Final = f"the number is too large; the limit is {2**_INTEGER_BITS - 1}"
 _MOST_PROBLEMS: Final = 100
 _ALL_KEYS: Final = "kqview config init prints all keys"
-_WRONG: Final = object()
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +48,7 @@ class Problem:
 
     Attributes:
         text: What is wrong, and what to do.
-        where: The file, with the line of what is no TOML; the variable or the flag; or "".
+        where: The file, the variable or the flag; or "".
     """
 
     text: str
@@ -96,6 +90,24 @@ _DEFAULT: Final = Origin("default")
 
 
 @dataclass(frozen=True, slots=True)
+class Entry:
+    """A key of a table, with its value; *row* is None where keys may have any name."""
+
+    key: Key
+    value: Any
+    row: Row | None
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A table of a configuration, and its help."""
+
+    key: Key
+    help: str
+    entries: Sequence[Entry]
+
+
+@dataclass(frozen=True, slots=True)
 class Loaded:
     """A configuration as it was read.
 
@@ -104,39 +116,40 @@ class Loaded:
         path: The file, None without one.
         origins: Origin of each value that is not a default, by its key, such as
             ``("server", "port")``.
-        places: The paths that it names: key, what it should be, and the path.
     """
 
     config: Config
     path: Path | None
     origins: Mapping[Key, Origin]
-    places: Sequence[tuple[Key, str, str]]
 
     def origin(self, *key: str | int) -> Origin:
         """Where the value at *key* comes from."""
         return self.origins.get(key, _DEFAULT)
+
+    def tables(self) -> Iterator[Table]:
+        """Its tables; without ``[models]`` the one model is that of ``[server]``."""
+        has_models = ("models",) in self.origins
+        return (one for one in tables_of(self.config) if has_models or one.key[0] != "models")
 
     def problems_of_files(self) -> list[Problem]:
         """What is wrong with the files and folders that are named; reads the models' headers.
 
         What is there when the server starts may differ, so `load` does not look.
         """
-        order = {key: i for i, key in enumerate(self.origins)}
         found: list[Problem] = []
-        for key, place, path in sorted(self.places, key=lambda one: order[self._given(one[0])]):
-            reason = _problem_of_place(place, path)
-            if reason is None and key[-1] in ("path", "model"):
-                reason = _problem_of_model(path)
-            if reason is None and key[-1] == "ssl_certfile":
-                reason = _problem_of_tls(self.config.settings)
-            if reason is not None:
-                where = self.origins[self._given(key)].where
-                found.append(Problem(f"{name_of(key)}: {reason}", where))
+        for entry in (entry for table in self.tables() for entry in table.entries):
+            place = entry.row and entry.row.place
+            is_list = isinstance(entry.value, tuple)
+            for i, path in enumerate(_elements(entry.value) if place and entry.value else ()):
+                reason = _problem_of_place(str(place), path)
+                if reason is None and entry.key[-1] in ("path", "model"):
+                    reason = _problem_of_model(path)
+                if reason is None and entry.key[-1] == "ssl_certfile":
+                    reason = _problem_of_tls(self.config.settings)
+                if reason is not None:
+                    name = name_of((*entry.key, i) if is_list else entry.key)
+                    found.append(Problem(f"{name}: {reason}", self.origin(*entry.key).where))
         return found
-
-    def _given(self, key: Key) -> Key:
-        """*key*, or the list that it is an element of, as it has an origin."""
-        return key if key in self.origins else key[:-1]
 
 
 def load(
@@ -159,9 +172,51 @@ def load(
         WrongConfig: Anything in it is wrong; everything that is, is named.
         OSError: The file cannot be read.
     """
-    reader = _Reader(path)
-    data = {} if path is None else reader.parsed(path)
-    return reader.merged(data, environ or {}, flags or {}, variables or {})
+    data = {} if path is None else _parsed(path)
+    reader = _Reader(data, path)
+    given = reader.settings(environ or {}, flags or {}, variables or {})
+    return Loaded(reader.config(given), path, reader.origins)
+
+
+def tables_of(config: Config) -> Iterator[Table]:
+    """The tables of *config* with their keys, in the order of the file."""
+    about = "Settings; flags and environment variables set them as well."
+    yield Table(("server",), about, _entries(("server",), config.settings))
+    for name in Config.__struct_fields__[1:]:
+        yield from _tables_in((name,), getattr(config, name), "")
+
+
+def _tables_in(key: Key, value: Any, text: str) -> Iterator[Table]:
+    """The table at *key* and those in it; *text* is its help, if the table itself has none."""
+    if isinstance(value, Mapping):
+        items = cast("Mapping[str, Any]", value)
+        rows: Mapping[str, Row | None] = dict.fromkeys(items)
+        entries = [Entry((*key, n), part, None) for n, part in items.items() if not _is_table(part)]
+        if entries or (not items and key[-1] == "sampling"):
+            yield Table(key, text, entries)
+        elif not items and key != ("models",):
+            yield Table((*key, "ID"), text, ())
+    else:
+        rows = rows_of(value.__class__)
+        items = {name: getattr(value, name) for name in rows}
+        if entries := _entries(key, value):
+            yield Table(key, inspect.getdoc(value) or "", entries)
+    for name, part in items.items():
+        if _is_table(part):
+            row = rows[name]
+            yield from _tables_in((*key, name), part, row.help if row else "")
+
+
+def _entries(key: Key, table: Any) -> list[Entry]:
+    return [
+        Entry((*key, name), getattr(table, name), row)
+        for name, row in rows_of(table.__class__).items()
+        if not _is_table(getattr(table, name))
+    ]
+
+
+def _is_table(value: Any) -> bool:
+    return isinstance(value, Mapping) or is_dataclass(value)
 
 
 def name_of(key: Key) -> str:
@@ -181,70 +236,97 @@ def shown_text(text: str) -> str:
     return msgspec.json.encode(text).decode().replace("\x7f", "\\u007f")
 
 
+def _parsed(path: Path) -> dict[str, Any]:
+    """The tables of the file, whatever is in them.
+
+    Raises:
+        WrongConfig: It is no TOML.
+        OSError: It cannot be read.
+    """
+    with path.open("rb") as file:
+        raw = file.read(_MOST_BYTES + 1)
+    try:
+        if len(raw) > _MOST_BYTES:
+            raise ValueError(f"the file has more than {_MOST_BYTES} bytes")
+        return tomllib.loads(raw.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        reason = f"the file is no UTF-8 at line {raw.count(10, 0, error.start) + 1}"
+    except tomllib.TOMLDecodeError as error:
+        reason = f"{error} (TOML)"
+    except RecursionError:
+        reason = _TOO_DEEP
+    except ValueError as error:  # also of a number of more digits than Python reads
+        reason = str(error) if len(raw) > _MOST_BYTES else _TOO_LARGE
+    raise WrongConfig([Problem(reason, str(path))]) from None
+
+
 class _Reader:
-    """Reads one configuration, and collects what is wrong."""
+    """Reads one configuration, and collects what is wrong.
 
-    def __init__(self, path: Path | None) -> None:
-        self._path = path
-        self._found: list[Problem] = []
-        self._origins: dict[Key, Origin] = {}
-        self._places: list[tuple[Key, str, str]] = []
+    Attributes:
+        origins: Origin of each value that is given.
+    """
 
-    # ---- the file
-
-    def parsed(self, path: Path) -> dict[str, Any]:
-        """The tables of the file, whatever is in them.
+    def __init__(self, data: dict[str, Any], path: Path | None) -> None:
+        """Read *data*, the tables of the file *path*.
 
         Raises:
-            WrongConfig: It is no TOML.
-            OSError: It cannot be read.
+            WrongConfig: Tables are nested too deeply, or numbers are too large.
         """
-        with path.open("rb") as file:
-            raw = file.read(_MOST_BYTES + 1)
-        if len(raw) > _MOST_BYTES:
-            raise WrongConfig([Problem(f"the file has more than {_MOST_BYTES} bytes", str(path))])
-        try:
-            text = raw.decode("utf-8-sig")
-        except UnicodeDecodeError as error:
-            line = raw.count(b"\n", 0, error.start) + 1
-            raise WrongConfig([Problem("the file is no UTF-8", f"{path}:{line}")]) from None
-        try:
-            data = tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
-            match = _INVALID_LINE.search(str(error))
-            line = int((match and match[1]) or raw.count(b"\n") + 1)
-            reason = _INVALID_LINE.sub("", str(error))
-            raise WrongConfig([Problem(f"{reason} (TOML)", f"{path}:{line}")]) from None
-        except RecursionError:
-            raise WrongConfig([Problem(_TOO_DEEP, str(path))]) from None
-        except ValueError:  # a number of more digits than Python reads; it does not say where
-            raise WrongConfig([Problem(_TOO_LARGE, str(path))]) from None
-        self._origins = dict.fromkeys(_keys(data, path), Origin("file", str(path)))
-        return data
+        self._data, self._path = data, path
+        self._has_models = bool(data.get("models"))
+        self._found: list[Problem] = []
+        self.origins: dict[Key, Origin] = {}
+        if path is not None:
+            self.origins = dict.fromkeys(_keys(data, path), Origin("file", str(path)))
 
-    def merged(
-        self,
-        data: dict[str, Any],
-        environ: Mapping[str, str],
-        flags: Mapping[str, Any],
-        variables: Mapping[str, str],
-    ) -> Loaded:
-        """As `load`."""
-        for name in data:
-            if name not in _TOP:
-                self._unknown((name,), _TOP)
-        has_models = bool(data.get("models"))
-        given = self._settings(data.get("server", {}), environ, flags, variables, has_models)
-        hints = annotations_of(Config)
-        tables = {
-            name: self._value(hints[name], data[name], (name,)) for name in _TABLES if name in data
+    def settings(
+        self, environ: Mapping[str, str], flags: Mapping[str, Any], variables: Mapping[str, str]
+    ) -> dict[str, Any]:
+        """The settings that are given anywhere, checked."""
+        for name in self._data:
+            if name not in ("server", "models", *TABLES):
+                self._unknown((name,), ("server", "models", *TABLES))
+        given = self._fields(Settings, self._data.get("server", {}), ("server",))
+        values = values_in(environ)
+        for name, row in rows_of(Settings).items():
+            value, origin = flags.get(name), Origin("flag", row.flag)
+            if name in values and (value is None or name in variables):
+                value, origin = values[name], Origin("environment", PREFIX + name.upper())
+            elif value is None:
+                continue
+            elif name in variables:
+                origin = Origin("environment", variables[name])
+            self.origins["server", name] = origin
+            try:
+                given[name] = row.checked(value)
+            except RequestError as error:
+                self._say(("server", name), str(error))
+        return given
+
+    def config(self, given: dict[str, Any]) -> Config:
+        """The configuration with the settings *given*.
+
+        Raises:
+            WrongConfig: Anything was wrong.
+        """
+        models: dict[str, Model] = {
+            name: Model(**self._fields(Model, one, ("models", name)))
+            for name, one in self._items(self._data.get("models", {}), ("models",))
         }
-        models: dict[str, Model] = tables.pop("models", {})
+        tables = {
+            name: kind(**self._fields(kind, self._data[name], (name,)))
+            for name, kind in TABLES.items()
+            if name in self._data
+        }
         default = given.pop("model", None) if models else None
         if models:
             self._check_choice(models, default, given)
         settings = Settings(**given)
-        self._check_settings(settings)
+        try:
+            settings.check_bind()
+        except RequestError as error:
+            self._say(("server", "host"), str(error))
         if not models and (settings.model is not None or settings.demo):
             models = dict(Config.of(settings).models)
         elif default in models:
@@ -255,148 +337,59 @@ class _Reader:
             if n_more := len(found[_MOST_PROBLEMS:]):
                 found[_MOST_PROBLEMS:] = [Problem(f"and {n_more} more errors", str(self._path))]
             raise WrongConfig(found)
-        return Loaded(config, self._path, self._origins, self._places)
+        return config
 
-    # ---- [server]
+    # ---- values
 
-    def _settings(
-        self,
-        table: Any,
-        environ: Mapping[str, str],
-        flags: Mapping[str, Any],
-        variables: Mapping[str, str],
-        has_models: bool,
-    ) -> dict[str, Any]:
-        """The settings that are given anywhere, checked."""
-        given: dict[str, Any] = {}
-        for name, value in self._items(table, ("server",)):
-            key = ("server", name)
-            if name not in _SETTINGS:
-                self._unknown(key, _SETTINGS)
-                continue
-            if name != "model" or not has_models:  # then it is an id
-                is_list = isinstance(_SETTINGS[name].default, tuple)
-                value = self._from_file(
-                    value, key, {**_SETTINGS[name].metadata, "is_list": is_list}
-                )
-            if value is not _WRONG:
-                given[name] = self._setting(name, value, key)
-        texts = texts_of(environ)
-        for name in _SETTINGS:
-            key = ("server", name)
-            if flags.get(name) is not None and name not in variables:
-                value, origin = flags[name], Origin("flag", flag_of(name))
-            elif name in texts:
-                origin = Origin("environment", PREFIX + name.upper())
-                try:
-                    value = Settings.read(name, texts[name])
-                except RequestError as error:
-                    self._say(key, str(error), origin)
-                    continue
-            elif flags.get(name) is not None:
-                value, origin = flags[name], Origin("environment", variables[name])
-            else:
-                continue
-            self._forget_places(key)
-            self._origins[key] = origin
-            given[name] = self._setting(name, value, key)
-            if name != "model" or not has_models:
-                self._note_places(key, given[name], _SETTINGS[name].metadata["place"])
-        return {name: value for name, value in given.items() if value is not _WRONG}
-
-    def _setting(self, name: str, value: Any, key: Key) -> Any:
-        try:
-            return Settings.checked(name, value)
-        except RequestError as error:
-            self._say(key, str(error))
-            return _WRONG
-
-    # ---- the other tables
-
-    def _value(self, kind: Any, value: Any, key: Key) -> Any:
-        """*value* as *kind* wants it, or `_WRONG`, of which the reason is noted."""
-        struct = _struct_in(kind)
-        if struct is not None:
-            return self._struct(struct, value, key)
-        if get_origin(kind) is Mapping and _is_struct(get_args(kind)[1]):
-            inner = get_args(kind)[1]
-            items = list(self._items(value, key))
-            return {name: self._value(inner, one, (*key, name)) for name, one in items}
-        facts = facts_of(kind)
-        value = self._from_file(value, key, facts)
-        if value is _WRONG:
-            return _WRONG
-        try:
-            return msgspec.convert(value, kind)
-        except msgspec.ValidationError as error:
-            key, reason = _located(key, str(error))
-            if isinstance(value, str) and "expected" in facts:
-                reason = f"is {value!r}; write {facts['expected']}"
-            if get_origin(kind) is Literal:
-                reason = f"is {shown(value)}; choose from {', '.join(get_args(kind))}"
-            self._say(key, f"{name_of(key)} {reason}")
-            return _WRONG
-
-    def _struct(self, kind: type[msgspec.Struct], value: Any, key: Key) -> msgspec.Struct:
-        """*value* without what is wrong in it, which is noted."""
-        hints = annotations_of(kind)
-        values: dict[str, Any] = {}
+    def _fields(self, table: type, value: Any, key: Key) -> dict[str, Any]:
+        """The fields of *table* that *value* has and that are right; the others are noted."""
+        found: dict[str, Any] = {}
+        rows = rows_of(table)
         for name, one in self._items(value, key):
-            if name not in hints:
-                self._unknown((*key, name), hints)
+            at = (*key, name)
+            if name not in rows:
+                self._unknown(at, rows)
                 continue
-            values[name] = self._value(hints[name], one, (*key, name))
-            if kind is Model and name in _SETTINGS and values[name] is not _WRONG:
-                values[name] = self._setting(name, values[name], (*key, name))
-        found = kind(**{name: one for name, one in values.items() if one is not _WRONG})
-        return self._prompt(found, key) if isinstance(found, SystemPrompt) else found
+            try:
+                found[name] = self._value(rows[name], one, at)
+            except RequestError as error:
+                self._say(at, str(error))
+        return found
 
-    def _items(self, table: Any, key: Key) -> Iterator[tuple[str, Any]]:
+    def _value(self, row: Row, value: Any, key: Key) -> Any:
+        kind = next((one for one in (row.kind, *get_args(row.kind)) if is_dataclass(one)), None)
+        if kind is not None:
+            found = cast("type", kind)(**self._fields(cast("type", kind), value, key))
+            return self._prompt(found, key) if isinstance(found, SystemPrompt) else found
+        if row.is_text:
+            value = self._texts(value, key, row)
+        is_id = key == ("server", "model") and self._has_models
+        if row.place is not None and not is_id:
+            paths = [
+                self._path_of(one) if isinstance(one, str) else one for one in _elements(value)
+            ]
+            value = paths if isinstance(value, list) else paths[0]
+        return row.checked(value, str(key[-1]) if key[0] == "server" else name_of(key))
+
+    def _items(self, table: Any, key: Key) -> Iterable[tuple[str, Any]]:
         if isinstance(table, dict):
-            yield from table.items()  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
-        else:
-            self._say(key, f"{name_of(key)} is {shown(table)}; write a table, [{name_of(key)}]")
+            return cast("dict[str, Any]", table).items()
+        self._say(key, f"{name_of(key)} is {shown(table)}; write a table, [{name_of(key)}]")
+        return ()
 
     def _prompt(self, prompt: SystemPrompt, key: Key) -> SystemPrompt:
         """*prompt* with its text, wherever that is."""
         if (prompt.text is None) == (prompt.file is None):
-            self._say(key, f"{name_of(key)} needs text or file, and not both")
-        elif prompt.file is not None:
-            text = self._content(prompt.file, (*key, "file"))
-            return SystemPrompt(text=text, version=prompt.version)
-        return prompt
+            raise RequestError(f"{name_of(key)} needs text or file, and not both")
+        if prompt.file is None:
+            return prompt
+        text = self._content(prompt.file, (*key, "file"))
+        return SystemPrompt(text=text, version=prompt.version)
 
     # ---- files that values name
 
-    def _from_file(self, value: Any, key: Key, facts: Mapping[str, Any]) -> Any:
-        """*value* with its relative paths below the file's folder, and texts read from files."""
-        if facts.get("is_text") and any(isinstance(one, dict) for one in _elements(value)):
-            return self._texts(value, key, is_list=facts.get("is_list", False))
-        place = facts.get("place")
-        if place is None:
-            return value
-        if isinstance(value, list):
-            value = [
-                self._path_of(one) if isinstance(one, str) else one for one in _elements(value)
-            ]
-        elif isinstance(value, str):
-            value = self._path_of(value)
-        self._note_places(key, value, place)
-        return value
-
-    def _note_places(self, key: Key, value: Any, place: str | None) -> None:
-        if place is None:
-            return
-        if isinstance(value, list | tuple):
-            for i, one in enumerate(_elements(value)):
-                self._note_places((*key, i), one, place)
-        elif isinstance(value, str):
-            self._places.append((key, place, value))
-
-    def _forget_places(self, key: Key) -> None:
-        self._places = [one for one in self._places if one[0][: len(key)] != key]
-
     def _path_of(self, text: str) -> str:
+        """*text* as a path, which begins at the file's folder if it is relative."""
         assert self._path is not None
         try:
             path = Path(text).expanduser()
@@ -404,53 +397,41 @@ class _Reader:
             path = Path(text)
         return text if path == Path(text) and path.is_absolute() else str(self._path.parent / path)
 
-    def _texts(self, value: Any, key: Key, *, is_list: bool) -> Any:
-        """The texts of ``{file = "..."}``, alone or in a list."""
+    def _texts(self, value: Any, key: Key, row: Row) -> Any:
+        """*value* with what the files hold that ``{file = "NAME"}`` names, alone or in a list."""
         if not isinstance(value, list):
-            return self._text(value, key, is_list=is_list)
+            return self._text(value, key, row) if isinstance(value, dict) else value
         found: list[Any] = []
         for i, one in enumerate(_elements(value)):
-            text: Any = self._text(one, (*key, i), is_list=True) if isinstance(one, dict) else one
-            found += _elements(text)
-        return _WRONG if _WRONG in found else found
+            is_file = isinstance(one, dict)
+            found += self._text(one, (*key, i), row) if is_file and row.kind is tuple else [one]
+        return found
 
-    def _text(self, value: Any, key: Key, *, is_list: bool) -> Any:
+    def _text(self, value: Any, key: Key, row: Row) -> Any:
         if set(value) != {"file"} or not isinstance(value["file"], str):
-            self._say(key, f'{name_of(key)} is no text; write it, or {{file = "FILE"}}')
-            return _WRONG
+            raise RequestError(f'{name_of(key)} is no text; write it, or {{file = "FILE"}}')
         path = self._path_of(value["file"])
         text = self._content(path, key)
-        if text is None:
-            return _WRONG
-        if key[-1] == "chat_template":
+        if not row.is_secret:
             return text
         lines = [line.strip() for line in text.splitlines()]
         keys = [line for line in lines if line and not line.startswith("#")]
+        is_list = row.kind is tuple
         if not keys or (len(keys) > 1 and not is_list):
-            self._say(
-                key,
-                f"{name_of(key)}: {path} has {len(keys)} keys; write "
-                + ("one on each line" if is_list else "one"),
-            )
-            return _WRONG
+            remedy = "one on each line" if is_list else "one"
+            raise RequestError(f"{name_of(key)}: {path} has {len(keys)} keys; write {remedy}")
         return keys if is_list else keys[0]
 
-    def _content(self, path: str, key: Key) -> str | None:
+    def _content(self, path: str, key: Key) -> str:
         try:
             return Path(path).read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:  # ValueError: NUL in the name, or no UTF-8
-            is_utf8 = not isinstance(error, UnicodeDecodeError)
-            reason = (getattr(error, "strerror", "") or error) if is_utf8 else "it is no UTF-8"
-            self._say(key, f"{name_of(key)}: {path} cannot be read: {reason}")
-            return None
+        except UnicodeDecodeError:
+            reason = "it is no UTF-8"
+        except (OSError, ValueError) as error:  # ValueError: NUL in the name
+            reason = getattr(error, "strerror", "") or str(error)
+        raise RequestError(f"{name_of(key)}: {path} cannot be read: {reason}")
 
     # ---- what more than one value decides
-
-    def _check_settings(self, settings: Settings) -> None:
-        try:
-            settings.check_bind()
-        except RequestError as error:
-            self._say(("server", "host"), str(error))
 
     def _check(self, config: Config) -> None:
         harmony = config.llm.prompt.harmony
@@ -506,20 +487,20 @@ class _Reader:
 
     # ---- problems
 
-    def _unknown(self, key: Key, names: Mapping[str, Any] | Sequence[str]) -> None:
+    def _unknown(self, key: Key, names: Iterable[str]) -> None:
         *table, name = key
         where = f"[{name_of(tuple(table))}]" if table else "the file"
         is_told = len(self._found) < _MOST_PROBLEMS  # looking for names like it takes time
-        hint = _hint(str(name), names, is_server=table == ["server"]) if is_told else _ALL_KEYS
+        hint = (
+            _hint(str(name), list(names), is_server=table == ["server"]) if is_told else _ALL_KEYS
+        )
         self._say(key, f"no key {shown_text(str(name))} in {where}; {hint}")
 
-    def _say(self, key: Key, text: str, origin: Origin | None = None) -> None:
-        self._found.append(Problem(text, (origin or self._origin_of(key)).where))
-
-    def _origin_of(self, key: Key) -> Origin:
-        while key and key not in self._origins:
+    def _say(self, key: Key, text: str) -> None:
+        """Note what is wrong with the value at *key*, or with the table that lacks it."""
+        while key and key not in self.origins:
             key = key[:-1]
-        return self._origins.get(key, _DEFAULT)
+        self._found.append(Problem(text, self.origins.get(key, _DEFAULT).where))
 
 
 def _keys(data: Mapping[str, Any], path: Path) -> list[Key]:
@@ -537,33 +518,30 @@ def _keys(data: Mapping[str, Any], path: Path) -> list[Key]:
         found.append(key)
         if len(key) > _MOST_LEVELS:
             raise WrongConfig([Problem(_TOO_DEEP, str(path))])
+        parts: Iterable[tuple[str | int, Any]] = ()
         if isinstance(value, dict):
-            items = list(cast("dict[str, Any]", value).items())
-            waiting += (((*key, name), one) for name, one in reversed(items))
+            parts = cast("dict[str, Any]", value).items()
         elif isinstance(value, list):
-            parts = list(enumerate(cast("list[Any]", value)))
-            waiting += (((*key, i), one) for i, one in reversed(parts))
+            parts = enumerate(cast("list[Any]", value))
         elif isinstance(value, int) and value.bit_length() > _INTEGER_BITS:
             too_large.append(Problem(f"{name_of(key)}: {_TOO_LARGE}", str(path)))
+        waiting += [((*key, part), one) for part, one in parts][::-1]
     if too_large:
         raise WrongConfig(too_large)
     return found
 
 
-def _hint(name: str, names: Mapping[str, Any] | Sequence[str], *, is_server: bool) -> str:
+def _hint(name: str, names: Sequence[str], *, is_server: bool) -> str:
     """What may have been meant by *name*, none of *names*."""
     plain = name.replace("-", "_").lower()
-    if plain in names:
-        return f"it is {plain}"
-    if is_server:
-        flags = {flag_of(one).removeprefix("--").replace("-", "_"): one for one in _SETTINGS}
-        if plain in flags:
-            return f"it is {flags[plain]}"
-    elif plain in _SETTINGS:
+    flags = {row.flag[2:].replace("-", "_"): one for one, row in rows_of(Settings).items()}
+    if plain in names or (is_server and plain in flags):
+        return f"it is {plain if plain in names else flags[plain]}"
+    if not is_server and plain in rows_of(Settings):
         return f"{plain} belongs in [server]"
-    if is_server and plain in _TABLES:
+    if is_server and plain in ("models", *TABLES):
         return f"[{plain}] is a table of its own"
-    close = difflib.get_close_matches(plain, list(names), 1)
+    close = difflib.get_close_matches(plain, names, 1)
     if close:
         return f"is it {close[0]}?"
     return f"known are {', '.join(names)}" if len(names) <= _MOST_NAMES else _ALL_KEYS
@@ -574,13 +552,7 @@ def _elements(value: Any) -> list[Any]:
     return list(cast("Sequence[Any]", value)) if isinstance(value, list | tuple) else [value]
 
 
-def _located(key: Key, text: str) -> tuple[Key, str]:
-    """The key of the value that msgspec's *text* is about, and what is wrong with it."""
-    at = _INVALID_AT.search(text)
-    for name, index in re.findall(r"\.(\w+)|\[(\d+)\]", at[1] if at else ""):
-        key = (*key, name or int(index))
-    plain = _INVALID_AT.sub("", text).replace("`", "").replace(" | null", "")
-    return key, f"is wrong: {plain[:1].lower()}{plain[1:]}"
+# ---- whether what values name is there
 
 
 def _problem_of_place(place: str, path: str) -> str | None:
@@ -589,7 +561,7 @@ def _problem_of_place(place: str, path: str) -> str | None:
         if place == "folder":
             return None if file.is_dir() else f"{path} is no folder"
         if place == "new":
-            is_there = file.parent.is_dir() if not file.exists() else True
+            is_there = file.exists() or file.parent.is_dir()
             return None if is_there else f"{path}: there is no folder {file.parent}"
         if not file.is_file():
             stem, _, scale = path.rpartition(":")  # an adapter may have :SCALE after its name
@@ -623,21 +595,3 @@ def _problem_of_tls(settings: Settings) -> str | None:
     except RequestError as error:
         return str(error)
     return None
-
-
-# ---- types
-
-
-def _members(kind: Any) -> Sequence[Any]:
-    """The members of a union, without None; or *kind* alone."""
-    if get_origin(kind) in (Union, types.UnionType):
-        return [one for one in get_args(kind) if one is not types.NoneType]
-    return [kind]
-
-
-def _is_struct(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, msgspec.Struct)
-
-
-def _struct_in(kind: Any) -> type[msgspec.Struct] | None:
-    return next((one for one in _members(kind) if _is_struct(one)), None)

@@ -10,20 +10,14 @@ The event loop's thread replaces it; any thread reads it.
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
-import msgspec
-
-from kqview.server.config import Config, Model, needing_restart
+from kqview.server.config import TABLES, Config, Model
 from kqview.server.settings import Settings
+from kqview.server.settings_table import rows_of
 
 _K = TypeVar("_K")
 _T = TypeVar("_T")
-_S = TypeVar("_S", bound=msgspec.Struct)
-_FIELDS: Final = {spec.name: spec for spec in dataclasses.fields(Settings)}
-_TABLES: Final = tuple(
-    name for name in Config.__struct_fields__ if name not in ("settings", "models")
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,43 +54,34 @@ def reloaded(old: Config, new: Config) -> tuple[Config, Reloaded]:
         old: What counts.
         new: What was read.
     """
-    settings, stays = _settings_of(old.settings, new.settings)
-    models, models_stay = _models_of(old, new)
-    tables: dict[str, Any] = {}
-    for name in _TABLES:
-        tables[name], kept = _table_of(getattr(old, name), getattr(new, name))
-        stays += [f"{name}.{one}" for one in kept]
-    stays += ["models"] if models_stay else []
+    settings, stays = _merged("server", old.settings, new.settings)
     changed = [
         f"server.{name}"
-        for name in _FIELDS
+        for name in rows_of(Settings)
         if getattr(settings, name) != getattr(old.settings, name)
     ]
+    models, models_stay = _models_of(old, new)
     if list(models.items()) != list(old.models.items()):
         changed.append("models")
-    changed += [name for name in _TABLES if tables[name] != getattr(old, name)]
+    tables: dict[str, Any] = {}
+    for name in TABLES:
+        tables[name], kept = _merged(name, getattr(old, name), getattr(new, name))
+        stays += kept
+        if tables[name] != getattr(old, name):
+            changed.append(name)
+    stays += ["models"] if models_stay else []
     merged = Config(settings=settings, models=models, **tables)
     return merged, Reloaded(tuple(changed), tuple(stays))
 
 
-def _settings_of(old: Settings, new: Settings) -> tuple[Settings, list[str]]:
-    """The settings in effect, and what of *new* is not."""
+def _merged(table: str, old: Any, new: Any) -> tuple[Any, list[str]]:
+    """The values in effect of a table, and the keys of *new* that are not."""
     kept = {
         name: getattr(old, name)
-        for name, spec in _FIELDS.items()
-        if spec.metadata["restart"] and getattr(old, name) != getattr(new, name)
+        for name, row in rows_of(new.__class__).items()
+        if row.restart and getattr(old, name) != getattr(new, name)
     }
-    return dataclasses.replace(new, **kept), [f"server.{name}" for name in kept]
-
-
-def _table_of(old: _S, new: _S) -> tuple[_S, list[str]]:
-    """The table in effect, and what of *new* is not."""
-    kept = {
-        name: getattr(old, name)
-        for name in needing_restart(type(new))
-        if getattr(old, name) != getattr(new, name)
-    }
-    return msgspec.structs.replace(new, **kept), list(kept)
+    return dataclasses.replace(new, **kept), [f"{table}.{name}" for name in kept]
 
 
 def _models_of(old: Config, new: Config) -> tuple[Mapping[str, Model], bool]:
