@@ -106,22 +106,6 @@ def test_slot_keeps_prompt_and_tokens_handed_out_without_the_last(
     assert cached == min(len(kept), len(PROMPT) + n_taken - 1)
 
 
-@pytest.mark.parametrize("n_taken", [0, 3])
-def test_dropping_rolls_back_too(
-    make_engine: MakeEngine, tiny_llama: Path, expected: list[int], n_taken: int
-) -> None:
-    engine = make_engine(tiny_llama, **EXACT)
-    generation = engine.generate(PROMPT, **GREEDY)
-    taken = take(generation, n_taken)
-    wait_until(lambda: engine.stats().n_tokens == n_taken + 8)
-    del generation
-    wait_until(lambda: not engine.slots[0].is_busy)
-    assert engine.slots[0].tokens == PROMPT + taken[:-1]
-    again = engine.generate(PROMPT, **GREEDY)
-    assert [token.id for token in again] == expected
-    assert again.usage.cached_tokens == len(PROMPT) - 1
-
-
 @pytest.mark.parametrize("n_taken", [0, 3, 5])
 @pytest.mark.parametrize("end", [close, aclose, None])
 def test_generation_computed_to_its_end_rolls_back_to_what_was_taken(
@@ -177,20 +161,6 @@ def test_stop_sequence_rolls_back_to_the_token_that_completed_it(
     assert generation.usage.completion_tokens == len(taken)
 
 
-def test_cancel_returns_at_once_and_the_iteration_ends(
-    make_engine: MakeEngine, tiny_llama: Path
-) -> None:
-    engine = make_engine(tiny_llama)
-    generation = engine.generate(PROMPT, **GREEDY)
-    seen: list[int] = []
-    for token in generation:
-        seen.append(token.id)
-        if token.index == 4:
-            generation.cancel()
-    assert len(seen) == 5
-    assert generation.finish_reason == "cancelled"
-
-
 def test_cancelling_from_another_thread_ends_a_wait(
     make_engine: MakeEngine, tiny_llama: Path
 ) -> None:
@@ -207,20 +177,6 @@ def test_cancelling_from_another_thread_ends_a_wait(
     assert queued.finish_reason == "cancelled"
     assert queued.usage.prompt_tokens == len(PROMPT)
     del holders
-
-
-def test_closing_a_queued_generation_does_not_wait_for_the_running_one(
-    make_engine: MakeEngine, tiny_llama: Path
-) -> None:
-    engine = make_engine(tiny_llama)
-    holder = engine.generate(PROMPT, **GREEDY)
-    next(holder)
-    queued = engine.generate(PROMPT, **GREEDY)
-    assert engine.stats().n_queued == 1
-    queued.close()
-    assert engine.stats().n_queued == 0
-    assert engine.stats().n_requests == 1
-    assert len(list(holder)) == N_TOKENS - 1
 
 
 @pytest.mark.parametrize(
@@ -257,23 +213,6 @@ def test_rows_of_a_prompt_that_do_not_fit_one_array_free_the_slot(
         kept.array()
     wait_until(lambda: not engine.slots[0].is_busy)
     assert len(list(engine.generate(PROMPT, **GREEDY))) == N_TOKENS
-
-
-def test_cancelled_prefill_keeps_the_chunks_that_were_done(
-    make_engine: MakeEngine, tiny_llama: Path
-) -> None:
-    engine = make_engine(tiny_llama, n_ubatch=4, n_ctx=2048, **EXACT)
-    prompt = random_ids(1500)
-    generation = engine.generate(prompt, **GREEDY)
-    wait_until(lambda: len(engine.slots[0].tokens) >= 8)
-    generation.close()
-    kept = engine.slots[0].tokens
-    assert 8 <= len(kept) <= len(prompt)
-    assert kept == prompt[: len(kept)]
-    again = engine.generate(prompt, **GREEDY)
-    fresh = make_engine(tiny_llama, n_ctx=2048, **EXACT).generate(prompt, **GREEDY)
-    assert [token.id for token in again] == [token.id for token in fresh]
-    assert again.usage.cached_tokens == min(len(kept), len(prompt) - 1)
 
 
 def test_model_that_cannot_truncate_goes_on_after_a_cancellation(

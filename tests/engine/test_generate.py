@@ -142,19 +142,6 @@ def test_read_returns_all_text_and_with_block_closes(
     assert not engine.slots[0].is_busy
 
 
-def test_run_ahead_is_bounded_while_nobody_takes(make_engine: MakeEngine, tiny_llama: Path) -> None:
-    for run_ahead in (0, 1, 8):
-        engine = make_engine(tiny_llama, run_ahead=run_ahead)
-        generation = engine.generate(PROMPT, max_tokens=100, **GREEDY)
-        wait_until(lambda n=run_ahead, e=engine: e.stats().n_tokens >= n)
-        threading.Event().wait(0.1)
-        assert engine.stats().n_tokens == run_ahead
-        next(generation)
-        wait_until(lambda n=run_ahead, e=engine: e.stats().n_tokens >= n + 1)
-        threading.Event().wait(0.1)
-        assert engine.stats().n_tokens == run_ahead + 1
-
-
 # ---- several generations
 
 

@@ -7,7 +7,6 @@ evaluated again, in another shape, differ in their last bits.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import threading
 from typing import TYPE_CHECKING, Any
@@ -59,22 +58,6 @@ def test_generations_taken_in_turn_in_one_slot_have_the_tokens_of_each_alone(
         assert (usage.prompt_tokens, usage.completion_tokens) == (len(prompt), 40)
     assert engine.stats().n_parkings >= 3
     assert engine.stats().n_requests == 3
-
-
-def test_abandoned_generation_does_not_jam_the_engine(
-    make_engine: MakeEngine, tiny_llama: Path
-) -> None:
-    engine = make_engine(tiny_llama, **EXACT)
-    abandoned = engine.generate(PROMPTS[0], max_tokens=400, **GREEDY)
-    first = next(abandoned).id
-    for prompt in PROMPTS[1:]:
-        assert len(alone(engine, prompt, 20, **GREEDY)) == 20
-    assert abandoned.finish_reason is None
-    assert engine.stats().n_parked == 1  # its consumer has not come back
-    assert [first, *(next(abandoned).id for _ in range(30))] == alone(
-        make_engine(tiny_llama, **EXACT), PROMPTS[0], 31, **GREEDY
-    )
-    abandoned.close()
 
 
 def test_rows_logits_and_logprobs_go_on_where_they_were(
@@ -150,22 +133,6 @@ def test_recurrent_state_is_computed_again(make_engine: MakeEngine, tmp_path: Pa
         if token.index in (4, 11):
             alone(engine, PROMPTS[1], 3, **GREEDY)
     assert ids == want
-
-
-def test_nobody_is_parked_for_one_whose_consumer_does_not_wait(
-    make_engine: MakeEngine, tiny_llama: Path
-) -> None:
-    engine = make_engine(tiny_llama)
-    holder = engine.generate(PROMPTS[0], max_tokens=100, **GREEDY)
-    next(holder)
-    queued = engine.generate(PROMPTS[1], max_tokens=3, **GREEDY)
-    for _ in range(40):
-        next(holder)
-    assert (queued.slot, engine.stats().n_queued, engine.stats().n_parked) == (None, 1, 0)
-    # One whose consumer waits gets the slot at once, and the other one when its consumer does.
-    assert len(alone(engine, PROMPTS[2], 3, **GREEDY)) == 3
-    assert engine.stats().n_parkings == 1
-    assert len(list(queued)) == 3
 
 
 # ---- whatever is held
@@ -328,24 +295,6 @@ def test_consumer_that_is_slow_but_takes_does_not_end_the_wait(
     assert found == [2]
 
 
-def test_rows_ahead_of_parked_ones_leave_half_of_the_budget(
-    make_engine: MakeEngine, tiny_llama: Path
-) -> None:
-    engine = make_engine(tiny_llama, attention_budget_bytes=2**17)
-    capture = Capture("probs", on_full="wait", wait_s=60)
-    options: dict[str, Any] = {"max_tokens": 60, "capture": capture, **GREEDY}
-    holders: list[Generation] = []
-    with contextlib.suppress(errors.BusyError):
-        while len(holders) < 60:
-            holders.append(engine.generate(PROMPTS[0], **options))
-            next(holders[-1])
-    assert 3 < len(holders) < 60
-    pool = engine.stats().pool
-    assert pool.leased_bytes <= pool.budget_bytes
-    holders.pop().close()
-    assert all(sum(1 for _ in holder) == 59 for holder in holders)
-
-
 # ---- ends of parked ones
 
 
@@ -356,35 +305,6 @@ def parked(engine: Engine) -> Generation:
     alone(engine, PROMPTS[1], 2, **GREEDY)
     assert engine.stats().n_parked == 1
     return generation
-
-
-@pytest.mark.parametrize("how", ["cancel", "close", "drop"])
-def test_parked_generation_can_be_cancelled(
-    make_engine: MakeEngine, tiny_llama: Path, how: str
-) -> None:
-    engine = make_engine(tiny_llama)
-    generation = parked(engine)
-    if how == "drop":
-        del generation
-    else:
-        getattr(generation, how)()
-        assert list(generation) == []
-        assert generation.finish_reason == "cancelled"
-        assert generation.usage.completion_tokens >= 1
-    assert engine.generations == ()
-    assert len(alone(engine, PROMPTS[2], 5, **GREEDY)) == 5
-    assert engine.stats().n_cancelled == 1
-
-
-def test_closing_the_engine_ends_a_parked_generation(
-    make_engine: MakeEngine, tiny_llama: Path
-) -> None:
-    engine = make_engine(tiny_llama)
-    generation = parked(engine)
-    engine.close()
-    with pytest.raises(errors.ClosedError):
-        list(generation)
-    assert generation.finish_reason == "error"
 
 
 async def test_tasks_that_read_at_different_speeds_share_one_slot(

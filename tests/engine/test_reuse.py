@@ -491,21 +491,6 @@ def test_pruned_prompt_is_exact_unless_asked_otherwise(
     assert exact.usage.cached_tokens == len(left) - 1
 
 
-def test_slot_with_most_to_keep_is_taken_and_the_others_do_not_move(
-    make_engine: MakeEngine, tiny_llama: Path
-) -> None:
-    engine = make_engine(tiny_llama, n_slots=3, **F32)
-    others = random_ids(50, seed=5)
-    for slot, ids in enumerate([others, LONG_PROMPT, others[:20]]):
-        engine.generate(ids, max_tokens=1, slot=slot, **GREEDY).read()
-    before = [engine.slots[i].save() for i in (0, 2)]
-    generation = engine.generate(prune(LONG_PROMPT, [(0, 40)]), max_tokens=4, **SHIFT)
-    generation.read()
-    assert generation.slot == 1
-    assert generation.usage.cached_tokens == 79
-    assert [engine.slots[i].save() for i in (0, 2)] == before
-
-
 @pytest.mark.parametrize(
     "kv_type", ["f32", "f16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"]
 )
@@ -522,40 +507,6 @@ def test_cache_of_another_slot_stays_bit_for_bit(
     assert engine.slots[1].save() == before
 
 
-def test_busy_slot_is_left_alone(make_engine: MakeEngine, tiny_llama: Path) -> None:
-    engine = make_engine(tiny_llama, n_slots=2, **F32)
-    expected = [t.id for t in engine.generate(LONG_PROMPT, max_tokens=30, slot=0, **GREEDY)]
-    running = engine.generate(LONG_PROMPT, max_tokens=30, slot=0, capture="probs", **GREEDY)
-    first = next(running)
-    engine.generate(LONG_PROMPT, max_tokens=1, slot=1, **GREEDY).read()
-    engine.generate(prune(LONG_PROMPT, [(10, 30)]), max_tokens=4, **SHIFT).read()
-    engine.slots[1].shift(2, 9)
-    assert [first.id, *(token.id for token in running)] == expected
-
-
-def test_short_runs_are_coincidences(make_engine: MakeEngine, tiny_llama: Path) -> None:
-    engine = make_engine(tiny_llama)
-    for n_min, n_cached in ((20, 10), (19, 29), (1, 29)):
-        engine.generate(LONG_PROMPT, max_tokens=1, **GREEDY).read()
-        ids = [*LONG_PROMPT[:10], *LONG_PROMPT[50:69], 7]
-        options = SHIFT | {"reuse_min_tokens": n_min}
-        generation = engine.generate(ids, max_tokens=1, **options)
-        generation.read()
-        assert generation.usage.cached_tokens == n_cached
-        engine.slots[0].clear()
-
-
-def test_what_follows_an_insertion_is_evaluated(make_engine: MakeEngine, tiny_llama: Path) -> None:
-    engine = make_engine(tiny_llama, **F32)
-    engine.generate(LONG_PROMPT, max_tokens=1, **GREEDY).read()
-    ids = [*LONG_PROMPT[:10], 7, *LONG_PROMPT[10:]]
-    generation = engine.generate(ids, max_tokens=8, **SHIFT)
-    tokens = [token.id for token in generation]
-    assert generation.usage.cached_tokens == 10
-    fresh = make_engine(tiny_llama, **F32).generate(ids, max_tokens=8, **GREEDY)
-    assert tokens == [token.id for token in fresh]
-
-
 def test_penalties_see_the_pruned_prompt(make_engine: MakeEngine, tiny_llama: Path) -> None:
     engine = make_engine(tiny_llama, **F32)
     options = {"repeat_penalty": 1e6, "repeat_last_n": -1, "max_tokens": 5}
@@ -564,25 +515,6 @@ def test_penalties_see_the_pruned_prompt(make_engine: MakeEngine, tiny_llama: Pa
     tokens = [token.id for token in engine.generate(left, **SHIFT, **options)]
     assert set(tokens).isdisjoint(left)
     assert len(set(tokens)) == 5
-
-
-def test_cancelled_while_it_shifts_leaves_a_sound_slot(
-    make_engine: MakeEngine, tiny_llama: Path
-) -> None:
-    engine = make_engine(tiny_llama, **F32)
-    engine.generate(LONG_PROMPT, max_tokens=1, **GREEDY).read()
-    left = prune(LONG_PROMPT, [(10, 30)])
-    with engine.generate(left, max_tokens=50, **SHIFT) as generation:
-        taken = [next(generation).id for _ in range(3)]
-    assert engine.slots[0].tokens == left + taken[:2]
-    (token,) = engine.generate(left + taken, max_tokens=1, capture="probs", **SHIFT)
-    reference = CachedReference(tiny_llama)
-    reference.decode_all(LONG_PROMPT)
-    reference.discard(10, 30)
-    # The last token of the prompt was evaluated again, with what is left before it.
-    reference.truncate(len(left) - 1)
-    reference.decode_all([left[-1], *taken[:2]])
-    assert reference.errors(taken[2], [token], "probs").max() <= 2e-5
 
 
 def test_chat_takes_the_option(demo_engine: Engine) -> None:
@@ -597,22 +529,6 @@ def test_chat_takes_the_option(demo_engine: Engine) -> None:
     generation = demo_engine.chat([system, turns[2]], max_tokens=4, reuse="shift")
     generation.read()
     assert generation.usage.cached_tokens == n_prompt - 1
-
-
-def test_request_without_a_cache_evaluates_its_whole_prompt(
-    make_engine: MakeEngine, tiny_llama: Path
-) -> None:
-    engine = make_engine(tiny_llama, n_slots=2, **F32)
-    first = text_of(engine.generate(LONG_PROMPT, max_tokens=8, top_logprobs=0, **GREEDY))
-    ways = ({}, {"slot": 0}, {"slot": 1}, {"reuse": "prefix"}, {"reuse": "shift"})
-    for way in ways:
-        options: dict[str, Any] = {"top_logprobs": 0, **GREEDY, **way}
-        again = engine.generate(LONG_PROMPT, max_tokens=8, cache_prompt=False, **options)
-        assert text_of(again) == first  # to the last bit, where a cached prompt may round otherwise
-        assert again.usage.cached_tokens == 0
-    cached = engine.generate(LONG_PROMPT, max_tokens=1, **GREEDY)
-    cached.read()
-    assert cached.usage.cached_tokens == len(LONG_PROMPT) - 1
 
 
 @pytest.fixture

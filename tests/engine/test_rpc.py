@@ -255,31 +255,6 @@ def test_server_killed_while_idle_fails_the_next_requests_with_its_name(
     assert time.monotonic() - began < PROMPT_S
 
 
-def test_server_killed_in_the_middle_of_a_generation_ends_it_with_an_error(
-    make_engine: MakeEngine, tiny_llama: Path, server: RpcServer
-) -> None:
-    engine = make_engine(tiny_llama, n_ctx=4096, rpc_servers=[server.endpoint], run_ahead=0)
-    generation = engine.generate(PROMPT, max_tokens=4000, **GREEDY)
-    got: list[Token] = []
-    with pytest.raises(errors.DecodeError, match=server.endpoint):
-        take_until_killed(generation, got, server)
-    assert generation.finish_reason == "error"
-    assert len(generation.tokens) == len(got)
-    engine.close()
-
-
-def test_every_request_of_the_batch_ends_when_the_server_dies(
-    make_engine: MakeEngine, tiny_llama: Path, server: RpcServer
-) -> None:
-    engine = make_engine(tiny_llama, n_ctx=4096, n_slots=2, rpc_servers=[server.endpoint])
-    running = [engine.generate(PROMPT, max_tokens=4000, **GREEDY) for _ in range(3)]
-    next(running[0])
-    server.kill()
-    for generation in running:
-        with pytest.raises(errors.DecodeError, match=server.endpoint):
-            generation.read()
-
-
 def test_engine_closes_soon_after_its_server_died(
     make_engine: MakeEngine, tiny_llama: Path, server: RpcServer
 ) -> None:
@@ -302,17 +277,6 @@ def test_server_killed_during_close_does_no_harm(tiny_llama: Path) -> None:
             engine.close()
             del engine
             killer.join()
-
-
-def test_server_killed_while_the_model_is_loaded_is_named(
-    tiny_llama: Path, server: RpcServer
-) -> None:
-    def kill(fraction: float) -> None:
-        if fraction > 0:
-            server.kill()
-
-    with pytest.raises(errors.ModelLoadError, match=server.endpoint):
-        Engine(tiny_llama, n_threads=1, rpc_servers=[server.endpoint], progress=kill)
 
 
 def test_server_that_hangs_ends_a_generation_within_the_limit(

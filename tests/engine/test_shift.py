@@ -258,20 +258,6 @@ def test_what_is_kept_and_discarded(
     check_rows(tiny_qwen2, tokens, "probs", *expected, 2e-5)
 
 
-def test_full_slot_ends_a_generation_unless_it_may_shift(
-    make_engine: MakeEngine, tiny_llama: Path
-) -> None:
-    engine = make_engine(tiny_llama, **SMALL)
-    generation = engine.generate(PROMPT, max_tokens=1000, **GREEDY)
-    ids = [token.id for token in generation]
-    assert len(ids) == N_CTX - len(PROMPT) + 1
-    assert generation.finish_reason == "length"
-    assert all(token.discarded == range(0) for token in engine.generate(PROMPT, **GREEDY))
-    longer = engine.generate(PROMPT, max_tokens=1000, **SHIFT)
-    assert [token.id for token in longer][: len(ids)] == ids
-    assert longer.usage.completion_tokens == 1000
-
-
 def test_prompt_that_fills_the_slot_is_shifted(make_engine: MakeEngine, tiny_llama: Path) -> None:
     engine = make_engine(tiny_llama, **SMALL)
     prompt = random_ids(N_CTX, seed=3)
@@ -281,36 +267,6 @@ def test_prompt_that_fills_the_slot_is_shifted(make_engine: MakeEngine, tiny_lla
         engine.generate(prompt, n_keep=-1, **SHIFT)
     with pytest.raises(errors.PromptTooLong):
         engine.generate([*prompt, 1], **SHIFT)
-
-
-@pytest.mark.parametrize("run_ahead", [0, 8, 60])
-@pytest.mark.parametrize("n_taken", [3, 20, 26, 40, 55])
-def test_cancellation_leaves_what_was_taken_and_is_still_there(
-    make_engine: MakeEngine, tiny_llama: Path, run_ahead: int, n_taken: int
-) -> None:
-    engine = make_engine(tiny_llama, run_ahead=run_ahead, **SMALL)
-    with engine.generate(PROMPT, max_tokens=90, n_keep=4, n_discard=20, **SHIFT) as generation:
-        for _ in range(n_taken):
-            next(generation)
-    held = engine.slots[0].tokens
-    fed = [*PROMPT, *generation.tokens[:-1]]
-    n_gone = len(fed) - len(held)
-    assert 0 <= n_gone <= len(fed) - 4
-    assert n_gone % 20 == 0 or len(held) == 4
-    assert held == fed[:4] + fed[4 + n_gone :]
-    # What is left is used by those who say that they may.
-    again = engine.generate([*held, 5, 6], max_tokens=2, reuse="shift", **GREEDY)
-    again.read()
-    assert again.usage.cached_tokens == len(held)
-    # The others evaluate what is behind the first place that lost something.
-    engine.slots[0].clear()
-    engine.generate(PROMPT, max_tokens=40, n_keep=4, n_discard=20, **SHIFT).read()
-    left = engine.slots[0].tokens
-    exact = engine.generate([*left, 5, 6], max_tokens=5, **GREEDY)
-    ids = [token.id for token in exact]
-    assert exact.usage.cached_tokens == 4
-    fresh = make_engine(tiny_llama, **SMALL).generate([*left, 5, 6], max_tokens=5, **GREEDY)
-    assert ids == [token.id for token in fresh]
 
 
 def test_slots_shift_each_for_itself(make_engine: MakeEngine, tiny_llama: Path) -> None:

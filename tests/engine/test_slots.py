@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -118,38 +117,6 @@ def test_a_prompt_that_arrives_in_the_middle_changes_nothing(
 # ---- who gets which slot
 
 
-def test_requests_take_the_longest_prefix_or_the_lowest_slot(
-    make_engine: MakeEngine, tiny_llama: Path
-) -> None:
-    engine = make_engine(tiny_llama, **EXACT)
-    for i, prompt in enumerate(PROMPTS):
-        generation = engine.generate(prompt, max_tokens=1, **GREEDY)
-        generation.read()
-        # A free slot that shares nothing: the lowest. Its tokens go, so ask for another one.
-        assert generation.slot == 0
-        engine.generate(prompt, max_tokens=1, slot=i, **GREEDY).read()
-        assert engine.slots[i].tokens == prompt
-    again = engine.generate(PROMPTS[2], max_tokens=1, **GREEDY)
-    again.read()
-    assert (again.slot, again.usage.cached_tokens) == (2, len(PROMPTS[2]) - 1)
-
-
-def test_a_request_waits_for_the_slot_it_names_and_holds_up_nobody(
-    make_engine: MakeEngine, tiny_llama: Path
-) -> None:
-    engine = make_engine(tiny_llama, **EXACT)
-    holder = engine.generate(PROMPTS[0], max_tokens=20, slot=1, **GREEDY)
-    next(holder)
-    waits = engine.generate(PROMPTS[1], max_tokens=2, slot=1, **GREEDY)
-    other = engine.generate(PROMPTS[2], max_tokens=2, **GREEDY)
-    assert len(list(other)) == 2
-    assert waits.slot is None
-    assert engine.stats().n_parkings == 0
-    assert len(list(holder)) == 19
-    assert len(list(waits)) == 2
-    assert waits.slot == 1
-
-
 @pytest.mark.parametrize("slot", [4, -1, 99, 1.0, True, "1", np.zeros(2, int)], ids=repr)
 def test_slots_that_are_not_there_are_refused(
     make_engine: MakeEngine, tiny_llama: Path, slot: Any
@@ -166,24 +133,6 @@ def test_number_of_slots_has_a_limit(
         make_engine(tiny_llama, n_slots=n_slots)
 
 
-def test_more_requests_than_slots_queue_by_priority(
-    make_engine: MakeEngine, tiny_llama: Path
-) -> None:
-    engine = make_engine(tiny_llama, **{**EXACT, "n_slots": 2})
-    holders = [engine.generate(p, max_tokens=40, **GREEDY) for p in PROMPTS[:2]]
-    for holder in holders:
-        next(holder)
-    # Nobody waits for these yet, so nobody is parked for them.
-    low = engine.generate(PROMPTS[2], max_tokens=30, priority=0, **GREEDY)
-    high = engine.generate(PROMPTS[3], max_tokens=30, priority=5, **GREEDY)
-    holders[0].close()
-    while high.slot is None:
-        threading.Event().wait(0.005)
-    assert low.slot is None
-    assert len(list(high)) == 30
-    assert len(list(low)) == 30
-
-
 # ---- who waits for whom
 
 
@@ -195,35 +144,6 @@ def test_a_slow_consumer_pauses_only_itself(make_engine: MakeEngine, tiny_llama:
         assert len(alone(engine, prompt, max_tokens=50, **GREEDY)) == 50
     assert engine.slots[0].n_tokens <= len(PROMPTS[0]) + 5
     assert len(list(slow)) == 49
-
-
-def test_cancelling_one_leaves_the_others(make_engine: MakeEngine, tiny_llama: Path) -> None:
-    options = {"max_tokens": 40, **GREEDY}
-    single = make_engine(tiny_llama, kv_type="f32", flash_attn=False)
-    want = [t.id for t in alone(single, PROMPTS[1], **options)]
-    engine = make_engine(tiny_llama, **EXACT)
-    stopped = [engine.generate(PROMPTS[i], **options) for i in (0, 2)]
-    stays = engine.generate(PROMPTS[1], **options)
-    for generation in stopped:
-        next(generation)
-    slots = [generation.slot for generation in stopped]
-    for generation in stopped:
-        generation.close()
-    assert [t.id for t in stays] == want
-    assert slots[0] is not None
-    assert engine.slots[slots[0]].tokens == PROMPTS[0]
-
-
-def test_memory_that_one_holds_ends_that_one_alone(
-    make_engine: MakeEngine, tiny_llama: Path
-) -> None:
-    engine = make_engine(tiny_llama, attention_budget_bytes=40_000, **EXACT)
-    greedy_reader = engine.generate(PROMPTS[0], max_tokens=200, capture="probs", **GREEDY)
-    other = engine.generate(PROMPTS[1], max_tokens=60, **GREEDY)
-    held: list[Token] = []
-    with pytest.raises(errors.PoolExhausted):
-        held.extend(greedy_reader)
-    assert len(list(other)) == 60
 
 
 # ---- one prompt, several answers
@@ -264,19 +184,6 @@ def test_a_fork_outlives_the_request_it_came_from(
     again = make_engine(tiny_llama, kv_type="f32", flash_attn=False)
     want = alone(again, prompt, max_tokens=5, capture="probs", **GREEDY)
     assert [t.id for t in third] == [t.id for t in want]
-
-
-def test_a_request_does_not_wait_for_a_prompt_whose_rows_nobody_takes(
-    make_engine: MakeEngine, tiny_llama: Path
-) -> None:
-    prompt = random_ids(200)
-    engine = make_engine(tiny_llama, n_ubatch=32, **EXACT)
-    slow = engine.attend(prompt, "probs")
-    other = [*prompt[:150], 1, 2, 3]
-    tokens = alone(engine, other, max_tokens=5, **GREEDY)  # on this thread, which would take them
-    want = alone(make_engine(tiny_llama, **EXACT), other, max_tokens=5, **GREEDY)
-    assert [t.id for t in tokens] == [t.id for t in want]
-    assert np.shape(slow.array())[-2:] == (200, 200)
 
 
 def test_rows_of_slots_of_every_plan_alternate(make_engine: MakeEngine, tiny_llama: Path) -> None:

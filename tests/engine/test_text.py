@@ -273,17 +273,6 @@ def test_stop_sequence_inside_one_token_is_found(qwen2: Engine) -> None:
     assert generation.text == "The c"
 
 
-def test_stop_token_ends_the_generation_and_is_not_handed_out(
-    make_engine: MakeEngine, tiny_llama: Path
-) -> None:
-    engine = make_engine(tiny_llama)
-    generation = say(engine, "one two", stop_tokens=[ord("w"), 300])
-    assert generation.read() == "one t"
-    assert generation.finish_reason == "stop_token"
-    # The stop token of another request has no part in it.
-    assert say(engine, "one two").read() == "one two"
-
-
 @pytest.mark.parametrize("eos", [IM_END, END_OF_TEXT])
 def test_end_of_text_ends_the_generation_unless_it_is_ignored(
     make_engine: MakeEngine, tiny_llama: Path, eos: int

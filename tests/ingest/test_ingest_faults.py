@@ -113,22 +113,6 @@ def few_pages() -> Iterator[None]:
     event.remove(sa.Engine, "connect", limit)
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A folder on a disk of 400 KiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", str(folder)]
-    try:
-        done = subprocess.run(mount, capture_output=True, text=True, check=False)
-    except FileNotFoundError:
-        pytest.skip("no mount here")
-    if done.returncode != 0:
-        pytest.skip(f"no small disk can be mounted: {done.stderr.strip()}")
-    yield folder
-    subprocess.run(["umount", "--lazy", str(folder)], check=True)
-
-
 def check_full(folder: Path, log: pytest.LogCaptureFixture) -> None:
     with receiving(IngestSettings(database=sqlite_url(folder / "traces.db"))) as received:
         with received.client() as client:
@@ -150,10 +134,6 @@ def test_full_database_refuses_and_goes_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     check_full(tmp_path, caplog)
-
-
-def test_full_disk_refuses_and_goes_on(small_disk: Path, caplog: pytest.LogCaptureFixture) -> None:
-    check_full(small_disk, caplog)
 
 
 def test_database_that_is_gone_is_503_until_it_is_back(caplog: pytest.LogCaptureFixture) -> None:
@@ -337,32 +317,6 @@ def test_receiver_keeps_its_limits_by_itself(tmp_path: Path) -> None:
 
 
 # ---- schemas
-
-
-def columns(engine: sa.Engine) -> dict[str, set[str]]:
-    inspector = sa.inspect(engine)
-    return {
-        name: {column["name"] for column in inspector.get_columns(name)}
-        for name in inspector.get_table_names()
-    }
-
-
-def test_store_makes_the_tables_that_it_uses(database: str) -> None:
-    store = Store(database)
-    store.close()
-    engine = sa.create_engine(store.url)
-    wanted = {table.name: {c.name for c in table.c} for table in tables.metadata.sorted_tables}
-    assert columns(engine) == wanted
-    foreign = {
-        (name, key["referred_table"])
-        for name in wanted
-        for key in sa.inspect(engine).get_foreign_keys(name)
-    }
-    engine.dispose()
-    assert foreign == {
-        ("events", "requests"), ("request_mods", "requests"), ("mod_calls", "events"),
-        ("mod_logs", "mod_calls"), ("actions", "mod_calls"),
-    }  # fmt: skip
 
 
 def test_other_schema_is_refused(database: str, monkeypatch: pytest.MonkeyPatch) -> None:

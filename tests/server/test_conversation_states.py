@@ -86,18 +86,6 @@ async def test_session_that_returns_evaluates_only_what_is_new(engine: Engine, f
             talk.clear()
 
 
-async def test_session_returns_after_a_restart(engine: Engine, folder: Path, tmp_path: Path):
-    options: dict[str, Any] = {"states_dir": str(folder), "database": str(tmp_path / "db")}
-    async with chats(engine, **options) as talk:
-        first = await talk.turn(NAME, LONG)
-    for slot in engine.slots:
-        slot.clear()
-    async with chats(engine, **options) as talk:
-        second = await talk.turn(NAME, "And then?")
-    assert [message.content for message in second.messages] == [LONG, first.text]
-    assert second.n_cached >= first.n_prompt
-
-
 async def test_session_whose_slot_still_has_it_is_not_restored(engine: Engine, folder: Path):
     async with chats(engine, states_dir=str(folder)) as talk:
         first = await talk.turn(NAME, LONG)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import sqlite3
-import subprocess
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -95,24 +92,6 @@ def test_prompt_that_left_turns_out_goes_on_leaving_them_out():
     assert numbers(kept) == [0, 1, 2, 3, 4, 5]
 
 
-def test_session_nobody_uses_expires_and_one_in_use_does_not():
-    clock = Clock()
-    kept = store(clock, ttl_s=60)
-    old, busy, new = (Key("owner", name) for name in ("old", "busy", "new"))
-    append(kept, 1, old)
-    append(kept, 1, busy)
-    clock.now_s += 61
-    append(kept, 1, new, in_use=[busy])
-    assert kept.keys() == {busy, new}
-    assert kept.read(old).messages == ()
-    assert [one.id for one in kept.list("owner")] == ["new"]
-    append(kept, 2, busy)
-    assert numbers(kept, busy) == [1, 2]
-    clock.now_s += 61
-    assert kept.sweep() == {busy, new}
-    assert kept.keys() == set()
-
-
 def test_owner_with_most_sessions_loses_the_one_unused_for_longest():
     clock = Clock()
     kept = store(clock, max_sessions=4)
@@ -135,28 +114,6 @@ def test_bytes_of_all_sessions_are_limited_and_those_of_one_to_an_eighth():
     with pytest.raises(StorageFull, match="a session may have 10000"):
         kept.append(KEY, "x" * 10_000, "y", model="m")
     assert [m.content[0] for m in kept.read(KEY).messages[::2]] == ["5", "6", "7", "8"]
-
-
-def test_memory_is_asked_for_and_other_sessions_leave_for_it():
-    held: list[int] = []
-
-    def fits(n_bytes: int) -> bool:
-        if n_bytes > 3000:
-            return False
-        held.append(n_bytes)
-        return True
-
-    kept = store(fits=fits)
-    for session in range(4):
-        append(kept, 0, Key("owner", f"{session}"))
-    assert kept.keys() == {Key("owner", f"{n}") for n in (1, 2, 3)}
-    assert held[-1] <= 3000
-    with pytest.raises(StorageFull, match="send shorter messages"):
-        kept.append(Key("owner", "3"), "x" * 3000, "y", model="m")
-    assert kept.keys() == {Key("owner", f"{n}") for n in (1, 2, 3)}
-    for session in (1, 2, 3):
-        kept.delete(Key("owner", f"{session}"))
-    assert held[-1] == 0
 
 
 def test_without_messages_nothing_is_kept():
@@ -224,18 +181,6 @@ def test_second_process_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(conversation_store, "_OPENS_WITHIN_S", 0.0)
     with pytest.raises(RequestError, match="another process has it open"):
         store(database=path)
-    script = (
-        "import sys; from kqview.server.config import ChatSessions\n"
-        "from kqview.server import conversation_store as c\n"
-        "c._OPENS_WITHIN_S = 0.0\n"
-        "limits = ChatSessions(database=sys.argv[1])\n"
-        "c.ConversationStore(lambda: limits)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script, path], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 1
-    assert "another process has it open" in done.stderr
     append(kept, 1)
     kept.close()
     second = store(database=path)
@@ -321,51 +266,4 @@ def test_database_that_breaks_while_it_is_open_is_an_error_of_ours(tmp_path: Pat
     for use in (lambda: kept.read(KEY), lambda: append(kept, 1)):
         with pytest.raises(StorageFailed, match="turns"):
             use()
-    kept.close()
-
-
-# In a process of its own: children append turns until they are killed, and tell which were done.
-KILLED = """
-import os, signal, sys
-from kqview.server.config import ChatSessions
-from kqview.server.apps.conversation_store import ConversationStore, Key
-limits = ChatSessions(database=sys.argv[1], max_messages=10**6)
-done = -1
-for n_more in (1, 2, 5, 9, 30):
-    read, write = os.pipe()
-    child = os.fork()
-    if child == 0:
-        store = ConversationStore(lambda: limits)
-        n = done
-        while True:
-            n += 1
-            store.append(Key("owner", "session"), f"prompt {n}", f"answer {n}", model="m")
-            os.write(write, b".")
-    for _ in range(n_more):
-        os.read(read, 1)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    os.close(write)
-    while some := os.read(read, 100):
-        n_more += len(some)
-    done += n_more
-    store = ConversationStore(lambda: limits)
-    n_found = len(store.read(Key("owner", "session")).messages) // 2
-    store.close()
-    # What was being written when the process died may be there, what was done has to.
-    assert done <= n_found - 1 <= done + 1, (done, n_found)
-    done = n_found - 1
-print(done + 1)
-"""
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are forked")
-def test_process_killed_while_it_writes_has_every_turn_that_was_done(tmp_path: Path):
-    path = str(tmp_path / "db")
-    done = subprocess.run(
-        [sys.executable, "-c", KILLED, path], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    kept = store(database=path, max_messages=10**6)
-    assert numbers(kept) == list(range(int(done.stdout)))
     kept.close()

@@ -77,7 +77,6 @@ def by_post(served: Served, body: dict[str, Any]) -> Events:
 STREAMS = (by_sse, by_kobold_socket, by_dream_socket)
 ALL = (*STREAMS, by_post)
 each = pytest.mark.parametrize("ask", ALL, ids=lambda one: one.__name__)
-Ask = "Callable[[Served, dict[str, Any]], Events]"
 
 
 def ids_of(events: Events) -> list[int]:

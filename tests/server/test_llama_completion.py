@@ -142,12 +142,6 @@ def test_stop_word_is_named_and_not_shown(client: httpx.Client):
     assert (reply["stop_type"], reply["stopping_word"]) == ("word", word)
 
 
-def test_end_of_the_text_is_eos(client: httpx.Client):
-    eos = {"grammar": 'root ::= "x"'}
-    reply = complete(client, n_predict=40, **eos)
-    assert (reply["content"], reply["stop_type"]) == ("x", "eos")
-
-
 def test_full_slot_truncates():
     with serving(Settings(n_ctx=32)) as served, served.client() as client:
         reply = complete(client, n_predict=-1, ignore_eos=True)
@@ -307,22 +301,6 @@ def test_json_is_closed_before_its_limit_cuts_it_off(client: httpx.Client):
     closed = complete(client, **body, finish_on_length="close")
     assert closed["stop_type"] == "eos"
     assert len(json.loads(closed["content"])[0]) >= 8
-
-
-def test_words_of_llguidance_keep_their_lines(client: httpx.Client):
-    pytest.importorskip("llguidance")
-    schema = {"type": "string", "pattern": "ab(c"}
-    reply = client.post("/completion", json={"prompt": "a", "json_schema": schema})
-    assert reply.status_code == 400
-    assert "\n    ab(c\n      ^\nerror: unclosed group" in reply.json()["error"]["message"]
-
-
-def test_slot_keeps_its_prompt_for_the_next_request(client: httpx.Client):
-    prompt = "The river was wide and the boat was small"
-    complete(client, prompt=prompt, n_predict=1, id_slot=0)
-    again = complete(client, prompt=prompt + ".", n_predict=1, id_slot=0)
-    assert again["id_slot"] == 0
-    assert again["timings"]["cache_n"] > 5
 
 
 def test_requests_of_several_clients_do_not_mix(client: httpx.Client, demo: Served):

@@ -7,7 +7,6 @@ import json
 import os
 import stat
 import subprocess
-import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +20,6 @@ from tests.server.test_llama_slots import (
     ANNA,
     BORIS,
     TEXT,
-    act,
     clients_of,
     fill,
     saved,
@@ -448,51 +446,6 @@ def test_many_sessions_at_a_time_are_whole(served: Served, client: httpx.Client)
 
 # ---- the seed's workflows
 
-CHAT = "/v1/chat/completions"
-
-
-def test_workflow_of_the_seed_in_python(client: httpx.Client, folder: Path):
-    """Several users on one slot, a conversation that is pruned, and one that goes on."""
-    turns = {1: "My name is Alice.", 2: "My name is Bob."}
-    texts: dict[int, str] = {}
-    for user, said in turns.items():
-        body = {"messages": [{"role": "user", "content": said}], "id_slot": 0, "max_tokens": 12}
-        reply = client.post(CHAT, json={**body, "temperature": 0})
-        assert reply.status_code == 200, reply.text
-        texts[user] = reply.json()["choices"][0]["message"]["content"]
-        assert session(client, "save", user).is_success
-    for user, said in turns.items():
-        assert session(client, "restore", user).json()["success"]
-        before = tokens(client)
-        messages = [
-            {"role": "user", "content": said},
-            {"role": "assistant", "content": texts[user]},
-            {"role": "user", "content": "What is my name?"},
-        ]
-        reply = client.post(
-            CHAT, json={"messages": messages, "id_slot": 0, "max_tokens": 8, "temperature": 0}
-        ).json()
-        # The first turn came back from the session and was not evaluated again.
-        assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] >= len(before) - 3
-        assert session(client, "save", user).is_success
-    # Inspect, prune, go on.
-    info = client.get("/v1/slots/0/info").json()
-    assert info["n_messages"] >= 3
-    first, second = info["messages"][:2]
-    n_discard = second["end"] - first["end"]
-    shifted = act(
-        client, "context-shift", json={"n_keep": first["end"] + 1, "n_discard": n_discard}
-    ).json()
-    assert shifted == {"success": True, "new_n_tokens": info["n_tokens"] - n_discard}
-    assert client.get("/v1/slots/0/info").json()["n_messages"] == info["n_messages"] - 1
-    ids = tokens(client)
-    assert len(ids) == shifted["new_n_tokens"]
-    assert fill(client, prompt=ids, n=4)["tokens_evaluated"] == len(ids)
-    # Archive, and restore from the file.
-    assert session(client, "remove", 1, slot=None, file="alice.bin").is_success
-    assert session(client, "restore", 1, file="alice.bin").is_success
-    assert listed(client) == [2]
-
 
 SCRIPT = r"""
 set -euo pipefail
@@ -533,14 +486,3 @@ def test_workflow_of_the_seed_with_curl(
     assert tokens(client, 1) == tokens(client)
     state = json.loads((tmp_path / "state.json").read_text())
     assert state["n_bytes"] == (tmp_path / "slot0.ses1").stat().st_size
-
-
-def test_file_command_checks_the_files(client: httpx.Client, folder: Path):
-    """``kqview state`` reads what the server wrote."""
-    session(client, "save")
-    session(client, "remove", slot=None, file="a.ses1")
-    done = subprocess.run(
-        [sys.executable, "-m", "kqview", "state", "check", str(folder / "a.ses1")],
-        capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr

@@ -81,16 +81,6 @@ def test_slot_is_saved_erased_and_restored_into_another(
     assert fill(client, 1)["timings"]["prompt_n"] == 1  # all but the last token were there
 
 
-def test_saving_again_replaces_the_file(client: httpx.Client, folder: Path):
-    fill(client)
-    act(client, "save", filename="same.bin")
-    first = (folder / "same.bin").read_bytes()
-    fill(client, prompt=PROMPT + " The sun rose.")
-    act(client, "save", filename="same.bin")
-    assert (folder / "same.bin").read_bytes() != first
-    assert not [one for one in folder.iterdir() if one.name.startswith(".kqview-")]
-
-
 def test_file_that_was_altered_is_refused_and_the_slot_stays(
     served: Served, client: httpx.Client, folder: Path
 ):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
-import json
 import random
 import threading
 import tracemalloc
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
 TEXT = "Anna is a painter. She lives in a small house."
 BINARY = {"content-type": "application/octet-stream"}
 ANNA, BORIS, ADMIN = "anna-key", "boris-key", "admin-key"
-STREAM = "/api/extra/generate/stream"
 
 
 @pytest.fixture(scope="module")
@@ -553,9 +551,3 @@ def test_slot_of_another_model_is_400_and_what_was_in_the_slots_is_forgotten(byt
             assert reply.status_code == 400, reply.text
         assert "another model" in reply.json()["error"]["message"]
         assert act(a, "tokens").json()["tokens"] == []
-
-
-def test_json_escapes_of_other_languages_are_read(client: httpx.Client):
-    fill(client)
-    text = json.dumps({"state": act(client, "save-state").json()["state"]}).replace("/", "\\/")
-    assert act(client, "restore-state", 1, content=text.encode()).status_code == 200

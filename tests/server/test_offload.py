@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import json
 import socket
@@ -17,7 +16,6 @@ import pytest
 
 from kqview import Engine
 from kqview.cli import serving as cli_serving
-from kqview.errors import QueueFull, RequestError
 from kqview.server import Settings, create_app
 from kqview.server.errors import TimedOut, TooLarge
 from kqview.server.models.run import GenerateRequest
@@ -133,21 +131,6 @@ async def test_request_whose_client_leaves_while_it_is_begun_is_cancelled(
     gate.opened.set()
     await asyncio.to_thread(wait_until, lambda: made and made[0].finish_reason)
     assert [one.finish_reason for one in made] == ["cancelled"]
-
-
-async def test_requests_that_are_being_begun_count_as_running(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-):
-    service = Service(engine, Settings(max_running=1))
-    gate = Gate(engine.generate)
-    monkeypatch.setattr(engine, "generate", gate)
-    sampling = Sampling(grammar='root ::= "a"')
-    starting = asyncio.ensure_future(service.start(request(sampling=sampling)))
-    await gate.wait_entered()
-    with pytest.raises(QueueFull):
-        await service.start(request("two"))
-    gate.opened.set()
-    await (await starting).aclose()
 
 
 async def test_time_in_which_a_request_is_begun_counts(
@@ -382,19 +365,6 @@ def test_stop_sequences_are_looked_for_in_little_time():
     started_s = time.thread_time()
     assert held.feed("c") == "a" * 999 + "c"
     assert time.thread_time() - started_s < 8 * reference_s()
-
-
-def test_names_of_requests_that_failed_to_begin_are_free_again():
-    async def main() -> None:
-        with Engine.demo(n_threads=1) as engine:
-            service = Service(engine, Settings())
-            for _ in range(2):
-                with contextlib.suppress(RequestError):
-                    await service.start(request(prompt=[]))
-            async with await service.start(request()):
-                pass
-
-    asyncio.run(main())
 
 
 def test_event_loop_waits_for_no_worker_longer_than_half_a_millisecond(

@@ -188,34 +188,6 @@ async def test_model_in_use_never_leaves_and_the_refusal_names_those_in_use(fold
         await use(service, "cleo")  # no back-off: the model is not at fault
 
 
-async def test_run_keeps_its_model_though_its_request_is_over(folder: Path):
-    async with opened(config_of(folder, model_wait_s=0.05)) as service:
-        request = GenerateRequest(
-            prompt="abc", max_tokens=400, sampling=Sampling(ignore_eos=True), request_id="r"
-        )
-        async with service.pool.using("ada") as model:
-            run = await service.start(request, model=model)
-        async with service.pool.using("bob"):
-            with pytest.raises(CapacityError, match="ada"):
-                await use(service, "cleo")
-        async with run:
-            assert (await anext(run)).token.text is not None
-        await use(service, "bob", "cleo")
-        assert loaded(service) == {"bob", "cleo"}
-
-
-async def test_load_waits_until_a_model_in_use_is_free(folder: Path):
-    async with opened(config_of(folder, model_wait_s=WITHIN_S)) as service:
-        await use(service, "bob")
-        async with service.pool.using("ada"), contextlib.AsyncExitStack() as other:
-            await other.enter_async_context(service.pool.using("bob"))
-            waiting = asyncio.create_task(use(service, "cleo"))
-            await until(lambda: is_waiting(service, "cleo"))
-            await other.aclose()
-            await waiting
-            assert loaded(service) == {"ada", "cleo"}
-
-
 async def test_load_that_waits_for_room_ends_with_its_last_client(folder: Path):
     async with opened(config_of(folder, model_wait_s=600)) as service:
         async with service.pool.using("ada"), service.pool.using("bob"):

@@ -178,14 +178,6 @@ async def test_close_frees_the_slots_and_is_idempotent(engine: Engine, n_samples
     assert not service.runs
 
 
-async def test_run_that_nobody_iterated_is_over_when_closed(engine: Engine):
-    service, run = await start(engine)
-    async with asyncio.timeout(WITHIN_S):
-        await run.aclose()
-    assert not service.runs
-    assert busy(engine) == 0
-
-
 @pytest.mark.parametrize("n_samples", [1, 2])
 async def test_cancelled_task_closes_its_run_even_when_it_is_cancelled_twice(
     engine: Engine, n_samples: int

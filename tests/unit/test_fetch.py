@@ -351,19 +351,6 @@ def test_cache_root_follows_the_environment(
     assert fetch.cache_root(env) == Path(expected)
 
 
-def test_terminal_sees_extraction_progress_and_a_pipe_does_not(pin: Pin) -> None:
-    pty = pytest.importorskip("pty")
-    ours, theirs = pty.openpty()
-    with os.fdopen(ours, "rb", buffering=0) as screen, os.fdopen(theirs, "wb") as terminal:
-        command = [sys.executable, str(FETCH), "--lock", str(pin.lock), "--sdist", str(pin.sdist)]
-        done = subprocess.run(command, env=pin.env, stdout=subprocess.PIPE, stderr=terminal)
-        shown = screen.read(4096)
-    assert done.returncode == 0
-    assert b"\rkqview: 1/4 files" in shown
-    pin.lock.write_text(pin.lock.read_text() + "\n# another folder\n")
-    assert "\r" not in pin.run("--sdist", str(pin.sdist))[2]
-
-
 def test_lock_of_this_repository_wants_what_the_build_and_the_tests_read(fetch: ModuleType) -> None:
     lock = fetch.read_lock(fetch.LOCK_FILE)
     assert (len(lock.commit), len(lock.sha256)) == (40, 64)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import socket
 import subprocess
 import sys
@@ -277,43 +275,6 @@ def test_close_is_bounded_when_the_receiver_hangs_and_the_spool_keeps_the_rest(
         assert (later.stats().n_found, later.stats().n_sent) == (1, 1)
     assert receiver.names == ["a", "a"]
     assert files(tmp_path) == []
-
-
-KILLED = """
-import sys, time
-from kqview.trace import Trace, TraceRequest
-from kqview.trace.post import Poster
-from tests.support.trace_receiver import LONG_S, Receiver, receiving
-poster = Poster(sys.argv[1], spool=sys.argv[2], first_retry_s=1000, max_retry_s=1000)
-for i in range(3):
-    poster.post(Trace(TraceRequest(request_id=str(i))))
-while poster.stats().n_waiting_bytes == 0 or poster.stats().n_failures == 0:
-    time.sleep(0.01)
-import os
-while len([one for one in os.listdir(sys.argv[2]) if one.endswith(".json")]) < 3:
-    time.sleep(0.01)
-print("spooled", flush=True)
-time.sleep(1000)
-"""
-
-
-def test_killed_process_loses_nothing_that_is_in_the_spool(tmp_path: Path):
-    url = f"http://127.0.0.1:{closed_port()}"
-    process = subprocess.Popen(
-        [sys.executable, "-c", KILLED, url, str(tmp_path)], stdout=subprocess.PIPE, text=True
-    )
-    with process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "spooled\n"
-        os.kill(process.pid, signal.SIGKILL)
-    assert process.returncode == -signal.SIGKILL
-    part = tmp_path / ".kqview-0123.part"  # of a write that was cut off
-    part.write_bytes(b'{"request"')
-    with receiving() as receiver, posting(receiver.url, spool=tmp_path) as poster:
-        assert poster.flush(LONG_S)
-        assert poster.stats().n_found == 3
-        assert receiver.names == ["0", "1", "2"]
-    assert [one.name for one in tmp_path.iterdir()] == ["refused"]
 
 
 def test_process_that_ends_sends_what_waits_first(receiver: Receiver):
