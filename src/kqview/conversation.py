@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -16,8 +16,8 @@ from kqview.chat import CHATML
 from kqview.chat.formats import FORMATS, format_of
 from kqview.chat.functions import ToolLike
 from kqview.chat.messages import Message, checked_messages, checked_options, checked_tools
+from kqview.chat.parts import Part, text_of_parts
 from kqview.chat.rendering import ConfinedTemplate, template_helpers
-from kqview.chat.spans import Part
 from kqview.chat.tool_format import said
 from kqview.chat.turn import (
     N_END,
@@ -309,7 +309,7 @@ class Conversation:
             adds_header=add_generation_prompt,
             continues=continue_final_message,
         )
-        text = _text_of(chat.parts)
+        text = text_of_parts(chat.parts)
         if not tokenize:
             return text
         rendered = self._chat_ids(chat.parts)
@@ -445,7 +445,7 @@ class Conversation:
         return ids + self._run_ids(run)
 
     def _run_ids(self, run: Sequence[Part]) -> list[int]:
-        text = "".join(part.text for part in run)
+        text = text_of_parts(run)
         wanted = [self._control_ids[part.text] for part in run if part.is_special]
         ids = self._model.tokenize(encode("messages", text), False, True)
         if [i for i in ids if i in self._control_id_set] == wanted:
@@ -494,7 +494,3 @@ class _Rendered(NamedTuple):
     parts: Sequence[Part]
     begun: str
     ends: Callable[..., list[int]]
-
-
-def _text_of(parts: Iterable[Part]) -> str:
-    return "".join(part.text for part in parts)

@@ -13,7 +13,7 @@ from typing import Any, Final, cast
 from kqview import json_input
 from kqview.arguments import invalid
 from kqview.chat.functions import tool_of
-from kqview.chat.spans import ROLES
+from kqview.chat.parts import ROLES
 from kqview.errors import RequestError
 
 Message = Mapping[str, Any]

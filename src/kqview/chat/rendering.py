@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from kqview.chat.spans import Part
+from kqview.chat.parts import Part
 from kqview.confined import Confined, Stopped
 from kqview.errors import KqviewError, RequestError, UnsupportedModel
 
@@ -61,30 +61,14 @@ class ConfinedTemplate:
                 f"the chat template was stopped: {stopped}; pass another as chat_template"
             ) from stopped
 
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        options: Mapping[str, Any] | None = None,
-        shows_tools_for: str | None = None,
-    ) -> list[Part]:
+    def render(self, messages: Sequence[Mapping[str, Any]], **arguments: Any) -> list[Part]:
         """As `ChatTemplate.render`.
 
         Raises:
             RequestError: As there, or the template exceeds a limit.
             CapacityError: There is no process for it.
         """
-        parts = self._call(
-            "render",
-            messages=messages,
-            tools=tools,
-            add_generation_prompt=add_generation_prompt,
-            options=options,
-            shows_tools_for=shows_tools_for,
-        )
-        return [Part(*part) for part in parts]
+        return [Part(*part) for part in self._call("render", messages=messages, **arguments)]
 
     def ends(self, messages: Sequence[Mapping[str, Any]], **arguments: Any) -> list[int]:
         """As `ChatTemplate.ends`; raises as `render`."""

@@ -21,7 +21,7 @@ import re
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
-from functools import partial
+from itertools import takewhile
 from typing import Any, Final, NoReturn, cast
 
 import jinja2
@@ -32,7 +32,7 @@ from jinja2.optimizer import optimize
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from kqview.chat.spans import ROLES, Part, message_ends, role_headers
+from kqview.chat.parts import ROLES, Part, between, text_of_parts
 from kqview.errors import OutOfMemory, RequestError, UnsupportedModel
 
 SOURCE_MAX: Final = 1 << 20
@@ -148,7 +148,7 @@ class ChatTemplate:
                 bare = self._parts(messages, None, add_generation_prompt, options or {})
             except RequestError:  # it insists on tools
                 return parts
-            if _text_of(bare) == _text_of(parts):
+            if text_of_parts(bare) == text_of_parts(parts):
                 raise RequestError(
                     f"the chat template of {shows_tools_for} ignores tools, so the model would not "
                     "know them; pass a chat_template that shows them, or put them into the "
@@ -161,18 +161,69 @@ class ChatTemplate:
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
-        tools: Sequence[Mapping[str, Any]] | None,
-        options: Mapping[str, Any],
         text: str,
         ends_of_turn: Sequence[str],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        options: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """As `kqview.chat.spans.message_ends`."""
-        render = partial(self.render, tools=tools, options=options)
-        return message_ends(text, messages, render, ends_of_turn=ends_of_turn)
+        """Index in *text* at which each message ends, ascending.
+
+        The first k messages rendered alone are usually the beginning of the whole: that is where
+        the k-th ends. Some templates write a message differently if it is the last one (Qwen3 keeps
+        its reasoning), or not at all (Gemma writes a system message into the next one). There,
+        another content shows where the next message's content begins; the message before it ends
+        after the last end of a turn up to there.
+
+        Args:
+            messages: Of the chat.
+            text: The whole chat, as `render` makes it with these arguments.
+            ends_of_turn: Texts of the special tokens that end a message.
+            tools: As in `render`.
+            options: As in `render`.
+        """
+
+        def rendered(messages: Sequence[Mapping[str, Any]], *, is_open: bool) -> str | None:
+            try:
+                return text_of_parts(self._parts(messages, tools, is_open, options or {}))
+            except RequestError:  # many templates insist on certain roles
+                return None
+
+        ends: list[int] = []
+        for n in range(1, len(messages) + 1):
+            begun = ends[-1] if ends else 0
+            part = rendered(messages[:n], is_open=False)
+            if part is not None and len(part) >= begun and text.startswith(part):
+                ends.append(len(part))
+            elif n == len(messages):
+                ends.append(len(text))
+            else:
+                changed = [*messages[:n], {**messages[n], "content": _OTHER}, *messages[n + 1 :]]
+                other = rendered(changed, is_open=True)
+                ends.append(begun if other is None else _end_of(text, other, begun, ends_of_turn))
+        return ends
 
     def headers(self, *, ends_of_turn: Sequence[str]) -> dict[str, list[Part]]:
-        """As `kqview.chat.spans.role_headers`."""
-        return role_headers(self.render, ends_of_turn=ends_of_turn)
+        """What precedes the content in a message of each role, without white space around it.
+
+        Roles that the template refuses, or writes nothing before, are left out.
+        """
+        headers: dict[str, list[Part]] = {}
+        for role, chat in _PROBES.items():
+            # A template may want the user's words after the system's.
+            for messages in (chat, [*chat, _USER]):
+                try:
+                    parts = self.render(messages, add_generation_prompt=False)
+                except RequestError:
+                    continue
+                text = text_of_parts(parts)
+                ends = self.ends(messages, text=text, ends_of_turn=ends_of_turn)
+                n = len(chat) - 1
+                start = ends[n - 1] if n else 0
+                stop = text.find(_SAID, start)
+                if stop >= 0 and (header := between(parts, start, stop)):
+                    headers[role] = header
+                    break
+        return headers
 
     def _parts(
         self,
@@ -197,7 +248,7 @@ class ChatTemplate:
             return parts  # no token can be attributed to the template
         named = self._marks.split(hidden)
         lifted = disguise.lift(named)
-        if _text_of(lifted) == _text_of(parts):
+        if text_of_parts(lifted) == text_of_parts(parts):
             return lifted
         if self._marks.found_in(named):
             raise RequestError(
@@ -251,12 +302,18 @@ class ChatTemplate:
     ) -> tuple[str, Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]] | None]:
         """The text, and the messages and tools of which the template makes it without failing."""
         first: RequestError | None = None
-        for wanted, shown in _forms(self._fitted(messages), tools):
-            try:
-                text = self._render(wanted, shown, add_generation_prompt, options)
-                return text, wanted, shown
-            except RequestError as error:
-                first = first or error
+        fitted = self._fitted(messages)
+        has_calls = any(map(_has_calls, fitted))
+        # Some loop over the tools without asking whether there are any.
+        offered: list[Sequence[Mapping[str, Any]] | None] = [None, []] if tools is None else [tools]
+        for as_text in (False, True)[: 1 + has_calls]:
+            wanted = [*map(_with_json_arguments, fitted)] if as_text else fitted
+            for shown in offered:
+                try:
+                    text = self._render(wanted, shown, add_generation_prompt, options)
+                    return text, wanted, shown
+                except RequestError as error:
+                    first = first or error
         assert first is not None
         raise first
 
@@ -309,6 +366,40 @@ class ChatTemplate:
         return message
 
 
+def _end_of(text: str, other: str, begun: int, ends_of_turn: Sequence[str]) -> int:
+    """Where a message ends that has *begun* there; *other* is *text* with another next message."""
+    pairs = zip(text[begun:], other[begun:], strict=False)
+    content = begun + sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    end = begun
+    for mark in ends_of_turn:
+        place = text.rfind(mark, begun, content)
+        end = end if place < 0 else max(end, place + len(mark))
+    while begun < end < content and text[end].isspace():
+        end += 1
+    return end
+
+
+_OTHER: Final = "\u241fother\u241f"
+_SAID: Final = "\u241fsaid\u241f"
+_CALL: Final[Mapping[str, Any]] = {
+    "type": "function",
+    "id": "abcdefghi",
+    "function": {"name": "f", "arguments": {}},
+}
+_USER: Final = {"role": "user", "content": _SAID}
+_ANSWER: Final = {"role": "assistant", "content": _SAID}
+# Role -> a chat whose last message has it, and is not the first one if that has more before it.
+# Of roles that begin alike, the first one counts.
+_PROBES: Final[Mapping[str, Sequence[Mapping[str, Any]]]] = {
+    "user": (_USER, _ANSWER, _USER),
+    "assistant": (_USER, _ANSWER),
+    "system": ({"role": "system", "content": _SAID},),
+    "tool": (
+        _USER,
+        {"role": "assistant", "content": "", "tool_calls": [_CALL]},
+        {"role": "tool", "content": _SAID, "tool_call_id": "abcdefghi", "name": "f"},
+    ),
+}
 _PROBE: Final = "Hello there"
 _PROBE_PARTS: Final = [{"type": "text", "text": _PROBE}]
 
@@ -353,26 +444,11 @@ def _read(text: str) -> Any:
         return text
 
 
-def _forms(
-    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
-) -> Iterator[tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]] | None]]:
-    """Forms of a chat to try in turn, until the template does not fail."""
-    has_calls = any(map(_has_calls, messages))
-    for arguments in (list, _with_json_arguments)[: 1 + has_calls]:
-        yield arguments(messages), tools
-        if tools is None:  # some loop over the tools without asking whether there are any
-            yield arguments(messages), []
-
-
 def _has_calls(message: Mapping[str, Any]) -> bool:
     return bool(message.get("tool_calls"))
 
 
-def _with_json_arguments(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    return [_with_json_arguments_of(message) for message in messages]
-
-
-def _with_json_arguments_of(message: Mapping[str, Any]) -> Mapping[str, Any]:
+def _with_json_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
     if not _has_calls(message):
         return message
     calls = [
@@ -482,8 +558,8 @@ class _Marks:
         for i, piece in enumerate(self._marked.split(rendered)):
             if i % 2:
                 parts.append(Part(self._texts[ord(piece) - _INDEX_PLANE], True))
-            else:
-                _append(parts, piece, False)
+            elif piece:
+                parts.append(Part(piece, False))
         return parts
 
     def found_in(self, parts: Iterable[Part]) -> list[str]:
@@ -496,10 +572,6 @@ class _Marks:
             self._indices[text] = len(self._texts)
             self._texts.append(text)
         return self._nonce + chr(_INDEX_PLANE + self._indices[text])
-
-
-def _text_of(parts: Iterable[Part]) -> str:
-    return "".join(part.text for part in parts)
 
 
 def _append(parts: list[Part], text: str, is_special: bool) -> None:
@@ -595,12 +667,13 @@ def _listed(value: object) -> list[Any]:
 def _defaults(options: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Variables as llama.cpp's server sets them, where a chat does not."""
     functions = [tool.get("function", tool) for tool in tools]
+    now = datetime.now()
     found: dict[str, Any] = {
         "documents": None,
         "bos_token": "",
         "eos_token": "",
-        "date_string": _now("%d %b %Y"),
-        "datetime": _now("%b %d %Y"),
+        "date_string": now.strftime("%d %b %Y"),
+        "datetime": now.strftime("%b %d %Y"),
         # What firefunction reads, whose tools the stock server leaves out.
         "functions": _to_json(functions, indent=4) if functions else "",
     }
