@@ -17,8 +17,8 @@ from kqview.errors import RequestError
 from kqview.server.api.openai import schema
 from kqview.server.api.wire.attention_field import ATTENTION_NAMES, attention_of, keeps
 from kqview.server.api.wire.chat_work import WHOLE_CONTEXT, ChatRequest, TokenCounts, prepare
+from kqview.server.api.wire.fields import MOST_LOGPROBS
 from kqview.server.api.wire.llama_fields import (
-    MOST_LOGPROBS,
     first,
     max_tokens_of,
     n_samples_of,

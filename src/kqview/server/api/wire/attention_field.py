@@ -16,7 +16,7 @@ from kqview.server.api.wire.attention_protocol import (
     attention_object,
     event_pieces,
 )
-from kqview.server.api.wire.llama_fields import first
+from kqview.server.api.wire.fields import first
 from kqview.server.errors import TooLarge
 from kqview.server.models.attention import (
     DEFAULT_TOP_K,

@@ -20,19 +20,16 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from kqview.errors import InvalidSampling, InvalidToken, RequestError
+from kqview.server.api.wire.fields import FieldTable, SamplingFields, Stops, first
 from kqview.server.api.wire.mods_field import ModsField, mods_of_model
-from kqview.server.errors import Answer, NotSupported, renamed
+from kqview.server.errors import Answer, NotSupported
 from kqview.server.models.run import Run
 from kqview.server.settings import Settings
 from kqview.server.web.described import example
 from kqview.types import Sampling, Usage
 from kqview.types.sampling import OPTIONS
 
-MOST_LOGPROBS: Final = 1000
-"""Most logprobs a token: their texts are looked up on the event loop."""
-
-# Lists are searched for every token, or checked on the event loop: long ones hold others up.
-Stops = Annotated[list[Annotated[str, msgspec.Meta(max_length=1000)]], msgspec.Meta(max_length=256)]
+# Long lists, which are checked on the event loop, hold others up.
 BiasPairs = Annotated[list[Any], msgspec.Meta(max_length=2**16)]
 BiasObject = Annotated[dict[str, float | bool], msgspec.Meta(max_length=2**16)]
 Names = Annotated[list[Annotated[str, msgspec.Meta(max_length=1000)]], msgspec.Meta(max_length=256)]
@@ -53,7 +50,7 @@ class LoraScale(Struct):
     scale: Annotated[float, example(0.5)] = 0.0
 
 
-class LlamaFields(Struct, kw_only=True):
+class LlamaFields(SamplingFields, kw_only=True):
     """Fields of a generation in llama.cpp's server, in any of its routes; all may be null.
 
     Attributes:
@@ -110,38 +107,19 @@ class LlamaFields(Struct, kw_only=True):
     n: Annotated[int | None, example(2, default=1)] = None
     stream: Annotated[bool | None, example(default=False)] = None
 
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
     typical_p: float | None = None
-    xtc_probability: float | None = None
-    xtc_threshold: float | None = None
     repeat_last_n: int | None = None
     repeat_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    dry_multiplier: float | None = None
-    dry_base: float | None = None
-    dry_allowed_length: int | None = None
-    dry_penalty_last_n: int | None = None
-    dry_sequence_breakers: Stops | None = None
-    mirostat: int | None = None
-    mirostat_tau: float | None = None
-    mirostat_eta: float | None = None
     seed: int | None = None
     samplers: Annotated[Names | str | None, example(["top_k", "temperature"])] = None
     min_keep: int | None = None
     top_n_sigma: float | None = None
-    dynatemp_range: float | None = None
-    dynatemp_exponent: float | None = None
     adaptive_target: Annotated[float | None, example(default=-1)] = None
     adaptive_decay: Annotated[float | None, example(0.9)] = None
 
     stop: Annotated[Stops | str | None, example(["\n\n"])] = None
     ignore_eos: bool | None = None
     logit_bias: Annotated[BiasObject | BiasPairs | None, example({"13": -5})] = None
-    grammar: str | None = None
     json_schema: Annotated[dict[str, Any] | None, example({"type": "object"})] = None
     finish_on_length: Literal["cut", "close"] | None = None
 
@@ -170,22 +148,19 @@ class LlamaFields(Struct, kw_only=True):
     response_fields: Annotated[Names | None, example(["content"])] = None
 
 
-# Option of `Sampling` -> fields for it; the first one that is given wins.
-_FIELDS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
-    {
-        **{name: (name,) for name in OPTIONS if name in LlamaFields.__struct_fields__},
-        "top_logprobs": ("n_probs", "logprobs"),
-    }
-)
-_OTHER_FIELDS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+FIELDS: Final = FieldTable(
+    LlamaFields,
+    {"top_logprobs": ("n_probs", "logprobs")},
     {
         "max_tokens": ("n_predict", "max_completion_tokens", "max_tokens"),
         "n_samples": ("n_cmpl", "n"),
         "slot": ("id_slot",),
         "reuse_min_tokens": ("n_cache_reuse",),
         "reasoning_budget": ("reasoning_budget_tokens", "thinking_budget_tokens"),
-    }
+    },
 )
+"""Names of llama.cpp's server."""
+names_of: Final = FIELDS.names
 # Numbers out of range are moved into it, as llama.cpp's server does.
 _CLAMPED: Final = frozenset(
     {
@@ -228,24 +203,16 @@ _SAMPLER_LETTERS: Final = MappingProxyType(
 )  # fmt: skip
 
 
-def first(*values: Any) -> Any:
-    """The first value that is not None, None if all are."""
-    return next((value for value in values if value is not None), None)
-
-
 _Body = TypeVar("_Body", bound=LlamaFields)
 
 
 def with_defaults(body: _Body, settings: Settings) -> _Body:
     """*body*, with the operator's values in fields that it leaves open."""
-    tables = {**_FIELDS, **_OTHER_FIELDS}
+    defaults = {**settings.sampling_defaults, "max_tokens": settings.default_max_tokens}
     missing = {
-        names[0]: value
-        for option, value in [
-            *settings.sampling_defaults.items(),
-            ("max_tokens", settings.default_max_tokens),
-        ]
-        if (names := tables.get(option)) and all(getattr(body, name) is None for name in names)
+        FIELDS.fields[option][0]: value
+        for option, value in defaults.items()
+        if option in FIELDS.fields and FIELDS.value(body, option) is None
     }
     return msgspec.structs.replace(body, **missing) if missing else body
 
@@ -266,14 +233,11 @@ def sampling_of(
         NotSupported: The request turns on a sampler that kqview does not have.
     """
     _check_lacking(fields)
-    given: dict[str, Any] = {}
-    for option, names in _FIELDS.items():
-        value = first(*(getattr(fields, name) for name in names))
-        given[option] = _clamped(option, value) if option in _CLAMPED else value
-    given["seed"] = fields.seed
+    given = FIELDS.options(fields)
+    given |= {option: _clamped(option, given[option]) for option in _CLAMPED}
     given["stop"] = _stops(fields.stop)
     given["logit_bias"] = _bias(fields.logit_bias, tokenize)
-    given["top_logprobs"] = _n_probs(fields)
+    given["top_logprobs"] = FIELDS.n_logprobs(fields, if_true=1) or None
     given["grammar"] = fields.grammar or None
     given["json_schema"] = None if given["grammar"] else _schema(fields.json_schema)
     if fields.dry_base is not None and fields.dry_base < 1:
@@ -287,10 +251,7 @@ def sampling_of(
     if not _CONSTRAINTS.isdisjoint(chosen):
         given |= dict.fromkeys(_CONSTRAINTS)
     given |= chosen | _left_out(fields.samplers)
-    try:
-        return Sampling(**{name: value for name, value in given.items() if value is not None})
-    except InvalidSampling as error:
-        raise renamed(error, names_of(fields)) from None
+    return FIELDS.sampling_of(fields, given)
 
 
 def max_tokens_of(fields: LlamaFields) -> int | None:
@@ -313,7 +274,7 @@ def reasoning_budget_of(fields: LlamaFields) -> int | None:
 
 def _most(fields: LlamaFields, field: str, special: str) -> int | None:
     """A limit on tokens, None for -1; *special* says what -1 and 0 mean."""
-    name = _given(fields, _OTHER_FIELDS[field])
+    name = FIELDS.name(fields, field)
     n: int | None = getattr(fields, name)
     if n is not None and n < -1:
         raise RequestError(f"{name} is {n}; send {special}, or more", parameter=name)
@@ -351,20 +312,10 @@ def n_samples_of(fields: LlamaFields) -> int:
     return first(fields.n_cmpl, fields.n, 1)
 
 
-def names_of(fields: LlamaFields) -> dict[str, str]:
-    """Parameter of the core -> the field that the client gave it by, for `GenerateRequest`."""
-    tables = {**_FIELDS, **_OTHER_FIELDS}
-    return {parameter: _given(fields, names) for parameter, names in tables.items()}
-
-
 def active_samplers(fields: LlamaFields) -> list[str]:
     """Samplers that are applied, in their order."""
     wanted = _sampler_names(fields.samplers)
     return [name for name in SAMPLERS if wanted is None or name in wanted]
-
-
-def _given(fields: LlamaFields, names: Sequence[str]) -> str:
-    return next((name for name in names if getattr(fields, name) is not None), names[0])
 
 
 def _check_lacking(fields: LlamaFields) -> None:
@@ -389,16 +340,6 @@ def _clamped(option: str, value: float | None) -> float | None:
     assert row.high is not None
     low = _LEAST if row.low_excluded else row.low
     return type(value)(min(max(value, low), row.high))
-
-
-def _n_probs(fields: LlamaFields) -> int | None:
-    name = _given(fields, _FIELDS["top_logprobs"])
-    n: bool | int | None = getattr(fields, name)
-    if n is None or n is False or n == 0:
-        return None
-    if n > MOST_LOGPROBS:
-        raise RequestError(f"{name} is {n}, the limit is {MOST_LOGPROBS}; ask for fewer")
-    return int(n)
 
 
 def _stops(stop: list[str] | str | None) -> list[str] | None:

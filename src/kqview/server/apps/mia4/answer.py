@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kqview.chat.reasoning import THINK_TAGS, Split
-from kqview.server.api.wire.llama_fields import first
+from kqview.server.api.wire.fields import first
 from kqview.server.apps.mia4.sampling import REASONING_MAX_TOKENS
 from kqview.server.config import MARKER, Llm, Passport
 
