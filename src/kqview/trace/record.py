@@ -11,10 +11,11 @@ width of receivers' columns. `kqview.trace.recorder` writes a trace, `kqview.tra
 a request's ids from one.
 """
 
+import functools
 import json
 import math
 import reprlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from datetime import UTC, datetime
 from types import NoneType
@@ -226,6 +227,9 @@ class TraceAction:
 
 # ---- the trace
 
+_LISTS: Final = ("events", "mod_calls", "mod_logs", "actions")
+"""The lists of a trace; each names what is in those before it."""
+
 
 @dataclass(slots=True)
 class Trace:
@@ -275,10 +279,9 @@ class Trace:
 
     def _snapshot(self) -> tuple[Any, ...]:
         """The request, and (name, list) of each list, in the order of the payload."""
-        # Later lists name what is in earlier ones, so they are copied first while a request runs.
-        names = ("events", "mod_calls", "mod_logs", "actions")
-        copies = {name: list(getattr(self, name)) for name in reversed(names)}
-        return (self.request, *((name, copies[name]) for name in names))
+        # Backwards, because a request may run: what a copy names is in the copies that follow.
+        copies = {name: list(getattr(self, name)) for name in reversed(_LISTS)}
+        return (self.request, *((name, copies[name]) for name in _LISTS))
 
     @classmethod
     def from_payload(cls, payload: object) -> Self:
@@ -288,19 +291,16 @@ class Trace:
             RequestError: A key is missing or has the wrong type, or an index is out of range; the
                 message names it.
         """
-        top = _object(payload, "payload")
-        if "request" not in top:
-            raise _wrong("request", None, "an object with request_id")
-        request = _read(TraceRequest, top["request"], "request")
-        raw_events = _array(top.get("events", []), "events")
-        events = [_read(TraceEvent, one, f"events[{i}]") for i, one in enumerate(raw_events)]
-        for i, one in enumerate(raw_events):
-            order = cast("Object", one).get("sequence_order")
+        top: Object = _value(dict, payload, "payload")
+        request = _value(TraceRequest, top.get("request"), "request")
+        events, calls, logs, actions = (
+            _value(list[kind], top.get(name, []), name)
+            for name, kind in zip(_LISTS, (TraceEvent, ModCall, ModLog, TraceAction), strict=True)
+        )
+        for i, one in enumerate(top.get("events", [])):
+            order = one.get("sequence_order")
             if isinstance(order, bool) or order != i:
                 raise _wrong(f"events[{i}].sequence_order", order, f"{i}, the event's own index")
-        calls = _read_all(ModCall, top, "mod_calls")
-        logs = _read_all(ModLog, top, "mod_logs")
-        actions = _read_all(TraceAction, top, "actions")
         for i, call in enumerate(calls):
             where = f"mod_calls[{i}].event_sequence_order"
             _check_index(call.event_sequence_order, len(events), where)
@@ -404,65 +404,60 @@ def _json(value: Object) -> str:
 # ---- reading
 
 
-def _read_all(cls: type[Any], top: Mapping[str, Json], name: str) -> list[Any]:
-    return [
-        _read(cls, one, f"{name}[{i}]") for i, one in enumerate(_array(top.get(name, []), name))
-    ]
+@functools.cache
+def _parts(hint: Any) -> tuple[Any, tuple[Any, ...]]:
+    return get_origin(hint) or hint, get_args(hint)
 
 
-def _read(cls: type[Any], value: object, where: str) -> Any:
-    given = _object(value, where)
+def _value(hint: Any, value: Any, where: str) -> Any:
+    """*value*, of JSON, as *hint* says; messages call it *where*."""
+    if type(value) is hint or hint is Any:
+        return value
+    kind, inner = _parts(hint)
+    if kind is Literal:
+        if value not in inner:
+            raise _wrong(where, value, f"one of {', '.join(inner)}")
+        return value
+    if kind is datetime:
+        return _time(value, where)
+    if kind is float and type(value) is int:
+        return float(value)
+    is_record = kind in _FIELDS
+    json_kind = dict if is_record else kind
+    if type(value) is not json_kind:  # a bool is no int
+        raise _wrong(where, value, _EXPECTED[json_kind])
+    if is_record:
+        return _record(kind, value, where)
+    if kind is list and inner:
+        item, _ = _parts(inner[0])
+        return [
+            one if type(one) is item else _value(item, one, f"{where}[{i}]")
+            for i, one in enumerate(value)
+        ]
+    return value
+
+
+_EXPECTED: Final[Mapping[Any, str]] = {
+    str: "a text", int: "an integer", float: "a number", bool: "true or false",
+    list: "a list", dict: "an object",
+}  # fmt: skip
+
+
+def _record(cls: type[Any], given: Object, where: str) -> Any:
     found: Object = {}
-    for name, (reader, is_required, is_optional) in _FIELDS[cls].items():
+    for name, (hint, is_required, is_optional) in _FIELDS[cls].items():
         if name not in given:
             if is_required:
                 raise _wrong(f"{where}.{name}", None, "a value; it is missing")
-            continue
-        if given[name] is None and is_optional:
-            continue
-        found[name] = reader(given[name], f"{where}.{name}")
+        elif given[name] is not None or not is_optional:
+            value = given[name]
+            found[name] = value if type(value) is hint else _value(hint, value, f"{where}.{name}")
     return cls(**found)
-
-
-def _object(value: object, where: str) -> Object:
-    if not isinstance(value, dict):
-        raise _wrong(where, value, "an object")
-    return cast("Object", value)
-
-
-def _array(value: object, where: str) -> list[Json]:
-    if not isinstance(value, list):
-        raise _wrong(where, value, "a list")
-    return cast("list[Json]", value)
 
 
 def _check_index(index: int, n: int, where: str) -> None:
     if not 0 <= index < n:
         raise _wrong(where, index, f"an index below {n}")
-
-
-def _text(value: object, where: str) -> str:
-    if not isinstance(value, str):
-        raise _wrong(where, value, "a text")
-    return value
-
-
-def _whole(value: object, where: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise _wrong(where, value, "an integer")
-    return value
-
-
-def _number(value: object, where: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise _wrong(where, value, "a number")
-    return float(value)
-
-
-def _flag(value: object, where: str) -> bool:
-    if not isinstance(value, bool):
-        raise _wrong(where, value, "true or false")
-    return value
 
 
 def _time(value: object, where: str) -> datetime:
@@ -478,63 +473,20 @@ def _time(value: object, where: str) -> datetime:
     raise _wrong(where, value, "a time such as 2025-12-01T18:30:00Z, or seconds since 1970")
 
 
-def _any(value: object, where: str) -> Json:
-    return value
-
-
 def _wrong(where: str, value: object, expected: str) -> RequestError:
     return RequestError(f"{where} is {reprlib.repr(value)}; it must be {expected}", parameter=where)
 
 
-_Reader = Callable[[object, str], Any]
-_READERS: Final[Mapping[Any, _Reader]] = {
-    str: _text,
-    int: _whole,
-    float: _number,
-    bool: _flag,
-    datetime: _time,
-    Any: _any,
-}
-
-
-def _reader_of(hint: Any) -> _Reader:
-    if hint in _READERS:
-        return _READERS[hint]
-    if get_origin(hint) is Literal:
-        return _choice(get_args(hint))
-    if get_origin(hint) is list:
-        return _list_of(_reader_of(get_args(hint)[0]))
-    assert get_origin(hint) is dict
-    return _object
-
-
-def _choice(names: Sequence[str]) -> _Reader:
-    def read(value: object, where: str) -> str:
-        if value not in names:
-            raise _wrong(where, value, f"one of {', '.join(names)}")
-        return cast("str", value)
-
-    return read
-
-
-def _list_of(item: _Reader) -> _Reader:
-    def read(value: object, where: str) -> list[Any]:
-        return [item(one, f"{where}[{i}]") for i, one in enumerate(_array(value, where))]
-
-    return read
-
-
-def _fields_of(cls: type[Any]) -> dict[str, tuple[_Reader, bool, bool]]:
-    """Name of each field -> (reader, whether it is required, whether it may be null)."""
+def _fields_of(cls: type[Any]) -> dict[str, tuple[Any, bool, bool]]:
+    """Name of each field -> (type, whether it is required, whether it may be null)."""
     hints = get_type_hints(cls)
-    found: dict[str, tuple[_Reader, bool, bool]] = {}
+    found: dict[str, tuple[Any, bool, bool]] = {}
     for spec in fields(cls):
         hint = hints[spec.name]
         is_optional = NoneType in get_args(hint)
-        if is_optional:
-            [hint] = [one for one in get_args(hint) if one is not NoneType]
-        is_required = spec.default is MISSING
-        found[spec.name] = (_reader_of(hint), is_required, is_optional or hint is Any)
+        found[spec.name] = (
+            get_args(hint)[0] if is_optional else hint, spec.default is MISSING, is_optional,
+        )  # fmt: skip
     return found
 
 
