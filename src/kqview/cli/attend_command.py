@@ -4,14 +4,14 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import typer
 from numpy.typing import NDArray
 from rich.console import Console
 
-from kqview.cli.option_groups import with_groups
+from kqview.cli.option_groups import option, with_groups
 from kqview.cli.options import (
     CaptureChoice,
     EngineChoice,
@@ -41,31 +41,20 @@ def attend(
     *,
     source: EngineChoice,
     prompt: PromptChoice,
-    layer: Annotated[
-        int | None,
-        typer.Option(
-            "--layer", "-l", help="Layer to show; -1 is the last. [default: the sharpest head's]"
-        ),
-    ] = None,
-    head: Annotated[
-        int | None, typer.Option(min=0, help="Head to show. [default: the sharpest]")
-    ] = None,
-    last: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Only the rows of the last N tokens.")
-    ] = None,
-    table: Annotated[
-        bool, typer.Option("--table", help="List what each token attends to instead.")
-    ] = False,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "--output",
-            "-o",
-            metavar="FILE",
-            help="Write the shown head as .png, .svg or .pdf, or all that is captured as .html "
-            "(a page), .npz, .npy or .safetensors.",
-        ),
-    ] = None,
+    layer: int | None = option(
+        None, "Layer to show; -1 is the last. [default: the sharpest head's]", "--layer", "-l"
+    ),
+    head: int | None = option(None, "Head to show. [default: the sharpest]", min=0),
+    last: int | None = option(None, "Only the rows of the last N tokens.", min=1, metavar="N"),
+    table: bool = option(False, "List what each token attends to instead.", "--table"),
+    output: Path | None = option(
+        None,
+        "Write the shown head as .png, .svg or .pdf, or all that is captured as .html "
+        "(a page), .npz, .npy or .safetensors.",
+        "--output",
+        "-o",
+        metavar="FILE",
+    ),
     capture: CaptureChoice,
     add_special: SpecialOption = True,
     as_json: JsonOption = False,

@@ -3,7 +3,7 @@
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import typer
 from rich.console import Console
@@ -17,7 +17,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from kqview.cli.option_groups import with_groups
+from kqview.cli.option_groups import option, with_groups
 from kqview.cli.options import (
     GpuLayersOption,
     ModelChoice,
@@ -47,42 +47,30 @@ _SETTINGS: Final = {"both": (True, False), "on": (True,), "off": (False,)}
 def bench(
     *,
     source: ModelChoice,
-    contexts: Annotated[
-        str | None, typer.Option(help="Context sizes in tokens. [default: 256,1024,4096]")
-    ] = None,
-    captures: Annotated[
-        str | None,
-        typer.Option(help="Captures to measure, such as logits,10-heads. [default: all]"),
-    ] = None,
-    flash_attn: Annotated[
-        Literal["both", "on", "off"], typer.Option(help="Settings of flash attention to measure.")
-    ] = "both",
-    pairs: Annotated[
-        int | None,
-        typer.Option(min=1, help="Timed pairs per row; a bound needs at least 5. [default: 10]"),
-    ] = None,
-    tokens: Annotated[
-        int | None,
-        typer.Option(min=6, help="Tokens per run; the first 4 are not timed. [default: 16]"),
-    ] = None,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="A short trial: contexts of 64 and 128, 5 pairs.")
-    ] = False,
-    json_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--output",
-            "-o",
-            "--json",
-            metavar="FILE.jsonl",
-            dir_okay=False,
-            help="Append the rows to this file as JSON lines.",
-        ),
-    ] = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Draw the rows as .png, .svg or .pdf."),
-    ] = None,
+    contexts: str | None = option(None, "Context sizes in tokens. [default: 256,1024,4096]"),
+    captures: str | None = option(
+        None, "Captures to measure, such as logits,10-heads. [default: all]"
+    ),
+    flash_attn: Literal["both", "on", "off"] = option(
+        "both", "Settings of flash attention to measure."
+    ),
+    pairs: int | None = option(
+        None, "Timed pairs per row; a bound needs at least 5. [default: 10]", min=1
+    ),
+    tokens: int | None = option(
+        None, "Tokens per run; the first 4 are not timed. [default: 16]", min=6
+    ),
+    quick: bool = option(False, "A short trial: contexts of 64 and 128, 5 pairs.", "--quick"),
+    json_file: Path | None = option(
+        None,
+        "Append the rows to this file as JSON lines.",
+        "--output",
+        "-o",
+        "--json",
+        metavar="FILE.jsonl",
+        dir_okay=False,
+    ),
+    plot: Path | None = option(None, "Draw the rows as .png, .svg or .pdf.", metavar="FILE"),
     threads: ThreadsOption = None,
     ngl: GpuLayersOption = -1,
 ) -> None:

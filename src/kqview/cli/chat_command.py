@@ -2,13 +2,10 @@
 
 import importlib.util
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from kqview.chat import CHATML
 from kqview.cli.chatting import Chat, load_messages
-from kqview.cli.option_groups import with_groups
+from kqview.cli.option_groups import argument, option, with_groups
 from kqview.cli.options import CaptureChoice, EngineChoice, SamplingChoice, text_or_file
 from kqview.cli.terminal import argument_text, read_stdin
 from kqview.errors import KqviewError, RequestError, UnsupportedModel
@@ -18,37 +15,25 @@ from kqview.errors import KqviewError, RequestError, UnsupportedModel
 def chat(
     *,
     source: EngineChoice,
-    message: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="MESSAGE",
-            help="Message to answer, and end; - reads it from standard input. Without one, a "
-            "conversation.",
-        ),
-    ] = None,
-    system: Annotated[
-        str | None,
-        typer.Option("--system", "-sys", metavar="TEXT|@FILE", help="System message."),
-    ] = None,
-    load: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE.json", help="Go on with a conversation that /save wrote."),
-    ] = None,
-    max_tokens: Annotated[
-        int | None,
-        typer.Option(
-            "--max-tokens",
-            "-n",
-            min=1,
-            help="Maximum number of tokens of an answer. [default: what the context holds]",
-        ),
-    ] = None,
-    chat_template: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TEXT|@FILE", help="Chat template (Jinja) instead of the model's; or chatml."
-        ),
-    ] = None,
+    message: str | None = argument(
+        None,
+        "Message to answer, and end; - reads it from standard input. Without one, a conversation.",
+        metavar="MESSAGE",
+    ),
+    system: str | None = option(None, "System message.", "--system", "-sys", metavar="TEXT|@FILE"),
+    load: Path | None = option(
+        None, "Go on with a conversation that /save wrote.", metavar="FILE.json"
+    ),
+    max_tokens: int | None = option(
+        None,
+        "Maximum number of tokens of an answer. [default: what the context holds]",
+        "--max-tokens",
+        "-n",
+        min=1,
+    ),
+    chat_template: str | None = option(
+        None, "Chat template (Jinja) instead of the model's; or chatml.", metavar="TEXT|@FILE"
+    ),
     capture: CaptureChoice,
     sampling: SamplingChoice,
 ) -> None:

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Final
 
 import typer
 
+from kqview.cli.option_groups import argument
 from kqview.cli.server_options import ServerCommand, parameters, reader_of
 
 _HAS_ERRORS: Final = 1
@@ -19,7 +20,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print a JSON list of t
 
 @app.command()
 def check(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="Configuration file.")],
+    file: Path = argument(..., "Configuration file.", metavar="FILE"),
 ) -> None:
     """Find all errors of a configuration file, each with its key.
 

@@ -1,25 +1,18 @@
 """``kqview convert-classifier``: makes a GGUF file of a BERT classifier of Hugging Face."""
 
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
 from kqview import convert
+from kqview.cli.option_groups import argument, option
 from kqview.cli.outputs import check_output
 
 
 def convert_classifier(
-    source: Annotated[
-        Path,
-        typer.Argument(metavar="DIR", file_okay=False, help="Folder of the model."),
-    ],
-    target: Annotated[
-        Path, typer.Argument(metavar="OUT.gguf", dir_okay=False, help="File to write.")
-    ],
-    weights: Annotated[
-        convert.WeightType, typer.Option(help="Type of the matrices; f16 halves the file.")
-    ] = "f32",
+    source: Path = argument(..., "Folder of the model.", metavar="DIR", file_okay=False),
+    target: Path = argument(..., "File to write.", metavar="OUT.gguf", dir_okay=False),
+    weights: convert.WeightType = option("f32", "Type of the matrices; f16 halves the file."),
 ) -> None:
     """Convert a BertForSequenceClassification of Hugging Face to GGUF, with its whole head.
 

@@ -4,12 +4,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Final
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
+from kqview.cli.option_groups import option
 from kqview.cli.options import DEMO, ThreadsOption, open_engine
 from kqview.cli.outputs import PAGE, PICTURES, check_drawn, check_output
 from kqview.cli.terminal import argument_text, show_delta
@@ -30,46 +31,30 @@ _MODS_PROMPT: Final = "Mirelda found a silver key near the old bridge. One day, 
 
 
 def demo(
-    prompt: Annotated[
-        str | None,
-        typer.Option(
-            "--prompt", "-p", metavar="TEXT", help="Text to continue. [default: a built-in one]"
-        ),
-    ] = None,
-    max_tokens: Annotated[
-        int | None,
-        typer.Option(
-            "--max-tokens",
-            "-n",
-            min=2,
-            help="Maximum number of tokens to generate. [default: 24; 40 with --mods]",
-        ),
-    ] = None,
-    layer: Annotated[
-        int | None,
-        typer.Option(
-            "--layer", "-l", min=0, help="Layer to draw. [default: that of the sharpest head]"
-        ),
-    ] = None,
-    head: Annotated[
-        int | None, typer.Option(min=0, help="Head to draw. [default: the sharpest]")
-    ] = None,
-    kind: Annotated[Kind, typer.Option("--capture", help="Values to capture.")] = "probs",
-    runs: Annotated[
-        int, typer.Option(min=1, help="Number of timed runs, with and without capture each.")
-    ] = 5,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "--output",
-            "-o",
-            metavar="FILE",
-            help="Write the heat map as .png, .svg or .pdf as well, or all heads as .html.",
-        ),
-    ] = None,
-    mods: Annotated[
-        bool, typer.Option("--mods", help="Show mods that steer the text instead.")
-    ] = False,
+    prompt: str | None = option(
+        None, "Text to continue. [default: a built-in one]", "--prompt", "-p", metavar="TEXT"
+    ),
+    max_tokens: int | None = option(
+        None,
+        "Maximum number of tokens to generate. [default: 24; 40 with --mods]",
+        "--max-tokens",
+        "-n",
+        min=2,
+    ),
+    layer: int | None = option(
+        None, "Layer to draw. [default: that of the sharpest head]", "--layer", "-l", min=0
+    ),
+    head: int | None = option(None, "Head to draw. [default: the sharpest]", min=0),
+    kind: Kind = option("probs", "Values to capture.", "--capture"),
+    runs: int = option(5, "Number of timed runs, with and without capture each.", min=1),
+    output: Path | None = option(
+        None,
+        "Write the heat map as .png, .svg or .pdf as well, or all heads as .html.",
+        "--output",
+        "-o",
+        metavar="FILE",
+    ),
+    mods: bool = option(False, "Show mods that steer the text instead.", "--mods"),
     threads: ThreadsOption = None,
 ) -> None:
     """Generate with the bundled demo model and draw what each new token attends to.

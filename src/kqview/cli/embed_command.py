@@ -3,12 +3,12 @@
 import contextlib
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import numpy as np
 import typer
 
-from kqview.cli.option_groups import with_groups
+from kqview.cli.option_groups import option, with_groups
 from kqview.cli.options import EngineChoice, JsonOption, SpecialOption, TextsChoice
 from kqview.cli.outputs import ARRAYS, check_output
 from kqview.saved import write_arrays
@@ -26,26 +26,20 @@ def embed(
     *,
     source: EngineChoice,
     texts: TextsChoice,
-    pooling: Annotated[
-        Literal["mean", "cls", "last"] | None,
-        typer.Option(help="How token vectors become one vector. [default: the model's, else mean]"),
-    ] = None,
-    normalize: Annotated[
-        bool, typer.Option("--normalize/--no-normalize", help="Give vectors the length 1.")
-    ] = True,
-    similarity: Annotated[
-        bool,
-        typer.Option("--similarity", help="Print the cosine similarity of each pair instead."),
-    ] = False,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "--output",
-            "-o",
-            metavar="FILE",
-            help="Write the vectors as .npy, .npz or .safetensors instead.",
-        ),
-    ] = None,
+    pooling: Literal["mean", "cls", "last"] | None = option(
+        None, "How token vectors become one vector. [default: the model's, else mean]"
+    ),
+    normalize: bool = option(True, "Give vectors the length 1.", "--normalize/--no-normalize"),
+    similarity: bool = option(
+        False, "Print the cosine similarity of each pair instead.", "--similarity"
+    ),
+    output: Path | None = option(
+        None,
+        "Write the vectors as .npy, .npz or .safetensors instead.",
+        "--output",
+        "-o",
+        metavar="FILE",
+    ),
     add_special: SpecialOption = True,
     as_json: JsonOption = False,
 ) -> None:

@@ -4,12 +4,12 @@ import dataclasses
 import json
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, Protocol, Self
+from typing import TYPE_CHECKING, Any, Final, Protocol, Self
 
 import typer
 from rich.console import Console
 
-from kqview.cli.option_groups import with_groups
+from kqview.cli.option_groups import option, with_groups
 from kqview.cli.options import (
     CaptureChoice,
     EngineChoice,
@@ -33,19 +33,17 @@ def generate(
     *,
     source: EngineChoice,
     prompt: PromptChoice,
-    max_tokens: Annotated[
-        int, typer.Option("--max-tokens", "-n", min=1, help="Maximum number of tokens to generate.")
-    ] = 256,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "--output",
-            "-o",
-            metavar="FILE",
-            help="Write the captured attention as .npz or .safetensors (kqview.load reads both) "
-            "or .html (a page).",
-        ),
-    ] = None,
+    max_tokens: int = option(
+        256, "Maximum number of tokens to generate.", "--max-tokens", "-n", min=1
+    ),
+    output: Path | None = option(
+        None,
+        "Write the captured attention as .npz or .safetensors (kqview.load reads both) "
+        "or .html (a page).",
+        "--output",
+        "-o",
+        metavar="FILE",
+    ),
     capture: CaptureChoice,
     sampling: SamplingChoice,
     as_json: JsonOption = False,

@@ -3,14 +3,14 @@
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kqview.cli.option_groups import with_groups
+from kqview.cli.option_groups import option, with_groups
 from kqview.cli.options import (
     GpuLayersOption,
     JsonOption,
@@ -33,9 +33,7 @@ _LONG: Final = ("special_tokens", "chat_template", "metadata")
 def info(
     *,
     source: ModelChoice,
-    metadata: Annotated[
-        bool, typer.Option("--metadata", help="Show the metadata of the file as well.")
-    ] = False,
+    metadata: bool = option(False, "Show the metadata of the file as well.", "--metadata"),
     ngl: GpuLayersOption = 0,
     as_json: JsonOption = False,
 ) -> None:
@@ -188,14 +186,12 @@ def tokenize(
     source: ModelChoice,
     prompt: PromptChoice,
     add_special: SpecialOption = True,
-    parse_special: Annotated[
-        bool,
-        typer.Option(
-            "--parse-special/--no-parse-special",
-            help="Treat the text of special tokens as these tokens.",
-        ),
-    ] = True,
-    ids_only: Annotated[bool, typer.Option("--ids", help="Print only the ids.")] = False,
+    parse_special: bool = option(
+        True,
+        "Treat the text of special tokens as these tokens.",
+        "--parse-special/--no-parse-special",
+    ),
+    ids_only: bool = option(False, "Print only the ids.", "--ids"),
     as_json: JsonOption = False,
 ) -> None:
     """Show the tokens of a text, one per line: id and text.

@@ -1,10 +1,9 @@
 """``kqview ingest``: receives traces of generations and shows them, until a signal ends it."""
 
 import os
-from typing import Annotated, Final
+from typing import Final
 
-import typer
-
+from kqview.cli.option_groups import option
 from kqview.cli.serve_command import listen, log_to_stderr
 from kqview.ingest.settings import (
     DEFAULT_PORT,
@@ -19,69 +18,48 @@ _WEB: Final = web_settings()
 
 def ingest(
     *,
-    database: Annotated[
-        str,
-        typer.Option(
-            envvar="KQVIEW_INGEST_DATABASE",
-            help="SQLite file, or database URL: sqlite:///FILE or "
-            "postgresql://USER:PASSWORD@HOST/NAME.",
-        ),
-    ] = "traces.db",
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = _WEB.host,
-    port: Annotated[int, typer.Option(help="Port to listen on; 0 for a free one.")] = DEFAULT_PORT,
-    key: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Key of the operator, who sees and deletes everything; other readers see only "
-            "traces whose user_api_key they send. Without any, everyone sees everything. May also "
-            "be set as KQVIEW_INGEST_KEYS, separated by commas.",
-        ),
-    ] = None,
-    post_key: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Key that may post traces; without any, everyone may. May also be set as "
-            "KQVIEW_INGEST_POST_KEYS.",
-        ),
-    ] = None,
-    public: Annotated[
-        bool, typer.Option(help="Listen for other machines even without keys.")
-    ] = False,
-    max_traces: Annotated[
-        int, typer.Option(help="Maximum number of traces to keep; 0 for no limit.")
-    ] = 0,
-    max_stored_bytes: Annotated[
-        int, typer.Option(help="Maximum bytes of traces, as posted, to keep; 0 for no limit.")
-    ] = 0,
-    max_age_s: Annotated[
-        float, typer.Option(help="Seconds to keep a trace; 0 for no limit.")
-    ] = 0.0,
-    max_body_bytes: Annotated[int, typer.Option(help="Maximum size of a trace.")] = MOST_BODY_BYTES,
-    max_posts: Annotated[
-        int, typer.Option(help="Maximum number of posts at a time, waiting ones included.")
-    ] = MOST_POSTS,
-    cors_origin: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Origin of pages that may call the API; loopback for pages of this machine, "
-            "* for any. Default: loopback."
-        ),
-    ] = None,
-    allowed_hosts: Annotated[
-        list[str] | None,
-        typer.Option(help="Host name that clients may use, besides the address."),
-    ] = None,
-    trusted_proxy: Annotated[
-        list[str] | None,
-        typer.Option(help="Address or network of a proxy whose X-Forwarded-For is trusted."),
-    ] = None,
-    ssl_certfile: Annotated[
-        str | None, typer.Option(help="Certificate chain in PEM; turns on HTTPS.")
-    ] = None,
-    ssl_keyfile: Annotated[
-        str | None, typer.Option(help="Private key of the certificate in PEM.")
-    ] = None,
-    access_log: Annotated[bool, typer.Option(help="One JSON line per request on stderr.")] = True,
+    database: str = option(
+        "traces.db",
+        "SQLite file, or database URL: sqlite:///FILE or postgresql://USER:PASSWORD@HOST/NAME.",
+        envvar="KQVIEW_INGEST_DATABASE",
+    ),
+    host: str = option(_WEB.host, "Address to listen on."),
+    port: int = option(DEFAULT_PORT, "Port to listen on; 0 for a free one."),
+    key: list[str] | None = option(
+        None,
+        "Key of the operator, who sees and deletes everything; other readers see only "
+        "traces whose user_api_key they send. Without any, everyone sees everything. May also "
+        "be set as KQVIEW_INGEST_KEYS, separated by commas.",
+    ),
+    post_key: list[str] | None = option(
+        None,
+        "Key that may post traces; without any, everyone may. May also be set as "
+        "KQVIEW_INGEST_POST_KEYS.",
+    ),
+    public: bool = option(False, "Listen for other machines even without keys."),
+    max_traces: int = option(0, "Maximum number of traces to keep; 0 for no limit."),
+    max_stored_bytes: int = option(
+        0, "Maximum bytes of traces, as posted, to keep; 0 for no limit."
+    ),
+    max_age_s: float = option(0.0, "Seconds to keep a trace; 0 for no limit."),
+    max_body_bytes: int = option(MOST_BODY_BYTES, "Maximum size of a trace."),
+    max_posts: int = option(
+        MOST_POSTS, "Maximum number of posts at a time, waiting ones included."
+    ),
+    cors_origin: list[str] | None = option(
+        None,
+        "Origin of pages that may call the API; loopback for pages of this machine, "
+        "* for any. Default: loopback.",
+    ),
+    allowed_hosts: list[str] | None = option(
+        None, "Host name that clients may use, besides the address."
+    ),
+    trusted_proxy: list[str] | None = option(
+        None, "Address or network of a proxy whose X-Forwarded-For is trusted."
+    ),
+    ssl_certfile: str | None = option(None, "Certificate chain in PEM; turns on HTTPS."),
+    ssl_keyfile: str | None = option(None, "Private key of the certificate in PEM."),
+    access_log: bool = option(True, "One JSON line per request on stderr."),
 ) -> None:
     """Receive traces of generations with mods, store them, and show them on a page.
 

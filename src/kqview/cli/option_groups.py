@@ -1,4 +1,4 @@
-"""Groups of options that commands share: each is written once, as a dataclass.
+"""How commands say their options; groups of options that commands share are dataclasses.
 
 A command takes a group as a keyword-only parameter annotated with its class. `with_groups` shows
 typer an option for each field instead and builds the group when the command runs.
@@ -10,7 +10,19 @@ import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar, get_type_hints
 
+import typer
+
 _R = TypeVar("_R")
+
+
+def option(default: object, text: str, *names: str, panel: str | None = None, **more: Any) -> Any:
+    """An option of a command: its default, help and names; *more* is typer's."""
+    return typer.Option(default, *names, help=text, rich_help_panel=panel, **more)
+
+
+def argument(default: object, text: str, **more: Any) -> Any:
+    """A word of the command line, as `option`; ``...`` as *default* if it may not be left out."""
+    return typer.Argument(default, help=text, **more)
 
 
 class OptionGroup:

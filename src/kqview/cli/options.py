@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
 from kqview import json_input
 from kqview.cli.model_file import check_model_file
-from kqview.cli.option_groups import OptionGroup
+from kqview.cli.option_groups import OptionGroup, argument, option
 from kqview.cli.terminal import argument_text, is_piped, read_stdin, read_text
 from kqview.errors import KqviewError, RequestError
 from kqview.hub import fetch_model
@@ -127,26 +127,20 @@ DEMO: Final = ModelFile()
 class ModelChoice(OptionGroup):
     """Which model: the first word of the command line, or an option."""
 
-    model: Annotated[
-        str | None,
-        typer.Argument(metavar="MODEL", help="GGUF file. Left out with -m, --hf or --demo."),
-    ] = None
-    model_file: Annotated[
-        str | None,
-        typer.Option("--model", "-m", metavar="FILE", help="GGUF file.", rich_help_panel=_MODEL),
-    ] = None
-    hf: Annotated[
-        str | None,
-        typer.Option(
-            "--hf",
-            metavar="OWNER/REPO/FILE",
-            help="Download the model from the Hugging Face Hub.",
-            rich_help_panel=_MODEL,
-        ),
-    ] = None
-    demo: Annotated[
-        bool, typer.Option("--demo", help="Use the bundled demo model.", rich_help_panel=_MODEL)
-    ] = False
+    model: str | None = argument(
+        None, "GGUF file. Left out with -m, --hf or --demo.", metavar="MODEL"
+    )
+    model_file: str | None = option(
+        None, "GGUF file.", "--model", "-m", panel=_MODEL, metavar="FILE"
+    )
+    hf: str | None = option(
+        None,
+        "Download the model from the Hugging Face Hub.",
+        "--hf",
+        panel=_MODEL,
+        metavar="OWNER/REPO/FILE",
+    )
+    demo: bool = option(False, "Use the bundled demo model.", "--demo", panel=_MODEL)
 
     @property
     def is_named(self) -> bool:
@@ -197,49 +191,38 @@ class ModelChoice(OptionGroup):
 class EngineChoice(ModelChoice):
     """A model and how it is opened."""
 
-    ctx: Annotated[
-        int | None,
-        typer.Option(
-            "--ctx",
-            "-c",
-            min=0,
-            help="Context size in tokens; 0 is the default. [default: what fits in memory, at most "
-            "what the model was trained for]",
-            rich_help_panel=_MODEL,
-        ),
-    ] = None
+    ctx: int | None = option(
+        None,
+        "Context size in tokens; 0 is the default. [default: what fits in memory, at most "
+        "what the model was trained for]",
+        "--ctx",
+        "-c",
+        panel=_MODEL,
+        min=0,
+    )
     threads: ThreadsOption = None
     ngl: GpuLayersOption = -1
-    flash_attn: Annotated[
-        FlashAttn,
-        typer.Option("--flash-attn", "-fa", help="Flash attention.", rich_help_panel=_MODEL),
-    ] = "auto"
-    attention_kernel: Annotated[
-        Literal["auto", "kqview", "llama.cpp"],
-        typer.Option(
-            "--attention-kernel",
-            help="What computes attention on the CPU while decoding; auto: kqview.",
-            rich_help_panel=_MODEL,
-        ),
-    ] = "auto"
-    kv_type: Annotated[
-        str,
-        typer.Option(
-            "--kv-type",
-            metavar="TYPE",
-            help="Type of the KV cache: f32, f16, q8_0, ...",
-            rich_help_panel=_MODEL,
-        ),
-    ] = "f16"
-    rpc: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--rpc",
-            metavar="HOST:PORT",
-            help="Put layers on this RPC server; repeatable.",
-            rich_help_panel=_MODEL,
-        ),
-    ] = None
+    flash_attn: FlashAttn = option("auto", "Flash attention.", "--flash-attn", "-fa", panel=_MODEL)
+    attention_kernel: Literal["auto", "kqview", "llama.cpp"] = option(
+        "auto",
+        "What computes attention on the CPU while decoding; auto: kqview.",
+        "--attention-kernel",
+        panel=_MODEL,
+    )
+    kv_type: str = option(
+        "f16",
+        "Type of the KV cache: f32, f16, q8_0, ...",
+        "--kv-type",
+        panel=_MODEL,
+        metavar="TYPE",
+    )
+    rpc: list[str] | None = option(
+        None,
+        "Put layers on this RPC server; repeatable.",
+        "--rpc",
+        panel=_MODEL,
+        metavar="HOST:PORT",
+    )
 
     @contextmanager
     def open(self, model: ModelFile, **options: Any) -> "Generator[Engine]":
@@ -267,20 +250,11 @@ _STDIN: Final = "standard input"
 class PromptChoice(OptionGroup):
     """One text: a word of the command line, an option, a file or standard input."""
 
-    text: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="TEXT",
-            help="The text; without it, or as -, standard input.",
-            show_default=False,
-        ),
-    ] = None
-    prompt: Annotated[
-        str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="The text.")
-    ] = None
-    file: Annotated[
-        Path | None, typer.Option("--file", "-f", metavar="FILE", help="Read the text from FILE.")
-    ] = None
+    text: str | None = argument(
+        None, "The text; without it, or as -, standard input.", metavar="TEXT", show_default=False
+    )
+    prompt: str | None = option(None, "The text.", "--prompt", "-p", metavar="TEXT")
+    file: Path | None = option(None, "Read the text from FILE.", "--file", "-f", metavar="FILE")
 
     def read(self, words: Sequence[str]) -> str:
         """The text, without one newline at its end if it was read.
@@ -317,19 +291,13 @@ class PromptChoice(OptionGroup):
 class TextsChoice(OptionGroup):
     """Texts: words of the command line, files or standard input."""
 
-    texts: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="TEXT", help="Texts; without any, or for -, standard input.", show_default=False
-        ),
-    ] = None
-    files: Annotated[
-        list[Path] | None,
-        typer.Option("--file", "-f", metavar="FILE", help="Read a text from FILE; repeatable."),
-    ] = None
-    lines: Annotated[
-        bool, typer.Option("--lines", help="Each line of files and standard input is a text.")
-    ] = False
+    texts: list[str] | None = argument(
+        None, "Texts; without any, or for -, standard input.", metavar="TEXT", show_default=False
+    )
+    files: list[Path] | None = option(
+        None, "Read a text from FILE; repeatable.", "--file", "-f", metavar="FILE"
+    )
+    lines: bool = option(False, "Each line of files and standard input is a text.", "--lines")
 
     def read(self, words: Sequence[str]) -> list[tuple[str, str]]:
         """Names and texts, each without one newline at its end if it was read.
@@ -373,58 +341,39 @@ _INDICES: Final = re.compile(r"(?P<first>-?\d+)(?:-(?P<last>\d+))?")
 class CaptureChoice(OptionGroup):
     """Which attention is captured."""
 
-    capture: Annotated[
-        Kind | None,
-        typer.Option(
-            "--capture",
-            help="Values: probs (after the softmax), scores (before it) or qk (raw K·Q).",
-            rich_help_panel=_CAPTURE,
-        ),
-    ] = None
-    layers: Annotated[
-        str | None,
-        typer.Option(
-            metavar="LIST",
-            help="Only these layers, such as 0,3 or 8-11; -1 is the last.",
-            rich_help_panel=_CAPTURE,
-        ),
-    ] = None
-    heads: Annotated[
-        str | None,
-        typer.Option(
-            metavar="LIST",
-            help="Only these heads of each layer, such as 0,3 or 8-11.",
-            rich_help_panel=_CAPTURE,
-        ),
-    ] = None
-    reduce: Annotated[
-        Reduce | None,
-        typer.Option(
-            help="Reduce over the heads of each layer, or over layers and heads.",
-            rich_help_panel=_CAPTURE,
-        ),
-    ] = None
-    top: Annotated[
-        int | None,
-        typer.Option(
-            "--top-values",
-            min=1,
-            metavar="K",
-            help="Only the K largest values of each row.",
-            rich_help_panel=_CAPTURE,
-        ),
-    ] = None
-    spans: Annotated[
-        str | None,
-        typer.Option(
-            metavar="LIST",
-            help="Sums over ranges of columns, such as 0:12,12: (the end may be left out).",
-            rich_help_panel=_CAPTURE,
-        ),
-    ] = None
-    dtype: Annotated[DType, typer.Option(help="Type of the values.", rich_help_panel=_CAPTURE)] = (
-        "float32"
+    capture: Kind | None = option(
+        None,
+        "Values: probs (after the softmax), scores (before it) or qk (raw K·Q).",
+        "--capture",
+        panel=_CAPTURE,
     )
+    layers: str | None = option(
+        None,
+        "Only these layers, such as 0,3 or 8-11; -1 is the last.",
+        panel=_CAPTURE,
+        metavar="LIST",
+    )
+    heads: str | None = option(
+        None, "Only these heads of each layer, such as 0,3 or 8-11.", panel=_CAPTURE, metavar="LIST"
+    )
+    reduce: Reduce | None = option(
+        None, "Reduce over the heads of each layer, or over layers and heads.", panel=_CAPTURE
+    )
+    top: int | None = option(
+        None,
+        "Only the K largest values of each row.",
+        "--top-values",
+        panel=_CAPTURE,
+        min=1,
+        metavar="K",
+    )
+    spans: str | None = option(
+        None,
+        "Sums over ranges of columns, such as 0:12,12: (the end may be left out).",
+        panel=_CAPTURE,
+        metavar="LIST",
+    )
+    dtype: DType = option("float32", "Type of the values.", panel=_CAPTURE)
 
     @property
     def is_asked(self) -> bool:
@@ -500,35 +449,24 @@ _NUMBERS: Final = ("seed", "top_logprobs")  # those that may be None
 
 @dataclass(frozen=True, kw_only=True)
 class _Constraints(OptionGroup):
-    stop: Annotated[list[str] | None, typer.Option(help="Stop before this text; repeatable.")] = (
-        None
+    stop: list[str] | None = option(None, "Stop before this text; repeatable.")
+    json_schema: str | None = option(
+        None,
+        "JSON schema that the output follows.",
+        "--json-schema",
+        "-j",
+        panel=_CONSTRAINTS,
+        metavar="TEXT|@FILE",
     )
-    json_schema: Annotated[
-        str | None,
-        typer.Option(
-            "--json-schema",
-            "-j",
-            metavar="TEXT|@FILE",
-            help="JSON schema that the output follows.",
-            rich_help_panel=_CONSTRAINTS,
-        ),
-    ] = None
-    regex: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TEXT|@FILE",
-            help="Regular expression that the whole output matches.",
-            rich_help_panel=_CONSTRAINTS,
-        ),
-    ] = None
-    grammar: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TEXT|@FILE",
-            help="GBNF grammar that the output follows.",
-            rich_help_panel=_CONSTRAINTS,
-        ),
-    ] = None
+    regex: str | None = option(
+        None,
+        "Regular expression that the whole output matches.",
+        panel=_CONSTRAINTS,
+        metavar="TEXT|@FILE",
+    )
+    grammar: str | None = option(
+        None, "GBNF grammar that the output follows.", panel=_CONSTRAINTS, metavar="TEXT|@FILE"
+    )
 
 
 class SamplingChoice(OptionGroup):

@@ -4,13 +4,13 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import typer
 from numpy.typing import NDArray
 
-from kqview.cli.option_groups import with_groups
+from kqview.cli.option_groups import option, with_groups
 from kqview.cli.options import EngineChoice, JsonOption, SpecialOption, TextsChoice
 from kqview.viz.terminal import label
 
@@ -26,12 +26,8 @@ def score(
     *,
     source: EngineChoice,
     texts: TextsChoice,
-    top: Annotated[
-        int, typer.Option(min=0, max=100, metavar="K", help="Also show the K likeliest tokens.")
-    ] = 0,
-    summary: Annotated[
-        bool, typer.Option("--summary", help="Print only the totals of each text.")
-    ] = False,
+    top: int = option(0, "Also show the K likeliest tokens.", min=0, max=100, metavar="K"),
+    summary: bool = option(False, "Print only the totals of each text.", "--summary"),
     add_special: SpecialOption = True,
     as_json: JsonOption = False,
 ) -> None:

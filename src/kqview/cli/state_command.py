@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kqview.cli.option_groups import option
+
 if TYPE_CHECKING:
     from kqview.state.files import StateReport
     from kqview.state.fingerprint import ModelFiles
@@ -26,16 +28,12 @@ JsonOption = Annotated[
 @app.command()
 def check(
     files: Files,
-    model: Annotated[
-        Path | None,
-        typer.Option("--model", "-m", metavar="FILE", help="GGUF file the slots should belong to."),
-    ] = None,
-    lora: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="FILE[=SCALE]", help="LoRA adapter the model was loaded with; repeatable."
-        ),
-    ] = None,
+    model: Path | None = option(
+        None, "GGUF file the slots should belong to.", "--model", "-m", metavar="FILE"
+    ),
+    lora: list[str] | None = option(
+        None, "LoRA adapter the model was loaded with; repeatable.", metavar="FILE[=SCALE]"
+    ),
     as_json: JsonOption = False,
 ) -> None:
     """Check state files: one line each; exit status 1 if any of them is damaged.
