@@ -22,10 +22,10 @@ from report import Timing
 from runs import open_engine
 
 from kqview.bench.sweep import prompt_ids
+from kqview.server.apps.chat_service import ChatService
 from kqview.server.config import ChatSessions, Config
 from kqview.server.live_config import LiveConfig
 from kqview.server.models.run import GenerateRequest
-from kqview.server.models.service import Service
 from kqview.server.settings import Settings as ServerSettings
 from kqview.server.web.security import Caller
 from kqview.types import Sampling
@@ -77,7 +77,7 @@ class _Turns:
         self._engine = engine
         config = Config.of(ServerSettings())
         config = structs.replace(config, sessions=ChatSessions(states_dir=folder))
-        self._service = Service(engine, LiveConfig(config))
+        self._service = ChatService(engine, LiveConfig(config))
         n_vocab = engine.model.n_vocab
         self._history = prompt_ids(settings.n_context, n_vocab)
         self._ids = [*self._history, *prompt_ids(N_NEW, n_vocab, seed=1)]

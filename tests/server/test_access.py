@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kqview.server import Settings
+from kqview.server.apps.metrics import Metrics
 from kqview.server.web.middleware import AccessLog
-from kqview.server.web.pages import Metrics
 from tests.server.clients import (
     json_request,
     raw_connection,

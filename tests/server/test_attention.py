@@ -11,9 +11,8 @@ import pytest
 
 from kqview import Engine
 from kqview.errors import InvalidCapture
-from kqview.server.models.attention import (
+from kqview.server.api.wire.rows import (
     DATA_HERE,
-    AttentionWanted,
     Dense,
     Encoder,
     Sparse,
@@ -22,6 +21,7 @@ from kqview.server.models.attention import (
     shaped,
     split_json,
 )
+from kqview.server.models.attention import AttentionWanted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

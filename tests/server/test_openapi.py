@@ -17,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from kqview.demo import MODEL_PATH
 from kqview.server import Settings
 from kqview.server.app import DIALECTS
+from kqview.server.apps import status
 from kqview.server.web import pages
 from kqview.server.web.endpoint import Upload
 from kqview.server.web.openapi import describe
@@ -127,7 +128,7 @@ def test_keys_are_described_where_there_are_some(has_keys: bool):
 def described() -> dict[str, Any]:
     """The description of what kqview has, without the toy dialect."""
     table = [one for dialect in DIALECTS for one in dialect.OPERATIONS]
-    table += pages.operations(cast("Any", None), {})
+    table += pages.operations({}) + status.operations(cast("Any", None))
     return describe(table, version="1", has_keys=False)
 
 

@@ -15,10 +15,12 @@ import msgspec
 import numpy as np
 
 from kqview.server import Settings, app
-from kqview.server.models.attention import DATA_HERE, AttentionWanted, Dense, shaped, split_json
+from kqview.server.api.wire.rows import DATA_HERE, Dense, Encoder, shaped, split_json
+from kqview.server.models.attention import AttentionWanted
 from kqview.server.models.run import GenerateRequest, Removal, Run, Step
+from kqview.server.models.stream import Events, send_run
 from kqview.server.web import endpoint
-from kqview.server.web.endpoint import Call, Events, Frames, HttpReply, Operation
+from kqview.server.web.endpoint import Frames, HttpReply, Operation
 from kqview.types import PromptBlock, Sampling
 from tests.support.serving import Served, serving
 
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 
     from kqview import Engine
     from kqview.server.errors import Answer
+    from kqview.server.models.service import Call
     from kqview.server.web.sockets import Socket
 
 # ---- schema
@@ -119,8 +122,10 @@ class ToyRenderer:
         assert isinstance(dense, Dense)
         event["shape"] = dense.values.shape
         if self._is_binary:
-            return [*self._plain(event), run.encoder.raw(dense.values)]
-        return split_json({**event, "data": DATA_HERE}, run.encoder.base64(dense.values))
+            return [*self._plain(event), Encoder(run.count_copied).raw(dense.values)]
+        return split_json(
+            {**event, "data": DATA_HERE}, Encoder(run.count_copied).base64(dense.values)
+        )
 
 
 # ---- routes
@@ -150,7 +155,7 @@ async def socket_once(call: Call, socket: Socket) -> None:
     raw = await socket.receive(timeout_s=call.service.settings.idle_timeout_s)
     body = decoded(raw)
     run = await call.service.start(neutral(body, call.request_id), call.caller, call.hold)
-    await socket.pump_alone(run, ToyRenderer(is_binary=True, fails_at=body.fails_at))
+    await socket.alone(send_run(socket, run, ToyRenderer(is_binary=True, fails_at=body.fails_at)))
 
 
 async def socket_many(call: Call, socket: Socket) -> None:
@@ -163,7 +168,7 @@ async def socket_many(call: Call, socket: Socket) -> None:
             run = await call.service.start(
                 neutral(body, f"{call.request_id}-{len(raw)}"), call.caller, call.hold
             )
-            pump = asyncio.create_task(socket.pump(run, ToyRenderer(is_binary=True)))
+            pump = asyncio.create_task(send_run(socket, run, ToyRenderer(is_binary=True)))
             await asyncio.wait({pump})
     finally:
         if pump is not None:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from kqview.server.api.wire.chat_work import ChatRequest, prepare, prompt_of
+from kqview.server.apps.chat_service import ChatService
 from kqview.server.config import ChatSessions, Config
 from kqview.server.live_config import LiveConfig
-from kqview.server.models.service import Service
 from kqview.server.settings import Settings
 from kqview.server.web.security import Caller
 from kqview.types import Sampling
@@ -49,7 +49,7 @@ class Answered:
 class Chats:
     """Sessions of one service."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: ChatService) -> None:
         self.service = service
         self._n = 0
 
@@ -123,7 +123,7 @@ async def chats(
 ) -> AsyncGenerator[Chats]:
     """Open a service of *engine* whose table [sessions] is given, and close it."""
     async with asyncio.timeout(WITHIN_S):
-        service = Service(engine, LiveConfig(config or config_of(**sessions)))
+        service = ChatService(engine, LiveConfig(config or config_of(**sessions)))
         await service.open()
         try:
             yield Chats(service)

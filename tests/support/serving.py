@@ -28,8 +28,8 @@ from kqview.server.config import Config  # noqa: E402
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from kqview.server.apps.chat_service import ChatService
     from kqview.server.models.run import Run
-    from kqview.server.models.service import Service
 
 # Until a test fails, not a measure of anything: machines that are busy with other work are slow.
 STARTS_WITHIN_S = 60.0
@@ -43,7 +43,7 @@ class Served:
 
     url: str
     ws_url: str
-    service: Service
+    service: ChatService
     server: uvicorn.Server
 
     @property

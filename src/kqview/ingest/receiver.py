@@ -22,7 +22,7 @@ from kqview.ingest.settings import IngestSettings
 from kqview.ingest.store import Reader, Store
 from kqview.server.settings import Settings
 from kqview.server.web.budget import Body, Budget
-from kqview.server.web.endpoint import Frames
+from kqview.server.web.endpoint import Frames, Host
 
 _T = TypeVar("_T")
 _log: Final = logging.getLogger("kqview.server")
@@ -36,8 +36,8 @@ _PRUNE_S: Final = 60.0
 _MOST_NEWS: Final = 100  # summaries in one query of a feed
 
 
-class Receiver:
-    """One receiver; a `kqview.server.web.endpoint.Host` for its operations."""
+class Receiver(Host):
+    """One receiver, for its operations."""
 
     def __init__(self, settings: IngestSettings) -> None:
         """Open the database.

@@ -15,7 +15,7 @@ from kqview.ingest.schema import Health, Time, Trace, TraceList, Values
 from kqview.ingest.store import Filter, Reader
 from kqview.server.errors import Answer, NotFound, Unprocessable, UnsupportedMedia
 from kqview.server.web import static_files
-from kqview.server.web.endpoint import Call, Feed, HttpReply, Operation, Upload
+from kqview.server.web.endpoint import AnyCall, Feed, HttpReply, Operation, Upload
 from kqview.server.web.security import Access, sent_key
 
 _MOST_LISTED: Final = 200
@@ -78,13 +78,13 @@ def operations(
     store = receiver.store
     has_keys = bool(receiver.settings.admin_keys)
 
-    async def ingest(call: Call, upload: Upload) -> HttpReply:
+    async def ingest(call: AnyCall, upload: Upload) -> HttpReply:
         _check_media(call)
         with receiver.admitted():
             await receiver.put(await upload.read(receiver.settings.max_body_bytes))
         return HttpReply(b"", "", status=201)
 
-    async def list_traces(call: Call) -> TraceList:
+    async def list_traces(call: AnyCall) -> TraceList:
         chosen, limit = _chosen(call), _limit(call)
         cursor = call.query.get("cursor") or None
         traces, next_cursor = await receiver.read(
@@ -92,38 +92,38 @@ def operations(
         )
         return TraceList(traces, next_cursor)
 
-    async def trace(call: Call) -> HttpReply:
+    async def trace(call: AnyCall) -> HttpReply:
         request_id = _text(call.path["request_id"])
         body = await receiver.read(store.trace, request_id, _reader(call))
         if body is None:
             raise _unknown(request_id)
         return HttpReply(body, gzips=True)
 
-    async def delete(call: Call) -> HttpReply:
+    async def delete(call: AnyCall) -> HttpReply:
         request_id = _text(call.path["request_id"])
         if not await receiver.delete(request_id):
             raise _unknown(request_id)
         return HttpReply(b"", "", status=204)
 
-    async def stream(call: Call) -> Feed:
+    async def stream(call: AnyCall) -> Feed:
         after = call.headers.get("last-event-id", "")
         revision = int(after) if after.isdecimal() and len(after) < 19 else None
         return Feed(receiver.feed(_reader(call), revision))
 
-    async def values(call: Call) -> Values:
+    async def values(call: AnyCall) -> Values:
         return await receiver.read(store.values, _reader(call))
 
-    async def health(call: Call) -> HttpReply:
+    async def health(call: AnyCall) -> HttpReply:
         is_well, body = await receiver.health()
         return HttpReply(msgspec.json.encode(body), status=200 if is_well else 503)
 
-    async def show_metrics(call: Call) -> HttpReply:
+    async def show_metrics(call: AnyCall) -> HttpReply:
         return HttpReply(await metrics.text(), CONTENT_TYPE_LATEST)
 
-    async def openapi(call: Call) -> HttpReply:
+    async def openapi(call: AnyCall) -> HttpReply:
         return HttpReply(msgspec.json.encode(description), gzips=True)
 
-    def _reader(call: Call) -> Reader:
+    def _reader(call: AnyCall) -> Reader:
         sees_all = call.caller.is_admin or not has_keys
         # Clients send UTF-8 in headers, which ASGI leaves as bytes.
         key = sent_key(call.headers).encode("latin-1").decode("utf-8", "replace")
@@ -184,7 +184,7 @@ def _unknown(request_id: str) -> NotFound:
     return NotFound(f"there is no trace {request_id!r}; GET /v1/traces lists all")
 
 
-def _check_media(call: Call) -> None:
+def _check_media(call: AnyCall) -> None:
     kind = call.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and not (kind.startswith("application/") and "+json" in kind):
         raise UnsupportedMedia(f"the body is of type {kind!r}; send JSON as application/json")
@@ -195,7 +195,7 @@ def _text(sent: str) -> str:
     return sent.replace("\0", "")
 
 
-def _limit(call: Call) -> int:
+def _limit(call: AnyCall) -> int:
     text = call.query.get("limit") or str(_LISTED)
     if not text.isdecimal() or len(text) > 9 or not 1 <= int(text) <= _MOST_LISTED:
         raise RequestError(
@@ -204,7 +204,7 @@ def _limit(call: Call) -> int:
     return int(text)
 
 
-def _chosen(call: Call) -> Filter:
+def _chosen(call: AnyCall) -> Filter:
     query = {name: _text(call.query.get(name, "")) or None for name in _FILTERS}
     return Filter(
         model=query["model"],

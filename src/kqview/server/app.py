@@ -24,10 +24,12 @@ from kqview.server.api.llama_server import routes as llama_server
 from kqview.server.api.models import routes as models
 from kqview.server.api.openai import responses
 from kqview.server.api.openai import routes as openai
+from kqview.server.apps import status
+from kqview.server.apps.chat_service import ChatService
+from kqview.server.apps.metrics import Metrics
 from kqview.server.apps.mia4 import routes as mia4
 from kqview.server.config import Config
 from kqview.server.live_config import LiveConfig, Reloaded, reloaded
-from kqview.server.models.service import Service
 from kqview.server.settings import Settings
 from kqview.server.web import openapi, pages
 from kqview.server.web.endpoint import Endpoint, Operation
@@ -48,7 +50,7 @@ class App(EdgeMiddleware):
     """
 
     def __init__(
-        self, asgi: ASGIApp, service: Service, log: AccessLog, describe: Callable[[], None]
+        self, asgi: ASGIApp, service: ChatService, log: AccessLog, describe: Callable[[], None]
     ) -> None:
         super().__init__(asgi, service.live)
         self.service = service
@@ -104,10 +106,10 @@ def create_app(
     if not config.models:
         config = msgspec.structs.replace(config, models=Config.of(config.settings).models)
     live = LiveConfig(config)
-    service = Service(engine, live)
-    metrics = pages.Metrics(service)
+    service = ChatService(engine, live)
+    metrics = Metrics(service)
     description: dict[str, Any] = {}
-    operations = pages.operations(metrics, description)
+    operations = pages.operations(description) + status.operations(metrics)
     for dialect in DIALECTS:
         operations += dialect.OPERATIONS
 
@@ -138,7 +140,9 @@ def create_app(
     return App(with_cors(log, live), service, log, describe)
 
 
-def _routes(operations: Iterable[Operation], service: Service, gate: Gate) -> Iterable[BaseRoute]:
+def _routes(
+    operations: Iterable[Operation], service: ChatService, gate: Gate
+) -> Iterable[BaseRoute]:
     for one in operations:
         for path in (one.path, *one.also):
             if one.method == "WS":

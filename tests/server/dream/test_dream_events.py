@@ -25,7 +25,6 @@ from kqview.server.api.dream.events import (
 )
 from kqview.server.api.wire.attention_protocol import with_lists
 from kqview.server.errors import Answer, answer_of
-from kqview.server.models.attention import Encoder
 from kqview.server.models.run import Run, Step
 from kqview.server.web.budget import Budget
 from kqview.types import PromptBlock, Token, Usage
@@ -39,7 +38,7 @@ def run_of(**known: Any) -> Run:
     """As much of a Run as a renderer reads."""
     copied.clear()
     generations = [SimpleNamespace(finish_reason=known.get("finish_reason"), tool_calls=None)]
-    facts = {"error": None, "encoder": Encoder(copied.append), "generations": generations, **ENDED}
+    facts = {"error": None, "count_copied": copied.append, "generations": generations, **ENDED}
     return cast("Run", SimpleNamespace(**{**facts, **known}))
 
 
@@ -263,7 +262,7 @@ def run_of_reply(**known: Any) -> Run:
         usage=Usage(prompt_tokens=267, completion_tokens=3),
     )  # fmt: skip
     facts = {
-        "encoder": Encoder(lambda n: None), "generations": [generation] * known.get("n", 1),
+        "count_copied": lambda n: None, "generations": [generation] * known.get("n", 1),
         "finish_reason": "stop_token", **ENDED,
     }  # fmt: skip
     return cast("Run", SimpleNamespace(**facts))

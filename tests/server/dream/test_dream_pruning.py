@@ -10,7 +10,8 @@ import pytest
 
 from kqview.errors import RequestError
 from kqview.server.api.dream import pruning, schema
-from kqview.server.models.attention import AttentionWanted, Dense, shaped
+from kqview.server.api.wire.rows import Dense, shaped
+from kqview.server.models.attention import AttentionWanted
 from tests.support.dream import QWEN, plan_from
 
 N_LAYER, N_HEAD, N_PROMPT = 3, 4, 10

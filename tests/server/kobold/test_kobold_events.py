@@ -17,7 +17,7 @@ from kqview.generation.text import TextStream
 from kqview.server.api.kobold.convert import PlainEvents, SocketFrames, TypedEvents
 from kqview.server.api.wire.attention_protocol import RowFacts
 from kqview.server.errors import answer_of
-from kqview.server.models.attention import AttentionWanted, Encoder
+from kqview.server.models.attention import AttentionWanted
 from kqview.server.models.run import Step
 from kqview.server.web.endpoint import EVENT_HEAD, EVENT_TAIL, NEXT_EVENT
 from kqview.stop_strings import ShownText
@@ -37,7 +37,7 @@ def ended(text: str = "", stop: str | None = None, reason: str = "length", **fac
         label=facts.get("request_id", "r"),
         n_tokens=facts.get("n_tokens", 0),
         finish_reason=reason,
-        encoder=Encoder(lambda n_bytes: None),
+        count_copied=lambda n_bytes: None,
         generations=(
             SimpleNamespace(text=text, stop_match=stop, tool_calls=None, prompt_ids=[5, 6]),
         ),

@@ -23,7 +23,7 @@ from kqview.errors import KqviewError
 from kqview.generation.stream import Generation, count_copied, is_parked
 from kqview.mods.events import Dialogue
 from kqview.mods.steering import Forcing
-from kqview.server.models.attention import AttentionWanted, Encoder
+from kqview.server.models.attention import AttentionWanted
 from kqview.server.models.mod_runs import ModWanted
 from kqview.server.models.phrases import Held, Phrases
 from kqview.server.web.budget import Reservation
@@ -216,7 +216,8 @@ class Run:
         """Tokens of the prompt's text that were left out."""
         self.generations = tuple(generations)
         self.hold = hold
-        self.encoder = Encoder(partial(count_copied, generations[0]))
+        self.count_copied = partial(count_copied, generations[0])
+        """Tells the engine how many bytes of attention were copied; any thread."""
         self.started_s = time.monotonic()
         self.ended_s: float | None = None
         self.n_tokens = 0

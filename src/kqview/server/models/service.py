@@ -14,7 +14,9 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence, Sized
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
+
+from starlette.datastructures import QueryParams
 
 from kqview._core import StopFlag
 from kqview.engine import Engine
@@ -24,13 +26,11 @@ from kqview.machine import physical_memory_bytes
 from kqview.mods.events import conversation_of
 from kqview.mods.failures import logging_failures
 from kqview.mods.folder import ModInfo
-from kqview.server.apps.conversations import Conversations
 from kqview.server.errors import model_changed, renamed, too_late
 from kqview.server.live_config import LiveConfig
-from kqview.server.models.cancelling import Cancelling
 from kqview.server.models.events_bus import Bus
 from kqview.server.models.mod_runs import ModRuns
-from kqview.server.models.model_entry import OFFLOAD_ITEMS, ModelEntry
+from kqview.server.models.model_entry import OFFLOAD_ITEMS, ModelEntry, resolved
 from kqview.server.models.model_files import model_names
 from kqview.server.models.phrases import PhraseBan, Phrases
 from kqview.server.models.pool import Pool
@@ -39,8 +39,11 @@ from kqview.server.models.run import GenerateRequest, LastRun, Run
 from kqview.server.models.sessions import Sessions, StateFiles
 from kqview.server.models.truncation import truncated
 from kqview.server.settings import Settings
+from kqview.server.web import endpoint
 from kqview.server.web.budget import Budget, Reservation, uncounted
+from kqview.server.web.endpoint import DECODED_TIMES, Operation
 from kqview.server.web.security import ANYONE, Caller
+from kqview.server.web.sockets import SocketHost
 from kqview.server.web.workers import Workers
 from kqview.submission import owned_by, unless
 from kqview.types import Score
@@ -55,13 +58,12 @@ OFFLOAD_BYTES: Final = 256 * 1024
 _OFFLOAD_BODY: Final = 32 * 1024  # bytes of JSON: less than that to decode
 _OFFLOAD_FIELDS: Final = 4 * 1024  # bytes of lists whose elements are checked
 _N_WORKERS: Final = 4
-_LEAST_CLOSE_S: Final = 1.0  # for an engine to end, however little of the grace is left
-DECODED_TIMES: Final = 17
-"""Most bytes that a byte of JSON takes, with what it decodes to."""
+LEAST_CLOSE_S: Final = 1.0
+"""For an engine to end, however little of the grace is left."""
 _SCORE_BYTES: Final = 384  # a logprob with its id and text, as a value and as JSON
 
 
-class Service:
+class Service(SocketHost):
     """What every dialect calls, from the event loop that serves."""
 
     def __init__(self, engine: Engine | None, settings: Settings | LiveConfig) -> None:
@@ -73,7 +75,6 @@ class Service:
         self.budget = Budget(physical_memory_bytes() // 4 if memory_bytes is None else memory_bytes)
         self.kept = RowCache(self.budget, settings.kept_attention_bytes)
         self.bus = Bus()
-        self.cancelling = Cancelling()
         self.runs: dict[tuple[str, str], Run] = {}
         """Runs by owner and request_id."""
         self.started_s = time.monotonic()
@@ -83,7 +84,6 @@ class Service:
         self.pool = Pool(self.live, engine, on_idle=self._note_idle)
         self.pool.listeners.add(self.bus.publish)
         self.sessions = Sessions(self.live)
-        self.conversations = Conversations(self.live, self.budget)
         self.mod_runs = ModRuns(self.live)
         self.files = StateFiles(self.live)
         self._leave_by_s: float | None = None  # when the grace is over
@@ -100,6 +100,24 @@ class Service:
         """The settings in effect."""
         return self.live.settings
 
+    @property
+    def is_closing(self) -> bool:
+        """Whether the server ends."""
+        return self.pool.is_closing
+
+    @contextlib.asynccontextmanager
+    async def entered(
+        self, operation: Operation, args: tuple[Any, ...], query: QueryParams
+    ) -> AsyncGenerator[tuple[ModelEntry | None, tuple[Any, ...]]]:
+        """The model that a request uses, which stays loaded until its reply was sent."""
+        if operation.model == "none":
+            yield None, args
+            return
+        named = [*(getattr(one, "model", None) for one in args), query.get("model")]
+        name = next((one for one in named if one), None) if operation.model == "named" else None
+        async with self.pool.using(name) as served:
+            yield served, tuple(resolved(one, served) for one in args)
+
     # ---- life
 
     async def open(self) -> None:
@@ -109,7 +127,6 @@ class Service:
             KqviewError: As the constructor of Engine.
         """
         await asyncio.to_thread(self.load)
-        await self.conversations.open()
 
     def load(self, progress: Callable[[float], object] | None = None) -> None:
         """Like `open`, but blocking, before the event loop runs; `open` then finds it done.
@@ -139,9 +156,8 @@ class Service:
     async def close(self) -> None:
         """End everything, including the engines that are ours."""
         await self.drain(self.settings.shutdown_grace_s)
-        await self.conversations.close(max(_LEAST_CLOSE_S, self.grace_left_s))
-        await self.pool.close(max(_LEAST_CLOSE_S, self.grace_left_s))
-        await asyncio.to_thread(self.mod_runs.close, max(_LEAST_CLOSE_S, self.grace_left_s))
+        await self.pool.close(max(LEAST_CLOSE_S, self.grace_left_s))
+        await asyncio.to_thread(self.mod_runs.close, max(LEAST_CLOSE_S, self.grace_left_s))
         self._workers.shutdown(wait=False, cancel_futures=True)
         self._builders.shutdown()
 
@@ -553,3 +569,7 @@ def _for_sample(request: GenerateRequest, i: int) -> Any:
     if i == 0 or sampling.seed is None:
         return sampling
     return replace(sampling, seed=(sampling.seed + i) % (2**32 - 1))
+
+
+Call: TypeAlias = endpoint.Call[Service, ModelEntry]
+"""A request to an operation of the models."""

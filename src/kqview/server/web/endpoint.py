@@ -2,16 +2,12 @@
 
 It does what every operation needs and no dialect should repeat: who may call, how large a body may
 be, JSON to typed request and typed reply to JSON, errors in the dialect's words, Server-Sent
-Events, and cancelling the work when the client leaves.
+Events, and cancelling the work when the client leaves. What it serves (`Host`) it does not know.
 
 A `Connection` is what lies below a request or WebSocket, as far as public ASGI shows it: ASGI can
 neither drop a connection nor send several messages in one write. `web.uvicorn_parts` has one that
 can, for the versions of uvicorn that it was checked with. The bytes that a client receives are the
 same.
-
-`pump` is the loop that every stream of tokens goes through, over SSE and WebSockets alike. While it
-waits for a client, nobody takes the run's next token; its mailbox fills and the engine pauses that
-request alone: backpressure from the socket to the slot.
 """
 
 import asyncio
@@ -27,36 +23,39 @@ from collections.abc import (
     Iterable,
     Mapping,
     Sequence,
+    Sized,
 )
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
-from typing import Any, Final, Literal, Protocol, cast
+from typing import Any, Final, Generic, Literal, Protocol, TypeAlias, TypeVar, cast
 
 import msgspec
 from starlette.datastructures import Headers, QueryParams
 from starlette.types import Message, Receive, Scope, Send
 
 from kqview._core import count_values
-from kqview.errors import EmittedError, InternalError, KqviewError, ModFailed, RequestError
+from kqview.errors import RequestError
 from kqview.json_input import DEPTH_MAX, TooDeep
 from kqview.server.errors import Answer, SlowBody, TooLarge, UnsupportedMedia, answer_of
-from kqview.server.models.attention import split_json
-from kqview.server.models.model_entry import ModelEntry, resolved
-from kqview.server.models.run import Removal, Run, Step
-from kqview.server.models.service import OFFLOAD_BYTES, Service
 from kqview.server.settings import Settings
 from kqview.server.web.budget import Body, Budget, Reservation
 from kqview.server.web.lenient import LenientDecoder
 from kqview.server.web.security import Access, Caller, Gate
-from kqview.types import PromptBlock
 
 _log: Final = logging.getLogger("kqview.server")
 
 Handler = Callable[..., Awaitable[Any]]
 Decoder = LenientDecoder | msgspec.json.Decoder[Any]
 Frames = Sequence[bytes | str]
-SendFrames = Callable[[Frames], Awaitable[None]]
+_HostT = TypeVar("_HostT")
+_ModelT = TypeVar("_ModelT")
+_Raw = TypeVar("_Raw", bound=Sized)
+_T = TypeVar("_T")
+
+DECODED_TIMES: Final = 17
+"""Most bytes that a byte of JSON takes, with what it decodes to."""
 
 PIECE_BYTES: Final = 2**20
 """Bytes of a reply that are written before the client is waited for."""
@@ -77,17 +76,17 @@ EVENT_TAIL: Final = b"\n\n"
 NEXT_EVENT: Final = EVENT_TAIL + EVENT_HEAD
 """Stands between two events in the pieces of one call, over SSE."""
 NAMED_HEAD: Final = b"event: "
-"""`Events.head` of a stream whose pieces come from `named_events`."""
+"""Head of the events of a stream in which each piece begins with its event's name."""
 
 
 # ---- what a dialect sees
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class Call(Generic[_HostT, _ModelT]):
     """One request as a handler sees it; the memory that it keeps is counted in ``hold``."""
 
-    service: Service
+    service: _HostT
     caller: Caller
     headers: Headers
     query: QueryParams
@@ -96,15 +95,27 @@ class Call:
     n_body_bytes: int = 0
     path: Mapping[str, str] = field(default_factory=dict[str, str])
     """Values of the names in braces in the operation's path."""
-    served: ModelEntry | None = None
+    served: _ModelT | None = None
     unknown: tuple[str, ...] = ()
     """Members of the body that its type does not have; only of a lenient operation."""
 
     @property
-    def model(self) -> ModelEntry:
+    def model(self) -> _ModelT:
         """The model of a request whose operation uses one; it stays loaded until the reply ends."""
         assert self.served is not None, "the operation says that it uses no model"
         return self.served
+
+
+AnyCall: TypeAlias = Call[Any, Any]
+"""A call of whatever is served."""
+
+
+class Reply(Protocol):
+    """What a handler returns if its reply is more than a value for msgspec to encode."""
+
+    async def send(self, call: AnyCall, response: "Response") -> None:
+        """Send it to the client of *call*."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +131,16 @@ class HttpReply:
     gzips: bool = False
     headers: Mapping[str, str] = field(default_factory=dict[str, str])
 
+    async def send(self, call: AnyCall, response: "Response") -> None:
+        """Send it, counted."""
+        reply = self
+        call.hold.take(len(self.body))
+        asks = self.gzips or call.query.get("compression") == "gzip"
+        if asks and "gzip" in call.headers.get("accept-encoding", ""):
+            call.hold.take(len(self.body))
+            reply = await call.service.offload(len(self.body), _gzipped, self)
+        await response.whole(reply)
+
 
 @dataclass(frozen=True, slots=True)
 class LongReply:
@@ -128,6 +149,10 @@ class LongReply:
     n_bytes: int
     pieces: Iterable[bytes]
     media_type: str = "application/json"
+
+    async def send(self, call: AnyCall, response: "Response") -> None:
+        """Send it piece by piece."""
+        await response.sent(200, self.media_type, {}, self.n_bytes, self.pieces)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +164,14 @@ class Feed:
     """
 
     events: AsyncGenerator[Frames]
+
+    async def send(self, call: AnyCall, response: "Response") -> None:
+        """Send each event when it comes."""
+        response.event_head = b""
+        async with contextlib.aclosing(self.events):
+            async for frames in self.events:
+                await response.event(frames)
+        await response.finish()
 
 
 UPLOADS: Final = ("application/json", "application/octet-stream")
@@ -199,48 +232,6 @@ class Upload:
         self._body.close()
 
 
-class Renderer(Protocol):
-    """How a dialect writes what happens. Pure; `token` and `prompt` may run in another thread.
-
-    Over SSE the frames of one call are bytes, the pieces of one event's data; no frames are no
-    event. Over a WebSocket each frame is a message, text or binary; those of a call stay together.
-    """
-
-    def prompt(self, run: Run, block: PromptBlock) -> Frames:
-        """Rows of the prompt."""
-        ...
-
-    def token(self, run: Run, step: Step) -> Frames:
-        """One token."""
-        ...
-
-    def removed(self, run: Run, removal: Removal) -> Frames:
-        """Tokens that mods have taken back; they were rendered before."""
-        ...
-
-    def done(self, run: Run) -> Frames:
-        """The end."""
-        ...
-
-    def error(self, run: Run | None, answer: Answer) -> Frames:
-        """What went wrong; nothing follows it."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Events:
-    """A reply that is streamed as Server-Sent Events, each of which begins with *head*.
-
-    *n_repeated* is about how many bytes its first event, its last and that of an error repeat of
-    the request.
-    """
-
-    run: Run
-    renderer: Renderer
-    head: bytes = EVENT_HEAD
-    n_repeated: int = 0
-
-
 @dataclass(frozen=True, slots=True)
 class Sample:
     """A message of a WebSocket, or an event of a stream, as the description shows it.
@@ -278,7 +269,7 @@ class Operation:
         path: URL path; ``{name}`` stands for one part of it, see `Call.path`.
         handler: ``async def handler(call)``, with the decoded body as second argument if there is a
             *body*, with a `web.sockets.Socket` for a WebSocket. Returns whatever msgspec
-            can encode, an `HttpReply`, `LongReply`, `Events` or `Feed`.
+            can encode, or a `Reply`.
         tag: Dialect, by which the API description groups; "" keeps it out of the description.
         summary: One line for the description.
         body: Type of the JSON body, None for none. Any content type is read as JSON. With `Upload`
@@ -432,30 +423,45 @@ def connection_of(scope: Scope) -> Connection:
 # ---- one operation
 
 
-class Host(Protocol):
-    """What operations need that read no body but an `Upload` and stream no `Events`."""
+class Host:
+    """What operations serve; this one has no models."""
+
+    budget: Budget
+    """Memory for requests and replies."""
 
     @property
     def settings(self) -> Settings:
         """Limits."""
-        ...
+        raise NotImplementedError
 
-    @property
-    def budget(self) -> Budget:
-        """Memory for requests and replies."""
-        ...
+    async def offload(self, n_bytes: int, work: Callable[..., _T], *args: Any) -> _T:
+        """Do *work* here, or in another thread if *n_bytes* would hold up the event loop."""
+        raise NotImplementedError
 
-    async def offload(self, n_bytes: int, work: Callable[..., Any], *args: Any) -> Any:
-        """As `Service.offload`."""
-        ...
+    async def decoded(self, decode: Callable[[_Raw], _T], raw: _Raw, hold: Reservation) -> _T:
+        """*decode* of *raw*, counted in *hold*; the result may live as long as that."""
+        hold.take((DECODED_TIMES - 1) * len(raw))
+        return decode(raw)
+
+    def entered(
+        self, operation: Operation, args: tuple[Any, ...], query: QueryParams
+    ) -> AbstractAsyncContextManager[tuple[Any, tuple[Any, ...]]]:
+        """What `Call.served` is until the reply has been sent, and the handler's further arguments.
+
+        Args:
+            operation: What is called; its ``model`` says what it needs.
+            args: The decoded body, if there is one.
+            query: Of the URL.
+        """
+        return contextlib.nullcontext((None, args))
 
 
 class Endpoint:
     """ASGI app of one HTTP operation."""
 
-    def __init__(self, operation: Operation, service: Service | Host, gate: Gate) -> None:
+    def __init__(self, operation: Operation, host: Host, gate: Gate) -> None:
         self._operation = operation
-        self._service = cast("Service", service)
+        self._host = host
         self._gate = gate
         self._decoder: Decoder | None = None
         if operation.body not in (None, Upload):
@@ -464,47 +470,36 @@ class Endpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
+        operation, host = self._operation, self._host
         headers = Headers(scope=scope)
         connection = connection_of(scope)
-        response = _Response(send, self._service.settings.idle_timeout_s, connection)
+        response = Response(send, host.settings.idle_timeout_s, connection)
         try:
-            caller = self._gate.check(scope, access=self._operation.access)
+            caller = self._gate.check(scope, access=operation.access)
             with (
-                self._service.budget.hold(caller.name) as hold,
-                Upload(headers, receive, self._service.settings, hold) as upload,
+                host.budget.hold(caller.name) as hold,
+                Upload(headers, receive, host.settings, hold) as upload,
             ):
                 args, n_body_bytes, unknown = await self._args(upload, hold)
                 query = QueryParams(scope["query_string"])
                 after_body = upload.after_body if upload in args else receive
                 async with (
                     _WhileConnected(connection, after_body),
-                    self._model(args, query) as served,
+                    host.entered(operation, args, query) as (served, args),
                 ):
-                    call = Call(
-                        self._service, caller, headers, query, scope["state"]["request_id"], hold,
+                    call: Call[Any, Any] = Call(
+                        host, caller, headers, query, scope["state"]["request_id"], hold,
                         n_body_bytes, scope["path_params"], served, unknown,
                     )  # fmt: skip
-                    if served is not None:
-                        args = tuple(resolved(one, served) for one in args)
-                    await self._reply(call, args, response)
+                    reply = await operation.handler(call, *args)
+                    if not hasattr(reply, "send"):
+                        reply = HttpReply(msgspec.json.encode(reply))
+                    await reply.send(call, response)
         except ClientGone as error:
             if isinstance(error, Stalled):
                 connection.abort()
         except Exception as error:
             await self._fail(response, error)
-
-    @contextlib.asynccontextmanager
-    async def _model(
-        self, args: tuple[Any, ...], query: QueryParams
-    ) -> AsyncGenerator[ModelEntry | None]:
-        wanted = self._operation.model
-        if wanted == "none":
-            yield None
-            return
-        named = [*(getattr(one, "model", None) for one in args), query.get("model")]
-        name = next((one for one in named if one), None) if wanted == "named" else None
-        async with self._service.pool.using(name) as served:
-            yield served
 
     async def _args(
         self, upload: Upload, hold: Reservation
@@ -514,47 +509,13 @@ class Endpoint:
             return (upload,), 0, ()
         if self._decoder is None:  # a body is neither expected nor kept
             return (), 0, ()
-        with await upload.read(self._service.settings.max_body_bytes) as raw:
+        with await upload.read(self._host.settings.max_body_bytes) as raw:
             read = partial(_decoded_body, self._decoder)
-            body, unknown = await self._service.decoded(read, raw, hold)
+            body, unknown = await self._host.decoded(read, raw, hold)
             hold.put(len(raw))
             return (body,), len(raw), unknown
 
-    async def _reply(self, call: Call, args: tuple[Any, ...], response: "_Response") -> None:
-        reply = await self._operation.handler(call, *args)
-        if isinstance(reply, Events):
-            response.event_head = reply.head
-            error = await pump(
-                self._service,
-                reply.run,
-                reply.renderer,
-                response.event,
-                reply.n_repeated,
-                raises_first=True,
-            )
-            if error is None:  # else the stream is cut: a clean end would look like success
-                await response.finish()
-            return
-        if isinstance(reply, Feed):
-            response.event_head = b""
-            async with contextlib.aclosing(reply.events):
-                async for frames in reply.events:
-                    await response.event(frames)
-            await response.finish()
-            return
-        if isinstance(reply, LongReply):
-            await response.sent(200, reply.media_type, {}, reply.n_bytes, reply.pieces)
-            return
-        if not isinstance(reply, HttpReply):
-            reply = HttpReply(msgspec.json.encode(reply))
-        call.hold.take(len(reply.body))
-        asks = reply.gzips or call.query.get("compression") == "gzip"
-        if asks and "gzip" in call.headers.get("accept-encoding", ""):
-            call.hold.take(len(reply.body))
-            reply = await self._service.offload(len(reply.body), _gzipped, reply)
-        await response.whole(reply)
-
-    async def _fail(self, response: "_Response", error: Exception) -> None:
+    async def _fail(self, response: "Response", error: Exception) -> None:
         answer = answer_of(error)
         if answer.code == "INTERNAL":
             _log.error("%s failed", self._operation.path, exc_info=error)
@@ -612,7 +573,7 @@ class _WhileConnected:
         self._leave()
 
 
-class _Response:
+class Response:
     """Sends one reply; waits for the client, but not longer than *idle_s*."""
 
     def __init__(self, send: Send, idle_s: float, connection: Connection) -> None:
@@ -691,22 +652,6 @@ def error_reply(answer: Answer, error_body: Callable[[Answer], Any]) -> HttpRepl
     if answer.status == 415:  # a decoder would have to be bounded, and no client asks for one
         headers["accept-encoding"] = "identity"
     return HttpReply(msgspec.json.encode(error_body(answer)), status=answer.status, headers=headers)
-
-
-def named_events(events: Sequence[Mapping[str, Any]], data: bytes | None = None) -> list[bytes]:
-    """Pieces of events that are named by their ``type``, for a stream with `NAMED_HEAD`.
-
-    *data* belongs at the `DATA_HERE` of the last one.
-    """
-    pieces: list[bytes] = []
-    for i, one in enumerate(events):
-        head = EVENT_TAIL + NAMED_HEAD if i else b""
-        pieces.append(b"%s%s\ndata: " % (head, one["type"].encode()))
-        if data is None or i < len(events) - 1:
-            pieces.append(msgspec.json.encode(one))
-        else:
-            pieces += split_json(one, data)
-    return pieces
 
 
 def json_in_slices(value: msgspec.Struct) -> bytes:
@@ -830,107 +775,3 @@ def _gzipped(reply: HttpReply) -> HttpReply:
     body = packer.compress(reply.body) + packer.flush()
     headers = {**reply.headers, "content-encoding": "gzip", "vary": "Accept-Encoding"}
     return HttpReply(body, reply.media_type, reply.status, headers=headers)
-
-
-# ---- a stream of tokens
-
-
-async def pump(
-    service: Service,
-    run: Run,
-    renderer: Renderer,
-    send: SendFrames,
-    n_repeated: int = 0,
-    *,
-    raises_first: bool = False,
-) -> KqviewError | None:
-    """Send *run* to its end and close it.
-
-    Args:
-        service: The run's.
-        run: What to send.
-        renderer: How to write it.
-        send: Sends the frames of one event; raises ClientGone, and Stalled after a time.
-        n_repeated: As of `Events`.
-        raises_first: Whether an error of a mod is raised, not sent, if nothing was sent before.
-
-    Returns:
-        The error that ended the run, which was sent too; None if it ended well.
-
-    Raises:
-        ClientGone: Nobody reads; the run is closed.
-        asyncio.CancelledError: It was cancelled from outside; the run is closed.
-        EmittedError, ModFailed: See *raises_first*.
-    """
-    has_sent = False
-
-    async def note(frames: Frames) -> None:
-        nonlocal has_sent
-        has_sent = True
-        await send(frames)
-
-    async with run:
-        try:
-            with run.hold.part() as unread:
-                n_sent = await _send_tokens(service, run, renderer, note, unread, n_repeated)
-            for removal in run.last_removals():
-                await send(renderer.removed(run, removal))
-            # The slot is free before the client hears that it is.
-            await run.aclose()
-            # The end may have the whole answer once more.
-            await send(await service.offload(n_sent + n_repeated, renderer.done, run))
-        except ClientGone:
-            raise
-        except (EmittedError, ModFailed) as error:
-            if raises_first and not has_sent:
-                raise
-            failure = error
-        except KqviewError as error:
-            failure = error
-        except Exception as error:
-            _log.error("stream of %s failed", run.request_id, exc_info=error)
-            failure = InternalError("the server failed; its log says more")
-            run.end(failure)
-        else:
-            return None
-        answer = answer_of(failure)
-        await send(await service.offload(n_repeated, renderer.error, run, answer))
-        return failure
-
-
-async def _send_tokens(
-    service: Service,
-    run: Run,
-    renderer: Renderer,
-    send: SendFrames,
-    unread: Reservation,
-    n_repeated: int,
-) -> int:
-    """Send rows and tokens, and return how many bytes that were.
-
-    *unread* counts the bytes that the client may not have read.
-    """
-    n_sent = 0
-
-    async def deliver(frames: Frames) -> None:
-        nonlocal n_sent, n_repeated
-        if frames:
-            n_bytes = sum(map(len, frames))
-            n_sent, n_repeated = n_sent + n_bytes, 0  # only the first event repeats
-            unread.take(n_bytes)
-            await send(frames)
-            unread.set(n_bytes)  # transports wait for what was sent before
-
-    async for block in run.prompt_blocks():
-        # Rows of layers with different numbers of heads are a tuple: large enough for a thread.
-        n_bytes = getattr(block.rows, "nbytes", OFFLOAD_BYTES)
-        frames = await service.offload(n_bytes + n_repeated, renderer.prompt, run, block)
-        del block  # the pool wants its memory back while the client reads
-        await deliver(frames)
-    async for step in run:
-        if step.removal is not None:
-            await deliver(renderer.removed(run, step.removal))
-        frames = await service.offload(step.n_bytes + n_repeated, renderer.token, run, step)
-        del step
-        await deliver(frames)
-    return n_sent

@@ -8,7 +8,7 @@ failed.
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine, Generator
 from typing import Any, Final
 
 import msgspec
@@ -17,21 +17,19 @@ from starlette.types import Message, Receive, Scope, Send
 
 from kqview.errors import KqviewError
 from kqview.server.errors import ShuttingDown, TooLarge, answer_of
-from kqview.server.models.run import Run
-from kqview.server.models.service import DECODED_TIMES, Service
 from kqview.server.web.budget import Reservation
 from kqview.server.web.endpoint import (
+    DECODED_TIMES,
     FRAMES,
     UNKNOWN,
     Call,
     ClientGone,
     Connection,
     Frames,
+    Host,
     Operation,
-    Renderer,
     Stalled,
     connection_of,
-    pump,
 )
 from kqview.server.web.security import Gate
 
@@ -48,12 +46,24 @@ class Disconnected(ClientGone):
     """The client is gone: nothing more will be received."""
 
 
+class SocketHost(Host):
+    """A `Host` of operations over WebSockets."""
+
+    on_drain: set[Callable[[], Awaitable[None]]]
+    """Called when the server ends."""
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether the server ends."""
+        raise NotImplementedError
+
+
 class Socket:
     """One accepted WebSocket; one task reads, any task of the loop sends."""
 
     def __init__(
         self,
-        service: Service,
+        host: SocketHost,
         receive: Receive,
         send: Send,
         *,
@@ -65,7 +75,7 @@ class Socket:
         """Wrap an ASGI WebSocket.
 
         Args:
-            service: Whose settings count.
+            host: Whose settings count.
             receive: Of ASGI.
             send: Of ASGI.
             subprotocol: The one agreed on, None for none.
@@ -73,7 +83,7 @@ class Socket:
             takes_frames: Whether *send* supports the extension `FRAMES`.
             on_message: Called for each message but the first; raising refuses the message.
         """
-        self.service = service
+        self.host = host
         self.subprotocol = subprotocol
         self._receive = receive
         self._send = send
@@ -84,9 +94,9 @@ class Socket:
         self._is_closed = False
         self._messages: Reservation | None = None
         self._n_received = 0
-        self._n_pumps = 0
-        self._has_no_pump = asyncio.Event()
-        self._has_no_pump.set()
+        self._n_streams = 0
+        self._has_no_stream = asyncio.Event()
+        self._has_no_stream.set()
 
     @property
     def is_closed(self) -> bool:
@@ -126,7 +136,7 @@ class Socket:
             KqviewError: It does not fit into the memory that the client may hold.
             TimeoutError: Nothing came in time.
         """
-        if self.service.pool.is_closing and not self._n_pumps:
+        if self.host.is_closing and not self._n_streams:
             raise ShuttingDown("the server is shutting down; try again later")
         async with asyncio.timeout(timeout_s):
             message = await self._receive()
@@ -138,13 +148,13 @@ class Socket:
             self._on_message()
         text = message.get("text")
         data: bytes | str = message.get("bytes") or b"" if text is None else text
-        limit = self.service.settings.max_message_bytes
+        limit = self.host.settings.max_message_bytes
         n_bytes = len(data.encode()) if isinstance(data, str) and not data.isascii() else len(data)
         if n_bytes > limit:
             raise TooLarge(f"the message has {n_bytes} bytes, the limit is {limit}; send less")
         if self._messages is not None:
             # A run may keep the largest message until it ends.
-            kept_bytes = self._messages.n_bytes if self._n_pumps else 0
+            kept_bytes = self._messages.n_bytes if self._n_streams else 0
             self._messages.set(max(kept_bytes, DECODED_TIMES * n_bytes))
         return data
 
@@ -187,7 +197,7 @@ class Socket:
 
     async def _pass(self, message: Message) -> None:
         try:
-            await self._connection.send(self._send, message, self.service.settings.idle_timeout_s)
+            await self._connection.send(self._send, message, self.host.settings.idle_timeout_s)
         except ClientGone as error:
             self._is_closed = True
             if isinstance(error, Stalled):
@@ -196,31 +206,30 @@ class Socket:
 
     async def go_away(self) -> None:
         """Close it because the server ends, after its generations were told."""
-        await self._has_no_pump.wait()
+        await self._has_no_stream.wait()
         await _quietly(self.close(CLOSE_GOING_AWAY, "the server is shutting down"))
 
-    async def pump(self, run: Run, renderer: Renderer) -> None:
-        """Send *run* to its end; if it fails, close the socket. See `endpoint.pump`."""
-        self._n_pumps += 1
-        self._has_no_pump.clear()
+    @contextlib.contextmanager
+    def streaming(self) -> Generator[None]:
+        """A block that sends a stream, before whose end the server does not close the socket."""
+        self._n_streams += 1
+        self._has_no_stream.clear()
         try:
-            error = await pump(self.service, run, renderer, self.send)
-            if error is not None:
-                await self.close(close_code(error), str(error))
+            yield
         finally:
-            self._n_pumps -= 1
-            if not self._n_pumps:
-                self._has_no_pump.set()
+            self._n_streams -= 1
+            if not self._n_streams:
+                self._has_no_stream.set()
 
-    async def pump_alone(self, run: Run, renderer: Renderer) -> None:
-        """Like `pump`, for protocols with one request a socket: further messages are ignored.
+    async def alone(self, stream: Coroutine[Any, Any, None]) -> None:
+        """Send *stream* in a protocol with one request a socket: further messages are ignored.
 
         Raises:
             Disconnected: The client is gone.
             TooLarge: A message was too large.
             RateLimited: The client sends too much.
         """
-        sending = asyncio.ensure_future(self.pump(run, renderer))
+        sending = asyncio.ensure_future(stream)
         leaving = asyncio.ensure_future(self._ignore_messages())
         try:
             await asyncio.wait({sending, leaving}, return_when=asyncio.FIRST_COMPLETED)
@@ -246,9 +255,9 @@ def close_code(error: BaseException) -> int:
 class SocketEndpoint:
     """ASGI app of one operation over a WebSocket."""
 
-    def __init__(self, operation: Operation, service: Service, gate: Gate) -> None:
+    def __init__(self, operation: Operation, host: SocketHost, gate: Gate) -> None:
         self._operation = operation
-        self._service = service
+        self._host = host
         self._gate = gate
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -262,7 +271,7 @@ class SocketEndpoint:
                 self._gate.check(scope, access=self._operation.access)
 
         socket = Socket(
-            self._service,
+            self._host,
             receive,
             send,
             subprotocol=next((n for n in scope.get("subprotocols", ()) if n in known), None),
@@ -270,19 +279,19 @@ class SocketEndpoint:
             takes_frames=FRAMES in (scope.get("extensions") or {}),
             on_message=check,
         )
-        self._service.on_drain.add(socket.go_away)
+        self._host.on_drain.add(socket.go_away)
         holds = contextlib.ExitStack()
         try:
             # Accepted even if it is then refused: a page sees no other close code.
             await socket.accept()
             caller = self._gate.check(scope, access=self._operation.access)
-            budget = self._service.budget
+            budget = self._host.budget
             hold, arriving, messages = (
                 holds.enter_context(budget.hold(caller.name)) for _ in range(3)
             )
             socket.admit(arriving, messages)
-            call = Call(
-                self._service, caller, Headers(scope=scope), QueryParams(scope["query_string"]),
+            call: Call[Any, Any] = Call(
+                self._host, caller, Headers(scope=scope), QueryParams(scope["query_string"]),
                 scope["state"]["request_id"], hold, path=scope["path_params"],
             )  # fmt: skip
             await self._operation.handler(call, socket)
@@ -292,14 +301,14 @@ class SocketEndpoint:
         except ClientGone:
             return
         except KqviewError as error:
-            # No stream has begun, or `pump` would have told the client.
+            # No stream has begun, or it would have told the client itself.
             await _quietly(self._refuse(socket, error))
         except Exception as error:
             _log.error("%s failed", self._operation.path, exc_info=error)
             await _quietly(self._refuse(socket, error))
         finally:
             holds.close()
-            self._service.on_drain.discard(socket.go_away)
+            self._host.on_drain.discard(socket.go_away)
 
     async def _refuse(self, socket: Socket, error: Exception) -> None:
         answer = answer_of(error)

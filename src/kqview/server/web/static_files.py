@@ -13,7 +13,7 @@ from importlib.resources.abc import Traversable
 from typing import Any, Final
 
 from kqview.server.errors import Answer
-from kqview.server.web.endpoint import Call, Handler, HttpReply, Operation
+from kqview.server.web.endpoint import AnyCall, Handler, HttpReply, Operation
 
 _MEDIA_TYPES: Final = {
     "html": "text/html; charset=utf-8",
@@ -44,7 +44,7 @@ def parts(
 def page(file: Traversable) -> Handler:
     """A handler that serves *file*, as it is at that time."""
 
-    async def serve(call: Call) -> HttpReply:
+    async def serve(call: AnyCall) -> HttpReply:
         media_type = _MEDIA_TYPES[_kind(file)]
         headers = {"cache-control": "no-cache"}
         return HttpReply(file.read_bytes(), media_type, gzips=True, headers=headers)

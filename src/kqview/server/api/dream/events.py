@@ -33,8 +33,9 @@ from kqview.server.api.wire.attention_protocol import (
     with_lists,
 )
 from kqview.server.api.wire.mods_field import removed, tool_calls_of
+from kqview.server.api.wire.rows import Dense, Encoder, joined_text, shaped
 from kqview.server.errors import Answer
-from kqview.server.models.attention import AttentionWanted, Dense, Encoder, joined_text, shaped
+from kqview.server.models.attention import AttentionWanted
 from kqview.server.models.run import Removal, Run, Step, TokenLogprobs
 from kqview.server.web.budget import Reservation
 from kqview.server.web.endpoint import Frames, check_values
@@ -131,7 +132,10 @@ class EventRenderer:
         """Rows of the prompt."""
         assert block.rows is not None
         event = {**self._head("prompt_attention"), "start": block.start, "rows": block.n_rows}
-        return [*self._start(run), *self._with_attention(event, block.rows, run.encoder)]
+        return [
+            *self._start(run),
+            *self._with_attention(event, block.rows, Encoder(run.count_copied)),
+        ]
 
     def _start(self, run: Run) -> Frames:
         """The event that precedes the first one, if it is wanted and this is that."""
@@ -151,7 +155,7 @@ class EventRenderer:
             event["sample"] = step.sample
         if self._plan.shown is None or token.attention is None:
             return [*self._start(run), packed(event, packs=self._packs)]
-        frames = self._with_attention(event, token.attention, run.encoder)
+        frames = self._with_attention(event, token.attention, Encoder(run.count_copied))
         return [*self._start(run), *frames]
 
     def removed(self, run: Run, removal: Removal) -> Frames:
@@ -431,7 +435,9 @@ class ReplyBuilder:
         return generation.text + stop
 
     def _with_attention(self, run: Run, entry: Object, rows: Any) -> bytes:
-        attention, data, _ = attention_parts(self._plan, rows, run.encoder, packs=self._packs)
+        attention, data, _ = attention_parts(
+            self._plan, rows, Encoder(run.count_copied), packs=self._packs
+        )
         entry["attention"] = attention
         if self._packs:
             encoded = msgspec.msgpack.encode(entry)

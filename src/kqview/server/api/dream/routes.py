@@ -45,10 +45,11 @@ from kqview.server.errors import Answer, answer_of
 from kqview.server.models.model_entry import ModelEntry, resolved
 from kqview.server.models.model_files import name_in as name_of_file
 from kqview.server.models.run import Run
-from kqview.server.models.service import Service
+from kqview.server.models.service import Call, Service
+from kqview.server.models.stream import send_run
 from kqview.server.settings import Settings
 from kqview.server.web.budget import Reservation, uncounted
-from kqview.server.web.endpoint import Call, HttpReply, Operation, Sample, error_reply
+from kqview.server.web.endpoint import HttpReply, Operation, Sample, error_reply
 from kqview.server.web.security import ANYONE, Caller
 from kqview.server.web.sockets import Socket
 
@@ -286,7 +287,7 @@ class Session:
         self, run: Run, renderer: EventRenderer, use: contextlib.AsyncExitStack
     ) -> None:
         async with use:
-            await self._socket.pump(run, renderer)
+            await send_run(self._socket, run, renderer)
 
     async def _refuse(
         self,

@@ -32,8 +32,8 @@ from kqview.server.api.wire.attention_protocol import (
     start_event,
 )
 from kqview.server.api.wire.mods_field import mods_of, removed, tool_calls_of
+from kqview.server.api.wire.rows import Dense, Encoder, Shaped, shaped
 from kqview.server.errors import Answer
-from kqview.server.models.attention import Dense, Shaped, shaped
 from kqview.server.models.run import GenerateRequest, LastRun, Removal, Run, Step
 from kqview.server.settings import AttentionValues, Settings
 from kqview.server.web.endpoint import NEXT_EVENT
@@ -326,7 +326,7 @@ class TypedEvents:
         event["request_id"] = run.label
         if rows is None or self._facts is None:
             return [*self._start(run), *event_pieces({**event, "attention": None}, None)]
-        attention, data = attention_object(rows, run.encoder, facts=self._facts)
+        attention, data = attention_object(rows, Encoder(run.count_copied), facts=self._facts)
         return [*self._start(run), *event_pieces({**event, "attention": attention}, data)]
 
     def _start(self, run: Run) -> list[bytes]:
@@ -427,13 +427,13 @@ class SocketFrames:
         event = {"type": "token", "token_id": token.id, "text": token.text}
         rows = _shaped(self._facts, token.attention)
         if self._is_usual and isinstance(rows, Dense) and rows.heads_by_layer is None:
-            return [*self._start(run), _text(event), run.encoder.raw(rows.values)]
+            return [*self._start(run), _text(event), Encoder(run.count_copied).raw(rows.values)]
         return self._frames(run, event, rows)
 
     def _frames(self, run: Run, event: Object, rows: Shaped | None) -> list[bytes | str]:
         data = b""
         if rows is not None and self._facts is not None:
-            attention, data = attention_frame(rows, run.encoder, facts=self._facts)
+            attention, data = attention_frame(rows, Encoder(run.count_copied), facts=self._facts)
             event = {**event, "attention": attention}
         return [*self._start(run), _text(event), data]
 

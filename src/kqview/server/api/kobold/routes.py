@@ -23,9 +23,9 @@ from kqview.server.api.wire.attention_protocol import (
 from kqview.server.api.wire.event_parts import StartEvent
 from kqview.server.models.model_entry import resolved
 from kqview.server.models.run import LastRun, Run
+from kqview.server.models.service import Call
+from kqview.server.models.stream import Events, send_run
 from kqview.server.web.endpoint import (
-    Call,
-    Events,
     Handler,
     HttpReply,
     Operation,
@@ -114,7 +114,7 @@ async def stream_socket(call: Call, socket: Socket) -> None:
         body = resolved(body, model)
         begun = await _begun(replace(call, served=model), body, len(raw), unknown, asked=True)
         frames = SocketFrames(begun.facts, begun.ignored, has_start=bool(body.start_event))
-        await socket.pump_alone(begun.run, frames)
+        await socket.alone(send_run(socket, begun.run, frames))
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,9 @@ from kqview.lora import LoraAdapter
 from kqview.server.api.llama_server import about, states
 from kqview.server.api.wire.llama_fields import Failure, LoraScale, error_body
 from kqview.server.errors import Forbidden, renamed
+from kqview.server.models.service import Call
 from kqview.server.web.described import example
-from kqview.server.web.endpoint import Call, OneOf, Operation, Upload
+from kqview.server.web.endpoint import OneOf, Operation, Upload
 
 _TAG: Final = "llama-server"
 

@@ -8,8 +8,9 @@ from msgspec import Struct
 
 from kqview.errors import RequestError
 from kqview.server.errors import NotSupported, renamed
+from kqview.server.models.service import Call
 from kqview.server.web.described import example
-from kqview.server.web.endpoint import Call, HttpReply, json_in_slices
+from kqview.server.web.endpoint import HttpReply, json_in_slices
 from kqview.types import Classification
 
 _PREDICTION_BYTES = 256  # an object with a label and a number, and its JSON

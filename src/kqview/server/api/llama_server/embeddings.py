@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from kqview.errors import RequestError
 from kqview.server.api.wire.prompts import Parts, ids_of_each, prompts_of
 from kqview.server.errors import NotSupported, renamed
+from kqview.server.models.service import Call
 from kqview.server.web.described import example
-from kqview.server.web.endpoint import Call, HttpReply
+from kqview.server.web.endpoint import HttpReply
 
 Vectors = NDArray[np.float32]
 

@@ -10,8 +10,9 @@ from msgspec import UNSET, Struct, UnsetType
 from kqview.engine import Engine
 from kqview.errors import RequestError
 from kqview.server.errors import NotSupported, renamed
+from kqview.server.models.service import Call
 from kqview.server.web.described import example
-from kqview.server.web.endpoint import Call, HttpReply
+from kqview.server.web.endpoint import HttpReply
 from kqview.types import Classification
 
 _RESULT_BYTES: Final = 256  # an object with two numbers, and its JSON

@@ -15,17 +15,9 @@ from kqview.server.api.wire.chat_work import prompt_of
 from kqview.server.api.wire.llama_fields import Failure, LlamaFields, error_body, with_defaults
 from kqview.server.api.wire.prompts import ids_of, ids_of_each, prompts_of
 from kqview.server.errors import NotSupported
-from kqview.server.models.service import OFFLOAD_BYTES
-from kqview.server.web.endpoint import (
-    Call,
-    Events,
-    Handler,
-    HttpReply,
-    Operation,
-    Sample,
-    empty,
-    json_in_slices,
-)
+from kqview.server.models.service import OFFLOAD_BYTES, Call
+from kqview.server.models.stream import Events
+from kqview.server.web.endpoint import Handler, HttpReply, Operation, Sample, empty, json_in_slices
 
 _TAG: Final = "llama-server"
 

@@ -13,8 +13,9 @@ from kqview.server.api.llama_server.slots import (
     use,
 )
 from kqview.server.api.wire.llama_fields import Failure, error_body
+from kqview.server.models.service import Call
 from kqview.server.models.sessions import SavedSlot
-from kqview.server.web.endpoint import Call, OneOf, Operation, Upload
+from kqview.server.web.endpoint import OneOf, Operation, Upload
 from kqview.slot import Slot
 
 _TAG: Final = "llama-server"

@@ -12,9 +12,10 @@ from kqview.errors import QueueFull, RequestError, StateError, UnsupportedModel
 from kqview.server.api.llama_server import about, states
 from kqview.server.api.wire.llama_fields import Failure, error_body
 from kqview.server.errors import NotSupported, Unauthorized
+from kqview.server.models.service import Call
 from kqview.server.models.sessions import SavedSlot
 from kqview.server.web.budget import Body
-from kqview.server.web.endpoint import Call, LongReply, OneOf, Operation, Upload
+from kqview.server.web.endpoint import LongReply, OneOf, Operation, Upload
 from kqview.slot import Slot
 
 Action = Callable[[Call, Upload, int], Awaitable[Any]]

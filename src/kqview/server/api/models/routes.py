@@ -6,7 +6,8 @@ from kqview.server.api.models.convert import state_of
 from kqview.server.api.models.schema import ModelState
 from kqview.server.errors import UnknownModel
 from kqview.server.models.model_entry import ModelEntry
-from kqview.server.web.endpoint import Call, Handler, Operation
+from kqview.server.models.service import Call
+from kqview.server.web.endpoint import Handler, Operation
 from kqview.server.web.pages import Failure, error_body
 
 _TAG: Final = "models"

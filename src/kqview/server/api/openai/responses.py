@@ -15,7 +15,9 @@ from kqview.server.api.wire.attention_field import AttentionWriter, keeps
 from kqview.server.api.wire.chat_run import counted, finished, started
 from kqview.server.api.wire.chat_work import ChatRequest
 from kqview.server.api.wire.llama_fields import Failure, error_body, with_defaults
-from kqview.server.web.endpoint import NAMED_HEAD, Call, Events, HttpReply, Operation, Sample
+from kqview.server.models.service import Call
+from kqview.server.models.stream import Events
+from kqview.server.web.endpoint import NAMED_HEAD, HttpReply, Operation, Sample
 
 
 async def create(call: Call, body: schema.ResponsesBody) -> HttpReply | Events:

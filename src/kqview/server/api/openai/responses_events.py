@@ -12,9 +12,9 @@ from kqview.server.api.wire.attention_field import AttentionWriter
 from kqview.server.api.wire.attention_protocol import LOGPROB_BYTES
 from kqview.server.api.wire.chat_work import mod_calls, taken_back
 from kqview.server.api.wire.llama_fields import Clock, Timings, prompt_progress, timings_of
+from kqview.server.api.wire.rows import named_events
 from kqview.server.errors import Answer
 from kqview.server.models.run import Removal, Run, Step
-from kqview.server.web.endpoint import named_events
 from kqview.types import PromptBlock, Token
 
 Object = dict[str, Any]

@@ -19,7 +19,9 @@ from kqview.server.api.wire.llama_fields import Failure, error_body, with_defaul
 from kqview.server.api.wire.prompts import ids_of_each, prompts_of
 from kqview.server.errors import NotFound, NotSupported, renamed
 from kqview.server.models.row_cache import Row, Rows
-from kqview.server.web.endpoint import Call, Events, Handler, HttpReply, Operation, Sample
+from kqview.server.models.service import Call
+from kqview.server.models.stream import Events
+from kqview.server.web.endpoint import Handler, HttpReply, Operation, Sample
 
 _TAG: Final = "openai"
 # Templates may take seconds: their work is large enough for another thread.

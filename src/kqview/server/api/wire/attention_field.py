@@ -17,14 +17,9 @@ from kqview.server.api.wire.attention_protocol import (
     event_pieces,
 )
 from kqview.server.api.wire.fields import first
+from kqview.server.api.wire.rows import Dense, Encoder, shaped
 from kqview.server.errors import TooLarge
-from kqview.server.models.attention import (
-    DEFAULT_TOP_K,
-    Aggregation,
-    AttentionWanted,
-    Dense,
-    shaped,
-)
+from kqview.server.models.attention import DEFAULT_TOP_K, Aggregation, AttentionWanted
 from kqview.server.models.row_cache import PromptText, Row, RowCache
 from kqview.server.models.run import Removal, Run, Step
 from kqview.server.settings import AttentionValues, Settings
@@ -206,15 +201,17 @@ class AttentionWriter:
     def _object(
         self, run: Run, facts: RowFacts, named: Object, rows: Rows
     ) -> tuple[Object | None, bytes | None]:
-        fields, data = attention_object(shaped(facts.wanted, rows), run.encoder, facts=facts)
+        fields, data = attention_object(
+            shaped(facts.wanted, rows), Encoder(run.count_copied), facts=facts
+        )
         return {**named, **fields}, data
 
     def _row(self, run: Run, facts: RowFacts, step: Step, rows: Rows) -> Row:
         values, token = shaped(facts.wanted, rows), step.token
         if isinstance(values, Dense):
-            _, data = attention_frame(values, run.encoder, facts=facts)
+            _, data = attention_frame(values, Encoder(run.count_copied), facts=facts)
             return Row(token.id, token.text, values.values.shape, data)
-        fields, _ = attention_object(values, run.encoder, facts=facts)
+        fields, _ = attention_object(values, Encoder(run.count_copied), facts=facts)
         return Row(token.id, token.text, (), msgspec.json.encode(fields), "application/json")
 
 

@@ -31,18 +31,9 @@ from kqview.errors import (
     RequestError,
 )
 from kqview.server.api.wire.mods_field import ModsField
+from kqview.server.api.wire.rows import DATA_HERE, Dense, Encoder, Shaped, Sparse, Viz, split_json
 from kqview.server.errors import renamed
-from kqview.server.models.attention import (
-    DATA_HERE,
-    DEFAULT_TOP_K,
-    AttentionWanted,
-    Dense,
-    Encoder,
-    Shaped,
-    Sparse,
-    Viz,
-    split_json,
-)
+from kqview.server.models.attention import DEFAULT_TOP_K, AttentionWanted
 from kqview.server.models.run import Run, TokenLogprobs
 from kqview.server.settings import AttentionValues, Settings
 from kqview.server.web.described import example

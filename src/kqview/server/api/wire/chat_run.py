@@ -8,8 +8,8 @@ from kqview.engine import Engine
 from kqview.server.api.wire.attention_field import AttentionWriter, Lists
 from kqview.server.api.wire.chat_work import ChatRequest, ChatWork, prepare, prompt_of
 from kqview.server.models.run import Run
-from kqview.server.models.service import DECODED_TIMES
-from kqview.server.web.endpoint import Call
+from kqview.server.models.service import Call
+from kqview.server.web.endpoint import DECODED_TIMES
 from kqview.types import Token
 
 # Templates may take seconds: their work is large enough for another thread.

@@ -6,7 +6,7 @@ from typing import Any, Final, cast
 
 from kqview.errors import RequestError
 from kqview.server.errors import NotSupported
-from kqview.server.web.endpoint import Call
+from kqview.server.models.service import Call
 
 Parts = Sequence[int | str]
 """A prompt: ids and texts, which follow one another."""

@@ -14,7 +14,9 @@ import msgspec
 from kqview.errors import InternalError, KqviewError
 from kqview.server import config
 from kqview.server.api.wire.attention_field import AttentionWriter
+from kqview.server.apps.chat_service import Call, ChatService
 from kqview.server.apps.mia4 import convert, frames, schema, stream_schema
+from kqview.server.apps.mia4.cancelling import Cancelled
 from kqview.server.apps.mia4.convert import error_body
 from kqview.server.apps.mia4.persona import Persona, Text
 from kqview.server.apps.mia4.turn import Named, Turn
@@ -22,14 +24,12 @@ from kqview.server.config import UNNAMED
 from kqview.server.errors import NotFound, answer_of, too_late
 from kqview.server.live_config import LiveConfig
 from kqview.server.models import events_bus
-from kqview.server.models.cancelling import Cancelled
 from kqview.server.models.events_bus import Subscription
 from kqview.server.models.model_entry import ModelEntry, resolved
 from kqview.server.models.row_cache import Rows
-from kqview.server.models.service import OFFLOAD_BYTES, Service
+from kqview.server.models.service import OFFLOAD_BYTES
 from kqview.server.web.endpoint import (
     EVENT_TAIL,
-    Call,
     Feed,
     Frames,
     Handler,
@@ -132,7 +132,7 @@ async def _persona(call: Call) -> Text | None:
 
 
 async def _streamed(
-    service: Service, turn: Turn, resources: contextlib.AsyncExitStack
+    service: ChatService, turn: Turn, resources: contextlib.AsyncExitStack
 ) -> AsyncGenerator[Frames]:
     """Every frame of *turn*, the last one ``end``; holds *resources* meanwhile."""
     run = turn.run
@@ -157,7 +157,7 @@ async def _streamed(
 
 
 async def _written(
-    service: Service, n_bytes: int, write: Callable[..., list[bytes]], *args: Any
+    service: ChatService, n_bytes: int, write: Callable[..., list[bytes]], *args: Any
 ) -> list[bytes]:
     """*write*, of *n_bytes*; in another thread if that is much.
 
@@ -174,7 +174,7 @@ async def _written(
         raise
 
 
-async def _ended(service: Service, turn: Turn, failure: KqviewError | None) -> list[bytes]:
+async def _ended(service: ChatService, turn: Turn, failure: KqviewError | None) -> list[bytes]:
     """End *turn*, and store its answer in the conversation; returns the last frames."""
     try:
         await turn.run.aclose()

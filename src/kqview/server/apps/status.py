@@ -1,0 +1,99 @@
+"""What the server says about itself: whether it is healthy, the mods of its folder, its metrics."""
+
+from typing import Annotated, Any
+
+import msgspec
+
+from kqview.server.apps.metrics import MEDIA_TYPE, Metrics
+from kqview.server.models.service import Call
+from kqview.server.web.described import example
+from kqview.server.web.endpoint import HttpReply, Operation
+from kqview.server.web.pages import get
+
+
+class Health(msgspec.Struct):
+    """Whether the server accepts requests.
+
+    Attributes:
+        status: "ok", "closing", "no model" or "stalled".
+        model: Name of the model; null if none is loaded yet.
+        reason: Why it is stalled.
+        error: Why it accepts none, in the form of llama.cpp's server.
+    """
+
+    status: Annotated[str, example("ok")]
+    model: Annotated[str | None, example("demo")] = None
+    reason: Annotated[str | msgspec.UnsetType, example("no step for 60 s")] = msgspec.UNSET
+    error: Annotated[dict[str, Any] | msgspec.UnsetType, example({"code": 503})] = msgspec.UNSET
+
+
+class ModItem(msgspec.Struct):
+    """A mod that requests may name.
+
+    Attributes:
+        id: Its name.
+        summary: What it does.
+        error: Why its file cannot be used; null if it can.
+        object: Always "mod".
+    """
+
+    id: Annotated[str, example("stop_early")]
+    summary: Annotated[str, example("Ends the answer early.")]
+    error: Annotated[str | None, example("line 3: invalid syntax")]
+    object: Annotated[str, example("mod")] = "mod"
+
+
+class ModList(msgspec.Struct):
+    """The mods of the server's folder.
+
+    Attributes:
+        data: The mods.
+        object: Always "list".
+    """
+
+    data: list[ModItem]
+    object: Annotated[str, example("list")] = "list"
+
+
+def operations(metrics: Metrics) -> list[Operation]:
+    """Rows of the route table."""
+
+    async def show_metrics(call: Call) -> HttpReply:
+        started = {"process-start-time-unix": str(metrics.started_s)}
+        return HttpReply(metrics.text(), MEDIA_TYPE, headers=started)
+
+    return [
+        get(
+            "/health",
+            health,
+            "Whether requests are accepted; 503 if not.",
+            Health,
+            also=("/v1/health",),
+        ),
+        get("/v1/mods", list_mods, "Mods that requests may name.", ModList, access="user"),
+        get("/metrics", show_metrics, "Counters in Prometheus' format.", access="user"),
+    ]
+
+
+async def list_mods(call: Call) -> ModList:
+    """The mods of the server's folder."""
+    found = await call.service.list_mods(call.caller)
+    return ModList([ModItem(one.name, one.summary, one.error) for one in found])
+
+
+async def health(call: Call) -> HttpReply:
+    """200 if requests are accepted and make progress, 503 if not."""
+    pool = call.service.pool
+    if pool.is_closing:
+        return _unhealthy(Health("closing"), "the server is shutting down")
+    if not pool.is_ready:
+        return _unhealthy(Health("no model"), "Loading model")
+    name = pool.default.name if pool.has_several or pool.default.loaded is not None else None
+    if (reason := pool.stall()) is not None:
+        return _unhealthy(Health("stalled", name, reason), reason)
+    return HttpReply(msgspec.json.encode(Health("ok", name)))
+
+
+def _unhealthy(body: Health, message: str) -> HttpReply:
+    body.error = {"code": 503, "message": message, "type": "unavailable_error"}
+    return HttpReply(msgspec.json.encode(body), status=503)
