@@ -749,7 +749,8 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring, Many, NamesMethods):
             )
         ids = self._prompt_ids(prompt, add_special, parse_special)
         capture = Capture.of(capture)
-        check_capture(() if steering is None else steering.mods, capture)
+        if steering is not None:
+            check_capture(steering.mods, capture)
         wanted = self._submission.options(
             ids,
             request_id=request_id,

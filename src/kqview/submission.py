@@ -470,7 +470,8 @@ def steering_of(
     Raises:
         RequestError: An argument is invalid.
     """
-    checked = check_mods(mods)
+    # A request without mods passes no file of theirs.
+    checked = () if isinstance(mods, tuple) and not mods else check_mods(cast("object", mods))
     if not callable(logits_processor) and isinstance(logits_processor, list | tuple):
         logits_processor = _in_turn(cast("Sequence[object]", logits_processor))
     callables = {"logits_processor": logits_processor, "stopping": stopping, "forcing": forcing}

@@ -10,7 +10,7 @@ import logging
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence, Sized
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence, Sized
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -23,7 +23,7 @@ from kqview.engine import Engine
 from kqview.errors import ClosedError, PromptTooLong, QueueFull, RequestError
 from kqview.generation.stream import Generation
 from kqview.machine import physical_memory_bytes
-from kqview.mods.events import conversation_of
+from kqview.mods.events import Dialogue, conversation_of
 from kqview.mods.failures import logging_failures
 from kqview.mods.folder import ModInfo
 from kqview.server.errors import model_changed, renamed, too_late
@@ -343,10 +343,11 @@ class Service(SocketHost):
                 # One prompt's rows are enough.
                 rows = replace(capture, prompt=False) if capture and i else capture
                 forcing = None if request.forcing is None else request.forcing(engine)
-                with (
-                    conversation_of(request.dialogue), owned_by(owner), logging_failures(),
-                    unless(is_gone),
-                ):  # fmt: skip
+                options = _with_ban(steered(), request.banned_phrases, engine)
+                with_mods = (
+                    _for_mods(request.dialogue) if "mods" in options else contextlib.nullcontext()
+                )
+                with with_mods, owned_by(owner), unless(is_gone):
                     generation = engine.generate(
                         prompts[i_prompt],
                         max_tokens=min(request.max_tokens, self.settings.max_tokens),
@@ -358,7 +359,7 @@ class Service(SocketHost):
                         forcing=forcing,
                         request_id=request.request_id if i == 0 else f"{request.request_id}/{i}",
                         **request.shift_options,
-                        **_with_ban(steered(), request.banned_phrases, engine),
+                        **options,
                     )
                 for one in generation.mods:
                     if isinstance(one, PhraseBan):
@@ -553,6 +554,13 @@ def _is_small(request: GenerateRequest, prompts: Sequence[Sequence[int]]) -> boo
     given = (sampling.grammar, sampling.json_schema, sampling.regex)
     # Mods are loaded first, and see the prompt.
     return n_items < OFFLOAD_ITEMS and not request.mods and all(one is None for one in given)
+
+
+@contextlib.contextmanager
+def _for_mods(dialogue: Dialogue | None) -> Iterator[None]:
+    """For a request with mods, which see the chat and whose failures are logged."""
+    with conversation_of(dialogue), logging_failures():
+        yield
 
 
 def _with_ban(options: dict[str, Any], phrases: Sequence[str], engine: Engine) -> dict[str, Any]:
