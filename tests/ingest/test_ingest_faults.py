@@ -9,7 +9,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +24,7 @@ from kqview.ingest import IngestSettings, tables
 from kqview.ingest.store import Filter, Reader, Store
 from tests.support import postgres
 from tests.support.receiving import Receiving, receiving, sqlite_url
+from tests.support.serve_process import Parent, started
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -156,42 +156,23 @@ def test_database_that_is_gone_is_503_until_it_is_back(caplog: pytest.LogCapture
 # ---- processes
 
 
-class Process:
-    """``kqview ingest`` in a process of its own."""
-
-    def __init__(self, database: Path) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "kqview", "ingest", "--port", "0", "--database", str(database)],
-            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-        )  # fmt: skip
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        found = re.search(r"http://(127\.0\.0\.1:\d+)/ingest", line)
-        assert found, line
-        self.address = found[1]
-        self.url = f"http://{self.address}"
-
-    def __enter__(self) -> Process:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.kill()
-
-    def kill(self) -> None:
-        """Kill it as ``kill -9`` does."""
-        self.process.kill()
-        self.process.wait(BECOMES_WITHIN_S)
-        if self.process.stdout is not None:
-            self.process.stdout.close()
+@contextlib.contextmanager
+def ingesting(database: Path) -> Iterator[tuple[Parent, str]]:
+    """``kqview ingest`` in a process of its own, and its URL."""
+    command = ["ingest", "--port", "0", "--database", str(database)]
+    with started([sys.executable, "-m", "kqview", *command]) as parent:
+        found = re.search(r"(http://127\.0\.0\.1:\d+)/ingest", parent.wait_for("/ingest"))
+        assert found
+        yield parent, found[1]
 
 
 def test_killed_receiver_has_stored_nothing_by_halves(tmp_path: Path) -> None:
     database = tmp_path / "traces.db"
     log = tmp_path / "traces.db-wal"
     body = json.dumps(trace_of("large", n_events=30_000)).encode()
-    with Process(database) as first:
-        httpx.post(f"{first.url}/ingest", json=trace_of("before"), timeout=60).raise_for_status()
-        host, _, port = first.address.partition(":")
+    with ingesting(database) as (first, url):
+        httpx.post(f"{url}/ingest", json=trace_of("before"), timeout=60).raise_for_status()
+        host, _, port = url.removeprefix("http://").partition(":")
         head = (
             f"POST /ingest HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n"
             f"content-length: {len(body)}\r\n\r\n"
@@ -202,12 +183,13 @@ def test_killed_receiver_has_stored_nothing_by_halves(tmp_path: Path) -> None:
                 client.sendall(head.encode() + body)
                 # Its rows are being written once they no longer fit into SQLite's cache.
                 wait_until(lambda: log.stat().st_size > 2**20)
-                first.kill()
-    with Process(database) as second:
+                first.process.kill()
+                first.process.wait(BECOMES_WITHIN_S)
+    with ingesting(database) as (_, url):
         store = Store(sqlite_url(database))
         assert is_whole(store, "before")
         is_whole(store, "large")  # not there, or, if the kill came late, whole
-        with httpx.Client(base_url=second.url, timeout=60) as client:
+        with httpx.Client(base_url=url, timeout=60) as client:
             again = client.post(
                 "/ingest", content=body, headers={"content-type": "application/json"}
             )
@@ -219,14 +201,14 @@ def test_killed_receiver_has_stored_nothing_by_halves(tmp_path: Path) -> None:
 def test_two_processes_share_a_file_and_see_what_the_other_stores(tmp_path: Path) -> None:
     database = tmp_path / "traces.db"
     with (
-        Process(database) as other,
+        ingesting(database) as (_, other),
         receiving(IngestSettings(database=sqlite_url(database))) as own,
         own.client() as client,
         client.stream("GET", "/v1/stream") as stream,
         ThreadPoolExecutor(8) as pool,
     ):
         ids = [f"id-{i:02}-" for i in range(20)]
-        urls = [own.url, other.url]
+        urls = [own.url, other]
 
         def post(i: int) -> int:
             return httpx.post(
@@ -245,8 +227,8 @@ def test_two_processes_share_a_file_and_see_what_the_other_stores(tmp_path: Path
 
 
 def test_signal_ends_the_receiver_and_its_feeds(tmp_path: Path) -> None:
-    with Process(tmp_path / "traces.db") as receiver:
-        with httpx.stream("GET", f"{receiver.url}/v1/stream", timeout=60) as stream:
+    with ingesting(tmp_path / "traces.db") as (receiver, url):
+        with httpx.stream("GET", f"{url}/v1/stream", timeout=60) as stream:
             receiver.process.send_signal(signal.SIGTERM)
             assert list(stream.iter_lines()) == []
         assert receiver.process.wait(BECOMES_WITHIN_S) == 0

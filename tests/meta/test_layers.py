@@ -1,7 +1,8 @@
 """Includes and imports point one way, so that a part can be read without what is built on it.
 
 C++ has layers: a file includes those below its own, and parts of one layer do not know each other.
-Python has rings around a core: a ring imports inwards only.
+Python has rings around a core: a ring imports inwards only. No module imports itself by way of
+others, not even for types alone.
 """
 
 from __future__ import annotations
@@ -10,9 +11,14 @@ import ast
 import re
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 pytestmark = pytest.mark.full
 
@@ -101,23 +107,25 @@ def included_parts(part: str, text: str) -> set[str]:
     return {name.partition("/")[0] if "/" in name else part for name in quoted} - {part}
 
 
+def imported(path: Path) -> Iterator[tuple[str, str]]:
+    """Each (module, name taken from it or "") that a file imports, for types too."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, "") for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path.name}:{node.lineno}: imports are written in full"
+            yield from ((str(node.module), alias.name) for alias in node.names)
+
+
 def imported_parts(path: Path) -> set[str]:
     """Parts of kqview that a file imports; names of the package itself count as "kqview"."""
     submodules = {p.stem for p in PACKAGE.iterdir() if p.suffix in (".py", ".pyi") or p.is_dir()}
     parts: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            modules = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path.name}:{node.lineno}: imports are written in full"
-            modules = [f"{node.module}.{alias.name}" for alias in node.names]
-        else:
-            continue
-        for module in modules:
-            head, _, rest = module.partition(".")
-            if head == "kqview":
-                name = rest.partition(".")[0]
-                parts.add(name if name in submodules else "kqview")
+    for module, taken in imported(path):
+        head, _, rest = f"{module}.{taken}".partition(".")
+        if head == "kqview":
+            name = rest.partition(".")[0]
+            parts.add(name if name in submodules else "kqview")
     return parts
 
 
@@ -142,18 +150,47 @@ def test_python_file_imports_only_inwards(path: Path):
     assert python_violations(part_of(path), imported_parts(path)) == []
 
 
-def test_python_file_that_imports_outwards_or_sideways_is_found(tmp_path: Path):
-    path = tmp_path / "files.py"
-    path.write_text(
-        "from kqview import Engine\nfrom kqview.errors import StateError\n"
-        "from kqview.slot import Slot\nimport kqview.cli.main\n"
-    )
-    used = imported_parts(path)
-    assert used == {"kqview", "errors", "slot", "cli"}
-    assert python_violations("state", used) == ["cli", "kqview", "slot"]
-    assert python_violations("viz", used) == ["cli"]
-    assert python_violations("__main__", used) == []
-    assert python_violations("slot", {"state", "chat", "types"}) == ["chat"]
+def module_of(path: Path) -> str:
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def test_no_module_imports_itself_by_way_of_others():
+    files = {module_of(path): path for path in (*PYTHON_FILES, *PACKAGE.rglob("*.pyi"))}
+    graph = {
+        name: {
+            inner if (inner := f"{module}.{taken}") in files else module
+            for module, taken in imported(path)
+        }
+        - {name}
+        for name, path in files.items()
+    }
+    TopologicalSorter(graph).prepare()
+
+
+# What is known (a regular expression), and the only files or folders of cpp/ that may know it.
+KNOWLEDGE = {
+    "how a numpy array is made": (r"\bndarray<\s*nb::numpy\b", ("bind/bind_rows.cpp",)),
+    "names of llama.cpp's graph": (
+        r"\b(kq_soft_max|kqv_out|kq_scaled|cache_k_l)\b",
+        ("tap/graph.",),
+    ),
+    "internal headers of llama.cpp": (
+        r'#\s*include\s+[<"](llama-(?!cpp)\w[^>"]*|ggml-impl\.h|ggml-backend-impl\.h)[>"]',
+        ("llama/",),
+    ),
+    "llama.cpp's RPC client": (r"#\s*include\s+<(transport|ggml-rpc)\.h>", ("llama/rpc_",)),
+    "Python": (r'#\s*include\s+[<"](Python\.h|nanobind/[^>"]*)[>"]', ("bind/",)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", KNOWLEDGE)
+def test_knowledge_stays_where_it_belongs(what: str):
+    pattern, places = KNOWLEDGE[what]
+    texts = {str(path.relative_to(CPP)): path.read_text(encoding="utf-8") for path in CPP_FILES}
+    found = [name for name, text in texts.items() if re.search(pattern, re.sub("//.*", "", text))]
+    assert found, f"nothing knows {what}: the pattern of this test is out of date"
+    assert [name for name in found if not name.startswith(places)] == []
 
 
 @pytest.mark.parametrize("ring", ["kqview", *(f"kqview.{ring}" for ring in PYTHON_RINGS)])
@@ -166,10 +203,17 @@ def test_ring_is_importable_alone_and_loads_no_ring_but_its_own(ring: str):
     assert (loaded & PYTHON_RINGS.keys()) - allowed == set()
 
 
-def test_cpp_file_that_includes_upwards_or_sideways_is_found():
+def test_file_that_knows_what_lies_outwards_or_sideways_is_found(tmp_path: Path):
+    path = tmp_path / "files.py"
+    path.write_text(
+        "from kqview import Engine\nfrom kqview.errors import StateError\n"
+        "from kqview.slot import Slot\nimport kqview.cli.main\n"
+    )
+    used = imported_parts(path)
+    assert used == {"kqview", "errors", "slot", "cli"}
+    assert python_violations("state", used) == ["cli", "kqview", "slot"]
+    assert python_violations("__main__", used) == []
     text = (
         '#include <vector>\n#include "sample/params.h"\n#include "sched/step.h"\n#include "own.h"\n'
     )
-    used = included_parts("tap", text)
-    assert used == {"sample", "sched"}
-    assert violations("tap", used, CPP_LAYERS) == ["sample", "sched"]
+    assert violations("tap", included_parts("tap", text), CPP_LAYERS) == ["sample", "sched"]

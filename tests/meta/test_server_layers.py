@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import ast
 from pathlib import Path
 
 import pytest
+
+from tests.meta.test_layers import imported
 
 pytestmark = pytest.mark.full
 
@@ -29,17 +30,9 @@ TRANSPORT = (
 )  # fmt: skip
 
 
-def imported(path: Path) -> set[str]:
+def modules_of(path: Path) -> set[str]:
     """Modules that a file imports, names that it takes from them included."""
-    found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path.name}:{node.lineno}: imports are written in full"
-            found.add(str(node.module))
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return found
+    return {name for module, taken in imported(path) for name in (module, f"{module}.{taken}")}
 
 
 def used_of(modules: set[str], parents: tuple[str, ...]) -> list[str]:
@@ -76,7 +69,7 @@ def test_file_of_the_server_imports_only_its_layer_and_those_before(path: Path):
     later = [part for layer in LAYERS[i + 1 :] for part in layer]
     own = ".".join(path.relative_to(SERVER).parts[:2])
     later += [other for other in LAYERS[i] if own in LAYERS[4] and other != own]
-    assert used_of(imported(path), tuple(f"kqview.server.{part}" for part in later)) == []
+    assert used_of(modules_of(path), tuple(f"kqview.server.{part}" for part in later)) == []
 
 
 @pytest.mark.parametrize(
@@ -85,21 +78,10 @@ def test_file_of_the_server_imports_only_its_layer_and_those_before(path: Path):
     ids=lambda path: str(path.relative_to(SERVER)),
 )
 def test_data_of_a_dialect_knows_no_transport(path: Path):
-    assert used_of(imported(path), TRANSPORT) == []
+    assert used_of(modules_of(path), TRANSPORT) == []
 
 
 def test_only_one_file_knows_uvicorn():
     """What is private there can change with every version."""
-    found = [path.name for path in SERVER.rglob("*.py") if used_of(imported(path), ("uvicorn",))]
+    found = [path.name for path in SERVER.rglob("*.py") if used_of(modules_of(path), ("uvicorn",))]
     assert found == ["uvicorn_parts.py"]
-
-
-def test_import_that_breaks_the_rule_is_found(tmp_path: Path):
-    path = tmp_path / "convert.py"
-    path.write_text(
-        "from kqview.server.api import dream\nfrom kqview.server.web.sockets import Socket\n"
-        "import starlette.requests\nimport asyncio\nfrom kqview.server.errors import Answer\n"
-    )
-    modules = imported(path)
-    assert used_of(modules, ("kqview.server.api.dream",)) == ["kqview.server.api.dream"]
-    assert used_of(modules, TRANSPORT) == ["starlette", "asyncio", "kqview.server.web.sockets"]

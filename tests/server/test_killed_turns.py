@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +13,10 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
+from tests.support.serve_process import started
+
 if TYPE_CHECKING:
+    import subprocess
     from collections.abc import Iterator
 
 pytestmark = pytest.mark.full
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.full
 WITHIN_S = 60.0
 ROOT = Path(__file__).parents[2]
 PROMPT = "Tell me about the baker, the silver key and the old bridge of the village. " * 3
-# Kills itself in the call of `durable` that the file KILL_AT names, once that file is there.
+# Kills itself in the call of `durable` that a file names, once that file is there.
 SERVER = """
 import contextlib, os, signal, sys
 from kqview.cli.main import app
@@ -31,7 +32,7 @@ from kqview.state import durable
 from tests.support.sessions import SeenOs
 
 def tell(moment, call, *_):
-    with contextlib.suppress(FileNotFoundError), open(os.environ["KILL_AT"]) as wanted:
+    with contextlib.suppress(FileNotFoundError), open(sys.argv[2]) as wanted:
         if wanted.read() == f"{moment} {call}":
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -43,24 +44,12 @@ app(["serve", "--config", sys.argv[1], "--demo", "--threads", "1", "--ctx", "512
 
 @contextlib.contextmanager
 def server(config: Path, kill_at: Path) -> Iterator[tuple[subprocess.Popen[str], httpx.Client]]:
-    environ = {name: value for name, value in os.environ.items() if name[:7] != "KQVIEW_"}
-    path = os.pathsep.join([str(ROOT), environ.get("PYTHONPATH", "")])
-    process = subprocess.Popen(
-        [sys.executable, "-c", SERVER, str(config)],
-        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=ROOT,
-        env={**environ, "KILL_AT": str(kill_at), "PYTHONPATH": path},
-    )  # fmt: skip
-    assert process.stdout is not None
-    try:
-        line = next(line for line in process.stdout if "serves" in line)
-        url = re.search(r"http://[\w.:]+", line)
-        assert url
-        with httpx.Client(base_url=url[0], timeout=WITHIN_S) as client:
-            yield process, client
-    finally:
-        process.kill()
-        process.wait(WITHIN_S)
-        process.stdout.close()
+    command = [sys.executable, "-c", SERVER, str(config), str(kill_at)]
+    with (
+        started(command, cwd=ROOT) as parent,
+        httpx.Client(base_url=parent.url, timeout=WITHIN_S) as client,
+    ):
+        yield parent.process, client
 
 
 def turn(

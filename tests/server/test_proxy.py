@@ -11,9 +11,8 @@ import socket
 import ssl
 import subprocess
 import sys
-import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +23,7 @@ from websockets.sync.client import connect
 from tests.server.clients import read_to_close, sse_events
 from tests.support.needs import program
 from tests.support.processes import free_port
+from tests.support.serve_process import Parent
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -69,21 +69,17 @@ def running(command: list[str], **options: Any) -> Iterator[subprocess.Popen[str
                 process.kill()
 
 
-@dataclass
-class Server:
-    """``kqview serve`` as the page starts it; ``lines`` are those of its access log."""
+class Server(Parent):
+    """``kqview serve`` as the page starts it."""
 
-    address: str
-    lines: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    @property
+    def address(self) -> str:
+        return self.url.removeprefix("http://")
 
     def line_of(self, request_id: str) -> dict[str, Any]:
-        end_s = time.monotonic() + 60
-        while time.monotonic() < end_s:
-            for line in self.lines:
-                if line["request_id"] == request_id:
-                    return line
-            time.sleep(0.01)
-        raise AssertionError(f"no line of {request_id}")
+        """A request's line of the access log."""
+        line: dict[str, Any] = json.loads(self.wait_for(f'"request_id":"{request_id}"'))
+        return line
 
 
 @pytest.fixture(scope="module")
@@ -93,25 +89,9 @@ def server() -> Iterator[Server]:
     )
     program_name, *arguments = shlex.split(command)
     assert program_name == "kqview"
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("KQVIEW_")}
-    with running(
-        [sys.executable, "-m", "kqview", *arguments],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environ,
-    ) as process:  # fmt: skip
-        assert process.stdout is not None
-        assert process.stderr is not None
-        found = re.search(r"127\.0\.0\.1:\d+", process.stdout.readline())
-        assert found is not None
-        one = Server(found[0])
-
-        def listen(lines: Any) -> None:
-            for line in lines:
-                if line.startswith("{"):
-                    one.lines.append(json.loads(line))
-
-        thread = threading.Thread(target=listen, args=(process.stderr,), daemon=True)
-        thread.start()
-        yield one
+    one = Server([sys.executable, "-m", "kqview", *arguments])
+    yield one
+    one.close()
 
 
 @dataclass(frozen=True)

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
@@ -28,6 +25,7 @@ from tests.server.clients import (
     read_until,
     upgrade_bytes,
 )
+from tests.support.serve_process import Parent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -51,12 +49,8 @@ def wait_until(condition: Callable[[], bool], within_s: float = 60.0) -> None:
         time.sleep(0.01)
 
 
-@dataclass
-class Process:
+class Process(Parent):
     """``kqview serve`` in a process of its own; has what the clients ask of a Served."""
-
-    process: subprocess.Popen[str]
-    url: str
 
     @property
     def ws_url(self) -> str:
@@ -109,19 +103,9 @@ def served(request: pytest.FixtureRequest) -> Iterator[Process]:
         sys.executable, "-m", "kqview", "serve", "--demo", "--port", "0", "--threads", "1",
         "--slots", "4", "--ctx", "8192", "--shutdown-grace-s", str(request.param),
     ]  # fmt: skip
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("KQVIEW_")}
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ
-    )
-    try:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        found = re.search(r"http://127\.0\.0\.1:\d+", line)
-        assert found is not None, line + (process.stderr.read() if process.stderr else "")
-        yield Process(process, found[0])
-    finally:
-        process.kill()
-        process.communicate()
+    process = Process(command)
+    yield process
+    process.close()
 
 
 def test_every_client_is_told_and_the_process_ends_with_zero(served: Process):
@@ -204,8 +188,8 @@ def test_interrupt_ends_it_too_and_the_port_is_free(served: Process):
     port = urlsplit(served.url).port
     assert served.end(signal.SIGINT) < GRACE_S
     assert served.process.returncode == 0
-    stderr = served.process.stderr.read() if served.process.stderr else ""
-    assert "Traceback" not in stderr
+    served.close()
+    assert not any("Traceback" in line for line in served.said)
     import socket
 
     with socket.create_server(("127.0.0.1", port)):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import signal
 import ssl
 import subprocess
@@ -29,6 +28,7 @@ from tests.server.clients import (
     websocket,
 )
 from tests.server.toy_dialect import serving_toy
+from tests.support.serve_process import started
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -146,19 +146,12 @@ ENVIRON: dict[str, Any] = {n: v for n, v in os.environ.items() if not n.startswi
 
 def test_serve_says_https_and_serves_it(files: dict[str, str], trusting: ssl.SSLContext):
     options = ("--ssl-certfile", files["cert"], "--ssl-keyfile", files["key"], "--threads", "1")
-    process = subprocess.Popen(
-        command(*options), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRON
-    )
-    try:
-        assert process.stdout is not None
-        found = re.search(r"https://127\.0\.0\.1:\d+", process.stdout.readline())
-        assert found is not None
-        assert httpx.get(found[0] + "/health", verify=trusting, timeout=60).status_code == 200
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0
-    finally:
-        process.kill()
-        process.communicate()
+    with started(command(*options)) as parent:
+        assert parent.url.startswith("https://127.0.0.1:")
+        reply = httpx.get(parent.url + "/health", verify=trusting, timeout=60)
+        assert reply.status_code == 200
+        parent.process.send_signal(signal.SIGTERM)
+        assert parent.process.wait(60) == 0
 
 
 def test_serve_refuses_files_before_it_loads_a_model(files: dict[str, str]):
