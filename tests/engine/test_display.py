@@ -12,7 +12,6 @@ import pytest
 from kqview import Capture, Engine, Token, errors, mod
 from kqview.generation import display
 from kqview.mods import Added
-from kqview.types.token import Context
 from kqview.viz import coloured, to_html
 from tests.unit.test_coloured import Still, data_of, planes_of
 
@@ -211,15 +210,6 @@ def test_rows_of_several_blocks_are_shown_as_far_as_they_are_held() -> None:
         assert array is not None
 
 
-def test_display_of_a_prompt_whose_rows_are_not_there_says_so() -> None:
-    waited: list[float] = []
-    context = Context([1, 2], 1, {1: b"Anna", 2: b" has"})
-    html = display.prompt_html(context, Capture(), 2, display.HandedRows(), waited.append)
-    assert "No rows are here: they are still computed" in Still.of(html).text
-    assert "Anna has" in Still.of(html).text
-    assert waited == [display.PEEK_S]
-
-
 def test_display_waits_for_no_rows_after_some_were_taken(engine: Engine) -> None:
     prompt = engine.attend(PROMPT)
     next(prompt)
@@ -242,14 +232,6 @@ def test_display_of_a_prompt_beside_its_task_takes_nothing(engine: Engine) -> No
         return sum([block.n_rows async for block in prompt if "script" in html_of(prompt)])
 
     assert asyncio.run(take()) == len(engine.tokenize(PROMPT))
-
-
-def test_last_rows_of_a_prompt_are_all_that_were_asked_for(engine: Engine) -> None:
-    prompt = engine.attend(PROMPT, last=3)
-    data = data_of(html_of(prompt))
-    n = len(prompt.column_ids)
-    assert data["at"] == [n - 3, n - 2, n - 1]
-    assert data["notes"] == []
 
 
 # ---- kqview.viz

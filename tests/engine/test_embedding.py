@@ -352,25 +352,6 @@ def test_recurrent_model_embeds(make_engine: MakeEngine, tmp_path: Path) -> None
         assert relative_error(vector, rows.mean(axis=0)) <= 1e-4
 
 
-def test_threads_embed_at_the_same_time(make_engine: MakeEngine, bert_mean: Path) -> None:
-    engine = make_engine(bert_mean, n_slots=2)
-    texts = texts_of([11, 29, 50, 8] * 5)
-    want = engine.embed(texts)
-    found: dict[int, Any] = {}
-
-    def work(i: int) -> None:
-        found[i] = engine.embed(texts)
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(found) == [0, 1, 2, 3]
-    for vectors in found.values():
-        assert relative_error(vectors, want) <= TABLE
-
-
 def test_full_queue_of_others_is_told_and_own_texts_wait(
     make_engine: MakeEngine, tiny_llama: Path
 ) -> None:

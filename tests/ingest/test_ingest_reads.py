@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec import inspect
 
+from kqview.ingest import schema
 from kqview.ingest.payload import digest_of
 from kqview.ingest.store import Reader, Store
 
@@ -257,66 +259,58 @@ def test_deleted_trace_is_gone_with_all_of_its_parts(
 
 # ---- any payload
 
-I32 = st.integers(-(2**31), 2**31 - 1)
 TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=20)
 FLOAT = st.floats(allow_nan=False, allow_infinity=False)
-TIME = st.datetimes().map(lambda moment: f"{moment.isoformat()}Z")
+I32 = st.integers(-(2**31), 2**31 - 1)
 ANY = st.recursive(
     st.booleans() | I32 | FLOAT | TEXT,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
     max_leaves=5,
 )
-EVENT_TYPES = st.sampled_from(["Prefilled", "ForwardPass", "Added", "Sampled"])
-REQUEST = st.fixed_dictionaries(
-    {"request_id": TEXT.filter(bool), "created_at": TIME},
-    optional={
-        "completed_at": TIME, "model": TEXT, "max_tokens": I32, "temperature": FLOAT,
-        "mod_text": TEXT, "active_mod_name": TEXT, "system_prompt": TEXT, "user_prompt": TEXT,
-        "user_prompt_token_ids": st.lists(I32), "final_token_ids": st.lists(I32),
-        "final_text": TEXT, "inference_stats": ANY, "user_api_key": TEXT,
-    },
-)  # fmt: skip
-EVENT = st.fixed_dictionaries(
-    {"event_type": EVENT_TYPES, "step": I32},
-    optional={
-        "created_at": TIME, "prompt_length": I32, "tokens_so_far_len": I32, "max_steps": I32,
-        "input_text": TEXT, "top_tokens": ANY, "sampled_token": I32, "token_text": TEXT,
-        "added_tokens": st.lists(I32), "added_token_count": I32, "forced": st.booleans(),
-        "details": ANY,
-    },
-)  # fmt: skip
-MOD_CALL = st.fixed_dictionaries(
-    {"mod_name": TEXT, "event_type": EVENT_TYPES, "step": I32, "exception_occurred": st.booleans()},
-    optional={
-        "created_at": TIME, "execution_time_ms": FLOAT, "exception_message": TEXT,
-        "exception_traceback": TEXT,
-    },
-)  # fmt: skip
-MOD_LOG = st.fixed_dictionaries(
-    {
-        "mod_name": TEXT, "log_message": TEXT,
-        "log_level": st.sampled_from(["DEBUG", "INFO", "WARNING", "ERROR"]),
-    },
-    optional={"created_at": TIME},
-)  # fmt: skip
-ACTION = st.fixed_dictionaries(
-    {
-        "action_type": st.sampled_from(
-            [
-                "Noop", "AdjustedPrefill", "ForceTokens", "ForceOutput", "Backtrack",
-                "AdjustedLogits", "ToolCalls", "EmitError",
-            ]
-        ),
-        "action_order": I32,
-    },
-    optional={
-        "created_at": TIME, "new_prompt": TEXT, "new_length": I32, "adjusted_max_steps": I32,
-        "token_count": I32, "tokens_preview": TEXT, "tokens": st.lists(I32),
-        "tokens_as_text": st.lists(TEXT), "backtrack_steps": I32, "backtrack_token_count": I32,
-        "logits_shape": TEXT, "temperature": FLOAT, "has_tool_calls": st.booleans(),
-        "tool_calls": ANY, "error_message": TEXT, "details": ANY,
-    },
-)  # fmt: skip
+
+
+def values(kind: inspect.Type) -> st.SearchStrategy[Any]:
+    """JSON of a field of the schema, but null."""
+    match kind:
+        case inspect.UnionType(types=types):
+            # A time is the text that a reply has, or else any type that is not None.
+            times = [one for one in types if isinstance(one, inspect.DateTimeType)]
+            return values((times or types)[0])
+        case inspect.DateTimeType():
+            return st.datetimes().map(lambda moment: f"{moment.isoformat()}Z")
+        case inspect.StrType(min_length=least):
+            return TEXT.filter(bool) if least else TEXT
+        case inspect.ListType(item_type=item):
+            return st.lists(values(item))
+        case inspect.LiteralType(values=names):
+            return st.sampled_from(names)
+        case inspect.IntType():
+            return I32
+        case inspect.FloatType():
+            return FLOAT
+        case inspect.BoolType():
+            return st.booleans()
+    assert isinstance(kind, inspect.RawType), kind
+    return ANY
+
+
+def objects(struct: Any) -> st.SearchStrategy[dict[str, Any]]:
+    """JSON of a part of a trace; a field that a reply always has is given."""
+    kind = inspect.type_info(struct)
+    assert isinstance(kind, inspect.StructType)
+    given = {one.name: values(one.type) for one in kind.fields}
+    may_lack = {one.name for one in kind.fields if one.default is None}
+    if struct is schema.Request:
+        may_lack.remove("created_at")
+    return st.fixed_dictionaries(
+        {name: one for name, one in given.items() if name not in may_lack},
+        optional={name: given[name] for name in may_lack},
+    )
+
+
+REQUEST, EVENT, MOD_CALL, MOD_LOG, ACTION = map(
+    objects, (schema.Request, schema.Event, schema.ModCall, schema.ModLog, schema.Action)
+)
 
 
 @st.composite

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import errno
 import json
 import os
 import re
@@ -111,14 +110,6 @@ def test_largest_values_are_shown_in_their_columns():
     np.testing.assert_allclose(planes[0], [0, 0.25, 0, 0, 0.5], atol=STEP)
 
 
-def test_scores_that_are_not_there_count_for_nothing():
-    token = Token(0, "x", 0, attention=np.array([[[0.0, 0.0]]], np.float32))
-    token.attention_positions = np.array([[[4, 1]]], np.int32)
-    token.capture = Capture("scores", top_k=2)
-    (planes,) = planes_of(data_of(coloured_html(rows_of_tokens([token]), title="T")))
-    np.testing.assert_allclose(planes[0], [0, 0.5, 0, 0, 0.5], atol=STEP)
-
-
 def test_columns_that_a_shift_discarded_are_empty():
     token = Token(0, "x", 0, attention=np.full((1, 1, 4), 0.25, np.float32))
     token.discarded = range(1, 3)
@@ -169,12 +160,6 @@ def test_four_thousand_tokens_with_all_heads_stay_small_and_keep_the_largest_sha
     plane = planes_of(data)[0][2 + 3]
     assert set(np.flatnonzero(plane)) == set(np.argsort(-head)[:n])
     np.testing.assert_allclose(np.sqrt(plane[plane > 0].max()), np.sqrt(head.max()), atol=STEP)
-
-
-def test_more_heads_than_are_read_in_seconds_give_way_to_the_means_of_layers():
-    data = data_of(coloured_html(wide(32, 24, 16, 4096), title="T", max_bytes=CELL_BYTES // 4))
-    assert [len(heads) for _, heads in data["layers"]] == [0] * 24
-    assert data["notes"][0].startswith("Single heads are left out")
 
 
 @pytest.mark.parametrize(
@@ -298,20 +283,6 @@ def test_file_is_a_page_with_the_same_content(tmp_path: Path):
     assert html.startswith("<!doctype html>")
     assert "<title>A &amp; B</title>" in html
     assert "<h1>A &amp; B</h1>" in html
-
-
-def test_full_disk_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    path = to_html(tmp_path / "x.html", tokens(3))
-    before = path.read_bytes()
-
-    def fail(_handle: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(OSError, match="nothing was changed"):
-        to_html(path, tokens(4))
-    assert path.read_bytes() == before
-    assert os.listdir(tmp_path) == ["x.html"]
 
 
 def test_file_stays_when_there_is_nothing_to_draw(tmp_path: Path):

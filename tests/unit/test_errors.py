@@ -25,11 +25,6 @@ def test_errc_enum_and_by_code_name_the_same_failures():
     assert set(names) == set(errors.BY_CODE)
 
 
-def test_errc_comments_name_the_class_that_by_code_gives():
-    lines = re.findall(r"^\s+(\w+),\s+// .*?(\w+)(?:: a bug.*)?$", HEADER.read_text("utf-8"), re.M)
-    assert {code: cls.__name__ for code, cls in errors.BY_CODE.items()} == dict(lines)
-
-
 def test_by_code_reaches_every_class_that_has_no_subclass():
     leaves = {cls for cls in CLASSES if not cls.__subclasses__()}
     not_of_the_core = {
@@ -49,19 +44,6 @@ def test_class_is_exported_documented_and_a_kqview_error(cls: type[Exception]):
     assert issubclass(cls, errors.KqviewError)
     assert cls.__name__ in errors.__all__
     assert cls.__doc__
-
-
-@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
-def test_tree_in_the_docstring_shows_each_class_below_its_base(cls: type[Exception]):
-    tree = [line for line in (errors.__doc__ or "").splitlines() if line.startswith("    ")]
-    depths = {re.search(r"\w+", line)[0]: re.search(r"\w", line).start() for line in tree}
-    names = list(depths)
-    assert cls.__name__ in depths
-    if cls is not errors.KqviewError:
-        depth = depths[cls.__name__]
-        above = names[: names.index(cls.__name__)]
-        parent = next(name for name in reversed(above) if depths[name] < depth)
-        assert parent == cls.__bases__[0].__name__
 
 
 def test_request_error_is_caught_as_value_error():

@@ -2,53 +2,18 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
-from tests.support import archs, stock, tiny_gguf
+from tests.support import stock, tiny_gguf
 from tests.support.reference import Reference, Result, relative_error
 
+if TYPE_CHECKING:
+    from pathlib import Path
+
 # ---- a model that ends its process ends no other check, and is named
-
-WORKER = """\
-#!{python}
-import json, os, sys
-from pathlib import Path
-for path in sys.argv[5:]:
-    name = Path(path).stem
-    if name == "bad":
-        print("GGML_ASSERT(false) failed", file=sys.stderr, flush=True)
-        os.abort()
-    print("not a report")
-    errors = {{"probs on": {{"0": 0.5, "3": 0.25}}}}
-    print(json.dumps({{"name": name, "errors": errors}}), flush=True)
-"""
-
-
-def test_model_that_ends_its_process_is_named_and_the_rest_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    worker = tmp_path / "worker"
-    worker.write_text(WORKER.format(python=sys.executable))
-    worker.chmod(0o755)
-    monkeypatch.setattr(archs.sys, "executable", str(worker))
-    names = ["one", "bad", "two", "three"]
-    checks = archs.Checks([Path(name) for name in names], n_workers=1)
-    assert list(checks) == sorted(names)
-    assert checks["three"].failure == checks["one"].failure == ""
-    assert checks["two"].errors == {"probs on": {0: 0.5, 3: 0.25}}
-    assert checks["two"].largest(flash_attn=True) == 0.5
-    assert checks["two"].largest(flash_attn=True, first_layer=True) == 0.5
-    assert checks["two"].largest(flash_attn=False) == 0
-    assert "GGML_ASSERT(false) failed" in checks["bad"].failure
-    assert "-6" in checks["bad"].failure
-    with pytest.raises(KeyError):
-        checks["none"]
-    checks.close()
 
 
 # ---- the reference against the stock eval-callback route, and properties that hold without it
@@ -144,13 +109,6 @@ def test_stock_with_flash_attention_gives_logits_and_no_rows(model: Path) -> Non
     assert relative_error(run.logits[:1], want.logits[-1:]) <= 5e-3
 
 
-@pytest.mark.needs("peers")
-def test_stock_names_the_file_that_is_no_model(tmp_path: Path) -> None:
-    path = tiny_gguf.write_not_gguf(tmp_path / "text.gguf")
-    with pytest.raises(ValueError, match=r"cannot load .*text\.gguf"):
-        stock.read_rows(path, PROMPT)
-
-
 def test_random_model_layers_and_heads_attend_differently(model: Path) -> None:
     probs = Reference.load(model).forward(PROMPT).probs[:, :, -1]
     rows = probs.reshape(-1, probs.shape[-1])
@@ -165,31 +123,3 @@ def test_reference_is_causal(model: Path) -> None:
     short, long = reference.forward(PROMPT[:10]), reference.forward(PROMPT)
     np.testing.assert_allclose(long.probs[:, :, :10, :10], short.probs, atol=1e-12)
     np.testing.assert_allclose(long.logits[:10], short.logits, atol=1e-10)
-
-
-def test_model_file_is_equal_for_equal_seeds_and_differs_for_others(tmp_path: Path) -> None:
-    first = tiny_gguf.write_model(tmp_path / "a.gguf", seed=3).read_bytes()
-    assert tiny_gguf.write_model(tmp_path / "b.gguf", seed=3).read_bytes() == first
-    assert tiny_gguf.write_model(tmp_path / "c.gguf", seed=4).read_bytes() != first
-
-
-def test_reference_refuses_a_model_without_attention(tmp_path: Path) -> None:
-    path = tiny_gguf.write_mamba(tmp_path / "mamba.gguf")
-    with pytest.raises(ValueError, match="architecture 'mamba'"):
-        Reference.load(path)
-
-
-@pytest.mark.parametrize(
-    ("shape", "message"),
-    [
-        ({"n_head": 3}, "must divide"),
-        ({"weight_type": "Q8_0", "n_embd": 16, "n_head": 1, "n_head_kv": 1}, "multiples of 32"),
-        ({"vocab": "qwen2"}, "llama_cpp_dir"),
-        ({"vocab": "bytes", "n_vocab": 100}, "raise n_vocab"),
-    ],
-)
-def test_write_model_refuses_shapes_that_no_model_has(
-    tmp_path: Path, shape: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        tiny_gguf.write_model(tmp_path / "model.gguf", **shape)
