@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def of(line: str) -> tuple[str, str]:
     """The command line that *line* becomes, and what is noted."""
     notes: list[str] = []
-    return " ".join(translated(line.split(), notes.append)), " ".join(notes)
+    return " ".join(translated(line.split(), notes.append)[0]), " ".join(notes)
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def env_of(environ: dict[str, str], line: str = "") -> tuple[str, str]:
     """The command line that *line* becomes in *environ*, and what is noted or refused."""
     notes: list[str] = []
     try:
-        words = translated(line.split(), notes.append, environ, OWN_VARIABLES)
+        words, _ = translated(line.split(), notes.append, environ, OWN_VARIABLES)
     except RequestError as error:
         return "", str(error)
     return " ".join(words), " ".join(notes)

@@ -9,6 +9,7 @@ Pure, but for files of keys and templates.
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, cast
@@ -18,63 +19,197 @@ from kqview.errors import RequestError
 from kqview.server.settings import Settings
 from kqview.server.settings_table import rows_of
 
-Flag = tuple[str, str | None]
-"""A flag and its value, None without one."""
-
 _AUTO_SLOTS: Final = 4  # what llama.cpp's server opens if it may choose
+_PREFIX: Final = "LLAMA_ARG_"
+_ON: Final = frozenset({"1", "on", "true", "enabled"})
+_OFF: Final = frozenset({"0", "off", "false", "disabled"})
 
-# One value, taken as it is.
-_RENAMED: Final[Mapping[str, str]] = {
-    "-m": "--model",
-    "-t": "--threads",
-    "-to": "--idle-timeout-s",
-    "--timeout": "--idle-timeout-s",
-    "-ub": "--ubatch-size",
-    "-rea": "--reasoning",
-    "-fa": "--flash-attn",
-    "-ctk": "--kv-type",
-    "--cache-type-k": "--kv-type",
-    "--ssl-key-file": "--ssl-keyfile",
-    "--ssl-cert-file": "--ssl-certfile",
-}
-_VERBOSE: Final = ("-v", "--log-verbose")
-_UNIFIED: Final = ("-kvu", "--kv-unified")
-# Several values between commas, as llama-server has them; our own lists take them as well.
-_LISTS: Final[Mapping[str, str]] = {
-    **{row.flag: row.flag for row in rows_of(Settings).values() if row.kind is tuple},
-    "-a": "--alias",
-    "--cors-origins": "--cors-origin",
-    "--lora-scaled": "--lora",
-}
-# How tokens are chosen if a request does not say.
-_SAMPLING: Final[Mapping[str, str]] = {
-    "--temp": "temperature", "--temperature": "temperature", "--top-k": "top_k",
-    "--top-nsigma": "top_n_sigma", "--top-n-sigma": "top_n_sigma",
-    "--dynatemp-range": "dynatemp_range", "--dynatemp-exp": "dynatemp_exponent",
-    "--top-p": "top_p", "--min-p": "min_p", "--typical": "typical_p", "--typical-p": "typical_p",
-    "--xtc-probability": "xtc_probability", "--xtc-threshold": "xtc_threshold",
-    "--repeat-last-n": "repeat_last_n", "--repeat-penalty": "repeat_penalty",
-    "--presence-penalty": "presence_penalty", "--frequency-penalty": "frequency_penalty",
-    "--dry-multiplier": "dry_multiplier", "--dry-base": "dry_base",
-    "--dry-allowed-length": "dry_allowed_length", "--dry-penalty-last-n": "dry_penalty_last_n",
-    "--mirostat": "mirostat", "--mirostat-lr": "mirostat_eta", "--mirostat-ent": "mirostat_tau",
-    "-s": "seed", "--seed": "seed",
-}  # fmt: skip
-_OFF_BELOW_ZERO: Final = frozenset({"-s", "--seed", "--top-nsigma", "--top-n-sigma"})
-_MOST_TOKENS: Final = ("-n", "--predict", "--n-predict")
-_LAYERS: Final = ("-ngl", "--gpu-layers", "--n-gpu-layers", "--ngl")
-_SLOTS: Final = ("-np", "--parallel")
+
+# ---- the values of our flags that a value of theirs becomes
+
+
+def _same(_name: str, text: str) -> list[str]:
+    return [text]
+
+
+def _each(_name: str, text: str) -> list[str]:
+    return [one for one in text.split(",") if one]
+
+
+def _slots(name: str, text: str) -> list[str]:
+    return [str(_AUTO_SLOTS) if _number(name, text) == -1 else text]
+
+
+def _layers(_name: str, text: str) -> list[str]:
+    return ["-1" if text in ("auto", "all") else text]
+
+
+def _positive(name: str, text: str) -> list[str]:
+    return [text] if _number(name, text) > 0 else []
+
+
+def _not_negative(_name: str, text: str) -> list[str]:
+    return [] if text.startswith("-") else [text]
+
+
+def _reasoning(_name: str, text: str) -> list[str]:
+    words = {**dict.fromkeys(_ON, "on"), **dict.fromkeys(_OFF, "off"), "-1": "auto"}
+    return [words.get(text, text)]
+
+
+def _effort(_name: str, text: str) -> list[str]:
+    return [] if text == "default" else [text]
+
+
+def _kwargs(name: str, text: str) -> list[str]:
+    try:
+        found = json_input.loads(text)
+    except ValueError as error:
+        raise RequestError(f"{name} is {text!r}, which is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise RequestError(f"{name} is {text!r}; write a JSON object")
+    items = cast("dict[str, Any]", found).items()
+    return [f"{key}={json.dumps(value)}" for key, value in items]
+
+
+def _text_in(name: str, path: str) -> list[str]:
+    try:
+        return [Path(path).read_text(encoding="utf-8")]
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"{name} {path} cannot be read: {error}") from None
+
+
+def _keys_in(name: str, path: str) -> list[str]:
+    lines = _text_in(name, path)[0].splitlines()
+    keys = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+    if not keys:
+        raise RequestError(f"{name} {path} has no keys; write one a line")
+    return keys
+
+
+def _number(name: str, text: str | None) -> int:
+    try:
+        return int(text or "")
+    except ValueError:
+        raise RequestError(f"{name} is {text!r}; write a whole number") from None
+
+
+# ---- the flags
+
+
+@dataclass(frozen=True, slots=True)
+class _Flag:
+    """A flag of llama-server that has a value.
+
+    Attributes:
+        names: Its names.
+        ours: Our flag for it.
+        key: What stands before an "=" in the values of ours; "" for none.
+        variable: Their variable for it, which counts where neither is given; "" if there is none.
+        values: Makes the values of ours, of which each one repeats the flag.
+    """
+
+    names: tuple[str, ...]
+    ours: str
+    key: str
+    variable: str
+    values: Callable[[str, str], list[str]]
+
+    def written(self, name: str, text: str) -> list[str]:
+        """Our flag with what *text* is for it, as often as that takes."""
+        values = self.values(name, text) if self.ours else []
+        return [word for one in values for word in (self.ours, f"{self.key}{one}")]
+
+
+def _flag(
+    names: str, ours: str, variable: str = "", values: Callable[[str, str], list[str]] = _same
+) -> _Flag:
+    flag, _, key = ours.partition(" ")
+    return _Flag(
+        tuple(names.split()), flag, key and f"{key}=", variable and f"LLAMA_{variable}", values
+    )
+
+
+# What the value of another flag decides as well.
 _CONTEXT: Final = ("-c", "--ctx-size")
+_SLOTS: Final = ("-np", "--parallel")
+_UNIFIED: Final = ("-kvu", "--kv-unified")
+_K_TYPE: Final = ("-ctk", "--cache-type-k")
 _V_TYPE: Final = ("-ctv", "--cache-type-v")
-_KWARGS: Final = "--chat-template-kwargs"
-_EFFORT: Final = "--reasoning-effort"
-# What llama-server takes for words of its flags.
-_REASONING: Final[Mapping[str, str]] = {
-    **dict.fromkeys(("on", "enabled", "true", "1"), "on"),
-    **dict.fromkeys(("off", "disabled", "false", "0"), "off"),
-    "-1": "auto",
+
+_FLAGS: Final = (
+    # Our own lists take several values between commas, as llama-server's do.
+    *(
+        _flag(one.flag, one.flag, "", _each)
+        for one in rows_of(Settings).values()
+        if one.kind is tuple
+    ),
+    _flag("-m --model", "--model", "ARG_MODEL"),
+    _flag("-t --threads", "--threads", "ARG_THREADS"),
+    _flag("-c --ctx-size", "--ctx", "ARG_CTX_SIZE"),
+    _flag("-np --parallel", "--slots", "ARG_N_PARALLEL", _slots),
+    _flag("-n --predict --n-predict", "--default-max-tokens", "ARG_N_PREDICT", _positive),
+    _flag("-ub --ubatch-size", "--ubatch-size", "ARG_UBATCH"),
+    _flag("-fa --flash-attn", "--flash-attn", "ARG_FLASH_ATTN"),
+    _flag("-ctk --cache-type-k", "--kv-type", "ARG_CACHE_TYPE_K"),
+    _flag("-ctv --cache-type-v", "", "ARG_CACHE_TYPE_V"),
+    _flag("-ngl --gpu-layers --n-gpu-layers --ngl", "--ngl", "ARG_N_GPU_LAYERS", _layers),
+    _flag("--alias -a", "--alias", "ARG_ALIAS", _each),
+    _flag("--host", "--host", "ARG_HOST"),
+    _flag("--port", "--port", "ARG_PORT"),
+    _flag("-to --timeout", "--idle-timeout-s", "ARG_TIMEOUT"),
+    _flag("--pooling", "--pooling", "ARG_POOLING"),
+    _flag("--cors-origins", "--cors-origin", "ARG_CORS_ORIGINS", _each),
+    _flag("--ssl-key-file", "--ssl-keyfile", "ARG_SSL_KEY_FILE"),
+    _flag("--ssl-cert-file", "--ssl-certfile", "ARG_SSL_CERT_FILE"),
+    _flag("--api-key", "--api-key", "API_KEY", _each),
+    _flag("--api-key-file", "--api-key", "ARG_API_KEY_FILE", _keys_in),
+    _flag("--models-dir", "--models-dir", "ARG_MODELS_DIR"),
+    _flag("--lora-scaled", "--lora", "", _each),
+    _flag("--chat-template", "--chat-template", "ARG_CHAT_TEMPLATE"),
+    _flag("--chat-template-file", "--chat-template", "ARG_CHAT_TEMPLATE_FILE", _text_in),
+    _flag("--chat-template-kwargs", "--template-option", "ARG_CHAT_TEMPLATE_KWARGS", _kwargs),
+    _flag("--reasoning -rea", "--reasoning", "ARG_REASONING", _reasoning),
+    _flag(
+        "--reasoning-effort", "--template-option reasoning_effort", "ARG_REASONING_EFFORT", _effort
+    ),
+    _flag("--reasoning-format", "--reasoning-format", "ARG_THINK"),
+    _flag("--reasoning-budget", "--reasoning-budget", "ARG_THINK_BUDGET"),
+    # How tokens are chosen if a request does not say.
+    _flag("--temp --temperature", "--sampling temperature", "ARG_TEMPERATURE"),
+    _flag("--top-k", "--sampling top_k", "ARG_TOP_K"),
+    _flag("--top-p", "--sampling top_p", "ARG_TOP_P"),
+    _flag("--min-p", "--sampling min_p", "ARG_MIN_P"),
+    _flag("--typical --typical-p", "--sampling typical_p"),
+    _flag("--top-nsigma --top-n-sigma", "--sampling top_n_sigma", "", _not_negative),
+    _flag("--dynatemp-range", "--sampling dynatemp_range"),
+    _flag("--dynatemp-exp", "--sampling dynatemp_exponent"),
+    _flag("--xtc-probability", "--sampling xtc_probability"),
+    _flag("--xtc-threshold", "--sampling xtc_threshold"),
+    _flag("--repeat-last-n", "--sampling repeat_last_n"),
+    _flag("--repeat-penalty", "--sampling repeat_penalty", "ARG_REPEAT_PENALTY"),
+    _flag("--presence-penalty", "--sampling presence_penalty", "ARG_PRESENCE_PENALTY"),
+    _flag("--frequency-penalty", "--sampling frequency_penalty", "ARG_FREQUENCY_PENALTY"),
+    _flag("--dry-multiplier", "--sampling dry_multiplier"),
+    _flag("--dry-base", "--sampling dry_base"),
+    _flag("--dry-allowed-length", "--sampling dry_allowed_length"),
+    _flag("--dry-penalty-last-n", "--sampling dry_penalty_last_n"),
+    _flag("--mirostat", "--sampling mirostat"),
+    _flag("--mirostat-lr", "--sampling mirostat_eta"),
+    _flag("--mirostat-ent", "--sampling mirostat_tau"),
+    _flag("-s --seed", "--sampling seed", "", _not_negative),
+)
+_BY_NAME: Final = {name: one for one in _FLAGS for name in one.names}
+_BY_VARIABLE: Final = {one.variable: one for one in _FLAGS if one.variable}
+
+# Flags without a value.
+_ALONE: Final[Mapping[str, tuple[str, ...]]] = {
+    **dict.fromkeys(("--rerank", "--reranking"), ("--pooling", "rank")),
+    **dict.fromkeys(("-v", "--log-verbose"), ("--verbose",)),
+    "--reasoning-preserve": ("--template-option", "preserve_reasoning=true"),
+    "--no-reasoning-preserve": ("--template-option", "preserve_reasoning=false"),
+    **dict.fromkeys(_UNIFIED, ()),
 }
-_PRESERVE: Final = {"--reasoning-preserve": "true", "--no-reasoning-preserve": "false"}
 _IGNORED: Final = frozenset(
     {
         "--metrics", "--jinja", "--no-jinja", "-cb", "--cont-batching", "-nocb",
@@ -153,47 +288,7 @@ _LACKING: Final[Mapping[str, Sequence[str]]] = {
     "this of llama-server's own commands": ("--completion-bash",),
 }  # fmt: skip
 
-# Variable -> flags that win over it, the first of which it stands for; those with a value.
-_VARIABLES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
-    {
-        "LLAMA_ARG_MODEL": ("-m", "--model"),
-        "LLAMA_ARG_THREADS": ("-t", "--threads"),
-        "LLAMA_ARG_CTX_SIZE": (*_CONTEXT, "--ctx"),
-        "LLAMA_ARG_N_PARALLEL": (*_SLOTS, "--slots"),
-        "LLAMA_ARG_N_PREDICT": (*_MOST_TOKENS, "--default-max-tokens"),
-        "LLAMA_ARG_UBATCH": ("-ub", "--ubatch-size"),
-        "LLAMA_ARG_FLASH_ATTN": ("-fa", "--flash-attn"),
-        "LLAMA_ARG_CACHE_TYPE_K": ("-ctk", "--cache-type-k", "--kv-type"),
-        "LLAMA_ARG_CACHE_TYPE_V": _V_TYPE,
-        "LLAMA_ARG_N_GPU_LAYERS": _LAYERS,
-        "LLAMA_ARG_ALIAS": ("--alias", "-a"),
-        "LLAMA_ARG_HOST": ("--host",),
-        "LLAMA_ARG_PORT": ("--port",),
-        "LLAMA_ARG_TIMEOUT": ("-to", "--timeout", "--idle-timeout-s"),
-        "LLAMA_ARG_POOLING": ("--pooling",),
-        "LLAMA_ARG_CORS_ORIGINS": ("--cors-origins", "--cors-origin"),
-        "LLAMA_ARG_SSL_KEY_FILE": ("--ssl-key-file", "--ssl-keyfile"),
-        "LLAMA_ARG_SSL_CERT_FILE": ("--ssl-cert-file", "--ssl-certfile"),
-        "LLAMA_API_KEY": ("--api-key",),
-        "LLAMA_ARG_API_KEY_FILE": ("--api-key-file",),
-        "LLAMA_ARG_MODELS_DIR": ("--models-dir",),
-        "LLAMA_ARG_CHAT_TEMPLATE": ("--chat-template",),
-        "LLAMA_ARG_CHAT_TEMPLATE_FILE": ("--chat-template-file",),
-        "LLAMA_ARG_CHAT_TEMPLATE_KWARGS": (_KWARGS, "--template-option"),
-        "LLAMA_ARG_REASONING": ("--reasoning", "-rea"),
-        "LLAMA_ARG_REASONING_EFFORT": (_EFFORT, "--template-option"),
-        "LLAMA_ARG_THINK": ("--reasoning-format",),
-        "LLAMA_ARG_THINK_BUDGET": ("--reasoning-budget",),
-        "LLAMA_ARG_TEMPERATURE": ("--temp", "--temperature", "--sampling"),
-        "LLAMA_ARG_TOP_K": ("--top-k", "--sampling"),
-        "LLAMA_ARG_TOP_P": ("--top-p", "--sampling"),
-        "LLAMA_ARG_MIN_P": ("--min-p", "--sampling"),
-        "LLAMA_ARG_REPEAT_PENALTY": ("--repeat-penalty", "--sampling"),
-        "LLAMA_ARG_PRESENCE_PENALTY": ("--presence-penalty", "--sampling"),
-        "LLAMA_ARG_FREQUENCY_PENALTY": ("--frequency-penalty", "--sampling"),
-    }
-)
-# Those that turn something on or off.
+# Variables that turn something on or off, and the flags for that.
 _SWITCHES: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
     {
         "LLAMA_ARG_CONTEXT_SHIFT": ("--context-shift", "--no-context-shift"),
@@ -212,9 +307,6 @@ _LACKING_VARIABLES: Final = (
     "LLAMA_ARG_MCP_", "LLAMA_ARG_AGENT", "LLAMA_ARG_MODELS_PRESET", "LLAMA_ARG_DRAFT_",
     "LLAMA_ARG_THINK_BUDGET_MESSAGE", "LLAMA_ARG_KV_UNIFIED_PER_SLOT",
 )  # fmt: skip
-_PREFIX: Final = "LLAMA_ARG_"
-_FALSE: Final = frozenset({"0", "off", "false", "disabled"})
-_TRUE: Final = frozenset({"1", "on", "true", "enabled"})
 
 
 def translated(
@@ -222,7 +314,7 @@ def translated(
     note: Callable[[str], object],
     environ: Mapping[str, str] = MappingProxyType({}),
     own: Mapping[str, str] = MappingProxyType({}),
-) -> list[str]:
+) -> tuple[list[str], dict[str, str]]:
     """*words* with llama-server's flags written as ours; *note* is told which are left out.
 
     Args:
@@ -232,124 +324,78 @@ def translated(
             not given.
         own: Our flags -> our variables for them, which win over those of llama-server.
 
+    Returns:
+        The command line, and for our flags in it that only variables of llama-server gave, which.
+
     Raises:
         RequestError: A value cannot be used, a file cannot be read, or kqview lacks what a flag or
             variable asks for.
     """
     ignored: list[str] = []
-    flags = list(_flags(words))
-    given = {name for name, _ in flags}.union(
-        flag for flag, name in own.items() if environ.get(name)
-    )
-    flags = [*_of_environ(environ, given, ignored), *flags]
-    n_slots = next(
-        (_number(name, value) for name, value in reversed(flags) if name in _SLOTS), None
-    )
-    kv_type = next(
-        (value for name, value in reversed(flags) if name in ("-ctk", "--cache-type-k")), "f16"
-    )
-    # With one cache for all, each slot may hold all of it.
-    n_parts = 1 if any(name in _UNIFIED for name, _ in flags) else n_slots
+    typed = list(_flags(words))
+    given = {name for name, _ in typed} | {one for one, name in own.items() if environ.get(name)}
+    # Variables first, so that flags win.
+    flags = [*_of_environ(environ, given, ignored), *((*one, "") for one in typed)]
+    n_slots = next((_number(name, value) for name, value, _ in flags[::-1] if name in _SLOTS), 1)
+    if not given.isdisjoint(_UNIFIED):
+        n_slots = 1  # with one cache for all, each slot may hold all of it
+    keys = next((value for name, value, _ in flags[::-1] if name in _K_TYPE), "f16")
     found: list[str] = []
-    for name, value in flags:
+    variables: dict[str, str] = {}
+    for name, value, variable in flags:
         if name in _IGNORED or name in _IGNORED_WITH_VALUE:
             ignored.append(name)
-        elif name in _V_TYPE:
-            if value != kv_type:
-                raise RequestError(
-                    f"{name} is {value} and keys are {kv_type}; use one type for both"
-                )
-        elif name not in _UNIFIED and (name != "--slots" or value is not None):
-            found += _written(name, value, n_slots, n_parts)
+            continue
+        if name in _V_TYPE and value != keys:
+            raise RequestError(f"{name} is {value} and keys are {keys}; use one type for both")
+        if name in _CONTEXT:
+            # That of all slots together, unless llama.cpp chooses how many there are.
+            n_ctx = _number(name, value) // max(1, n_slots)
+            written = ["--ctx", str(n_ctx)] if n_ctx else []
+        else:
+            written = _written(name, value)
+        found += written
+        for word in written:
+            variables.pop(word, None)
+            if variable:
+                variables[word] = variable
     if ignored:
-        names = " ".join(dict.fromkeys(ignored))
-        note(f"flags of llama-server without effect here: {names}")
-    return found
+        listed = " ".join(dict.fromkeys(ignored))
+        note(f"flags of llama-server without effect here: {listed}")
+    return found, variables
 
 
-def _of_environ(environ: Mapping[str, str], given: set[str], ignored: list[str]) -> list[Flag]:
+def _of_environ(
+    environ: Mapping[str, str], given: set[str], ignored: list[str]
+) -> Iterator[tuple[str, str | None, str]]:
     """Flags that llama-server's variables stand for, but for those that are *given*."""
-    found: list[Flag] = []
-    for name, value in sorted(environ.items()):
-        base = name.replace("LLAMA_ARG_NO_", _PREFIX)
-        if name in _VARIABLES:
-            if value and given.isdisjoint(_VARIABLES[name]):
-                found.append((_VARIABLES[name][0], value))
+    for variable, value in sorted(environ.items()):
+        base = variable.replace("LLAMA_ARG_NO_", _PREFIX)
+        if flag := _BY_VARIABLE.get(variable):
+            # A file of keys adds to keys.
+            winning = flag.names if flag.values is _keys_in else (*flag.names, flag.ours)
+            if value and given.isdisjoint(winning):
+                yield flag.names[0], value, variable
         elif base in _SWITCHES:
             if given.isdisjoint(_SWITCHES[base]):
-                flag = _SWITCHES[base][0 if base == name and _is_true(name, value) else 1]
-                found += [(flag, None)] if flag else []
-        elif name.startswith(_LACKING_VARIABLES) or name == "LLAMA_ARG_MMPROJ":
-            raise RequestError(f"{name} is set, for what kqview serve lacks; unset it")
-        elif name.startswith(_PREFIX):
-            ignored.append(name)
-    return found
+                is_on = base == variable and _is_on(variable, value)
+                if switch := _SWITCHES[base][0 if is_on else 1]:
+                    yield switch, None, variable
+        elif variable.startswith(_LACKING_VARIABLES) or variable == "LLAMA_ARG_MMPROJ":
+            raise RequestError(f"{variable} is set, for what kqview serve lacks; unset it")
+        elif variable.startswith(_PREFIX):
+            ignored.append(variable)
 
 
-def _is_true(name: str, value: str) -> bool:
-    if value.lower() not in _TRUE | _FALSE:
+def _is_on(name: str, value: str) -> bool:
+    if value.lower() not in _ON | _OFF:
         raise RequestError(f"{name} is {value!r}; write true or false")
-    return value.lower() in _TRUE
+    return value.lower() in _ON
 
 
-def _lacking(name: str) -> str | None:
-    """What kqview lacks for this flag, None if nothing."""
-    for what, names in _LACKING.items():
-        for one in names:
-            if name == one or (one.endswith("-") and name.startswith(one)):
-                return what
-    return None
-
-
-def _written(name: str, value: str | None, n_slots: int | None, n_parts: int | None) -> list[str]:
-    what = _lacking(name)
-    if what is not None:
-        raise RequestError(
-            f"{name} is a flag of llama-server, and kqview serve lacks {what}; leave it out"
-        )
-    if name in ("--rerank", "--reranking"):
-        return ["--pooling", "rank"]
-    if name in _PRESERVE:
-        return ["--template-option", f"preserve_reasoning={_PRESERVE[name]}"]
-    if value is None:
-        return ["--verbose" if name in _VERBOSE else name]
-    if name in ("-rea", "--reasoning"):
-        return ["--reasoning", _REASONING.get(value, value)]
-    if name == _EFFORT:
-        return [] if value == "default" else ["--template-option", f"reasoning_effort={value}"]
-    if name == _KWARGS:
-        items = _object_of(name, value).items()
-        return [w for k, v in items for w in ("--template-option", f"{k}={json.dumps(v)}")]
-    if name in _SLOTS:
-        return ["--slots", str(_AUTO_SLOTS if n_slots == -1 else n_slots)]
-    if name in _CONTEXT:
-        # The context of all slots together, unless llama.cpp chooses how many there are.
-        n_ctx = _number(name, value) // max(1, n_parts or 1)
-        return ["--ctx", str(n_ctx)] if n_ctx else []
-    if name in _LAYERS:
-        return ["--ngl", "-1" if value in ("auto", "all") else value]
-    if name in _SAMPLING:
-        is_off = name in _OFF_BELOW_ZERO and value.startswith("-")
-        return [] if is_off else ["--sampling", f"{_SAMPLING[name]}={value}"]
-    if name in _MOST_TOKENS:
-        return ["--default-max-tokens", value] if _number(name, value) > 0 else []
-    if name == "--chat-template-file":
-        return ["--chat-template", _text_of(name, value)]
-    if name == "--api-key-file":
-        return [word for key in _keys_in(value) for word in ("--api-key", key)]
-    if name in _LISTS:
-        return [word for one in value.split(",") if one for word in (_LISTS[name], one)]
-    return [_RENAMED.get(name, name), value]
-
-
-def _flags(words: Sequence[str]) -> Iterator[Flag]:
+def _flags(words: Sequence[str]) -> Iterator[tuple[str, str | None]]:
     """Flags and their values, None for those without; what is none of llama-server's, too."""
     rest = list(words)
-    with_value = {
-        *_RENAMED, *_LISTS, *_LAYERS, *_SLOTS, *_CONTEXT, *_V_TYPE, *_IGNORED_WITH_VALUE,
-        *_SAMPLING, *_MOST_TOKENS, _KWARGS, _EFFORT, "--reasoning", "--api-key-file",
-        "--chat-template", "--chat-template-file",
-    }  # fmt: skip
     while rest:
         name = rest.pop(0)
         name, equals, value = name.partition("=") if name.startswith("--") else (name, "", "")
@@ -361,39 +407,24 @@ def _flags(words: Sequence[str]) -> Iterator[Flag]:
             yield name, rest.pop(0) if rest and rest[0].lstrip("-").isdecimal() else None
         elif name in ("-fa", "--flash-attn"):  # a flag without a value in older versions
             yield "-fa", rest.pop(0) if rest and rest[0] in ("on", "off", "auto") else "on"
-        elif name in with_value and rest:
+        elif (name in _BY_NAME or name in _IGNORED_WITH_VALUE) and rest:
             yield name, rest.pop(0)
         else:
             yield name, None
 
 
-def _number(name: str, value: str | None) -> int:
-    try:
-        return int(value or "")
-    except ValueError:
-        raise RequestError(f"{name} is {value!r}; write a whole number") from None
-
-
-def _object_of(name: str, text: str) -> dict[str, Any]:
-    try:
-        found = json_input.loads(text)
-    except ValueError as error:
-        raise RequestError(f"{name} is {text!r}, which is not JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise RequestError(f"{name} is {text!r}; write a JSON object")
-    return cast("dict[str, Any]", found)
-
-
-def _text_of(name: str, path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(f"{name} {path} cannot be read: {error}") from None
-
-
-def _keys_in(path: str) -> list[str]:
-    lines = _text_of("--api-key-file", path).splitlines()
-    keys = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
-    if not keys:
-        raise RequestError(f"--api-key-file {path} has no keys; write one a line")
-    return keys
+def _written(name: str, value: str | None) -> list[str]:
+    """What the flag *name* is as ours."""
+    for what, names in _LACKING.items():
+        if any(name == one or (one.endswith("-") and name.startswith(one)) for one in names):
+            raise RequestError(
+                f"{name} is a flag of llama-server, and kqview serve lacks {what}; leave it out"
+            )
+    if name in _ALONE or (name == "--slots" and value is None):
+        return list(_ALONE.get(name, ()))
+    if value is None:
+        return [name]
+    flag = _BY_NAME.get(name)
+    if flag is None:
+        return [name, value]
+    return flag.written(name, value)

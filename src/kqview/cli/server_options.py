@@ -30,7 +30,6 @@ ConfigOption = Annotated[
 ]  # fmt: skip
 _NEGATIVE: Final = {"slot_endpoints": "--no-slots"}
 _VARIABLES: Final = "kqview.variables"  # in the context: settings that other variables gave
-_THEIRS: Final = "LLAMA_"
 
 
 class ServerCommand(TyperCommand):
@@ -38,37 +37,18 @@ class ServerCommand(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Read the command line, and the variables of llama-server."""
-        own = {row.flag: PREFIX + row.name.upper() for row in rows_of(Settings).values()}
-        words = translated(args, _note, os.environ, own)
-        ctx.meta[_VARIABLES] = _of_variables(args, own)
+        rows = rows_of(Settings).values()
+        own = {row.flag: PREFIX + row.name.upper() for row in rows}
+        words, variables = translated(args, _note, os.environ, own)
+        found = {row.name: variables[row.flag] for row in rows if row.flag in variables}
+        ctx.meta[_VARIABLES] = found
         return super().parse_args(ctx, words)
-
-
-def _of_variables(args: list[str], own: Mapping[str, str]) -> dict[str, str]:
-    """Settings that llama-server's variables give, and not the command line *args*; by name."""
-    names = {row.flag: row.name for row in rows_of(Settings).values()}
-    given = set(translated(args, _ignore))
-    found: dict[str, str] = {}
-    for variable in sorted(os.environ):
-        if variable.startswith(_THEIRS):
-            alone = {
-                one: text
-                for one, text in os.environ.items()
-                if one == variable or not one.startswith(_THEIRS)
-            }
-            words = translated([], _ignore, alone, own)
-            found |= {names[one]: variable for one in words if one in names and one not in given}
-    return found
 
 
 def _note(text: str) -> None:
     """Tell the operator; a worker, which has the same command line, does not repeat it."""
     if ENVIRONMENT not in os.environ:
         typer.echo(text, err=True)
-
-
-def _ignore(_text: str) -> None:
-    pass
 
 
 def reader_of(
