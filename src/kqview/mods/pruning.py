@@ -13,6 +13,7 @@ queries have seen them.
 
 import codecs
 from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import InitVar, dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
@@ -53,6 +54,7 @@ class Generates(Protocol):
     def generate(self) -> Callable[..., Part]: ...
 
 
+@dataclass(eq=False, kw_only=True, repr=False)
 class PrunedGeneration:
     """Iterator of Token whose context stays within a limit; see `generate_pruned`.
 
@@ -63,38 +65,26 @@ class PrunedGeneration:
         finish_reason: As of a Generation; None while it runs.
     """
 
-    def __init__(
-        self,
-        engine: Generates,
-        prompt: list[int],
-        *,
-        max_context: int,
-        max_tokens: int,
-        n_prune: int,
-        span_tokens: int,
-        n_first: int,
-        n_last: int,
-        capture: Capture,
-        options: dict[str, Any],
-    ) -> None:
-        self._engine = engine
-        self._max_context = max_context
-        self._n_left = max_tokens
-        self._n_prune = n_prune
-        self._span_tokens = span_tokens
-        self._n_first = n_first
-        self._n_last = n_last
-        self._capture = capture
-        self._options = options
-        self._seed: int | None = options.get("seed")
-        self._scores: NDArray[np.float32] = np.zeros(len(prompt), np.float32)
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._tokens = self._generate()
-        self._n_prompt = len(prompt)
+    engine: Generates
+    prompt: InitVar[list[int]]
+    max_context: int
+    n_left: int
+    n_prune: int
+    span_tokens: int
+    n_first: int
+    n_last: int
+    capture: Capture
+    options: dict[str, Any]
+
+    def __post_init__(self, prompt: list[int]) -> None:
         self.ids = list(prompt)
         self.places = list(range(len(prompt)))
         self.removed: list[list[int]] = []
         self.finish_reason: str | None = None
+        self._n_prompt = len(prompt)
+        self._scores: NDArray[np.float32] = np.zeros(len(prompt), np.float32)
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._tokens = self._generate()
 
     def __iter__(self) -> "PrunedGeneration":
         return self
@@ -120,26 +110,26 @@ class PrunedGeneration:
     def _generate(self) -> Generator[Token]:
         slot: int | None = None
         part: Part | None = None
+        seed: int | None = self.options.get("seed")
         try:
             while self.finish_reason is None:
-                if len(self.places) >= self._max_context:
+                if len(self.places) >= self.max_context:
                     self._prune()
-                n_tokens = min(self._n_left, self._max_context - len(self.places))
-                seed = {} if self._seed is None else {"seed": self._seed + len(self.removed)}
-                part = self._engine.generate(
+                seeds = {} if seed is None else {"seed": seed + len(self.removed)}
+                part = self.engine.generate(
                     [self.ids[place] for place in self.places],
-                    max_tokens=n_tokens,
-                    capture=self._capture,
+                    max_tokens=min(self.n_left, self.max_context - len(self.places)),
+                    capture=self.capture,
                     slot=slot,
                     reuse="shift",
-                    reuse_min_tokens=self._span_tokens,
-                    **{**self._options, **seed},
+                    reuse_min_tokens=self.span_tokens,
+                    **{**self.options, **seeds},
                 )
                 for token in part:
                     self._note(token)
                     yield token
                 slot = part.slot
-                if part.finish_reason != "length" or self._n_left == 0:
+                if part.finish_reason != "length" or self.n_left == 0:
                     self.finish_reason = part.finish_reason
         finally:
             if part is not None:
@@ -152,17 +142,17 @@ class PrunedGeneration:
         self._scores = np.append(self._scores, np.float32(0))
         token.index = len(self.ids) - self._n_prompt
         # A character may begin in one part and end in the next.
-        token.text = self._decoder.decode(self._engine.token_bytes(token.id))
+        token.text = self._decoder.decode(self.engine.token_bytes(token.id))
         self.places.append(len(self.ids))
         self.ids.append(token.id)
-        self._n_left -= 1
+        self.n_left -= 1
 
     def _prune(self) -> None:
         """Remove the spans with the smallest mean score."""
-        stop = len(self.places) - self._n_last
-        starts = np.arange(self._n_first, stop - self._span_tokens + 1, self._span_tokens)
-        spans = starts[:, None] + np.arange(self._span_tokens)
-        n_spans = -(-self._n_prune // self._span_tokens)
+        stop = len(self.places) - self.n_last
+        starts = np.arange(self.n_first, stop - self.span_tokens + 1, self.span_tokens)
+        spans = starts[:, None] + np.arange(self.span_tokens)
+        n_spans = -(-self.n_prune // self.span_tokens)
         worst = np.argsort(self._scores[spans].mean(axis=1), kind="stable")[:n_spans]
         gone = np.sort(spans[worst].reshape(-1))
         self.removed.append([self.places[i] for i in gone.tolist()])
@@ -245,10 +235,10 @@ def generate_pruned(
     wanted = Capture.of(capture) or Capture("probs")
     check_shares("generate_pruned", wanted)
     return PrunedGeneration(
-        engine,
-        ids,
+        engine=engine,
+        prompt=ids,
         max_context=limit,
-        max_tokens=whole_number("max_tokens", max_tokens),
+        n_left=whole_number("max_tokens", max_tokens),
         n_prune=n_prune,
         span_tokens=span_tokens,
         n_first=n_first,

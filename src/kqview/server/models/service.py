@@ -10,7 +10,7 @@ import logging
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence, Sized
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence, Sized
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -557,7 +557,7 @@ def _is_small(request: GenerateRequest, prompts: Sequence[Sequence[int]]) -> boo
 
 
 @contextlib.contextmanager
-def _for_mods(dialogue: Dialogue | None) -> Iterator[None]:
+def _for_mods(dialogue: Dialogue | None) -> Generator[None]:
     """For a request with mods, which see the chat and whose failures are logged."""
     with conversation_of(dialogue), logging_failures():
         yield
