@@ -3,20 +3,13 @@
 The constructors check the types and ranges of their values. `check_action` checks the rest: whether
 the event allows the action, and whether the ids are in the vocabulary. All raise
 InvalidActionError.
-
-| action | Prefilled | ForwardPass | Sampled | Added |
-|---|---|---|---|---|
-| Noop, ForceOutput, ToolCalls, EmitError | yes | yes | yes | yes |
-| AdjustedPrefill | yes | | | |
-| ForceTokens, Backtrack | | yes | yes | yes |
-| AdjustedLogits | | yes | | |
 """
 
 import json
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -235,6 +228,8 @@ Action = (
 Terminal = ForceOutput | ToolCalls | EmitError
 """Actions that end the request."""
 
+_Action = TypeVar("_Action", bound=Action)
+
 _EVERYWHERE: Final = frozenset({Noop, ForceOutput, ToolCalls, EmitError})
 ALLOWED: Final[dict[type, frozenset[type]]] = {
     Prefilled: _EVERYWHERE | {AdjustedPrefill},
@@ -299,6 +294,10 @@ class ActionBuilder:
     def __init__(self, event: Event) -> None:
         self._event = event
 
+    def _made(self, kind: type[_Action], *values: Any) -> _Action:
+        check_kind(self._event, kind)
+        return kind(*values)
+
     def noop(self) -> Noop:
         """Change nothing."""
         return Noop()
@@ -307,39 +306,32 @@ class ActionBuilder:
         self, tokens: Iterable[int], *, max_steps: int | None = None
     ) -> AdjustedPrefill:
         """Replace the prompt with *tokens*, or keep it if they are empty; see `AdjustedPrefill`."""
-        check_kind(self._event, AdjustedPrefill)
-        return AdjustedPrefill(tokens, max_steps)  # pyright: ignore[reportArgumentType]
+        return self._made(AdjustedPrefill, tokens, max_steps)
 
     def force_tokens(self, tokens: Iterable[int]) -> ForceTokens:
         """Add *tokens* to the text; see `ForceTokens`."""
-        check_kind(self._event, ForceTokens)
-        return ForceTokens(tokens)  # pyright: ignore[reportArgumentType]
+        return self._made(ForceTokens, tokens)
 
     def backtrack(self, steps: int, tokens: Iterable[int] | None = None) -> Backtrack:
         """Remove the last *steps* tokens, then add *tokens*; see `Backtrack`."""
-        check_kind(self._event, Backtrack)
-        return Backtrack(steps, tokens)  # pyright: ignore[reportArgumentType]
+        return self._made(Backtrack, steps, tokens)
 
     def adjust_logits(
         self, logits: ArrayLike | None = None, token_temp: float | None = None
     ) -> AdjustedLogits:
         """Sample from *logits*, or from the event's if None; see `AdjustedLogits`."""
-        check_kind(self._event, AdjustedLogits)
         if logits is None and isinstance(self._event, ForwardPass):
             logits = self._event.logits
-        return AdjustedLogits(logits, token_temp)  # pyright: ignore[reportArgumentType]
+        return self._made(AdjustedLogits, logits, token_temp)
 
     def force_output(self, tokens: Iterable[int]) -> ForceOutput:
         """End the request with *tokens* as its whole text; see `ForceOutput`."""
-        check_kind(self._event, ForceOutput)
-        return ForceOutput(tokens)  # pyright: ignore[reportArgumentType]
+        return self._made(ForceOutput, tokens)
 
     def tool_calls(self, payload: Any) -> ToolCalls:
         """End the request with tool calls; see `ToolCalls`."""
-        check_kind(self._event, ToolCalls)
-        return ToolCalls(payload)
+        return self._made(ToolCalls, payload)
 
     def emit_error(self, message: str) -> EmitError:
         """End the request with an error; see `EmitError`."""
-        check_kind(self._event, EmitError)
-        return EmitError(message)
+        return self._made(EmitError, message)

@@ -18,22 +18,19 @@ the request with an error that says so. They take columns for positions, so they
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kqview.arguments import invalid, to_number, whole_number
 from kqview.errors import InvalidCapture, RequestError, shown
-from kqview.mods.actions import Action
+from kqview.mods.actions import Action, ActionBuilder
 from kqview.mods.decorator import Mod
 from kqview.mods.events import Added, ForwardPass, Prefilled
+from kqview.mods.tokenizer import ModTokenizer
 from kqview.types.capture import Capture
 from kqview.types.token import Attention, Positions
-
-if TYPE_CHECKING:
-    from kqview.mods.actions import ActionBuilder
-    from kqview.mods.tokenizer import ModTokenizer
 
 Row = NDArray[np.float32]
 Span = tuple[int, int]
@@ -174,14 +171,14 @@ class _AttentionMod(Mod):
     def check_capture(cls, capture: Capture | None) -> None:
         check_shares(cls.__name__, capture)
 
-    def begin(self, request_id: str, tokenizer: "ModTokenizer") -> None:
+    def begin(self, request_id: str, tokenizer: ModTokenizer) -> None:
         self._n_prompt = 0
         self._ids: list[int | None] = []  # None for those added by other mods
         self._prompt: list[int] = []
         self._span: Span = (0, 1)
 
     def on_prefilled(
-        self, event: Prefilled, actions: "ActionBuilder", tokenizer: "ModTokenizer"
+        self, event: Prefilled, actions: ActionBuilder, tokenizer: ModTokenizer
     ) -> Action | None:
         """Note the prompt, and find the part that matters."""
         self._prompt = event.prompt_ids
@@ -197,7 +194,7 @@ class _AttentionMod(Mod):
         return None
 
     def on_forward_pass(
-        self, event: ForwardPass, actions: "ActionBuilder", tokenizer: "ModTokenizer"
+        self, event: ForwardPass, actions: ActionBuilder, tokenizer: ModTokenizer
     ) -> Action | None:
         """Read the rows and act on them."""
         if event.step == 1:
@@ -217,14 +214,14 @@ class _AttentionMod(Mod):
         return self.handle_rows(rows, event, actions, tokenizer)
 
     def on_added(
-        self, event: Added, actions: "ActionBuilder", tokenizer: "ModTokenizer"
+        self, event: Added, actions: ActionBuilder, tokenizer: ModTokenizer
     ) -> Action | None:
         """Track the tokens."""
         self._ids += event.added_tokens
         return None
 
     def handle_rows(
-        self, rows: Row, event: ForwardPass, actions: "ActionBuilder", tokenizer: "ModTokenizer"
+        self, rows: Row, event: ForwardPass, actions: ActionBuilder, tokenizer: ModTokenizer
     ) -> Action | None:
         """Handle the rows of a forward pass, shape ``(n_rows, n_context)``."""
         raise NotImplementedError
@@ -258,7 +255,7 @@ class AlignAtt(_AttentionMod):
         super().__init__(_place("source", source), layers, heads)
         self._frontier = whole_number("frontier", frontier)
 
-    def begin(self, request_id: str, tokenizer: "ModTokenizer") -> None:
+    def begin(self, request_id: str, tokenizer: ModTokenizer) -> None:
         """See Mod.
 
         Raises:
@@ -274,7 +271,7 @@ class AlignAtt(_AttentionMod):
         """Whether the frontier was reached."""
 
     def handle_rows(
-        self, rows: Row, event: ForwardPass, actions: "ActionBuilder", tokenizer: "ModTokenizer"
+        self, rows: Row, event: ForwardPass, actions: ActionBuilder, tokenizer: ModTokenizer
     ) -> Action | None:
         start, stop = self._span
         place = start + int(rows[:, start:stop].mean(axis=0).argmax())
@@ -347,7 +344,7 @@ class LookbackGuard(_AttentionMod):
         self._window = whole_number("window", window)
         self._retries = whole_number("retries", retries, low=0)
 
-    def begin(self, request_id: str, tokenizer: "ModTokenizer") -> None:
+    def begin(self, request_id: str, tokenizer: ModTokenizer) -> None:
         super().begin(request_id, tokenizer)
         self.ratios: list[float] = []
         """`lookback_ratio` of each generated token that remains."""
@@ -359,7 +356,7 @@ class LookbackGuard(_AttentionMod):
         self._n_kept = 0  # tokens that are never taken back
 
     def handle_rows(
-        self, rows: Row, event: ForwardPass, actions: "ActionBuilder", tokenizer: "ModTokenizer"
+        self, rows: Row, event: ForwardPass, actions: ActionBuilder, tokenizer: ModTokenizer
     ) -> Action | None:
         n_generated = len(self._ids)
         ratio = lookback_ratio(rows, self._span, self._n_prompt)
@@ -381,7 +378,7 @@ class LookbackGuard(_AttentionMod):
         return actions.adjust_logits(logits)
 
     def on_added(
-        self, event: Added, actions: "ActionBuilder", tokenizer: "ModTokenizer"
+        self, event: Added, actions: ActionBuilder, tokenizer: ModTokenizer
     ) -> Action | None:
         """Judge the window once it is full."""
         super().on_added(event, actions, tokenizer)
@@ -443,7 +440,7 @@ class ReRead(_AttentionMod):
         self._gap = whole_number("gap", gap)
         self._most = whole_number("most", most)
 
-    def begin(self, request_id: str, tokenizer: "ModTokenizer") -> None:
+    def begin(self, request_id: str, tokenizer: ModTokenizer) -> None:
         super().begin(request_id, tokenizer)
         self.shares: list[float] = []
         """Share of attention that the instruction got in each step."""
@@ -454,7 +451,7 @@ class ReRead(_AttentionMod):
         self._due: list[int] = []  # ids that the last action forces
 
     def handle_rows(
-        self, rows: Row, event: ForwardPass, actions: "ActionBuilder", tokenizer: "ModTokenizer"
+        self, rows: Row, event: ForwardPass, actions: ActionBuilder, tokenizer: ModTokenizer
     ) -> Action | None:
         row = rows.mean(axis=0)
         share = float(sum(row[start:stop].sum() for start, stop in [self._span, *self._copies]))
@@ -476,7 +473,7 @@ class ReRead(_AttentionMod):
         self._at = event.n_tokens
         return actions.force_tokens(self._due)
 
-    def _is_at_end(self, tokenizer: "ModTokenizer") -> bool:
+    def _is_at_end(self, tokenizer: ModTokenizer) -> bool:
         """Whether a reminder may come after the last character of the text."""
         last = self._ids[-1] if self._ids else None
         if not self._after:
@@ -484,7 +481,7 @@ class ReRead(_AttentionMod):
         return last is not None and tokenizer.decode(last)[-1:] in tuple(self._after)
 
     def on_added(
-        self, event: Added, actions: "ActionBuilder", tokenizer: "ModTokenizer"
+        self, event: Added, actions: ActionBuilder, tokenizer: ModTokenizer
     ) -> Action | None:
         """Note the reminder, unless another mod wrote in its place."""
         super().on_added(event, actions, tokenizer)

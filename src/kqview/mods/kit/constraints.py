@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import Any, Final, cast
 
 import numpy as np
 
@@ -22,10 +22,8 @@ from kqview.constraint_child import Numbers, shortened
 from kqview.errors import InvalidSampling, KqviewError
 from kqview.mods.kit.strategies import Answer, TableStrategy
 from kqview.mods.kit.token_table import Ids, TokenTable
+from kqview.mods.tokenizer import ModTokenizer
 from kqview.types.json_schema import held
-
-if TYPE_CHECKING:
-    from kqview.mods.tokenizer import ModTokenizer
 
 
 @dataclass(frozen=True)
@@ -38,7 +36,7 @@ class RegexStrat:
 
     pattern: str
 
-    def into_strategy(self, tokenizer: "ModTokenizer") -> "GrammarStrategy":
+    def into_strategy(self, tokenizer: ModTokenizer) -> "GrammarStrategy":
         """Compile it for *tokenizer*.
 
         Raises:
@@ -63,7 +61,7 @@ class JsonSchemaStrat:
 
     schema: Mapping[str, Any] | str
 
-    def into_strategy(self, tokenizer: "ModTokenizer") -> "GrammarStrategy":
+    def into_strategy(self, tokenizer: ModTokenizer) -> "GrammarStrategy":
         """Compile it for *tokenizer*.
 
         Raises:
@@ -94,7 +92,7 @@ class GrammarState(Answer):
 class GrammarStrategy(TableStrategy[GrammarState]):
     """An answer that a grammar of llguidance describes."""
 
-    def __init__(self, name: str, grammar: str, tokenizer: "ModTokenizer") -> None:
+    def __init__(self, name: str, grammar: str, tokenizer: ModTokenizer) -> None:
         super().__init__(TokenTable.of(tokenizer))
         self._vocabulary = _vocabulary_of(tokenizer)
         self._grammar = grammar
@@ -102,10 +100,10 @@ class GrammarStrategy(TableStrategy[GrammarState]):
         self._numbers = Numbers(self._table.pieces) if name == "schema" else None
         self._first = self._new_matcher()
 
-    def start(self, tokenizer: "ModTokenizer") -> GrammarState:
+    def start(self, tokenizer: ModTokenizer) -> GrammarState:
         return GrammarState(self._first.deep_copy())
 
-    def allowed_tokens(self, state: GrammarState, tokenizer: "ModTokenizer") -> Ids:
+    def allowed_tokens(self, state: GrammarState, tokenizer: ModTokenizer) -> Ids:
         mask: bytes = state.matcher.compute_bitmask()
         if self._numbers:
             mask = self._numbers.held(mask, state.written[-Numbers.TAIL_BYTES :])
@@ -118,7 +116,7 @@ class GrammarStrategy(TableStrategy[GrammarState]):
         return np.flatnonzero(flags)
 
     def _take(
-        self, state: GrammarState, token_id: int, piece: bytes, tokenizer: "ModTokenizer"
+        self, state: GrammarState, token_id: int, piece: bytes, tokenizer: ModTokenizer
     ) -> bool:
         # Checked first: a wrong token would leave the matcher unusable.
         if not state.matcher.validate_tokens([token_id]):
@@ -193,7 +191,7 @@ def _llguidance() -> Any:
 class _Source:
     """A vocabulary as llguidance's Python package reads one."""
 
-    def __init__(self, tokenizer: "ModTokenizer") -> None:
+    def __init__(self, tokenizer: ModTokenizer) -> None:
         table = TokenTable.of(tokenizer)
         control = tokenizer.all_special_ids
         self._tokenizer = weakref.ref(tokenizer)  # which keeps what is made of this alive
@@ -210,10 +208,10 @@ class _Source:
 
 
 # A cache alone, as in `token_table`.
-_vocabularies: weakref.WeakKeyDictionary["ModTokenizer", Any] = weakref.WeakKeyDictionary()
+_vocabularies: weakref.WeakKeyDictionary[ModTokenizer, Any] = weakref.WeakKeyDictionary()
 
 
-def _vocabulary_of(tokenizer: "ModTokenizer") -> Any:
+def _vocabulary_of(tokenizer: ModTokenizer) -> Any:
     known = _vocabularies.get(tokenizer)
     if known is None:
         module = _llguidance()

@@ -10,19 +10,16 @@ Questions may be shared by any number of flows and requests: they hold no state 
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import Any, Final, Self
 
 from kqview.arguments import invalid
 from kqview.errors import RequestError, shown
-from kqview.mods.actions import Action
+from kqview.mods.actions import Action, ActionBuilder
 from kqview.mods.decorator import Mod
 from kqview.mods.events import Added, Event, ForwardPass, Prefilled, RequestEnd
 from kqview.mods.kit.self_prompt import Asking, EraseMode, SelfPrompt, Text, tokenize
 from kqview.mods.kit.strategies import StrategyDescription
-
-if TYPE_CHECKING:
-    from kqview.mods.actions import ActionBuilder
-    from kqview.mods.tokenizer import ModTokenizer
+from kqview.mods.tokenizer import ModTokenizer
 
 _N_ROUTES_MAX: Final = 1000  # without a token between them: the routes form a cycle
 
@@ -42,7 +39,7 @@ class FlowState:
     data: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
-ToolCallback = Callable[["ActionBuilder", FlowState, "ModTokenizer"], Action | None]
+ToolCallback = Callable[[ActionBuilder, FlowState, ModTokenizer], Action | None]
 FlowText = str | Callable[[FlowState], str]
 """A text, or a function of the state that returns one."""
 
@@ -263,7 +260,7 @@ class FlowEngine:
         self._runs: dict[str, FlowRun] = {}
 
     def handle_event(
-        self, event: Event, actions: "ActionBuilder", tokenizer: "ModTokenizer"
+        self, event: Event, actions: ActionBuilder, tokenizer: ModTokenizer
     ) -> Action | None:
         """Handle any event of a request; Prefilled begins its flow."""
         run = self._runs.get(event.request_id)
@@ -288,7 +285,7 @@ class FlowEngine:
 class FlowRun:
     """A flow in one request."""
 
-    def __init__(self, engine: FlowEngine, request_id: str, tokenizer: "ModTokenizer") -> None:
+    def __init__(self, engine: FlowEngine, request_id: str, tokenizer: ModTokenizer) -> None:
         self.state: Final = FlowState(request_id)
         self.tokenizer: Final = tokenizer
         self._flow = engine.entry_flow
@@ -297,7 +294,7 @@ class FlowRun:
         self._question: FlowQuestion | None = None
         self._asking: Asking | None = None
 
-    def handle_event(self, event: Event, actions: "ActionBuilder") -> Action | None:
+    def handle_event(self, event: Event, actions: ActionBuilder) -> Action | None:
         """Ask, follow the answer, and take its route."""
         match event:
             case ForwardPass():
@@ -309,7 +306,7 @@ class FlowRun:
             case _:
                 return None
 
-    def _on_forward_pass(self, event: ForwardPass, actions: "ActionBuilder") -> Action | None:
+    def _on_forward_pass(self, event: ForwardPass, actions: ActionBuilder) -> Action | None:
         for _ in range(_N_ROUTES_MAX):
             action = None
             if self._asking is not None:
@@ -346,7 +343,7 @@ class FlowRun:
         self._question = question
         self._asking = question.self_prompt.ask(self.tokenizer)
 
-    def say(self, text: FlowText, actions: "ActionBuilder") -> Action:
+    def say(self, text: FlowText, actions: ActionBuilder) -> Action:
         """Write *text* and end the text with it."""
         ids = self.ids_of(text)
         end = self.tokenizer.eos_token_id
@@ -354,7 +351,7 @@ class FlowRun:
             return actions.force_output(ids)
         return actions.force_tokens([*ids, end])
 
-    def summarize(self, actions: "ActionBuilder") -> Action:
+    def summarize(self, actions: ActionBuilder) -> Action:
         """Write the summary of the current flow and end the text with it."""
         if self._flow is None or self._flow.summary is None:
             raise RequestError("route_summary needs a FlowDefinition with a summary")
@@ -382,11 +379,11 @@ class FlowMod(Mod):
         """State of the flow in the request."""
         return self._run.state
 
-    def begin(self, request_id: str, tokenizer: "ModTokenizer") -> None:
+    def begin(self, request_id: str, tokenizer: ModTokenizer) -> None:
         self._run = FlowRun(self._engine, request_id, tokenizer)
 
     def __call__(
-        self, event: Event, actions: "ActionBuilder", tokenizer: "ModTokenizer"
+        self, event: Event, actions: ActionBuilder, tokenizer: ModTokenizer
     ) -> Action | None:
         """Handle any event."""
         return self._run.handle_event(event, actions)

@@ -8,22 +8,19 @@ answer are tokens of the request and count against its ``max_tokens``.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kqview.arguments import checked_ids, invalid
 from kqview.errors import shown
-from kqview.mods.actions import Action, Backtrack
+from kqview.mods.actions import Action, ActionBuilder, Backtrack
 from kqview.mods.decorator import Mod
 from kqview.mods.events import Added, Event, ForwardPass, Prefilled, RequestEnd
 from kqview.mods.kit.strategies import ChoicesStrat, Strategy, StrategyDescription
 from kqview.mods.kit.token_table import TokenTable
-
-if TYPE_CHECKING:
-    from kqview.mods.actions import ActionBuilder
-    from kqview.mods.tokenizer import ModTokenizer
+from kqview.mods.tokenizer import ModTokenizer
 
 _N_TAKEN_BACK_MAX: Final = 3
 Text = str | Sequence[int] | Mapping[str, Any]
@@ -41,7 +38,7 @@ class EraseMode(Enum):
     """Question and answer: the text continues as if the question had not been asked."""
 
 
-def tokenize(text: str, tokenizer: "ModTokenizer") -> list[int]:
+def tokenize(text: str, tokenizer: ModTokenizer) -> list[int]:
     """Ids of *text* in the middle of a text, without special tokens around it."""
     return tokenizer.encode(text, add_special_tokens=False)
 
@@ -88,9 +85,7 @@ class SelfPrompt:
         self.argmax_sampling: Final = argmax_sampling
         self._askings: dict[str, Asking] = {}
 
-    def ask(
-        self, tokenizer: "ModTokenizer", strategy: StrategyDescription | None = None
-    ) -> "Asking":
+    def ask(self, tokenizer: ModTokenizer, strategy: StrategyDescription | None = None) -> "Asking":
         """Return a new asking, with *strategy* in place of the question's own if given."""
         return Asking(
             prompt=_ids(self._prompt, tokenizer),
@@ -104,7 +99,7 @@ class SelfPrompt:
     # ---- for function mods
 
     def handle_event(
-        self, event: Event, actions: "ActionBuilder", tokenizer: "ModTokenizer"
+        self, event: Event, actions: ActionBuilder, tokenizer: ModTokenizer
     ) -> Action | None:
         """Handle any event."""
         match event:
@@ -118,25 +113,25 @@ class SelfPrompt:
                 return None
 
     def handle_prefilled(
-        self, event: Prefilled, actions: "ActionBuilder", tokenizer: "ModTokenizer"
+        self, event: Prefilled, actions: ActionBuilder, tokenizer: ModTokenizer
     ) -> None:
         """Begin to ask in the request of *event*."""
         self._askings[event.request_id] = self.ask(tokenizer)
 
     def handle_forward_pass(
-        self, event: ForwardPass, actions: "ActionBuilder", tokenizer: "ModTokenizer"
+        self, event: ForwardPass, actions: ActionBuilder, tokenizer: ModTokenizer
     ) -> Action | None:
         """Write the question, or mask the logits of the answer; the first call begins to ask."""
         return self._asking(event.request_id, tokenizer).on_forward_pass(event, actions)
 
     def handle_added(
-        self, event: Added, actions: "ActionBuilder", tokenizer: "ModTokenizer"
+        self, event: Added, actions: ActionBuilder, tokenizer: ModTokenizer
     ) -> Action | None:
         """Follow the answer, and erase once it is complete."""
         return self._asking(event.request_id, tokenizer).on_added(event, actions)
 
     def refresh_responses(
-        self, responses: Sequence[str], request_id: str, tokenizer: "ModTokenizer"
+        self, responses: Sequence[str], request_id: str, tokenizer: ModTokenizer
     ) -> None:
         """Ask again in one request, with these choices for the answer."""
         self._askings[request_id] = self.ask(tokenizer, ChoicesStrat(responses))
@@ -160,7 +155,7 @@ class SelfPrompt:
         """Free the state of a request; pass this as ``on_end`` to `mod`."""
         self._askings.pop(end.request_id, None)
 
-    def _asking(self, request_id: str, tokenizer: "ModTokenizer") -> "Asking":
+    def _asking(self, request_id: str, tokenizer: ModTokenizer) -> "Asking":
         asking = self._askings.get(request_id)
         if asking is None:
             asking = self._askings[request_id] = self.ask(tokenizer)
@@ -192,7 +187,7 @@ class Asking:
     strategy: Strategy[Any]
     erase: EraseMode
     argmax_sampling: bool
-    tokenizer: "ModTokenizer"
+    tokenizer: ModTokenizer
 
     def __post_init__(self) -> None:
         self.answer_ids: list[int] = []
@@ -216,7 +211,7 @@ class Asking:
         """Text of the answer so far, without the delimiters of its strategy."""
         return self.strategy.trim_answer(self.tokenizer.decode(self.answer_ids))
 
-    def on_forward_pass(self, event: ForwardPass, actions: "ActionBuilder") -> Action | None:
+    def on_forward_pass(self, event: ForwardPass, actions: ActionBuilder) -> Action | None:
         """Force the question, then mask the logits until the answer is complete."""
         if self._phase is _Phase.PROMPT:
             return actions.force_tokens(self.prompt)
@@ -241,7 +236,7 @@ class Asking:
         row = _masked(event.logits, allowed, banned)
         return actions.adjust_logits(row, 0.0 if self.argmax_sampling else None)
 
-    def on_added(self, event: Added, actions: "ActionBuilder") -> Action | None:
+    def on_added(self, event: Added, actions: ActionBuilder) -> Action | None:
         """Advance by the tokens that were added.
 
         If they are not those that were forced, another mod wrote them, and the next step tries
@@ -276,7 +271,7 @@ class Asking:
         return None
 
     def _take_back(
-        self, asked_for: Backtrack, actions: "ActionBuilder", n_behind: int
+        self, asked_for: Backtrack, actions: ActionBuilder, n_behind: int
     ) -> Action | None:
         self._n_taken_back += 1
         if self._n_taken_back > _N_TAKEN_BACK_MAX:
@@ -286,7 +281,7 @@ class Asking:
         self.answer_ids[len(self.answer_ids) - asked_for.n :] = tokens
         return actions.backtrack(asked_for.n + n_behind, tokens or None)
 
-    def _finish(self, actions: "ActionBuilder", behind: list[int]) -> Action | None:
+    def _finish(self, actions: ActionBuilder, behind: list[int]) -> Action | None:
         """End the answer; *behind* are tokens that another mod added after it."""
         self._phase = _Phase.DONE
         if self.erase is EraseMode.NONE:
@@ -320,7 +315,7 @@ def _text(name: str, given: Text) -> str | list[int]:
     return given if isinstance(given, str) else checked_ids(name, given)
 
 
-def _ids(text: str | list[int], tokenizer: "ModTokenizer") -> list[int]:
+def _ids(text: str | list[int], tokenizer: ModTokenizer) -> list[int]:
     return tokenize(text, tokenizer) if isinstance(text, str) else list(text)
 
 
@@ -349,16 +344,16 @@ class SelfPromptMod(Mod):
         """The answer so far, without the delimiters of its strategy."""
         return self._asking.answer
 
-    def begin(self, request_id: str, tokenizer: "ModTokenizer") -> None:
+    def begin(self, request_id: str, tokenizer: ModTokenizer) -> None:
         self._asking = self._question.ask(tokenizer)
 
     def on_forward_pass(
-        self, event: ForwardPass, actions: "ActionBuilder", tokenizer: "ModTokenizer"
+        self, event: ForwardPass, actions: ActionBuilder, tokenizer: ModTokenizer
     ) -> Action | None:
         return self._asking.on_forward_pass(event, actions)
 
     def on_added(
-        self, event: Added, actions: "ActionBuilder", tokenizer: "ModTokenizer"
+        self, event: Added, actions: ActionBuilder, tokenizer: ModTokenizer
     ) -> Action | None:
         return self._asking.on_added(event, actions)
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, TypeVar, cast
+from typing import Any, Final, Generic, Protocol, TypeVar, cast
 
 import numpy as np
 
@@ -23,9 +23,7 @@ from kqview.arguments import invalid, whole_number
 from kqview.errors import RequestError, shown
 from kqview.mods.actions import Backtrack, ForceTokens
 from kqview.mods.kit.token_table import NO_IDS, Ids, TokenTable
-
-if TYPE_CHECKING:
-    from kqview.mods.tokenizer import ModTokenizer
+from kqview.mods.tokenizer import ModTokenizer
 
 State = TypeVar("State")
 
@@ -37,23 +35,23 @@ class Strategy(ABC, Generic[State]):
     """Whether the answer includes its own end, so that no completion needs to follow."""
 
     @abstractmethod
-    def start(self, tokenizer: "ModTokenizer") -> State:
+    def start(self, tokenizer: ModTokenizer) -> State:
         """Return the state of an answer that has not begun."""
 
     @abstractmethod
-    def allowed_tokens(self, state: State, tokenizer: "ModTokenizer") -> Ids:
+    def allowed_tokens(self, state: State, tokenizer: ModTokenizer) -> Ids:
         """Ids that may come next, shape ``(n,)``; empty allows all but `disallowed_tokens`.
 
         They include the end tokens where `can_end` is true.
         """
 
-    def disallowed_tokens(self, state: State, tokenizer: "ModTokenizer") -> Ids:
+    def disallowed_tokens(self, state: State, tokenizer: ModTokenizer) -> Ids:
         """Ids that may not come next."""
         return NO_IDS
 
     @abstractmethod
     def step(
-        self, state: State, token_id: int, tokenizer: "ModTokenizer"
+        self, state: State, token_id: int, tokenizer: ModTokenizer
     ) -> ForceTokens | Backtrack | None:
         """Advance *state* by an added token.
 
@@ -82,7 +80,7 @@ class Strategy(ABC, Generic[State]):
 class StrategyDescription(Protocol):
     """A description of a strategy, such as `ChoicesStrat`."""
 
-    def into_strategy(self, tokenizer: "ModTokenizer") -> Strategy[Any]:
+    def into_strategy(self, tokenizer: ModTokenizer) -> Strategy[Any]:
         """Compile it for *tokenizer*."""
         ...
 
@@ -106,7 +104,7 @@ class TableStrategy(Strategy[_Answer]):
         self._table = table
 
     def step(
-        self, state: _Answer, token_id: int, tokenizer: "ModTokenizer"
+        self, state: _Answer, token_id: int, tokenizer: ModTokenizer
     ) -> ForceTokens | Backtrack | None:
         if token_id in self._table.end_ids and self.can_end(state):
             state.is_ended = True
@@ -118,7 +116,7 @@ class TableStrategy(Strategy[_Answer]):
         return None
 
     @abstractmethod
-    def _take(self, state: _Answer, token_id: int, piece: bytes, tokenizer: "ModTokenizer") -> bool:
+    def _take(self, state: _Answer, token_id: int, piece: bytes, tokenizer: ModTokenizer) -> bool:
         """Whether *piece*, the bytes of a token, may come next."""
 
 
@@ -181,7 +179,7 @@ class ChoicesStrat:
     def __post_init__(self) -> None:
         object.__setattr__(self, "choices", _texts("choices", self.choices))
 
-    def into_strategy(self, tokenizer: "ModTokenizer") -> "ChoicesStrategy":
+    def into_strategy(self, tokenizer: ModTokenizer) -> "ChoicesStrategy":
         """Compile it for *tokenizer*."""
         return ChoicesStrategy(self.choices, TokenTable.of(tokenizer))
 
@@ -193,10 +191,10 @@ class ChoicesStrategy(TableStrategy[Answer]):
         super().__init__(table)
         self._choices = [choice.encode() for choice in choices]
 
-    def start(self, tokenizer: "ModTokenizer") -> Answer:
+    def start(self, tokenizer: ModTokenizer) -> Answer:
         return Answer()
 
-    def allowed_tokens(self, state: Answer, tokenizer: "ModTokenizer") -> Ids:
+    def allowed_tokens(self, state: Answer, tokenizer: ModTokenizer) -> Ids:
         ids = [i for rest in self._rests(state) for i in self._table.beginnings(rest)]
         return _ids(ids + self._table.end_ids if self.can_end(state) else ids)
 
@@ -210,7 +208,7 @@ class ChoicesStrategy(TableStrategy[Answer]):
         rests = self._rests(state)
         return "" if len(rests) != 1 or self.can_end(state) else _decoded(rests[0])
 
-    def _take(self, state: Answer, token_id: int, piece: bytes, tokenizer: "ModTokenizer") -> bool:
+    def _take(self, state: Answer, token_id: int, piece: bytes, tokenizer: ModTokenizer) -> bool:
         return any(rest.startswith(piece) for rest in self._rests(state))
 
     def _rests(self, state: Answer) -> list[bytes]:
@@ -256,7 +254,7 @@ class UntilStrat:
         _check_member("end_type", UntilEndType, self.end_type)
         _check_text("end", self.end)
 
-    def into_strategy(self, tokenizer: "ModTokenizer") -> "UntilStrategy":
+    def into_strategy(self, tokenizer: ModTokenizer) -> "UntilStrategy":
         """Compile it for *tokenizer*."""
         ends = [self.end] if self.end_type is UntilEndType.TAG else sorted(set(self.end))
         return UntilStrategy(self.start, ends, TokenTable.of(tokenizer))
@@ -273,14 +271,14 @@ class UntilStrategy(TableStrategy[Answer]):
         overshoot = [i for i, piece in enumerate(table.pieces) if self._overshoots(piece)]
         self._never = _ids([*table.control_ids, *overshoot])
 
-    def start(self, tokenizer: "ModTokenizer") -> Answer:
+    def start(self, tokenizer: ModTokenizer) -> Answer:
         return Answer()
 
-    def allowed_tokens(self, state: Answer, tokenizer: "ModTokenizer") -> Ids:
+    def allowed_tokens(self, state: Answer, tokenizer: ModTokenizer) -> Ids:
         rest = self._start[len(state.written) :]
         return _ids(self._table.beginnings(rest)) if rest else NO_IDS
 
-    def disallowed_tokens(self, state: Answer, tokenizer: "ModTokenizer") -> Ids:
+    def disallowed_tokens(self, state: Answer, tokenizer: ModTokenizer) -> Ids:
         body = self._body(state)
         # Tokens that complete an end begun before them, and go on.
         crossing = [
@@ -303,7 +301,7 @@ class UntilStrategy(TableStrategy[Answer]):
         ends = (end.decode() for end in self._ends)
         return next((inner.removesuffix(end) for end in ends if inner.endswith(end)), inner)
 
-    def _take(self, state: Answer, token_id: int, piece: bytes, tokenizer: "ModTokenizer") -> bool:
+    def _take(self, state: Answer, token_id: int, piece: bytes, tokenizer: ModTokenizer) -> bool:
         if rest := self._start[len(state.written) :]:
             return rest.startswith(piece)
         tail = self._body(state)[-max(map(len, self._ends)) :]
@@ -373,7 +371,7 @@ class CharsStrat:
                     parameter="min",
                 )
 
-    def into_strategy(self, tokenizer: "ModTokenizer") -> "CharsStrategy":
+    def into_strategy(self, tokenizer: ModTokenizer) -> "CharsStrategy":
         """Compile it for *tokenizer*."""
         return CharsStrategy(self, TokenTable.of(tokenizer))
 
@@ -411,10 +409,10 @@ class CharsStrategy(TableStrategy[Answer]):
         self._free_lengths = np.array([len(table.texts[i] or "") for i in free], np.int64)
         self._checked = checked
 
-    def start(self, tokenizer: "ModTokenizer") -> Answer:
+    def start(self, tokenizer: ModTokenizer) -> Answer:
         return Answer()
 
-    def allowed_tokens(self, state: Answer, tokenizer: "ModTokenizer") -> Ids:
+    def allowed_tokens(self, state: Answer, tokenizer: ModTokenizer) -> Ids:
         written = state.written.decode()
         free = self._free if self._is_body(written) else NO_IDS
         if self._n_max is not None and free.size:
@@ -437,7 +435,7 @@ class CharsStrategy(TableStrategy[Answer]):
     def trim_answer(self, text: str) -> str:
         return text.removesuffix(self._stop)
 
-    def _take(self, state: Answer, token_id: int, piece: bytes, tokenizer: "ModTokenizer") -> bool:
+    def _take(self, state: Answer, token_id: int, piece: bytes, tokenizer: ModTokenizer) -> bool:
         text = self._table.texts[token_id]
         return text is not None and self._is_possible(state.written.decode() + text)
 
@@ -521,7 +519,7 @@ class ListStrat:
                 parameter="sep",
             )
 
-    def into_strategy(self, tokenizer: "ModTokenizer") -> "ListStrategy":
+    def into_strategy(self, tokenizer: ModTokenizer) -> "ListStrategy":
         """Compile it for *tokenizer*."""
         table = TokenTable.of(tokenizer)
         elements = self.elements
@@ -573,7 +571,7 @@ class ListStrategy(TableStrategy[ListAnswer]):
         self._element = element
         self.has_end = bool(given.end_with)
 
-    def start(self, tokenizer: "ModTokenizer") -> ListAnswer:
+    def start(self, tokenizer: ModTokenizer) -> ListAnswer:
         given = self._given
         places: list[_Place] = [_Literal((given.open + given.wrap).encode(), 0, is_last=False)]
         if given.min == 0:
@@ -581,7 +579,7 @@ class ListStrategy(TableStrategy[ListAnswer]):
             places.append(_Literal(empty.encode(), 0, is_last=True))
         return ListAnswer(places=self._with_following(places, tokenizer))
 
-    def allowed_tokens(self, state: ListAnswer, tokenizer: "ModTokenizer") -> Ids:
+    def allowed_tokens(self, state: ListAnswer, tokenizer: ModTokenizer) -> Ids:
         ids = [self._allowed_at(place, tokenizer) for place in state.places]
         ends = self._table.end_ids if self.can_end(state) else []
         return np.unique(np.concatenate([*ids, np.array(ends, np.int64)]))
@@ -604,7 +602,7 @@ class ListStrategy(TableStrategy[ListAnswer]):
         return text.removesuffix(self._given.end_with)
 
     def _take(
-        self, state: ListAnswer, token_id: int, piece: bytes, tokenizer: "ModTokenizer"
+        self, state: ListAnswer, token_id: int, piece: bytes, tokenizer: ModTokenizer
     ) -> bool:
         after: list[_Place] = []
         for place in state.places:
@@ -619,7 +617,7 @@ class ListStrategy(TableStrategy[ListAnswer]):
             state.places = self._with_following(after, tokenizer)
         return bool(after)
 
-    def _with_following(self, places: list[_Place], tokenizer: "ModTokenizer") -> list[_Place]:
+    def _with_following(self, places: list[_Place], tokenizer: ModTokenizer) -> list[_Place]:
         """*places*, with those that may follow without another token, less those that are over."""
         found: list[_Place] = []
         waiting = [*places]
@@ -648,7 +646,7 @@ class ListStrategy(TableStrategy[ListAnswer]):
             following.append(_Literal(text.encode(), n_done, is_last=True))
         return following
 
-    def _allowed_at(self, place: _Place, tokenizer: "ModTokenizer") -> Ids:
+    def _allowed_at(self, place: _Place, tokenizer: ModTokenizer) -> Ids:
         if isinstance(place, _Literal):
             return np.array(self._table.beginnings(place.rest), np.int64)
         ids = self._element.allowed_tokens(place.state, tokenizer)

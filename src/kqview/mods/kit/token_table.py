@@ -6,14 +6,13 @@ Made once for each tokenizer, which keeps it alive; immutable afterwards, any th
 from bisect import bisect_left
 from collections import defaultdict
 from functools import cached_property
-from typing import TYPE_CHECKING, Final
+from typing import Final
 from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from kqview.mods.tokenizer import ModTokenizer
+from kqview.mods.tokenizer import ModTokenizer
 
 Ids = NDArray[np.int64]
 """Ids of tokens, shape ``(n,)``."""
@@ -30,7 +29,7 @@ class TokenTable:
         tokenizer: The tokenizer that mods get.
     """
 
-    def __init__(self, tokenizer: "ModTokenizer") -> None:
+    def __init__(self, tokenizer: ModTokenizer) -> None:
         control = set(tokenizer.all_special_ids)
         self.n_vocab: Final = len(tokenizer)
         self.pieces: Final = [
@@ -48,7 +47,7 @@ class TokenTable:
         self.end_ids: Final = [] if end is None else [end]
 
     @classmethod
-    def of(cls, tokenizer: "ModTokenizer") -> "TokenTable":
+    def of(cls, tokenizer: ModTokenizer) -> "TokenTable":
         """Return the table of *tokenizer*, made at the first call."""
         table = _tables.get(tokenizer)
         if table is None:
@@ -85,7 +84,7 @@ class TokenTable:
 
 
 # Only a cache: a table holds nothing of a request and is freed with its tokenizer.
-_tables: WeakKeyDictionary["ModTokenizer", TokenTable] = WeakKeyDictionary()
+_tables: WeakKeyDictionary[ModTokenizer, TokenTable] = WeakKeyDictionary()
 
 
 def _text(piece: bytes) -> str | None:
