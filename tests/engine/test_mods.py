@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from kqview import Capture, Engine, Mod, errors, mod
+from kqview import Capture, Engine, errors, mod
 from kqview.mods import (
     Added,
     AdjustedLogits,
@@ -30,6 +30,7 @@ from kqview.mods import (
     ToolCalls,
 )
 from kqview.trace import Trace, final_ids
+from tests.support.mods import at
 from tests.support.rows import random_ids
 from tests.support.tiny_gguf import END_OF_TEXT
 
@@ -76,17 +77,6 @@ async def run(generation: Any, *, is_async: bool) -> None:
 
 def start(engine: Engine, *mods: Any, **options: Any) -> Any:
     return engine.generate(PROMPT, mods=mods, **{"max_tokens": 12, **GREEDY, **options})
-
-
-def at(event_type: type, make: Callable[[Any], Any], step: int | None = None) -> Any:
-    """A mod that answers to one kind of event, in one step or in all of them."""
-
-    @mod(name=f"at {event_type.__name__}")
-    def answer(event: Any) -> Any:
-        is_wanted = type(event) is event_type and step in (None, event.step)
-        return make(event) if is_wanted else None
-
-    return answer
 
 
 quiet = pytest.mark.filterwarnings("ignore::kqview.mods.ModWarning")
@@ -241,16 +231,6 @@ def test_tokens_say_what_was_forced_and_taken_back(engine: Engine, plain: list[i
     assert tokens[1].attention.shape[-1] == len(PROMPT) + 1
 
 
-def test_adjusted_logits_and_temperature_hold_for_one_step(engine: Engine, plain: list[int]):
-    def ban(event: ForwardPass) -> Any:
-        row = np.array(event.logits, np.float64)[None]
-        row[0, plain[0]] = -np.inf
-        return AdjustedLogits(row, 0.0)
-
-    generation = generate(engine, at(ForwardPass, ban, 1), temperature=0.0)
-    assert generation.tokens[0] == int(np.argsort(first_logits(engine, PROMPT))[-2])
-
-
 def test_token_temp_of_zero_is_the_largest_logit_at_any_temperature(
     engine: Engine, plain: list[int]
 ):
@@ -311,12 +291,6 @@ def test_deltas_go_on_behind_text_that_was_taken_back_after_it_was_shown(
 # ---- limits
 
 
-def test_token_that_ends_the_text_cuts_forced_ones(engine: Engine):
-    force = at(ForwardPass, lambda event: ForceTokens([65, END_OF_TEXT, 66]), step=2)
-    generation = generate(engine, force)
-    assert (generation.tokens[1:], generation.finish_reason) == ([65], "stop")
-
-
 @pytest.mark.parametrize("max_tokens", [6, 1000])
 def test_forced_tokens_are_cut_at_the_limit_and_at_the_end_of_the_slot(
     engine: Engine, max_tokens: int
@@ -352,18 +326,6 @@ def test_adjusted_prefill_is_the_prompt(engine: Engine):
     assert generation.tokens == plain
     assert generation.usage.prompt_tokens == 7
     assert generation.trace.request.user_prompt_token_ids == other
-
-
-def test_prompt_rows_are_those_of_the_adjusted_prompt(engine: Engine):
-    adjust = mod(
-        lambda event, actions: (
-            actions.adjust_prefill(PROMPT[:5]) if isinstance(event, Prefilled) else None
-        )
-    )
-    generation = start(engine, adjust, capture=Capture("probs", prompt=True), max_tokens=2)
-    blocks = list(generation.prompt_attention)
-    assert sum(block.n_rows for block in blocks) == 5
-    assert len(list(generation)) == 2
 
 
 def test_array_of_the_prompts_rows_is_that_of_the_adjusted_prompt(tiny_llama: Path):
@@ -686,19 +648,6 @@ def test_mod_that_iterates_its_own_generation_is_told_so(
     assert all("cannot iterate the generation that calls it" in one for one in failures(generation))
 
 
-def test_mod_may_use_the_engine_where_a_slot_is_free(engine: Engine, plain: list[int]):
-    texts: list[str] = []
-
-    def nested(event: Any) -> None:
-        texts.append(engine.generate(PROMPT, max_tokens=2, **GREEDY).read())
-        assert engine.slots[0].n_tokens >= 0
-
-    generation = generate(engine, at(Added, nested))
-    assert failures(generation) == []
-    assert generation.tokens == plain
-    assert len(texts) == len(plain)
-
-
 def test_forced_token_that_the_grammar_does_not_allow_is_refused(engine: Engine):
     force = at(ForwardPass, lambda event: ForceTokens([*b"no"]), step=2)
     generation = start(engine, force, grammar='root ::= "yes"+')
@@ -765,20 +714,6 @@ async def test_other_tasks_run_while_forced_tokens_are_handed_out(engine: Engine
     counting.cancel()
     assert [first.id, *rest] == [65] * 2000
     assert n_turns > 20
-
-
-async def test_async_class_mod_keeps_its_state(engine: Engine):
-    class Count(Mod):
-        def begin(self, request_id: str, tokenizer: Any) -> None:
-            self.n = 0
-
-        async def on_added(self, event: Any, actions: Any, tokenizer: Any) -> None:  # type: ignore[override]
-            await asyncio.sleep(0)
-            self.n += len(event.added_tokens)
-
-    generation = start(engine, Count)
-    ids = [token.id async for token in generation]
-    assert generation.mods[0].n == len(ids) == 12
 
 
 def test_async_mods_are_refused_in_a_synchronous_loop(engine: Engine):
@@ -912,11 +847,6 @@ def test_logits_processors_of_a_list_are_called_in_turn(engine: Engine):
     assert generate(engine, logits_processor=[], max_tokens=2).trace is None
     with pytest.raises(errors.RequestError, match=r"logits_processor\[1\] must be a function"):
         generate(engine, logits_processor=[only, 1], max_tokens=2)
-
-
-def test_stopping_ends_with_the_token_that_it_sees_last(engine: Engine, plain: list[int]):
-    generation = generate(engine, stopping=lambda ids: len(ids) >= len(PROMPT) + 5)
-    assert (generation.tokens, generation.finish_reason) == (plain[:5], "stop")
 
 
 @pytest.mark.parametrize("is_async", [False, True])

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from kqview.mods import ModTokenizer
+from kqview.mods import ModTokenizer, mod
 from kqview.mods.calls import Caller
 from kqview.mods.decorator import begin
 from kqview.mods.steering import Decision, Steering, Steps
@@ -63,29 +63,43 @@ class Words:
         )
 
 
-class _Picked(NamedTuple):
+class Picked(NamedTuple):
     id: int
     logprob: float | None = None
     top_logprobs: list[tuple[int, float]] | None = None
 
 
 @dataclass
-class _Forward:
-    """A forward pass, as the core hands one out."""
+class FakeForward:
+    """A forward pass, as the core hands one out; id 0 ends the text, as do *stops*."""
 
     logits: NDArray[np.float32]
     n_tokens: int
     n_left: int
     n_removable: int
-    attention: NDArray[np.float32] | None
+    stops: frozenset[int] = frozenset()
+    attention: Any = None
     positions: Any = None
     hidden: Any = None
+    picked_with: list[tuple[Any, Any]] = field(default_factory=list[tuple[Any, Any]])
 
-    def pick(self, logits: Any = None, temperature: float | None = None) -> _Picked:
-        return _Picked(int(np.argmax(self.logits if logits is None else logits)))
+    def pick(self, logits: Any = None, temperature: float | None = None) -> Picked:
+        self.picked_with.append((logits, temperature))
+        return Picked(int(np.argmax(self.logits if logits is None else logits)))
 
     def ends(self, id: int) -> str | None:
-        return "stop" if id == 0 else None
+        return "stop" if id == 0 else "stop_token" if id in self.stops else None
+
+
+def at(event_type: type, make: Callable[[Any], Any], step: int | None = None) -> Any:
+    """A mod that answers to one kind of event, in one step or in all of them."""
+
+    @mod(name=f"at {event_type.__name__}")
+    def answer(event: Any) -> Any:
+        is_wanted = type(event) is event_type and step in (None, event.step)
+        return make(event) if is_wanted else None
+
+    return answer
 
 
 @dataclass
@@ -163,7 +177,7 @@ def drive(
         logits[liked] = np.linspace(2, 1, len(liked), dtype=np.float32)
         n_tokens = len(prompt_ids) + len(ids)
         n_left, row = max_tokens - len(ids), attention(text, n_tokens)
-        forward = _Forward(logits, n_tokens, n_left, len(ids), row)
+        forward: Any = FakeForward(logits, n_tokens, n_left, len(ids), attention=row)
         decision = take(steering.step(forward, lambda n_removed, added: None))
     steering.finish(decision.end)
     trace = recorder.trace

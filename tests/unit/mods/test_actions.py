@@ -79,10 +79,6 @@ def test_error_is_a_value_error_and_names_what_is_allowed():
     assert isinstance(caught.value, RequestError)
 
 
-def test_none_is_a_noop():
-    assert type(check_action(EVENTS["Added"], None, N_VOCAB)) is Noop
-
-
 @pytest.mark.parametrize(
     "nonsense", [[Noop()], (), 0, "noop", Noop, object(), {"tokens": [1]}, True, np.zeros(3)]
 )

@@ -257,14 +257,6 @@ async def test_cancelled_consumer_leaves_a_running_mod_behind(gate: Gate):
     await_no_threads()
 
 
-def test_async_mod_of_a_synchronous_consumer_is_refused():
-    async def slow(event: Any) -> None: ...
-
-    assert "iterate the generation with async for" in (
-        Caller(TOKENIZER).call(call_of(bound(slow))).error or ""
-    )
-
-
 @BOTH
 async def test_awaitable_of_a_function_that_is_not_async_is_refused(is_async: bool):
     async def inner() -> None: ...

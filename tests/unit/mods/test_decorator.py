@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-import kqview
 from kqview.errors import InvalidMod, RequestError
 from kqview.mods import (
     ActionBuilder,
@@ -50,11 +49,6 @@ class Counting(Mod):
 
     def on_added(self, event: Any, actions: Any, tokenizer: Any) -> None:
         self.seen.append("added")
-
-
-def test_package_exports_mod_and_its_base_class():
-    assert kqview.mod is mod
-    assert kqview.Mod is Mod
 
 
 def test_decorated_function_keeps_its_name_and_text():

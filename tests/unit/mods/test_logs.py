@@ -67,13 +67,6 @@ def test_stream_is_the_one_of_before_when_no_mod_runs():
     assert sys.stdout is before
 
 
-def test_line_without_end_is_cut_into_pieces():
-    lines, log = collector()
-    with Captured(log):
-        sys.stdout.write("x" * 200_000)
-    assert [len(text) for text, _ in lines] == [65_536, 65_536, 65_536, 3_392]
-
-
 def test_threads_print_beside_each_other(capsys: pytest.CaptureFixture[str]):
     both = threading.Barrier(3)
     found: dict[str, Lines] = {}
@@ -174,15 +167,6 @@ def test_records_are_captured_with_their_levels_and_handled_as_usual(
     assert [record.levelname for record in caplog.records] == [
         *("DEBUG", "INFO", "WARNING", "ERROR", "ERROR")
     ]
-
-
-def test_levels_decide_which_records_there_are():
-    logger = logging.getLogger("tests.mods.quiet")
-    logger.setLevel(logging.ERROR)
-    lines, log = collector()
-    with Captured(log):
-        logger.warning("nobody sees this")
-    assert lines == []
 
 
 def test_record_whose_arguments_do_not_fit_is_captured_as_it_is(

@@ -253,10 +253,6 @@ def test_responses_can_be_changed_for_one_request():
     assert drive(asks, story).text.startswith(" ok?hi")
 
 
-def test_nothing_is_printed_or_logged():
-    assert drive(self_prompt_mod(" ok?", ChoicesStrat(["yes", "no"])), story).logs == []
-
-
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import random
 import threading
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
 from kqview.errors import (
-    BusyError,
     EmittedError,
     InvalidActionError,
     InvalidToken,
@@ -45,6 +44,7 @@ from kqview.mods.decorator import begin
 from kqview.mods.failures import Failures, logging_failures
 from kqview.mods.steering import Decision, Steering
 from kqview.trace import Trace, TraceRecorder, TraceRequest, final_ids
+from tests.support.mods import FakeForward, Picked, at
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -62,32 +62,6 @@ ROWS.flags.writeable = False
 
 def logits_after(ids: Sequence[int]) -> np.ndarray:
     return ROWS[hash(tuple(ids)) % len(ROWS)]
-
-
-class Picked(NamedTuple):
-    id: int
-    logprob: float | None = None
-    top_logprobs: list[tuple[int, float]] | None = None
-
-
-@dataclass
-class FakeForward:
-    logits: np.ndarray
-    n_tokens: int
-    n_left: int
-    n_removable: int
-    stops: frozenset[int] = frozenset()
-    attention: Any = None
-    positions: Any = None
-    hidden: Any = None
-    picked_with: list[tuple[Any, Any]] = field(default_factory=list[tuple[Any, Any]])
-
-    def pick(self, logits: Any = None, temperature: float | None = None) -> Picked:
-        self.picked_with.append((logits, temperature))
-        return Picked(int(np.argmax(self.logits if logits is None else logits)))
-
-    def ends(self, id: int) -> str | None:
-        return "stop" if id == EOS else "stop_token" if id in self.stops else None
 
 
 @dataclass
@@ -188,17 +162,6 @@ def run(
 PLAIN = run().ids
 
 
-def at(event_type: type, make: Callable[[Any], Any], step: int | None = None) -> Any:
-    """A mod that answers to one kind of event, in one step or in all of them."""
-
-    @mod(name=f"at {event_type.__name__}")
-    def answer(event: Any) -> Any:
-        is_wanted = type(event) is event_type and step in (None, event.step)
-        return make(event) if is_wanted else None
-
-    return answer
-
-
 def others(*banned: int) -> Callable[[Any], AdjustedLogits]:
     """Mask *banned* ids, and EOS."""
 
@@ -229,14 +192,6 @@ def test_events_carry_what_they_say():
     assert sampled.sampled_token == ids[0]
     assert (added.added_tokens, added.forced) == (ids, False)
     assert {event.request_id for event in events} == {"r"}
-
-
-def test_noop_mods_change_nothing():
-    @mod
-    def builds(event: Any, actions: Any) -> Any:
-        return actions.noop()
-
-    assert run(builds, mod(lambda event: None)).ids == PLAIN
 
 
 def test_prompt_that_a_mod_keeps_is_read_only():
@@ -625,22 +580,6 @@ def test_keyboard_interrupt_in_a_mod_reaches_the_consumer():
 
     with pytest.raises(KeyboardInterrupt):
         run(at(Sampled, make))
-
-
-def test_mod_that_iterates_its_own_generation_is_told_so():
-    ids: list[int] = []
-    caught: list[BaseException] = []
-
-    @mod
-    def iterates(event: Any) -> None:
-        try:
-            steering.run(steering.prefill(PROMPT, max_tokens=1))
-        except BusyError as error:
-            caught.append(error)
-
-    steering = steer([iterates], ids)
-    assert steering.run(steering.prefill(PROMPT, max_tokens=1)) is not None
-    assert "cannot iterate the generation that calls it" in str(caught[0])
 
 
 # ---- logits_processor and stopping
