@@ -6,53 +6,43 @@ import msgspec
 
 from kqview.server.apps.metrics import MEDIA_TYPE, Metrics
 from kqview.server.models.service import Call
-from kqview.server.web.described import example
+from kqview.server.web.described import about
 from kqview.server.web.endpoint import HttpReply, Operation
 from kqview.server.web.pages import get
 
 
 class Health(msgspec.Struct):
-    """Whether the server accepts requests.
+    """Whether the server accepts requests."""
 
-    Attributes:
-        status: "ok", "closing", "no model" or "stalled".
-        model: Name of the model; null if none is loaded yet.
-        reason: Why it is stalled.
-        error: Why it accepts none, in the form of llama.cpp's server.
-    """
-
-    status: Annotated[str, example("ok")]
-    model: Annotated[str | None, example("demo")] = None
-    reason: Annotated[str | msgspec.UnsetType, example("no step for 60 s")] = msgspec.UNSET
-    error: Annotated[dict[str, Any] | msgspec.UnsetType, example({"code": 503})] = msgspec.UNSET
+    status: Annotated[str, about('"ok", "closing", "no model" or "stalled".', "ok")]
+    model: Annotated[
+        str | None, about("Name of the model; null if none is loaded yet.", "demo")
+    ] = None
+    reason: Annotated[str | msgspec.UnsetType, about("Why it is stalled.", "no step for 60 s")] = (
+        msgspec.UNSET
+    )
+    error: Annotated[
+        dict[str, Any] | msgspec.UnsetType,
+        about("Why it accepts none, in the form of llama.cpp's server.", {"code": 503}),
+    ] = msgspec.UNSET
 
 
 class ModItem(msgspec.Struct):
-    """A mod that requests may name.
+    """A mod that requests may name."""
 
-    Attributes:
-        id: Its name.
-        summary: What it does.
-        error: Why its file cannot be used; null if it can.
-        object: Always "mod".
-    """
-
-    id: Annotated[str, example("stop_early")]
-    summary: Annotated[str, example("Ends the answer early.")]
-    error: Annotated[str | None, example("line 3: invalid syntax")]
-    object: Annotated[str, example("mod")] = "mod"
+    id: Annotated[str, about("Its name.", "stop_early")]
+    summary: Annotated[str, about("What it does.", "Ends the answer early.")]
+    error: Annotated[
+        str | None, about("Why its file cannot be used; null if it can.", "line 3: invalid syntax")
+    ]
+    object: Annotated[str, about('Always "mod".', "mod")] = "mod"
 
 
 class ModList(msgspec.Struct):
-    """The mods of the server's folder.
+    """The mods of the server's folder."""
 
-    Attributes:
-        data: The mods.
-        object: Always "list".
-    """
-
-    data: list[ModItem]
-    object: Annotated[str, example("list")] = "list"
+    data: Annotated[list[ModItem], about("The mods.")]
+    object: Annotated[str, about('Always "list".', "list")] = "list"
 
 
 def operations(metrics: Metrics) -> list[Operation]:

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Final, Self
 import msgspec
 
 from kqview.errors import QueueFull
-from kqview.server.web.described import example
+from kqview.server.web.described import about
 
 _log: Final = logging.getLogger("kqview.server")
 
@@ -28,150 +28,129 @@ _MOST_SUBSCRIBERS: Final = 256
 
 
 class Event(msgspec.Struct, kw_only=True):
-    """Base of what is published; its name is that of its class.
+    """Base of what is published; its name is that of its class."""
 
-    Attributes:
-        at_s: When it was made, in seconds since 1970.
-    """
-
-    at_s: Annotated[float, example(1767225600.5)] = msgspec.field(default_factory=time.time)
+    at_s: Annotated[float, about("When it was made, in seconds since 1970.", 1767225600.5)] = (
+        msgspec.field(default_factory=time.time)
+    )
 
 
 class GenerationStarted(Event, kw_only=True):
-    """A generation was admitted.
+    """A generation was admitted."""
 
-    Attributes:
-        request_id: Its request.
-        session_id: The conversation that it continues; None without one.
-        model_id: The model that answers.
-        prompt_tokens: Tokens of the prompt.
-        sampling: How tokens are chosen, with ``max_tokens`` and, if there are any,
-            ``filtered_out``.
-        sampling_origin: Where the value of each field of *sampling* comes from.
-        passport_hash: Of the model's passport.
-        passport_version: The same.
-        system_prompt_hash: Of its system prompt; unset without one.
-        system_prompt_version: The same.
-        app_persona_hash: Of the persona; unset without one.
-        app_persona_version: The same.
-    """
-
-    request_id: Annotated[str, example("r1")]
-    session_id: Annotated[str | None, example("s1")]
-    model_id: Annotated[str, example("demo")]
-    prompt_tokens: Annotated[int, example(14)]
-    sampling: Annotated[Mapping[str, Any], example({"temperature": 0.8})]
-    sampling_origin: Annotated[Mapping[str, str], example({"temperature": "default"})]
-    passport_hash: Annotated[str, example("sha256:0a1b")]
-    passport_version: Annotated[int, example(1)]
-    system_prompt_hash: Annotated[str | msgspec.UnsetType, example("sha256:0a1b")] = msgspec.UNSET
-    system_prompt_version: Annotated[int | msgspec.UnsetType, example(1)] = msgspec.UNSET
-    app_persona_hash: Annotated[str | msgspec.UnsetType, example("sha256:0a1b")] = msgspec.UNSET
-    app_persona_version: Annotated[int | msgspec.UnsetType, example(1)] = msgspec.UNSET
+    request_id: Annotated[str, about("Its request.", "r1")]
+    session_id: Annotated[
+        str | None, about("The conversation that it continues; None without one.", "s1")
+    ]
+    model_id: Annotated[str, about("The model that answers.", "demo")]
+    prompt_tokens: Annotated[int, about("Tokens of the prompt.", 14)]
+    sampling: Annotated[
+        Mapping[str, Any],
+        about(
+            "How tokens are chosen, with ``max_tokens`` and, if there are any, ``filtered_out``.",
+            {"temperature": 0.8},
+        ),
+    ]
+    sampling_origin: Annotated[
+        Mapping[str, str],
+        about(
+            "Where the value of each field of *sampling* comes from.", {"temperature": "default"}
+        ),
+    ]
+    passport_hash: Annotated[str, about("Of the model's passport.", "sha256:0a1b")]
+    passport_version: Annotated[int, about("The same.", 1)]
+    system_prompt_hash: Annotated[
+        str | msgspec.UnsetType, about("Of its system prompt; unset without one.", "sha256:0a1b")
+    ] = msgspec.UNSET
+    system_prompt_version: Annotated[int | msgspec.UnsetType, about("The same.", 1)] = msgspec.UNSET
+    app_persona_hash: Annotated[
+        str | msgspec.UnsetType, about("Of the persona; unset without one.", "sha256:0a1b")
+    ] = msgspec.UNSET
+    app_persona_version: Annotated[int | msgspec.UnsetType, about("The same.", 1)] = msgspec.UNSET
 
 
 class ReasoningPresetApplied(Event, kw_only=True):
-    """A request named a preset of reasoning.
+    """A request named a preset of reasoning."""
 
-    Attributes:
-        request_id: The request.
-        model_id: The model that answers.
-        preset: Name of the preset.
-        reasoning_max_tokens: Most tokens of reasoning; None for no limit.
-    """
-
-    request_id: Annotated[str, example("r1")]
-    model_id: Annotated[str, example("demo")]
-    preset: Annotated[str, example("brief")]
-    reasoning_max_tokens: Annotated[int | None, example(64)]
+    request_id: Annotated[str, about("The request.", "r1")]
+    model_id: Annotated[str, about("The model that answers.", "demo")]
+    preset: Annotated[str, about("Name of the preset.", "brief")]
+    reasoning_max_tokens: Annotated[
+        int | None, about("Most tokens of reasoning; None for no limit.", 64)
+    ]
 
 
 class GenerationCompleted(Event, kw_only=True):
-    """A generation ended.
+    """A generation ended."""
 
-    Attributes:
-        request_id: Its request.
-        session_id: As of GenerationStarted.
-        model_id: The model that answered.
-        status: "ok" or "error".
-        stop_reason: "stop", "stop_sequence", "length", "cancelled" or "error".
-        code: Of the error; None without one.
-        result_summary: ``sampling`` as of GenerationStarted, and the figures of the usage.
-        reasoning_buffer_latency_ms: From the mark that ended the reasoning to the end of the
-            stream; None without reasoning.
-    """
-
-    request_id: Annotated[str, example("r1")]
-    session_id: Annotated[str | None, example("s1")]
-    model_id: Annotated[str, example("demo")]
-    status: Annotated[str, example("ok")]
-    stop_reason: Annotated[str, example("length")]
-    code: Annotated[str | None, example("MODEL_CHANGED")]
-    result_summary: Annotated[Mapping[str, Any], example({"output_tokens": 4})]
-    reasoning_buffer_latency_ms: Annotated[float | None, example(1.5)] = None
+    request_id: Annotated[str, about("Its request.", "r1")]
+    session_id: Annotated[str | None, about("As of GenerationStarted.", "s1")]
+    model_id: Annotated[str, about("The model that answered.", "demo")]
+    status: Annotated[str, about('"ok" or "error".', "ok")]
+    stop_reason: Annotated[
+        str, about('"stop", "stop_sequence", "length", "cancelled" or "error".', "length")
+    ]
+    code: Annotated[str | None, about("Of the error; None without one.", "MODEL_CHANGED")]
+    result_summary: Annotated[
+        Mapping[str, Any],
+        about(
+            "``sampling`` as of GenerationStarted, and the figures of the usage.",
+            {"output_tokens": 4},
+        ),
+    ]
+    reasoning_buffer_latency_ms: Annotated[
+        float | None,
+        about(
+            "From the mark that ended the reasoning to the end of the stream; None without "
+            "reasoning.",
+            1.5,
+        ),
+    ] = None
 
 
 class ModelLoading(Event, kw_only=True):
-    """A model is being loaded.
+    """A model is being loaded."""
 
-    Attributes:
-        model_id: The model.
-        progress: Loaded fraction, 0..1.
-    """
-
-    model_id: Annotated[str, example("demo")]
-    progress: Annotated[float, example(0.5)]
+    model_id: Annotated[str, about("The model.", "demo")]
+    progress: Annotated[float, about("Loaded fraction, 0..1.", 0.5)]
 
 
 class ModelLoaded(Event, kw_only=True):
-    """A model was loaded.
+    """A model was loaded."""
 
-    Attributes:
-        model_id: The model.
-        memory_bytes: What it takes: weights, KV cache and compute buffers.
-        seconds: How long it took.
-    """
-
-    model_id: Annotated[str, example("demo")]
-    memory_bytes: Annotated[int, example(50331648)]
-    seconds: Annotated[float, example(0.4)]
+    model_id: Annotated[str, about("The model.", "demo")]
+    memory_bytes: Annotated[
+        int, about("What it takes: weights, KV cache and compute buffers.", 50331648)
+    ]
+    seconds: Annotated[float, about("How long it took.", 0.4)]
 
 
 class ModelUnloaded(Event, kw_only=True):
-    """A model was unloaded.
+    """A model was unloaded."""
 
-    Attributes:
-        model_id: The model.
-        reason: "memory" if another one needed its memory, "admin", or "removed" from the
-            configuration.
-    """
-
-    model_id: Annotated[str, example("demo")]
-    reason: Annotated[str, example("memory")]
+    model_id: Annotated[str, about("The model.", "demo")]
+    reason: Annotated[
+        str,
+        about(
+            '"memory" if another one needed its memory, "admin", or "removed" from the '
+            "configuration.",
+            "memory",
+        ),
+    ]
 
 
 class ModelFailed(Event, kw_only=True):
-    """A model could not be loaded.
+    """A model could not be loaded."""
 
-    Attributes:
-        model_id: The model.
-        error: Why.
-        retry_s: Seconds until a request tries again.
-    """
-
-    model_id: Annotated[str, example("demo")]
-    error: Annotated[str, example("the file is cut off")]
-    retry_s: Annotated[float, example(1.0)]
+    model_id: Annotated[str, about("The model.", "demo")]
+    error: Annotated[str, about("Why.", "the file is cut off")]
+    retry_s: Annotated[float, about("Seconds until a request tries again.", 1.0)]
 
 
 class Dropped(Event, kw_only=True):
-    """This subscriber read too slowly.
+    """This subscriber read too slowly."""
 
-    Attributes:
-        n: Events that it lost here.
-    """
-
-    n: Annotated[int, example(3)]
+    n: Annotated[int, about("Events that it lost here.", 3)]
 
 
 class Subscription:

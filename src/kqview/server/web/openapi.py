@@ -224,7 +224,7 @@ def _describe(schema: Schema, cls: type) -> None:
     for name, one in properties.items():
         if name in meanings:
             one["description"] = meanings[name]
-        elif name in OPTIONS:
+        elif name in OPTIONS and "description" not in one:
             _describe_option(one, OPTIONS[name])
     found = inspect.type_info(cls)
     if not isinstance(found, inspect.StructType):

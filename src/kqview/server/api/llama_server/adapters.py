@@ -7,32 +7,24 @@ from msgspec import Struct
 
 from kqview.errors import RequestError
 from kqview.lora import LoraAdapter
-from kqview.server.api.llama_server import about, states
+from kqview.server.api.llama_server import properties, states
 from kqview.server.api.wire.llama_fields import Failure, LoraScale, error_body
 from kqview.server.errors import Forbidden, renamed
 from kqview.server.models.service import Call
-from kqview.server.web.described import example
+from kqview.server.web.described import about
 from kqview.server.web.endpoint import OneOf, Operation, Upload
 
 _TAG: Final = "llama-server"
 
 
 class Adapter(Struct, kw_only=True):
-    """A loaded adapter.
+    """A loaded adapter."""
 
-    Attributes:
-        id: Its index.
-        path: Its file.
-        scale: Its strength for requests that do not say.
-        task_name: Always "".
-        prompt_prefix: Always "".
-    """
-
-    id: Annotated[int, example(0)]
-    path: Annotated[str, example("adapter.gguf")]
-    scale: Annotated[float, example(1.0)]
-    task_name: Annotated[str, example("")] = ""
-    prompt_prefix: Annotated[str, example("")] = ""
+    id: Annotated[int, about("Its index.", 0)]
+    path: Annotated[str, about("Its file.", "adapter.gguf")]
+    scale: Annotated[float, about("Its strength for requests that do not say.", 1.0)]
+    task_name: Annotated[str, about('Always "".', "")] = ""
+    prompt_prefix: Annotated[str, about('Always "".', "")] = ""
 
 
 def adapters_of(loaded: Sequence[LoraAdapter]) -> list[Adapter]:
@@ -45,7 +37,7 @@ async def list_adapters(call: Call) -> list[Adapter]:
     return adapters_of(call.model.engine.lora)
 
 
-async def set_scales(call: Call, upload: Upload) -> about.Success:
+async def set_scales(call: Call, upload: Upload) -> properties.Success:
     """``POST /lora-adapters``: scales for requests from here on; adapters left out get 0."""
     if call.service.settings.admin_keys and not call.caller.is_admin:
         raise Forbidden(
@@ -58,7 +50,7 @@ async def set_scales(call: Call, upload: Upload) -> about.Success:
         call.model.engine.set_lora_scales({one.id: one.scale for one in scales})
     except RequestError as error:
         raise renamed(error, {"scales": "id"}) from None
-    return about.Success()
+    return properties.Success()
 
 
 OPERATIONS: Final[list[Operation]] = [
@@ -70,7 +62,7 @@ OPERATIONS: Final[list[Operation]] = [
     Operation(
         method="POST", path="/lora-adapters", handler=set_scales, model="named", tag=_TAG,
         error_body=error_body, failure=Failure, body=Upload,
-        upload=OneOf((list[LoraScale],)), reply=about.Success,
+        upload=OneOf((list[LoraScale],)), reply=properties.Success,
         summary="Scales of LoRA adapters for requests that do not say.",
     ),
 ]  # fmt: skip

@@ -9,7 +9,7 @@ from msgspec import Struct
 from kqview.errors import RequestError
 from kqview.server.errors import NotSupported, renamed
 from kqview.server.models.service import Call
-from kqview.server.web.described import example
+from kqview.server.web.described import about
 from kqview.server.web.endpoint import HttpReply, json_in_slices
 from kqview.types import Classification
 
@@ -17,56 +17,40 @@ _PREDICTION_BYTES = 256  # an object with a label and a number, and its JSON
 
 
 class ClassifyBody(Struct, kw_only=True):
-    """A text to classify, or a list of them.
+    """A text to classify, or a list of them."""
 
-    Attributes:
-        inputs: A text, or a list of them.
-        model: Id of a configured model; the default model if not given.
-    """
-
-    inputs: Annotated[str | list[str], example("I like it.")]
-    model: Annotated[str | None, example("demo")] = None
+    inputs: Annotated[str | list[str], about("A text, or a list of them.", "I like it.")]
+    model: Annotated[
+        str | None, about("Id of a configured model; the default model if not given.", "demo")
+    ] = None
 
 
 class Prediction(Struct):
-    """A label, and the classifier's raw value for it.
+    """A label, and the classifier's raw value for it."""
 
-    Attributes:
-        label: Its name.
-        score: The raw value; null where it is not a number.
-    """
-
-    label: Annotated[str, example("positive")]
-    score: Annotated[float, example(2.5)]
+    label: Annotated[str, about("Its name.", "positive")]
+    score: Annotated[float, about("The raw value; null where it is not a number.", 2.5)]
 
 
 class ClassifyUsage(Struct):
-    """Tokens of all texts, with the special ones.
+    """Tokens of all texts, with the special ones."""
 
-    Attributes:
-        prompt_tokens: Tokens of all texts.
-        total_tokens: The same.
-    """
-
-    prompt_tokens: Annotated[int, example(6)]
-    total_tokens: Annotated[int, example(6)]
+    prompt_tokens: Annotated[int, about("Tokens of all texts.", 6)]
+    total_tokens: Annotated[int, about("The same.", 6)]
 
 
 class Classified(Struct, kw_only=True):
-    """Labels by falling score: one list for a text, a list of lists for a list of texts.
+    """Labels by falling score: one list for a text, a list of lists for a list of texts."""
 
-    Attributes:
-        model: The model, as the request names it.
-        object: Always "list".
-        usage: Tokens of the request.
-        predictions: Labels by falling score; a list of them for each text where a list was sent.
-    """
-
-    model: Annotated[str, example("demo")]
-    object: Annotated[str, example("list")] = "list"
-    usage: ClassifyUsage
+    model: Annotated[str, about("The model, as the request names it.", "demo")]
+    object: Annotated[str, about('Always "list".', "list")] = "list"
+    usage: Annotated[ClassifyUsage, about("Tokens of the request.")]
     predictions: Annotated[
-        list[Prediction | list[Prediction]], example([{"label": "positive", "score": 2.5}])
+        list[Prediction | list[Prediction]],
+        about(
+            "Labels by falling score; a list of them for each text where a list was sent.",
+            [{"label": "positive", "score": 2.5}],
+        ),
     ]
 
 

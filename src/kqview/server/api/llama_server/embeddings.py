@@ -13,7 +13,7 @@ from kqview.errors import RequestError
 from kqview.server.api.wire.prompts import Parts, ids_of_each, prompts_of
 from kqview.server.errors import NotSupported, renamed
 from kqview.server.models.service import Call
-from kqview.server.web.described import example
+from kqview.server.web.described import about
 from kqview.server.web.endpoint import HttpReply
 
 Vectors = NDArray[np.float32]
@@ -24,37 +24,38 @@ _EUCLID: Final = 2
 
 
 class EmbeddingBody(Struct, kw_only=True):
-    """Texts to embed, in any form of a prompt.
+    """Texts to embed, in any form of a prompt."""
 
-    Attributes:
-        input: A text, ids, {"content": [{"type": "text", "text": "Anna"}]}, or a list of these.
-        content: Another name for ``input``.
-        model: Id of a configured model; the default model if not given.
-        embd_normalize: Norm that vectors are divided by: 2 if not given, which is the Euclidean
-            one; 1 for taxicab, others for p-norms; -1 leaves them; 0 scales the largest number to
-            16 bits.
-    """
-
-    input: Annotated[str | dict[str, Any] | list[Any] | None, example("Anna is a teacher.")] = None
-    content: Annotated[str | dict[str, Any] | list[Any] | None, example("Anna is a teacher.")] = (
-        None
-    )
-    model: Annotated[str | None, example("demo")] = None
+    input: Annotated[
+        str | dict[str, Any] | list[Any] | None,
+        about(
+            'A text, ids, {"content": [{"type": "text", "text": "Anna"}]}, or a list of these.',
+            "Anna is a teacher.",
+        ),
+    ] = None
+    content: Annotated[
+        str | dict[str, Any] | list[Any] | None,
+        about("Another name for ``input``.", "Anna is a teacher."),
+    ] = None
+    model: Annotated[
+        str | None, about("Id of a configured model; the default model if not given.", "demo")
+    ] = None
     embd_normalize: Annotated[
-        Annotated[int, msgspec.Meta(ge=-1, le=64)] | None, example(default=2)
+        Annotated[int, msgspec.Meta(ge=-1, le=64)] | None,
+        about(
+            "Norm that vectors are divided by: 2 if not given, which is the Euclidean one; 1 "
+            "for taxicab, others for p-norms; -1 leaves them; 0 scales the largest number to 16 "
+            "bits.",
+            default=2,
+        ),
     ] = None
 
 
 class Embedded(Struct):
-    """Vectors of a text: one, or with pooling "none" one for each token.
+    """Vectors of a text: one, or with pooling "none" one for each token."""
 
-    Attributes:
-        index: Of the text, from 0.
-        embedding: Vectors of the text.
-    """
-
-    index: Annotated[int, example(0)]
-    embedding: Annotated[list[list[float]], example([[0.6, -0.8]])]
+    index: Annotated[int, about("Of the text, from 0.", 0)]
+    embedding: Annotated[list[list[float]], about("Vectors of the text.", [[0.6, -0.8]])]
 
 
 def texts_of(body: EmbeddingBody) -> list[Parts]:

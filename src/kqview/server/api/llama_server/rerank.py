@@ -11,7 +11,7 @@ from kqview.engine import Engine
 from kqview.errors import RequestError
 from kqview.server.errors import NotSupported, renamed
 from kqview.server.models.service import Call
-from kqview.server.web.described import example
+from kqview.server.web.described import about
 from kqview.server.web.endpoint import HttpReply
 from kqview.types import Classification
 
@@ -23,78 +23,70 @@ Documents = Annotated[list[str], msgspec.Meta(max_length=2**16)]
 
 
 class RerankBody(Struct, kw_only=True):
-    """A query and documents.
+    """A query and documents."""
 
-    Attributes:
-        query: The query.
-        documents: The documents.
-        texts: The documents, in place of ``documents``; the reply then has TEI's form.
-        top_n: So many of the best; all if not given.
-        return_text: With ``texts``: whether the reply repeats them; false if not given.
-        model: Id of a configured model; the default model if not given.
-    """
-
-    query: Annotated[str | None, example("Who teaches?")] = None
-    documents: Annotated[Documents | None, example(["Anna is a teacher.", "It rains."])] = None
-    texts: Annotated[Documents | None, example(["Anna is a teacher.", "It rains."])] = None
-    top_n: Annotated[int | None, example(1)] = None
-    return_text: Annotated[bool | None, example(default=False)] = None
-    model: Annotated[str | None, example("demo")] = None
+    query: Annotated[str | None, about("The query.", "Who teaches?")] = None
+    documents: Annotated[
+        Documents | None, about("The documents.", ["Anna is a teacher.", "It rains."])
+    ] = None
+    texts: Annotated[
+        Documents | None,
+        about(
+            "The documents, in place of ``documents``; the reply then has TEI's form.",
+            ["Anna is a teacher.", "It rains."],
+        ),
+    ] = None
+    top_n: Annotated[int | None, about("So many of the best; all if not given.", 1)] = None
+    return_text: Annotated[
+        bool | None,
+        about("With ``texts``: whether the reply repeats them; false if not given.", default=False),
+    ] = None
+    model: Annotated[
+        str | None, about("Id of a configured model; the default model if not given.", "demo")
+    ] = None
 
 
 class JinaResult(Struct):
-    """A document and its score.
+    """A document and its score."""
 
-    Attributes:
-        index: Of the document, from 0.
-        relevance_score: How well it answers the query; the larger, the better. Null where it is not
-            a number.
-    """
-
-    index: Annotated[int, example(0)]
-    relevance_score: Annotated[float, example(3.5)]
+    index: Annotated[int, about("Of the document, from 0.", 0)]
+    relevance_score: Annotated[
+        float,
+        about(
+            "How well it answers the query; the larger, the better. Null where it is not a number.",
+            3.5,
+        ),
+    ]
 
 
 class TeiResult(Struct):
-    """A text and its score.
+    """A text and its score."""
 
-    Attributes:
-        index: Of the text, from 0.
-        score: How well it answers the query; the larger, the better. Null where it is not a number.
-        text: The text, if asked for.
-    """
-
-    index: Annotated[int, example(0)]
-    score: Annotated[float, example(3.5)]
-    text: Annotated[str | UnsetType, example("Anna is a teacher.")] = UNSET
+    index: Annotated[int, about("Of the text, from 0.", 0)]
+    score: Annotated[
+        float,
+        about(
+            "How well it answers the query; the larger, the better. Null where it is not a number.",
+            3.5,
+        ),
+    ]
+    text: Annotated[str | UnsetType, about("The text, if asked for.", "Anna is a teacher.")] = UNSET
 
 
 class RerankUsage(Struct):
-    """Tokens of all pairs.
+    """Tokens of all pairs."""
 
-    Attributes:
-        prompt_tokens: Tokens of all pairs.
-        total_tokens: The same.
-    """
-
-    prompt_tokens: Annotated[int, example(14)]
-    total_tokens: Annotated[int, example(14)]
+    prompt_tokens: Annotated[int, about("Tokens of all pairs.", 14)]
+    total_tokens: Annotated[int, about("The same.", 14)]
 
 
 class Reranked(Struct, kw_only=True):
-    """Documents, the best first.
+    """Documents, the best first."""
 
-    Attributes:
-        model: The model, as the request names it.
-        object: Always "list".
-        usage: Tokens of the request.
-        results: Documents by falling score.
-    """
-
-    model: Annotated[str, example("demo")]
-    object: Annotated[str, example("list")] = "list"
-    usage: RerankUsage
-    results: list[JinaResult]
+    model: Annotated[str, about("The model, as the request names it.", "demo")]
+    object: Annotated[str, about('Always "list".', "list")] = "list"
+    usage: Annotated[RerankUsage, about("Tokens of the request.")]
+    results: Annotated[list[JinaResult], about("Documents by falling score.")]
 
 
 def documents_of(body: RerankBody) -> Sequence[str]:

@@ -7,7 +7,15 @@ from functools import partial
 from typing import Any, Final
 
 from kqview.errors import RequestError
-from kqview.server.api.llama_server import about, adapters, convert, events, schema, sessions, slots
+from kqview.server.api.llama_server import (
+    adapters,
+    convert,
+    events,
+    properties,
+    schema,
+    sessions,
+    slots,
+)
 from kqview.server.api.llama_server.classify import Classified, ClassifyBody, classify
 from kqview.server.api.llama_server.embeddings import Embedded, EmbeddingBody, embed
 from kqview.server.api.llama_server.rerank import RerankBody, Reranked, TeiResult, rerank
@@ -157,11 +165,11 @@ async def _chat_ids(call: Call, body: schema.TemplateBody) -> list[int]:
 # ---- what runs
 
 
-async def props(call: Call) -> about.Props:
+async def props(call: Call) -> properties.Props:
     """Properties of the server and its model."""
     service = call.service
     engine = call.model.engine
-    return about.props_of(
+    return properties.props_of(
         engine.model,
         engine.system_info(),
         service.settings,
@@ -171,11 +179,11 @@ async def props(call: Call) -> about.Props:
     )
 
 
-async def set_props(call: Call) -> about.Success:
+async def set_props(call: Call) -> properties.Success:
     """Nothing can be changed, as in llama.cpp's server."""
     if not call.service.settings.props:
         raise NotSupported("POST /props is off; start the server with --props")
-    return about.Success()
+    return properties.Success()
 
 
 # ---- the table
@@ -267,8 +275,8 @@ OPERATIONS: Final[list[Operation]] = [
         example={"query": "a red ball", "documents": ["Tom found a ball.", "It rains."]},
         also=("/reranking", "/v1/rerank", "/v1/reranking"),
     ),
-    _get("/props", props, "Properties of the server and its model.", about.Props),
-    _post("/props", set_props, "Change properties.", None, about.Success, model="none"),
+    _get("/props", props, "Properties of the server and its model.", properties.Props),
+    _post("/props", set_props, "Change properties.", None, properties.Success, model="none"),
     _post("/tokenize", tokenize, "Ids of a text.", schema.TokenizeBody, schema.Tokenized),
     _post("/detokenize", detokenize, "Text of ids.", schema.DetokenizeBody, schema.Content),
     _post(

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, Final, TypeVar
 
 from kqview.errors import QueueFull, RequestError, StateError, UnsupportedModel
-from kqview.server.api.llama_server import about, states
+from kqview.server.api.llama_server import properties, states
 from kqview.server.api.wire.llama_fields import Failure, error_body
 from kqview.server.errors import NotSupported, Unauthorized
 from kqview.server.models.service import Call
@@ -163,22 +163,24 @@ async def slot_action(call: Call, upload: Upload) -> Any:
     return await action(call, upload, slot_id)
 
 
-async def list_slots(call: Call) -> list[about.SlotState]:
+async def list_slots(call: Call) -> list[properties.SlotState]:
     """``GET /slots``: every slot; what is in it only to those whose it is."""
     check_enabled(call)
     engine = call.model.engine
     slots = engine.stats().slots
     if call.query.get("fail_on_no_slot") and all(slot.is_busy for slot in slots):
         raise QueueFull("no slot available; try again later")
-    return [about.slot_state(slot, engine.n_ctx, _generation_on(call, slot.id)) for slot in slots]
+    return [
+        properties.slot_state(slot, engine.n_ctx, _generation_on(call, slot.id)) for slot in slots
+    ]
 
 
-def _generation_on(call: Call, slot_id: int) -> about.OnSlot | None:
+def _generation_on(call: Call, slot_id: int) -> properties.OnSlot | None:
     """What runs on a slot, if it is the caller's."""
     for run in call.model.runs.values():
         for generation in run.generations:
             if generation.slot == slot_id and call.caller.may_see(run.owner):
-                return about.OnSlot(run.request, generation.usage, generation.text)
+                return properties.OnSlot(run.request, generation.usage, generation.text)
     return None
 
 
@@ -251,7 +253,7 @@ OPERATIONS: Final[list[Operation]] = [
     Operation(
         method="GET", path="/slots", handler=list_slots, model="named", tag=_TAG,
         error_body=error_body, failure=Failure,
-        reply=list[about.SlotState], parameters={
+        reply=list[properties.SlotState], parameters={
             "fail_on_no_slot": 'Anything, such as "1", to fail with 503 if every slot is busy.',
         },
         summary="What each slot does.",

@@ -14,7 +14,7 @@ from msgspec import Struct
 
 from kqview.errors import BusyError, RequestError, StateError
 from kqview.server.web.budget import Body
-from kqview.server.web.described import example
+from kqview.server.web.described import about
 from kqview.server.web.endpoint import LongReply, decoded
 from kqview.slot import Slot
 
@@ -29,45 +29,30 @@ _WHOLE_NUMBER: Final = re.compile(r"-?\d{1,18}")
 
 
 class RestoreBody(Struct, kw_only=True):
-    """A saved slot in base64.
+    """A saved slot in base64."""
 
-    Attributes:
-        state: The SES1 blob in base64.
-    """
-
-    state: Annotated[str, example("U0VTMQ==")]
+    state: Annotated[str, about("The SES1 blob in base64.", "U0VTMQ==")]
 
 
 class ShiftBody(Struct, kw_only=True):
-    """Which tokens to remove from a slot.
+    """Which tokens to remove from a slot."""
 
-    Attributes:
-        n_keep: Tokens before them, which stay.
-        n_discard: How many to remove.
-    """
-
-    n_keep: int = 0
-    n_discard: int = 0
+    n_keep: Annotated[int, about("Tokens before them, which stay.")] = 0
+    n_discard: Annotated[int, about("How many to remove.")] = 0
 
 
 class FileBody(Struct, kw_only=True):
-    """The file that a session comes from or goes to.
+    """The file that a session comes from or goes to."""
 
-    Attributes:
-        file: Name of the file; the session itself if not given.
-    """
-
-    file: Annotated[str | None, example("anna.bin")] = None
+    file: Annotated[
+        str | None, about("Name of the file; the session itself if not given.", "anna.bin")
+    ] = None
 
 
 class FilenameBody(Struct, kw_only=True):
-    """The file to save a slot to, or to restore it from.
+    """The file to save a slot to, or to restore it from."""
 
-    Attributes:
-        filename: Name of the file.
-    """
-
-    filename: Annotated[str, example("anna.bin")]
+    filename: Annotated[str, about("Name of the file.", "anna.bin")]
 
 
 def slot_number(text: str) -> int:
@@ -217,211 +202,125 @@ def erased(slot: Slot) -> int:
 
 
 class Saved(Struct, kw_only=True):
-    """A slot with its saved state.
+    """A slot with its saved state."""
 
-    Attributes:
-        id_slot: Index of the slot.
-        n_tokens: Tokens that it holds.
-        n_bytes: Bytes of the blob.
-        t_ms: Milliseconds that it took.
-        state: The SES1 blob in base64.
-    """
-
-    id_slot: Annotated[int, example(0)]
-    n_tokens: Annotated[int, example(12)]
-    n_bytes: Annotated[int, example(49152)]
-    t_ms: Annotated[float, example(0.9)]
-    state: Annotated[str, example("U0VTMQ==")]
+    id_slot: Annotated[int, about("Index of the slot.", 0)]
+    n_tokens: Annotated[int, about("Tokens that it holds.", 12)]
+    n_bytes: Annotated[int, about("Bytes of the blob.", 49152)]
+    t_ms: Annotated[float, about("Milliseconds that it took.", 0.9)]
+    state: Annotated[str, about("The SES1 blob in base64.", "U0VTMQ==")]
 
 
 class Restored(Struct, kw_only=True):
-    """A slot that was restored.
+    """A slot that was restored."""
 
-    Attributes:
-        id_slot: Index of the slot.
-        n_bytes_read: Bytes of the blob.
-        success: Always true; a failure is an error.
-        t_ms: Milliseconds that it took.
-    """
-
-    id_slot: Annotated[int, example(0)]
-    n_bytes_read: Annotated[int, example(49152)]
-    success: bool
-    t_ms: Annotated[float, example(0.9)]
+    id_slot: Annotated[int, about("Index of the slot.", 0)]
+    n_bytes_read: Annotated[int, about("Bytes of the blob.", 49152)]
+    success: Annotated[bool, about("Always true; a failure is an error.")]
+    t_ms: Annotated[float, about("Milliseconds that it took.", 0.9)]
 
 
 class Tokens(Struct, kw_only=True):
-    """Ids in a slot.
+    """Ids in a slot."""
 
-    Attributes:
-        id_slot: Index of the slot.
-        n_tokens: How many it holds.
-        tokens: Their ids.
-        n_prompt_tokens_processed: Tokens of the last prompt that were evaluated.
-    """
-
-    id_slot: Annotated[int, example(0)]
-    n_tokens: Annotated[int, example(3)]
-    tokens: Annotated[list[int], example([1, 259, 354])]
-    n_prompt_tokens_processed: Annotated[int, example(3)]
+    id_slot: Annotated[int, about("Index of the slot.", 0)]
+    n_tokens: Annotated[int, about("How many it holds.", 3)]
+    tokens: Annotated[list[int], about("Their ids.", [1, 259, 354])]
+    n_prompt_tokens_processed: Annotated[
+        int, about("Tokens of the last prompt that were evaluated.", 3)
+    ]
 
 
 class Shifted(Struct, kw_only=True):
-    """A slot from which tokens were removed.
+    """A slot from which tokens were removed."""
 
-    Attributes:
-        success: Always true; a failure is an error.
-        new_n_tokens: Tokens that the slot holds now.
-    """
-
-    success: bool
-    new_n_tokens: Annotated[int, example(8)]
+    success: Annotated[bool, about("Always true; a failure is an error.")]
+    new_n_tokens: Annotated[int, about("Tokens that the slot holds now.", 8)]
 
 
 class Message(Struct, kw_only=True):
-    """A message in a slot, by positions of tokens.
+    """A message in a slot, by positions of tokens."""
 
-    Attributes:
-        index: Of the message, from 0.
-        start: Its first token.
-        end: Its last token.
-    """
-
-    index: Annotated[int, example(0)]
-    start: Annotated[int, example(0)]
-    end: Annotated[int, example(11)]
+    index: Annotated[int, about("Of the message, from 0.", 0)]
+    start: Annotated[int, about("Its first token.", 0)]
+    end: Annotated[int, about("Its last token.", 11)]
 
 
 class Info(Struct, kw_only=True):
-    """Messages in a slot.
+    """Messages in a slot."""
 
-    Attributes:
-        n_tokens: Tokens that it holds.
-        boundary_eot: Id that ends a message; -1 if the model has none.
-        n_messages: How many there are.
-        messages: The messages, the oldest first.
-    """
-
-    n_tokens: Annotated[int, example(12)]
-    boundary_eot: Annotated[int, example(2)]
-    n_messages: Annotated[int, example(1)]
-    messages: list[Message]
+    n_tokens: Annotated[int, about("Tokens that it holds.", 12)]
+    boundary_eot: Annotated[int, about("Id that ends a message; -1 if the model has none.", 2)]
+    n_messages: Annotated[int, about("How many there are.", 1)]
+    messages: Annotated[list[Message], about("The messages, the oldest first.")]
 
 
 class SlotSaved(Struct, kw_only=True):
-    """A slot that was saved to a file.
+    """A slot that was saved to a file."""
 
-    Attributes:
-        id_slot: Index of the slot.
-        filename: Name of the file.
-        n_saved: Tokens in it.
-        n_written: Bytes of the file.
-        timings: Milliseconds that it took.
-    """
-
-    id_slot: Annotated[int, example(0)]
-    filename: Annotated[str, example("anna.bin")]
-    n_saved: Annotated[int, example(12)]
-    n_written: Annotated[int, example(49152)]
-    timings: Annotated[dict[str, float], example({"save_ms": 0.9})]
+    id_slot: Annotated[int, about("Index of the slot.", 0)]
+    filename: Annotated[str, about("Name of the file.", "anna.bin")]
+    n_saved: Annotated[int, about("Tokens in it.", 12)]
+    n_written: Annotated[int, about("Bytes of the file.", 49152)]
+    timings: Annotated[dict[str, float], about("Milliseconds that it took.", {"save_ms": 0.9})]
 
 
 class SlotRestored(Struct, kw_only=True):
-    """A slot that was restored from a file.
+    """A slot that was restored from a file."""
 
-    Attributes:
-        id_slot: Index of the slot.
-        filename: Name of the file.
-        n_restored: Tokens in it.
-        n_read: Bytes of the file.
-        timings: Milliseconds that it took.
-    """
-
-    id_slot: Annotated[int, example(0)]
-    filename: Annotated[str, example("anna.bin")]
-    n_restored: Annotated[int, example(12)]
-    n_read: Annotated[int, example(49152)]
-    timings: Annotated[dict[str, float], example({"restore_ms": 0.9})]
+    id_slot: Annotated[int, about("Index of the slot.", 0)]
+    filename: Annotated[str, about("Name of the file.", "anna.bin")]
+    n_restored: Annotated[int, about("Tokens in it.", 12)]
+    n_read: Annotated[int, about("Bytes of the file.", 49152)]
+    timings: Annotated[dict[str, float], about("Milliseconds that it took.", {"restore_ms": 0.9})]
 
 
 class SlotErased(Struct):
-    """A slot that was emptied.
+    """A slot that was emptied."""
 
-    Attributes:
-        id_slot: Index of the slot.
-        n_erased: Tokens that it held.
-    """
-
-    id_slot: Annotated[int, example(0)]
-    n_erased: Annotated[int, example(12)]
+    id_slot: Annotated[int, about("Index of the slot.", 0)]
+    n_erased: Annotated[int, about("Tokens that it held.", 12)]
 
 
 class SessionSaved(Struct, kw_only=True):
-    """A session that was saved.
+    """A session that was saved."""
 
-    Attributes:
-        id_session: Number of the session.
-        id_slot: Index of the slot.
-        n_tokens: Tokens in it.
-        n_bytes: Bytes of it.
-        t_ms: Milliseconds that it took.
-    """
-
-    id_session: Annotated[int, example(7)]
-    id_slot: Annotated[int, example(0)]
-    n_tokens: Annotated[int, example(12)]
-    n_bytes: Annotated[int, example(49152)]
-    t_ms: Annotated[float, example(0.9)]
+    id_session: Annotated[int, about("Number of the session.", 7)]
+    id_slot: Annotated[int, about("Index of the slot.", 0)]
+    n_tokens: Annotated[int, about("Tokens in it.", 12)]
+    n_bytes: Annotated[int, about("Bytes of it.", 49152)]
+    t_ms: Annotated[float, about("Milliseconds that it took.", 0.9)]
 
 
 class SessionRestored(Struct, kw_only=True):
-    """A session that was restored.
+    """A session that was restored."""
 
-    Attributes:
-        id_session: Number of the session.
-        id_slot: Index of the slot.
-        n_bytes_read: Bytes of the session.
-        success: Always true; a failure is an error.
-        t_ms: Milliseconds that it took.
-    """
-
-    id_session: Annotated[int, example(7)]
-    id_slot: Annotated[int, example(0)]
-    n_bytes_read: Annotated[int, example(49152)]
-    success: bool
-    t_ms: Annotated[float, example(0.9)]
+    id_session: Annotated[int, about("Number of the session.", 7)]
+    id_slot: Annotated[int, about("Index of the slot.", 0)]
+    n_bytes_read: Annotated[int, about("Bytes of the session.", 49152)]
+    success: Annotated[bool, about("Always true; a failure is an error.")]
+    t_ms: Annotated[float, about("Milliseconds that it took.", 0.9)]
 
 
 class SessionRemoved(Struct, kw_only=True, omit_defaults=True):
-    """A session that was removed.
+    """A session that was removed."""
 
-    Attributes:
-        id_session: Number of the session.
-        removed: Always true; a failure is an error.
-        file: Name of the file that it went to; absent if it went nowhere.
-        n_bytes: Bytes of the file; absent without one.
-    """
-
-    id_session: Annotated[int, example(7)]
-    removed: bool
-    file: Annotated[str | None, example("anna.bin")] = None
-    n_bytes: Annotated[int | None, example(49152)] = None
+    id_session: Annotated[int, about("Number of the session.", 7)]
+    removed: Annotated[bool, about("Always true; a failure is an error.")]
+    file: Annotated[
+        str | None,
+        about("Name of the file that it went to; absent if it went nowhere.", "anna.bin"),
+    ] = None
+    n_bytes: Annotated[int | None, about("Bytes of the file; absent without one.", 49152)] = None
 
 
 class Session(Struct, kw_only=True):
-    """A session in memory.
+    """A session in memory."""
 
-    Attributes:
-        id: Its number.
-        size: Its bytes.
-        created_at: When it was first saved, in seconds since 1970.
-        updated_at: When it was last saved, the same.
-    """
-
-    id: Annotated[int, example(7)]
-    size: Annotated[int, example(49152)]
-    created_at: Annotated[int, example(1767225600)]
-    updated_at: Annotated[int, example(1767225600)]
+    id: Annotated[int, about("Its number.", 7)]
+    size: Annotated[int, about("Its bytes.", 49152)]
+    created_at: Annotated[int, about("When it was first saved, in seconds since 1970.", 1767225600)]
+    updated_at: Annotated[int, about("When it was last saved, the same.", 1767225600)]
 
 
 def n_tokens_in(blob: bytes) -> int:

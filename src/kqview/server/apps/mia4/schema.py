@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct
 
 from kqview.server.api.wire.mods_field import ModsField
-from kqview.server.web.described import example
+from kqview.server.web.described import about
 
 Object = dict[str, Any]
 
@@ -18,175 +18,149 @@ RequestId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._:+=@~-]{1,64}$")]
 
 
 class GenerateBody(Struct, kw_only=True):
-    """A turn of a conversation.
+    """A turn of a conversation."""
 
-    Attributes:
-        prompt: What the user says.
-        session_id: The conversation that it continues or begins; without it, nothing is kept.
-        model: Id of a configured model; the default model if not given.
-        overrides: Fields of sampling, ``reasoning_preset``, ``max_output_tokens`` and
-            ``attention``; unknown names are listed in ``filtered_out``.
-        mods: Mods of the server's folder that steer the answer, or objects with a ``name`` and that
-            mod's options.
-        request_id: Name for ``POST /cancel/{request_id}``; without it, the header ``X-Request-Id``,
-            or one that the server chooses.
-    """
-
-    prompt: Annotated[str, example("Who is Anna?")]
-    session_id: Annotated[Name | None, example("s1")] = None
-    model: Annotated[Name | None, example("demo")] = None
+    prompt: Annotated[str, about("What the user says.", "Who is Anna?")]
+    session_id: Annotated[
+        Name | None,
+        about("The conversation that it continues or begins; without it, nothing is kept.", "s1"),
+    ] = None
+    model: Annotated[
+        Name | None, about("Id of a configured model; the default model if not given.", "demo")
+    ] = None
     overrides: Annotated[
         Annotated[Object, Meta(max_length=64)] | None,
-        example({"temperature": 0.7, "max_output_tokens": 64}),
+        about(
+            "Fields of sampling, ``reasoning_preset``, ``max_output_tokens`` and ``attention``; "
+            "unknown names are listed in ``filtered_out``.",
+            {"temperature": 0.7, "max_output_tokens": 64},
+        ),
     ] = None
-    mods: Annotated[ModsField | None, example(["stop_early"])] = None
-    request_id: Annotated[RequestId | None, example("r1")] = None
+    mods: Annotated[
+        ModsField | None,
+        about(
+            "Mods of the server's folder that steer the answer, or objects with a ``name`` and "
+            "that mod's options.",
+            ["stop_early"],
+        ),
+    ] = None
+    request_id: Annotated[
+        RequestId | None,
+        about(
+            "Name for ``POST /cancel/{request_id}``; without it, the header ``X-Request-Id``, "
+            "or one that the server chooses.",
+            "r1",
+        ),
+    ] = None
 
 
 # ---- replies
 
 
 class Config(Struct):
-    """What a page shows.
+    """What a page shows."""
 
-    Attributes:
-        ui_mode: Whether it shows what only admins may do.
-        reasoning_presets: What ``overrides.reasoning_preset`` may name.
-    """
-
-    ui_mode: Literal["admin", "user"]
-    reasoning_presets: Annotated[list[str], example(["brief"])]
+    ui_mode: Annotated[Literal["admin", "user"], about("Whether it shows what only admins may do.")]
+    reasoning_presets: Annotated[
+        list[str], about("What ``overrides.reasoning_preset`` may name.", ["brief"])
+    ]
 
 
 class Models(Struct, kw_only=True):
-    """Every model, loaded or not.
-
-    Attributes:
-        models: What is known of each.
-        data: The same in OpenAI's form.
-        object: Always "list".
-    """
+    """Every model, loaded or not."""
 
     models: Annotated[
-        list[Object], example([{"id": "demo", "state": "loaded", "context_length": 2048}])
+        list[Object],
+        about(
+            "What is known of each.", [{"id": "demo", "state": "loaded", "context_length": 2048}]
+        ),
     ]
-    data: Annotated[list[Object], example([{"id": "demo", "object": "model"}])]
-    object: Literal["list"] = "list"
+    data: Annotated[
+        list[Object], about("The same in OpenAI's form.", [{"id": "demo", "object": "model"}])
+    ]
+    object: Annotated[Literal["list"], about('Always "list".')] = "list"
 
 
 class Cancelled(Struct):
-    """Reply to a cancellation.
+    """Reply to a cancellation."""
 
-    Attributes:
-        request_id: Name of the request.
-        state: "cancelling", or "ended" if it had ended before.
-    """
-
-    request_id: Annotated[str, example("r1")]
-    state: Literal["cancelling", "ended"]
+    request_id: Annotated[str, about("Name of the request.", "r1")]
+    state: Annotated[
+        Literal["cancelling", "ended"], about('"cancelling", or "ended" if it had ended before.')
+    ]
 
 
 class Prompt(Struct):
-    """The prompt of a request.
+    """The prompt of a request."""
 
-    Attributes:
-        request_id: Name of the request.
-        ids: Its ids.
-        texts: The text that each completes. A character spread over several ids is the text of the
-            last one; the others have "".
-    """
-
-    request_id: Annotated[str, example("r1")]
-    ids: Annotated[list[int], example([1, 259])]
-    texts: Annotated[list[str], example(["", " a"])]
+    request_id: Annotated[str, about("Name of the request.", "r1")]
+    ids: Annotated[list[int], about("Its ids.", [1, 259])]
+    texts: Annotated[
+        list[str],
+        about(
+            "The text that each completes. A character spread over several ids is the text of "
+            'the last one; the others have "".',
+            ["", " a"],
+        ),
+    ]
 
 
 class Session(Struct, kw_only=True):
-    """A conversation that the server keeps.
+    """A conversation that the server keeps."""
 
-    Attributes:
-        session_id: Its name, as the client chose it.
-        title: How it begins.
-        model: Model that answered last.
-        n_messages: Messages in it.
-        created_s: When it began, in seconds since 1970.
-        used_s: When it was last used, the same.
-    """
-
-    session_id: Annotated[str, example("s1")]
-    title: Annotated[str, example("Who is Anna?")]
-    model: Annotated[str, example("demo")]
-    n_messages: Annotated[int, example(2)]
-    created_s: Annotated[float, example(1767225600.0)]
-    used_s: Annotated[float, example(1767225600.0)]
+    session_id: Annotated[str, about("Its name, as the client chose it.", "s1")]
+    title: Annotated[str, about("How it begins.", "Who is Anna?")]
+    model: Annotated[str, about("Model that answered last.", "demo")]
+    n_messages: Annotated[int, about("Messages in it.", 2)]
+    created_s: Annotated[float, about("When it began, in seconds since 1970.", 1767225600.0)]
+    used_s: Annotated[float, about("When it was last used, the same.", 1767225600.0)]
 
 
 class Sessions(Struct):
-    """Conversations of the caller's key.
+    """Conversations of the caller's key."""
 
-    Attributes:
-        sessions: The conversations, the most recently used first.
-    """
-
-    sessions: list[Session]
+    sessions: Annotated[list[Session], about("The conversations, the most recently used first.")]
 
 
 class SessionMessage(Struct):
-    """What the user said, or what was answered.
+    """What the user said, or what was answered."""
 
-    Attributes:
-        role: Who speaks: "user" or "assistant".
-        content: What was said.
-    """
-
-    role: Annotated[str, example("user")]
-    content: Annotated[str, example("Who is Anna?")]
+    role: Annotated[str, about('Who speaks: "user" or "assistant".', "user")]
+    content: Annotated[str, about("What was said.", "Who is Anna?")]
 
 
 class WholeSession(Session, kw_only=True):
-    """A conversation with its messages.
+    """A conversation with its messages."""
 
-    Attributes:
-        messages: The messages, the oldest first.
-    """
-
-    messages: list[SessionMessage]
+    messages: Annotated[list[SessionMessage], about("The messages, the oldest first.")]
 
 
 class KeptRow(Struct):
-    """The attention row of one token that is kept.
+    """The attention row of one token that is kept."""
 
-    Attributes:
-        seq: Index of the token, from 0.
-        token_id: Its id.
-        text: The text that it completes.
-        shape: Shape of the values, whose last axis is the tokens before this one, or the spans that
-            were asked for; empty for "sparse" and "viz", which are JSON.
-    """
-
-    seq: Annotated[int, example(0)]
-    token_id: Annotated[int, example(259)]
-    text: Annotated[str, example(" t")]
-    shape: Annotated[tuple[int, ...], example([4, 8, 6])]
+    seq: Annotated[int, about("Index of the token, from 0.", 0)]
+    token_id: Annotated[int, about("Its id.", 259)]
+    text: Annotated[str, about("The text that it completes.", " t")]
+    shape: Annotated[
+        tuple[int, ...],
+        about(
+            "Shape of the values, whose last axis is the tokens before this one, or the spans "
+            'that were asked for; empty for "sparse" and "viz", which are JSON.',
+            [4, 8, 6],
+        ),
+    ]
 
 
 class KeptAttention(Struct, kw_only=True):
-    """The rows that are kept of a request.
+    """The rows that are kept of a request."""
 
-    Attributes:
-        request_id: Name of the request.
-        values: What rows hold: "logits", "scores" or "probs".
-        format: Format of the rows.
-        dtype: Type of their values; little-endian.
-        layers: Layers that they are of, in the order of their first axis.
-        n_left_out: Rows that did not fit into the memory for them.
-        rows: The rows, the oldest first.
-    """
-
-    request_id: Annotated[str, example("r1")]
-    values: Annotated[str, example("probs")]
-    format: Annotated[str, example("per_layer")]
-    dtype: Annotated[str, example("float32")]
-    layers: Annotated[tuple[int, ...], example([0, 1, 2, 3])]
-    n_left_out: Annotated[int, example(0)]
-    rows: list[KeptRow]
+    request_id: Annotated[str, about("Name of the request.", "r1")]
+    values: Annotated[str, about('What rows hold: "logits", "scores" or "probs".', "probs")]
+    format: Annotated[str, about("Format of the rows.", "per_layer")]
+    dtype: Annotated[str, about("Type of their values; little-endian.", "float32")]
+    layers: Annotated[
+        tuple[int, ...],
+        about("Layers that they are of, in the order of their first axis.", [0, 1, 2, 3]),
+    ]
+    n_left_out: Annotated[int, about("Rows that did not fit into the memory for them.", 0)]
+    rows: Annotated[list[KeptRow], about("The rows, the oldest first.")]

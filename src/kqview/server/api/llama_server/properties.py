@@ -1,0 +1,177 @@
+"""What llama.cpp's server says about itself: properties and slots. Pure."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Final
+
+import msgspec
+from msgspec import UNSET, Struct, UnsetType
+
+from kqview import __version__
+from kqview.chat.tool_format import knows_tools
+from kqview.server.api.llama_server.convert import generation_settings
+from kqview.server.api.wire.llama_fields import LlamaFields
+from kqview.server.models.run import GenerateRequest
+from kqview.server.settings import Settings
+from kqview.server.web.described import about
+from kqview.types import ModelInfo, Sampling, SlotStats, Usage
+
+_NO_FIELDS: Final = LlamaFields()
+
+
+class Defaults(Struct):
+    """How a request is answered that says nothing."""
+
+    params: Annotated[dict[str, Any], about("Its fields.", {"temperature": 0.8})]
+    n_ctx: Annotated[int, about("Tokens that a slot holds.", 2048)]
+
+
+class Props(Struct, kw_only=True):
+    """What is served, and how."""
+
+    default_generation_settings: Annotated[Defaults, about("What requests take that say nothing.")]
+    total_slots: Annotated[int, about("Requests that run at the same time.", 1)]
+    model_alias: Annotated[str, about("Name of the model.", "demo")]
+    model_ftype: Annotated[str, about("How its tensors are stored.", "F16")]
+    model_path: Annotated[str, about("Its file, as the server was started with it.", "model.gguf")]
+    modalities: Annotated[dict[str, bool], about("What it reads besides text.", {"vision": False})]
+    media_marker: Annotated[str, about('Always "".', "")] = ""
+    endpoint_slots: Annotated[bool, about("Whether there are the routes of slots.")]
+    endpoint_props: Annotated[bool, about("Whether there is ``POST /props``.")]
+    endpoint_metrics: Annotated[bool, about("Always true.")] = True
+    ui: Annotated[bool, about("Always true.")] = True
+    ui_settings: Annotated[dict[str, Any], about("Always {}.", {})] = msgspec.field(
+        default_factory=dict[str, Any]
+    )
+    chat_template: Annotated[str, about('Its chat template; "" if it has none.', "{{ messages }}")]
+    chat_template_caps: Annotated[
+        dict[str, bool], about("What the template can do.", {"supports_tools": True})
+    ]
+    bos_token: Annotated[str, about("Text of the token that begins a text.", "<s>")]
+    eos_token: Annotated[str, about("Text of the token that ends one.", "</s>")]
+    build_info: Annotated[
+        str, about("Version of the server and of llama.cpp.", "kqview-0.1.0-0123abcd")
+    ]
+    is_sleeping: Annotated[bool, about("Always false.")] = False
+    cors_proxy_enabled: Annotated[bool, about("Always false.")] = False
+
+
+class Success(Struct):
+    """It was done."""
+
+    success: Annotated[bool, about("Always true; a failure is an error.")] = True
+
+
+class NextToken(Struct, kw_only=True):
+    """How far a generation is."""
+
+    has_next_token: Annotated[bool, about("Whether it goes on.")]
+    has_new_line: Annotated[bool, about("Whether the text has a line end.")]
+    n_remain: Annotated[int, about("Most tokens that may follow.", 100)]
+    n_decoded: Annotated[int, about("Tokens so far.", 28)]
+
+
+class SlotState(Struct, kw_only=True):
+    """A slot; what its request is like only to those whose request it is."""
+
+    id: Annotated[int, about("Index of the slot.", 0)]
+    n_ctx: Annotated[int, about("Tokens that it holds.", 2048)]
+    speculative: Annotated[bool, about("Always false.")] = False
+    is_processing: Annotated[bool, about("Whether it generates.")]
+    id_task: Annotated[str | UnsetType, about("Name of the request.", "chatcmpl-1")] = UNSET
+    n_prompt_tokens: Annotated[int | UnsetType, about("Tokens of its prompt.", 12)] = UNSET
+    n_prompt_tokens_processed: Annotated[
+        int | UnsetType, about("Those that were evaluated.", 12)
+    ] = UNSET
+    n_prompt_tokens_cache: Annotated[int | UnsetType, about("Those that were in the cache.", 0)] = (
+        UNSET
+    )
+    params: Annotated[
+        dict[str, Any] | UnsetType, about("How it generates.", {"temperature": 0.8})
+    ] = UNSET
+    next_token: Annotated[list[NextToken] | UnsetType, about("How far it is.")] = UNSET
+
+
+def props_of(
+    model: ModelInfo,
+    system: Mapping[str, Any],
+    settings: Settings,
+    *,
+    name: str,
+    n_ctx: int,
+    n_slots: int,
+) -> Props:
+    """Properties of a server.
+
+    Args:
+        model: Its model.
+        system: `Engine.system_info`.
+        settings: How it was started.
+        name: Name of the model.
+        n_ctx: Tokens that a slot holds.
+        n_slots: How many slots it has.
+    """
+    template = model.chat_template or ""
+    has_tools = knows_tools(template)
+    sampling = Sampling(**settings.sampling_defaults)
+    return Props(
+        default_generation_settings=Defaults(
+            generation_settings(
+                _NO_FIELDS, sampling, settings.default_max_tokens or -1, is_short=True
+            ),
+            n_ctx,
+        ),
+        total_slots=n_slots,
+        model_alias=name,
+        model_ftype=model.file_type,
+        model_path=settings.model or name,
+        modalities={"vision": False, "video": False, "audio": False},
+        endpoint_slots=settings.slot_endpoints,
+        endpoint_props=settings.props,
+        chat_template=template,
+        chat_template_caps={
+            "supports_string_content": True,
+            "supports_typed_content": True,
+            "supports_tools": has_tools,
+            "supports_tool_calls": "tool_calls" in template,
+            "supports_parallel_tool_calls": has_tools,
+            "supports_system_role": True,
+            "supports_preserve_reasoning": "reasoning_content" in template,
+        },
+        bos_token=model.special_tokens.get("bos", ""),
+        eos_token=model.special_tokens.get("eos", ""),
+        build_info=f"kqview-{__version__}-{str(system['llama_cpp_commit'])[:8]}",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class OnSlot:
+    """What runs on a slot: the request, what it cost so far, and its text."""
+
+    request: GenerateRequest
+    usage: Usage
+    text: str
+
+
+def slot_state(slot: SlotStats, n_ctx: int, running: OnSlot | None) -> SlotState:
+    """A slot of *n_ctx* tokens, and what runs on it if the caller may know."""
+    state = SlotState(id=slot.id, n_ctx=n_ctx, is_processing=slot.is_busy)
+    if running is None:
+        return state
+    request, usage = running.request, running.usage
+    state.id_task = request.request_id
+    state.n_prompt_tokens = usage.prompt_tokens
+    state.n_prompt_tokens_processed = usage.prompt_tokens - usage.cached_tokens
+    state.n_prompt_tokens_cache = usage.cached_tokens
+    state.params = generation_settings(
+        _NO_FIELDS, request.sampling, request.max_tokens, is_short=True
+    )
+    state.next_token = [
+        NextToken(
+            has_next_token=slot.is_busy,
+            has_new_line="\n" in running.text,
+            n_remain=request.max_tokens - usage.completion_tokens,
+            n_decoded=usage.completion_tokens,
+        )
+    ]
+    return state
