@@ -119,7 +119,7 @@ def _mask(ids: list[int]) -> int:
 class Numbers:
     """Ends JSON numbers, for which a grammar of llguidance has no limit.
 
-    Most schemas bound their integers (kqview/types/json_schema.py), others have the digits of an
+    Most schemas bound their integers (kqview/types/closed_schema.py), others have the digits of an
     int64. A number goes on where it may not end, such as below its minimum.
     """
 

@@ -52,7 +52,7 @@ from kqview.trace.attention import top_columns
 from kqview.trace.record import Object
 from kqview.types import Capture, ModelInfo, Sampling
 from kqview.types.capture import Kind
-from kqview.types.json_schema import held
+from kqview.types.closed_schema import held
 from kqview.types.sampling import PlainSamplingOptions, SamplingOptions
 from kqview.types.token import Context
 

@@ -17,7 +17,8 @@ pytest.importorskip("llguidance")
 
 from kqview import Sampling
 from kqview.errors import InvalidSampling
-from kqview.types.json_schema import LINES, N_BYTES_MAX, SchemaText, held, parsed
+from kqview.types.closed_schema import LINES, N_BYTES_MAX, held
+from kqview.types.json_schema import SchemaText, parsed
 from tests.support.accepting import schema_accepts
 
 A: dict[str, Any] = {

@@ -30,7 +30,7 @@ from kqview.chat.messages import checked_tools
 from kqview.chat.reasoning import THINK_TAGS
 from kqview.errors import RequestError
 from kqview.stop_strings import HeldText
-from kqview.types.json_schema import COMPACT, LINES, held
+from kqview.types.closed_schema import COMPACT, LINES, held
 from kqview.types.reply import Reply, ToolCall
 
 Tool = Mapping[str, Any]

@@ -23,7 +23,7 @@ from kqview.errors import InvalidSampling, KqviewError
 from kqview.mods.kit.strategies import Answer, TableStrategy
 from kqview.mods.kit.token_table import Ids, TokenTable
 from kqview.mods.tokenizer import ModTokenizer
-from kqview.types.json_schema import held
+from kqview.types.closed_schema import held
 
 
 @dataclass(frozen=True)
