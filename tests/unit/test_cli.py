@@ -26,9 +26,9 @@ from kqview import Engine, errors
 from kqview.cli import generate_command, serve_command, serving
 from kqview.cli import main as cli_main
 from kqview.cli import options as shared_options
+from kqview.cli.generate_command import RowsFile
 from kqview.cli.main import app
 from kqview.cli.options import fetch
-from kqview.cli.rows_file import RowsFile
 from kqview.demo import MODEL_PATH
 from kqview.state import durable, write_state
 from kqview.state.files import SlotMarks, StateFacts

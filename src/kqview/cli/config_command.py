@@ -1,6 +1,5 @@
 """``kqview config``: checks, shows and prints configuration files of ``kqview serve``."""
 
-import inspect
 import json
 import os
 from pathlib import Path
@@ -9,7 +8,9 @@ from typing import Annotated, Any, Final
 import typer
 
 from kqview.cli.option_groups import argument
-from kqview.cli.server_options import ServerCommand, parameters, reader_of
+from kqview.cli.server_options import ConfigOption, ServerCommand, reader_of, with_settings
+from kqview.server.settings import Settings
+from kqview.server.settings_table import rows_of
 
 _HAS_ERRORS: Final = 1
 
@@ -53,8 +54,14 @@ def init() -> None:
     typer.echo(all_keys(), nl=False)
 
 
+@app.command(cls=ServerCommand)
+@with_settings(rows_of(Settings).values())
 def show(
-    *, context: typer.Context, as_json: bool = False, config: str | None = None, **given: Any
+    *,
+    context: typer.Context,
+    as_json: JsonOption = False,
+    config: ConfigOption = None,
+    **given: Any,
 ) -> None:
     """Print the values that kqview serve would use with these options, each with its origin.
 
@@ -74,15 +81,3 @@ def show(
         typer.echo(json.dumps(effective_values(loaded), indent=1))
     else:
         typer.echo(effective(loaded), nl=False)
-
-
-def _signature() -> inspect.Signature:
-    context, *others = parameters()
-    as_json = inspect.Parameter(
-        "as_json", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=JsonOption
-    )
-    return inspect.Signature([context, as_json, *others])
-
-
-show.__signature__ = _signature()  # pyright: ignore[reportFunctionMemberAccess]
-app.command(cls=ServerCommand)(show)

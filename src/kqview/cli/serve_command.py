@@ -1,6 +1,5 @@
 """``kqview serve``: serves the HTTP and WebSocket API until a signal ends it."""
 
-import inspect
 import logging
 import os
 import signal
@@ -14,16 +13,18 @@ import typer
 from kqview.cli import hangups
 from kqview.cli.model_file import check_model_file
 from kqview.cli.options import fetch
-from kqview.cli.server_options import ServerCommand, parameters, reader_of
+from kqview.cli.server_options import ConfigOption, ServerCommand, reader_of, with_settings
 from kqview.errors import RequestError
 from kqview.server.settings import Settings
+from kqview.server.settings_table import rows_of
 from kqview.server.web import supervisor
 
 COMMAND_CLASS: Final = ServerCommand
 _SUPERVISOR_MARGIN_S: Final = 5.0  # the worker's own watchdog, which knows more, goes first
 
 
-def serve(*, context: typer.Context, config: str | None = None, **given: Any) -> None:
+@with_settings(rows_of(Settings).values())
+def serve(*, context: typer.Context, config: ConfigOption = None, **given: Any) -> None:
     """Serve text with the attention of every token over HTTP and WebSockets.
 
     Every option can be set in the environment as well: --port as KQVIEW_PORT, --api-key as
@@ -95,9 +96,6 @@ def _become_supervisor(
     # They are kept for the supervisor's handlers: until it has them, any would just end it.
     signal.pthread_sigmask(signal.SIG_BLOCK, supervisor.STOPS)
     os.execv(sys.executable, [*script, *map(str, limits), *worker])
-
-
-serve.__signature__ = inspect.Signature(parameters())  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -1,12 +1,11 @@
-"""The options of ``kqview serve``, which are those of ``kqview config show`` as well.
+"""Options of commands made of tables of settings, so that flags, variables and keys cannot differ.
 
-They are made from the fields of `kqview.server.settings.Settings`, so that flags, environment
-variables and keys of a configuration file cannot differ.
+Those of ``kqview serve`` and ``kqview config show`` take the flags of llama-server as well.
 """
 
 import inspect
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -14,8 +13,9 @@ import typer
 from typer.core import TyperCommand
 
 from kqview.cli.llama_server_flags import translated
+from kqview.cli.option_groups import option
 from kqview.server.settings import PREFIX, Settings
-from kqview.server.settings_table import rows_of
+from kqview.server.settings_table import Row, rows_of
 from kqview.server.web.supervisor import ENVIRONMENT
 
 if TYPE_CHECKING:
@@ -77,12 +77,11 @@ def reader_of(
     return read
 
 
-def parameters() -> list[inspect.Parameter]:
-    """The context, ``config``, and an option for each setting."""
-    named: list[tuple[str, Any, Any]] = [
-        ("context", typer.Context, inspect.Parameter.empty), ("config", ConfigOption, None)
-    ]  # fmt: skip
-    for row in rows_of(Settings).values():
+def with_settings(rows: Iterable[Row]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Show typer an option for each of *rows*, which the command takes as ``**given``."""
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    options: list[inspect.Parameter] = []
+    for row in rows:
         flag = row.flag
         if row.kind is bool:
             flag += f"/{_NEGATIVE.get(row.name, f'--no-{flag[2:]}')}"
@@ -91,8 +90,15 @@ def parameters() -> list[inspect.Parameter]:
             shown = ",".join(row.default) if row.kind is tuple else row.default
             text += f" Default: {shown}."
         kind = list[str] if row.kind is tuple else row.kind
-        named.append((row.name, Annotated[kind | None, typer.Option(flag, help=text)], None))
-    return [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
-        for name, kind, default in named
-    ]
+        default = option(None, text, flag)
+        options.append(
+            inspect.Parameter(row.name, keyword, default=default, annotation=kind | None)
+        )
+
+    def decorated(command: Callable[..., None]) -> Callable[..., None]:
+        own = inspect.signature(command).parameters.values()
+        named = [one for one in own if one.kind == keyword]
+        command.__signature__ = inspect.Signature([*named, *options])  # pyright: ignore[reportFunctionMemberAccess]
+        return command
+
+    return decorated

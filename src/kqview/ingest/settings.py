@@ -1,52 +1,63 @@
 """Settings of the receiver: its database and limits and, in `web`, its address and keys."""
 
-from dataclasses import dataclass, field
-from typing import Final
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
 
 from kqview.errors import RequestError
 from kqview.server.settings import Settings, is_loopback
+from kqview.server.settings_table import Count, NotNegative, Row, Size, rows_of, setting
 
-DEFAULT_PORT: Final = 6767
-MOST_BODY_BYTES: Final = 75 * 2**20
-MOST_POSTS: Final = 256
 _MOST_CONNECTIONS: Final = 1024
 _MEMORY_BYTES: Final = 2**30
 
+_WEB: Final[Mapping[str, Mapping[str, Any]]] = {
+    "host": {},
+    "port": {"default": 6767},
+    "admin_keys": {
+        "flag": "--key",
+        "help": "key of the operator, who sees and deletes everything; other readers see only "
+        "traces whose user_api_key they send. Without any, everyone sees everything. May also be "
+        "set as KQVIEW_INGEST_KEYS, separated by commas",
+    },
+    "api_keys": {
+        "flag": "--post-key",
+        "help": "key that may post traces; without any, everyone may. May also be set as "
+        "KQVIEW_INGEST_POST_KEYS",
+    },
+    "public": {"help": "listen for other machines even without keys"},
+    "max_body_bytes": {"default": 75 * 2**20, "help": "maximum size of a trace"},
+    "cors_origins": {},
+    "allowed_hosts": {},
+    "trusted_proxies": {},
+    "ssl_certfile": {},
+    "ssl_keyfile": {},
+    "access_log": {"help": "one JSON line per request on stderr"},
+}
+WEB: Final[Mapping[str, Row]] = {
+    name: replace(rows_of(Settings)[name], **changes) for name, changes in _WEB.items()
+}
+"""The server's settings that a receiver has too."""
+
 
 def web_settings(
-    *,
-    host: str = "127.0.0.1",
-    port: int = DEFAULT_PORT,
-    keys: tuple[str, ...] = (),
-    post_keys: tuple[str, ...] = (),
-    max_body_bytes: int = MOST_BODY_BYTES,
-    cors_origins: tuple[str, ...] = ("loopback",),
-    allowed_hosts: tuple[str, ...] = (),
-    trusted_proxies: tuple[str, ...] = (),
-    ssl_certfile: str | None = None,
-    ssl_keyfile: str | None = None,
-    public: bool = False,
-    access_log: bool = True,
+    *, keys: tuple[str, ...] = (), post_keys: tuple[str, ...] = (), **given: Any
 ) -> Settings:
-    """Return the server's settings that apply to a receiver.
+    """The server's settings as they apply to a receiver.
+
+    Args:
+        keys: The operator's.
+        post_keys: Those that may post.
+        **given: Others of `WEB`, by name.
 
     Raises:
         RequestError: A setting is invalid.
     """
+    values: dict[str, Any] = {name: row.default for name, row in WEB.items()}
+    values |= {**given, "admin_keys": keys, "api_keys": post_keys}
     return Settings(
-        host=host,
-        port=port,
-        admin_keys=keys,
-        api_keys=post_keys,
-        max_body_bytes=max_body_bytes,
-        cors_origins=cors_origins,
-        allowed_hosts=allowed_hosts,
-        trusted_proxies=trusted_proxies,
-        ssl_certfile=ssl_certfile,
-        ssl_keyfile=ssl_keyfile,
-        public=public,
-        access_log=access_log,
-        memory_budget_bytes=max(_MEMORY_BYTES, 4 * max_body_bytes),
+        **values,
+        memory_budget_bytes=max(_MEMORY_BYTES, 4 * values["max_body_bytes"]),
         max_connections=_MOST_CONNECTIONS,
         # One machine may post the traces of hundreds of requests at a time.
         max_connections_per_client=_MOST_CONNECTIONS // 2,
@@ -57,31 +68,28 @@ def web_settings(
 class IngestSettings:
     """Settings of a receiver; checked when it is made.
 
-    Attributes:
-        database: A file for SQLite, or the URL of a database: ``sqlite:///FILE``,
-            ``postgresql://USER:PASSWORD@HOST/NAME``.
-        max_traces: Number of traces to keep, the newest ones; 0 for no limit.
-        max_stored_bytes: Bytes of traces to keep, as posted; 0 for no limit.
-        max_age_s: Seconds for which to keep a trace; 0 for no limit.
-        max_posts: Maximum number of posts at a time, waiting ones included; more get 503.
-        web: Address, keys and HTTP limits. ``admin_keys`` are the operator's, who sees and deletes
-            everything; ``api_keys`` may post.
+    ``web`` is its address, keys and HTTP limits: ``admin_keys`` are the operator's, who sees and
+    deletes everything; ``api_keys`` may post. The table has the meaning of the other fields.
     """
 
-    database: str = field(repr=False)  # it may hold a password
-    max_traces: int = 0
-    max_stored_bytes: int = 0
-    max_age_s: float = 0.0
-    max_posts: int = MOST_POSTS
+    database: str = setting(
+        "traces.db",
+        "SQLite file, or database URL: sqlite:///FILE or postgresql://USER:PASSWORD@HOST/NAME. May "
+        "also be set as KQVIEW_INGEST_DATABASE",
+        is_secret=True,  # it may hold a password
+    )
+    max_traces: Size = setting(0, "maximum number of traces to keep; 0 for no limit")
+    max_stored_bytes: Size = setting(
+        0, "maximum bytes of traces, as posted, to keep; 0 for no limit"
+    )
+    max_age_s: NotNegative = setting(0.0, "seconds to keep a trace; 0 for no limit")
+    max_posts: Count = setting(256, "maximum number of posts at a time, waiting ones included")
     web: Settings = field(default_factory=web_settings)
 
     def __post_init__(self) -> None:
         """Check what ``web`` does not check."""
-        for name in ("max_traces", "max_stored_bytes", "max_age_s"):
-            if getattr(self, name) < 0:
-                raise RequestError(f"{name} is {getattr(self, name)}; use 0 for no limit, or more")
-        if self.max_posts < 1:
-            raise RequestError(f"max_posts is {self.max_posts}; the minimum is 1")
+        for name, row in rows_of(IngestSettings).items():
+            object.__setattr__(self, name, row.checked(getattr(self, name)))
         if self.web.api_keys and not self.web.admin_keys:
             raise RequestError(
                 "post_keys are set without keys, so nobody could read; set a key too (--key)"
@@ -97,14 +105,8 @@ class IngestSettings:
         web = self.web
         if web.public or is_loopback(web.host) or (web.admin_keys and web.api_keys):
             return
-        missing = " and ".join(
-            name
-            for name, keys in (
-                ("--key for reading", web.admin_keys),
-                ("--post-key for posting", web.api_keys),
-            )
-            if not keys
-        )
+        kinds = {"--key for reading": web.admin_keys, "--post-key for posting": web.api_keys}
+        missing = " and ".join(name for name, keys in kinds.items() if not keys)
         raise RequestError(
             f"{web.host} can be reached from other machines; set {missing}, listen on 127.0.0.1, "
             "or allow it (--public)"

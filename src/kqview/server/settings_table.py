@@ -141,10 +141,12 @@ def setting(
 
 @cache
 def rows_of(table: Any) -> Mapping[str, Row]:
-    """The fields of *table* by name, in their order."""
+    """The fields of *table* that `setting` made by name, in their order."""
     types = get_type_hints(table, include_extras=True)
     found: dict[str, Row] = {}
     for spec in dataclasses.fields(table):
+        if not spec.metadata:
+            continue
         about: dict[str, Any] = dict(spec.metadata)
         about["flag"] = about["flag"] or "--" + spec.name.replace("_", "-")
         about["default"] = None if spec.default is dataclasses.MISSING else spec.default
