@@ -16,6 +16,8 @@ from tests.support.serving import serving
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from tests.support.serving import Served
+
 openai = pytest.importorskip("openai")
 pydantic = pytest.importorskip("pydantic")
 
@@ -49,8 +51,10 @@ def test_models_are_listed_and_retrieved(client: Any):
     assert client.models.retrieve(model.id) == model
 
 
-def test_chat_whole_and_streamed(client: Any):
+def test_chat_whole_and_streamed(client: Any, served: Served):
     whole = client.chat.completions.create(**PLAIN)
+    expected = served.engine.chat(ASKED, max_tokens=8, temperature=0).read()
+    assert whole.choices[0].message.content == expected
     assert whole.choices[0].finish_reason == "length"
     assert whole.usage.completion_tokens == 8
     with client.chat.completions.create(

@@ -74,17 +74,6 @@ async def test_many_generations_at_once_share_one_slot(
     assert [[token.id for token in tokens] for tokens in got] == want
 
 
-async def test_two_engines_in_one_loop_run_side_by_side(
-    make_engine: MakeEngine, tiny_llama: Path, tiny_qwen2: Path
-) -> None:
-    engines = [make_engine(tiny_llama), make_engine(tiny_qwen2)]
-    want = [list(engine.generate(PROMPT, max_tokens=30, **GREEDY)) for engine in engines]
-    got = await asyncio.gather(
-        *(collect(engine.generate(PROMPT, max_tokens=30, **GREEDY)) for engine in engines)
-    )
-    assert [[t.id for t in tokens] for tokens in got] == [[t.id for t in ts] for ts in want]
-
-
 def test_two_loops_in_two_threads_share_an_engine(
     make_engine: MakeEngine, tiny_llama: Path
 ) -> None:
@@ -173,18 +162,6 @@ async def test_loop_goes_on_while_tokens_are_always_there(
     ticker.cancel()
     assert len(gaps) > 20
     assert max(gaps) < 0.8 * duration  # one that blocks has one gap, as long as all of it
-
-
-async def test_aclose_rolls_back_and_frees_the_slot(
-    make_engine: MakeEngine, tiny_llama: Path
-) -> None:
-    engine = make_engine(tiny_llama)
-    async with engine.generate(PROMPT, max_tokens=100, **GREEDY) as generation:
-        taken = [(await anext(generation)).id for _ in range(5)]
-    assert generation.finish_reason == "cancelled"
-    assert engine.slots[0].tokens == PROMPT + taken[:-1]
-    assert not engine.slots[0].is_busy
-    assert await collect(generation) == []
 
 
 async def test_aclose_from_another_task_ends_the_iteration(

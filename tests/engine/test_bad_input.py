@@ -320,16 +320,6 @@ def test_prompt_that_is_no_tokens_is_refused(
     assert works(engine)
 
 
-@pytest.mark.parametrize("prompt", [None, b"x", 5])
-def test_message_about_a_prompt_says_that_it_may_be_text(
-    make_engine: MakeEngine, tiny_llama: Path, prompt: Any
-) -> None:
-    engine = make_engine(tiny_llama)
-    for call in (engine.generate, engine.attend):
-        with pytest.raises(errors.InvalidToken, match=r"prompt must be a text as str, or .* ids"):
-            call(prompt)
-
-
 def test_token_of_an_option_outside_the_vocabulary_is_refused(
     make_engine: MakeEngine, tiny_llama: Path
 ) -> None:
@@ -367,17 +357,6 @@ def test_async_function_is_no_callable_of_a_step(make_engine: MakeEngine, tiny_l
             errors.RequestError, match=f"{name} must be a function that is not async"
         ):
             engine.generate(PROMPT, **{name: hook})  # pyright: ignore[reportArgumentType]
-
-
-def test_blocks_of_a_prompt_print_as_their_shape(make_engine: MakeEngine, tiny_llama: Path) -> None:
-    engine = make_engine(tiny_llama)
-    prompt = engine.attend(PROMPT)
-    assert repr(prompt) == "PromptAttention(start=0, n_rows=12, kind='probs')"
-    block = next(prompt)
-    assert f"n_rows={block.n_rows}, rows=<{block.rows.shape} float32>" in repr(block)  # type: ignore[union-attr]
-    del block
-    with pytest.raises(errors.InvalidCapture, match=r"array\(\) takes all of them"):
-        prompt.array()
 
 
 def test_prompt_may_fill_the_slot_but_not_exceed_it(
@@ -489,15 +468,6 @@ def test_option_of_generate_out_of_range_is_refused(
     with pytest.raises(kind):
         engine.generate(PROMPT, **options)
     assert works(engine)
-
-
-def test_max_tokens_beyond_every_slot_means_all_of_it(
-    make_engine: MakeEngine, tiny_llama: Path
-) -> None:
-    engine = make_engine(tiny_llama, n_ctx=32)
-    generation = engine.generate(PROMPT, max_tokens=2**62, temperature=0, ignore_eos=True)
-    assert len(list(generation)) == 32 - len(PROMPT) + 1
-    assert generation.finish_reason == "length"
 
 
 # ---- after close

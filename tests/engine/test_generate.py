@@ -236,17 +236,6 @@ def test_waiting_for_a_slot_that_another_thread_holds_goes_on_until_it_is_free(
     holding.get()
 
 
-def test_dropping_the_holder_lets_the_waiting_one_start(
-    make_engine: MakeEngine, tiny_llama: Path
-) -> None:
-    engine = make_engine(tiny_llama)
-    holder: Generation | None = engine.generate(PROMPT, max_tokens=100, **GREEDY)
-    next(holder)
-    waiting = engine.generate(PROMPT, max_tokens=3, **GREEDY)
-    holder = None
-    assert len(list(waiting)) == 3
-
-
 def test_thread_that_waits_for_a_slot_does_not_keep_the_holder_alive(
     make_engine: MakeEngine, tiny_llama: Path
 ) -> None:

@@ -152,18 +152,6 @@ def test_long_text_in_many_steps_has_the_scores_of_one(
     np.testing.assert_allclose(whole.logprobs[1:], parts.logprobs[1:], atol=EXACT)
 
 
-def test_texts_are_scored_in_any_number_beside_generations(engine: Engine) -> None:
-    texts = [engine.tokenize(STORY, add_special=False)[: 2 + i % 20] for i in range(60)]
-    alone = [engine.score(ids) for ids in texts]
-    generation = engine.generate("Anna is a", max_tokens=40, temperature=0, ignore_eos=True)
-    together = engine.score(texts, last=[1 + i % 3 for i in range(60)])
-    assert len(list(generation)) == 40
-    for i, (one, other) in enumerate(zip(alone, together, strict=True)):
-        n = min(1 + i % 3, len(one.ids) - 1)
-        assert other.n_scored == n
-        np.testing.assert_allclose(one.logprobs[-n:], other.logprobs[-n:], atol=QUANTISED)
-
-
 def test_single_token_has_nothing_to_score(engine: Engine) -> None:
     score = engine.score([5])
     assert score.n_scored == 0
@@ -181,18 +169,6 @@ def test_coroutine_scores_without_blocking_its_loop(engine: Engine) -> None:
     one, two = asyncio.run(both())
     np.testing.assert_allclose(one.logprobs, two[0].logprobs, atol=QUANTISED, equal_nan=True)
     assert two[1].ids == engine.tokenize("Anna is a")
-
-
-def test_cancelled_task_leaves_the_slots_free(engine: Engine) -> None:
-    async def cancelled() -> None:
-        task = asyncio.create_task(engine.ascore([STORY * 5] * 200))
-        await asyncio.sleep(0)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    asyncio.run(cancelled())
-    assert engine.score("Anna is a").n_scored > 0
 
 
 @pytest.mark.parametrize(

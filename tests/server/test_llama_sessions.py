@@ -254,46 +254,6 @@ def test_disk_that_fails_leaves_the_session_and_the_old_file(
     assert (folder / "a").read_bytes() != old
 
 
-def test_session_is_in_memory_until_its_file_is_synced(
-    client: httpx.Client, folder: Path, monkeypatch: pytest.MonkeyPatch
-):
-    session(client, "save")
-    may_go_on, is_waiting = threading.Event(), threading.Event()
-
-    class Slow:
-        def __getattr__(self, name: str) -> Any:
-            return sync if name == "fsync" else getattr(os, name)
-
-    def sync(handle: int) -> None:
-        is_waiting.set()
-        assert may_go_on.wait(30)
-        os.fsync(handle)
-
-    monkeypatch.setattr(durable, "os", Slow())
-    moving = threading.Thread(target=lambda: session(client, "remove", slot=None, file="a"))
-    moving.start()
-    assert is_waiting.wait(30)
-    restored: list[Any] = []
-    with served_client(client) as other:
-        restoring = threading.Thread(
-            target=lambda: restored.append(session(other, "restore", slot=1))
-        )
-        restoring.start()
-        assert fill(other)["content"]  # the server goes on meanwhile
-        may_go_on.set()
-        moving.join(30)
-        restoring.join(30)
-    assert restored[0].status_code in (200, 404)  # before it left, or after
-    assert listed(client) == []
-    assert (folder / "a").exists()
-
-
-def served_client(client: httpx.Client) -> httpx.Client:
-    import httpx
-
-    return httpx.Client(base_url=client.base_url, timeout=30)
-
-
 # ---- refusals
 
 WRONG: dict[str, tuple[str, int, str]] = {

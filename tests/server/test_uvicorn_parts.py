@@ -19,8 +19,7 @@ from websockets.server import ServerProtocol
 from kqview import Engine
 from kqview.server import Settings, create_app
 from kqview.server.web import uvicorn_parts
-from kqview.server.web.endpoint import UNKNOWN
-from kqview.server.web.uvicorn_parts import UvicornConnection, _Clients, connection
+from kqview.server.web.uvicorn_parts import _Clients
 from tests.server.clients import (
     json_request,
     masked_frame,
@@ -168,31 +167,6 @@ async def test_a_server_that_does_not_know_our_extension_gets_one_message_at_a_t
         {"bytes": b""},
     ]
     assert [sent[0]["type"], sent[-1]["type"]] == ["websocket.accept", "websocket.close"]
-
-
-def test_only_who_waits_before_it_writes_needs_no_limit_where_nothing_is_on_its_way():
-    class Transport:
-        n_left = 0
-
-        def get_write_buffer_size(self) -> int:
-            return self.n_left
-
-    class WritesFirst:
-        def __init__(self) -> None:
-            self.transport = Transport()
-
-        async def send(self, message: Any) -> None: ...
-
-    class WaitsFirst(WritesFirst):
-        writable = asyncio.Event()
-
-    one = WaitsFirst()
-    assert isinstance(connection(one.send), UvicornConnection)
-    assert connection(one.send).is_clear
-    one.transport.n_left = 1
-    assert not connection(one.send).is_clear
-    assert not connection(WritesFirst().send).is_clear
-    assert not UNKNOWN.is_clear
 
 
 # ---- connections of one client

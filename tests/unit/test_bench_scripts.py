@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
 
 from bench import report
@@ -64,11 +63,6 @@ def test_record_read_back_from_its_line_is_the_same_row(row: report.Row, tmp_pat
     assert report.from_record(record) == row
 
 
-def test_saving_to_a_folder_means_the_file_of_the_day(tmp_path: Path) -> None:
-    assert report.save_file(tmp_path, ABOUT) == tmp_path / "2025-01-02.jsonl"
-    assert report.save_file(tmp_path / "x.jsonl", ABOUT) == tmp_path / "x.jsonl"
-
-
 def test_line_that_was_cut_short_takes_no_other_along(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"row": "a"}\n{"row": "b", "pai')
@@ -88,13 +82,6 @@ def test_reading_a_file_without_rows_is_an_error(tmp_path: Path) -> None:
 
 def saved(row: str, minute: int, **changes: Any) -> dict[str, Any]:
     return {"row": row, **ABOUT, "date": f"2025-01-02T03:{minute:02}:00+00:00", **changes}
-
-
-def test_newest_takes_the_last_record_of_each_name() -> None:
-    first, second, other = saved("a", 1), saved("a", 2), saved("b", 1)
-    found, notes = report.newest([first, other, second], ABOUT["flags"])
-    assert sorted(found, key=lambda record: record["row"]) == [second, other]
-    assert notes == []
 
 
 def test_newest_leaves_other_flags_and_machines_out_and_says_so() -> None:
@@ -129,14 +116,6 @@ def test_finished_rows_are_whole_and_of_the_same_build_gpus_and_flags() -> None:
     ]
     assert report.finished(records, here) == {"a"}
     assert report.finished([saved("a", 1), saved("b", 1, kqview_commit="other")], ABOUT) == {"a"}
-
-
-def test_chosen_name_is_the_longest_that_a_row_begins_with() -> None:
-    names = ["context-256-flash", "decode-flash-logits", "decode-flash-logits-mean-heads"]
-    assert report.chosen_name("context-256-flash-probs", names) == names[0]
-    assert report.chosen_name("decode-flash-logits-mean-heads", names) == names[2]
-    assert report.chosen_name("decode-flash-logits", names) == names[1]
-    assert report.chosen_name("loop", names) == ""
 
 
 # ---- scripts: they import each other as programs of their folder do
@@ -224,11 +203,6 @@ def test_table_from_a_file_has_the_order_of_the_benchmarks(script: Any) -> None:
     assert notes[-1].startswith("no row saved: ")
     assert "decode-flash-scores" in notes[-1]
     assert "decode-flash-logits," not in notes[-1]
-
-
-def test_table_from_a_file_without_these_flags_names_those_that_are_there(script: Any) -> None:
-    with pytest.raises(SystemExit, match=r"there are some with `--threads 2 --pairs 20`"):
-        script("table").saved([saved("a", 1)], "--threads 9", ["a"])
 
 
 def test_every_table_of_several_benchmarks_has_its_place_in_the_readme(script: Any) -> None:
@@ -365,28 +339,6 @@ def test_perf_output_is_a_count_or_none(counts: ModuleType, text: str, count: in
 
 
 # ---- CUDA
-def test_wide_model_has_the_shape_and_spread_that_it_was_written_with(
-    script: Any, tmp_path: Path
-) -> None:
-    gguf = pytest.importorskip("gguf")
-    wide = script("wide_model")
-    shape = wide.Shape(n_layer=2, n_head=3, n_head_kv=1, head_size=32, n_ff=128, n_vocab=300)
-    wide.write(tmp_path / "m.gguf", shape)
-    reader = gguf.GGUFReader(tmp_path / "m.gguf")
-    tensors = {tensor.name: tensor for tensor in reader.tensors}
-    assert len(tensors) == 3 + 2 * 12
-    assert tensors["blk.1.ffn_down.weight"].shape.tolist() == [128, 96]
-    assert tensors["output.weight"].shape.tolist() == [96, 300]
-    weights = {
-        name: gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-        for name, tensor in tensors.items()
-    }
-    for name, size, std in wide._tensors(shape):
-        assert weights[name].shape == size
-        mean = 1.0 if name.endswith("norm.weight") else 0.0
-        assert abs(weights[name].mean() - mean) < 0.25 * std, name
-        assert weights[name].std() == pytest.approx(std, rel=0.25), name
-    assert not np.array_equal(weights["blk.0.attn_q.weight"], weights["blk.1.attn_q.weight"])
 
 
 def test_saved_rows_of_a_gpu_can_be_printed(
@@ -430,27 +382,6 @@ def test_figures_of_two_gpus_never_stand_in_one_table(
     assert places == sorted(places)
 
 
-def test_rows_so_far_are_saved_every_few_rounds_of_a_group(
-    script: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    places, settings = script("cuda_rows"), script("settings")
-
-    def rounds(*_: object) -> Iterator[Any]:
-        for _round in range(12):
-            yield dict.fromkeys(("in graph", "in graph, off", "beside", "beside, off"), 1.0), ""
-        raise RuntimeError("the device is gone")
-
-    class Line:
-        def start(self, *_: object) -> None:
-            pass
-
-    monkeypatch.setattr(places, "_rounds", rounds)
-    chosen = settings.Settings(n_pairs=20, rows=frozenset({"device-rows-4k-1-both"}))
-    found = list(places.measure_places(chosen, Line(), {"4k": 4096}))
-    assert [len(row.row.pairs.ratios) for row in found[:-1]] == [5, 10]
-    assert found[-1] == LeftOut("device-rows-4k-1-both", "the device is gone", True)
-
-
 def test_figures_of_copies_are_those_of_a_step_between_two_readings(script: Any) -> None:
     copy = script("cuda_copy")
     before = EngineStats(
@@ -463,12 +394,6 @@ def test_figures_of_copies_are_those_of_a_step_between_two_readings(script: Any)
     )  # fmt: skip
     found = copy.device_copies(before, after)
     assert found == copy.DeviceCopies(200, copy_ms=62.5, step_to_view_ms=31.25)
-
-
-def test_figures_of_copies_that_were_not_made_are_left_out(script: Any) -> None:
-    copy, models = script("cuda_copy"), script("models")
-    with pytest.raises(models.NotHere, match="no row was copied"):
-        copy.device_copies(EngineStats(), EngineStats(captured_steps=3, step_to_view_s=0.1))
 
 
 def test_device_and_shape_are_part_of_the_flags_that_rows_are_told_apart_by(script: Any) -> None:

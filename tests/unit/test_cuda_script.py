@@ -11,7 +11,6 @@ import io
 import json
 import os
 import random
-import re
 import shutil
 import subprocess
 import sys
@@ -159,19 +158,6 @@ def test_row_that_no_table_has_is_refused_before_anything_is_measured(script: Sc
     assert not (script.work / "values.log").exists()
 
 
-def test_parts_of_all_measure_every_row_and_what_decides_comes_first(kit: Any) -> None:
-    rows = importlib.import_module("cuda").WEIGHTS
-    chosen_rows = importlib.import_module("console").chosen_rows
-    text = (BENCH / "cuda.sh").read_text("utf-8")
-    parts = dict(re.findall(r"^    \[(\w+)\]='(.*)'$", text, re.MULTILINE))
-    order = re.findall(r"^all_parts=\((.*)\)", text, re.MULTILINE)[0].split()
-    assert [name for name in order if name in parts] == list(parts)
-    found = [set(chosen_rows(patterns.split(), rows)) for patterns in parts.values()]
-    assert set.union(*found) == set(rows)
-    assert {"device-rows-4k-1-both", "cuda-4k-1-logits", "cuda-4k-1-10-heads"} <= found[0]
-    assert order.index("peers") > order.index("decode")
-
-
 # ---- the kit
 
 
@@ -190,48 +176,6 @@ def test_kit_that_is_too_big_is_refused_with_its_largest_files(script: Script) -
     assert "may travel" in printed
     status, printed = script("prepare", "size", "--fit", "0")
     assert status == 0, printed
-
-
-def test_what_is_missing_is_named_with_what_needs_it(
-    kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    info = tmp_path / "outer-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: outer\nVersion: 1.0\nRequires-Dist: inner>=2\n"
-        "Requires-Dist: never; python_version < '3'\nRequires-Dist: extra; extra == 'more'\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    assert kit.missing(["outer"]) == ["inner>=2 (for outer)"]
-    assert kit.missing(["outer>=3", "inner"]) == [
-        "outer>=3: 1.0 is here",
-        "inner",
-        "inner>=2 (for outer)",
-    ]
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert kit.missing(["cmake>=3.26", "ninja"]) == ["cmake>=3.26", "ninja"]
-    program = tmp_path / "cmake"
-    program.write_text("#!/bin/sh\necho cmake version 3.22.1\n")
-    program.chmod(0o755)
-    assert kit.missing(["cmake>=3.26"]) == ["cmake>=3.26: 3.22.1 is here"]
-    assert kit.missing(["cmake>=3.20"]) == []
-
-
-def write_program(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"#!/bin/sh\n{text}\n")
-    path.chmod(0o755)
-
-
-def test_gpu_that_is_not_there_is_named_before_anything_is_built(
-    kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert kit.gpu_missing()[0].startswith("no nvidia-smi on the PATH")
-    write_program(tmp_path / "nvidia-smi", "echo No devices were found; exit 6")
-    assert kit.gpu_missing() == ["nvidia-smi finds no GPU: No devices were found"]
-    write_program(tmp_path / "nvidia-smi", "echo NVIDIA H100, 580.159")
-    assert kit.gpu_missing() == []
 
 
 # ---- builds
@@ -341,37 +285,6 @@ def test_what_was_built_is_brought_back_in_pieces_and_unpacked_on_a_bare_machine
     assert (bare.out / "cuda.jsonl").read_text() == '{"row": "measured before"}\n'
     lines = (earlier / "printed.txt").read_text()
     assert (bare.out / "printed.txt").read_text() == lines + printed
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "words"),
-    [
-        ("package.sources", f"{'0' * 64}  vendor/removed.cmake\n", "(vendor/removed.cmake differ)"),
-        ("package.cpu", "avx1024\n", "built for a processor that has avx1024; this one has not"),
-        ("", "", "tar: "),
-    ],
-    ids=["other-sources", "another-processor", "cut-short"],
-)
-def test_package_that_does_not_serve_is_built_again(
-    first_machine: Script, bare: Script, name: str, text: str, words: str
-) -> None:
-    earlier = bare.root / "earlier"
-    earlier.mkdir()
-    files = ("package.cpu", "package.sources")
-    for file in files:
-        shutil.copy(first_machine.work / file, earlier)
-    if name:
-        with (earlier / name).open("a") as listing:
-            listing.write(text)
-    archive = earlier / "package.tar.gz.0"
-    subprocess.run(["tar", "-C", earlier, "-czf", archive, *files], check=True)
-    if not name:
-        archive.write_bytes(archive.read_bytes()[:-100])
-    status, printed = bare("all", "--device", "cpu", "package", "--resume", str(earlier))
-    assert status == 1
-    assert words in printed
-    assert "so package has to be built again" in printed
-    assert "it is built again" in (bare.work / "package.log").read_text()
 
 
 def test_part_that_takes_too_long_is_cut_off_and_what_is_there_is_brought_back(

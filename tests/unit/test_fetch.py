@@ -83,14 +83,6 @@ def test_second_fetch_does_not_call_pip(pin: Pin) -> None:
     assert len(pin.pip_calls()) == 1
 
 
-def test_pip_is_told_the_hash_and_no_index(pin: Pin) -> None:
-    assert pin.run()[0] == 0
-    call = pin.pip_calls()[0]
-    for option in ("--no-deps", "--no-binary llama-cpp-python", "--require-hashes"):
-        assert option in call
-    assert "index" not in call
-
-
 def test_backend_unfit_for_the_archive_makes_pip_isolate(pin: Pin, tmp_path: Path) -> None:
     (tmp_path / "shim" / "scikit_build_core").mkdir()
     (tmp_path / "shim" / "scikit_build_core" / "__init__.py").touch()

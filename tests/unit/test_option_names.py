@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import inspect
-import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from kqview import Capture, Engine, Sampling, errors
-from kqview.option_names import names_options, unknown_option
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -148,19 +146,6 @@ def test_messages_are_told_to_use_chat(engine: Engine):
         engine.generate(messages)
 
 
-def test_function_keeps_its_signature_and_its_own_errors():
-    @names_options("call", also=["more"])
-    def call(first: int, *, wanted: int = 0, **more: int) -> int:
-        """Doc."""
-        return first + wanted + sum(more.values())
-
-    assert (call(1, wanted=2, more=3), call.__doc__) == (6, "Doc.")
-    assert list(inspect.signature(call).parameters) == ["first", "wanted", "more"]
-    with pytest.raises(TypeError, match="missing 1 required"):
-        call()  # pyright: ignore[reportCallIssue]
-    assert "it has a, b" in str(unknown_option("call", "quite_different", ["b", "a"]))
-
-
 def test_fields_of_a_class_are_listed_and_the_first_argument_of_a_function_is_not(engine: Engine):
     given: Any = {"prmpt": True}
     with pytest.raises(
@@ -213,15 +198,3 @@ def test_other_unknown_attribute_is_a_plain_error(engine: Engine):
         engine.nope  # noqa: B018  # pyright: ignore
     assert not isinstance(error.value, errors.KqviewError)
     assert (error.value.name, error.value.obj) == ("nope", engine)  # for "Did you mean"
-
-
-def test_every_name_of_a_hint_is_no_name_here_and_its_advice_exists():
-    from kqview.generation.stream import Generation
-    from kqview.option_names import NamesMethods, NamesResults
-
-    for cls, hints in ((Engine, NamesMethods), (Generation, NamesResults)):
-        table = hints._elsewhere  # pyright: ignore[reportPrivateUsage]
-        assert not table.keys() & set(dir(cls))
-        for advice in table.values():
-            for owner, found in re.findall(r"\b(engine|generation)\.(\w+)", advice):
-                assert found in dir(Engine if owner == "engine" else Generation), advice

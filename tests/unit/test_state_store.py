@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import threading
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
@@ -177,29 +176,6 @@ def test_store_needs_a_folder_and_limits(tmp_path: Path) -> None:
     store.save("a", FakeSlot())
     with pytest.raises(errors.RequestError, match="directory"):
         store.flush()
-
-
-def test_store_is_used_from_many_threads(tmp_path: Path) -> None:
-    store = SessionStore(tmp_path, max_sessions=3)
-    failures: list[BaseException] = []
-
-    def work(i: int) -> None:
-        try:
-            for round_ in range(20):
-                store.save(f"s{i}", FakeSlot(blob_of(i + round_)))
-                slot = FakeSlot()
-                store.restore(f"s{i}", slot)
-                assert slot.blob == blob_of(i + round_)
-        except BaseException as failure:
-            failures.append(failure)
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failures == []
-    assert len(store.sessions()) == 6
 
 
 # ---- what was saved stays

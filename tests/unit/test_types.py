@@ -50,54 +50,49 @@ def test_value_type_refuses_assignment_and_survives_pickling(value: object):
     assert pickle.loads(pickle.dumps(value)) == value
 
 
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [
-        ("temperature", -0.1),
-        ("temperature", math.nan),
-        ("temperature", math.inf),
-        ("temperature", 1e39),
-        ("temperature", "hot"),
-        ("temperature", True),
-        ("top_k", -1),
-        ("top_k", 2**31),
-        ("top_k", 1.5),
-        ("top_p", 1.01),
-        ("top_p", 0),
-        ("min_p", -0.01),
-        ("typical_p", 2),
-        ("repeat_penalty", 0),
-        ("repeat_last_n", -2),
-        ("presence_penalty", math.inf),
-        ("frequency_penalty", math.nan),
-        ("dry_multiplier", -1),
-        ("dry_base", 0.9),
-        ("dry_allowed_length", -1),
-        ("dry_penalty_last_n", -2),
-        ("dry_sequence_breakers", ("",)),
-        ("xtc_probability", 1.5),
-        ("xtc_threshold", -1),
-        ("mirostat", 3),
-        ("mirostat_tau", 0),
-        ("mirostat_eta", 0),
-        ("seed", -2),
-        ("seed", 2**32),
-        ("logit_bias", {-1: 0.0}),
-        ("logit_bias", {1: math.nan}),
-        ("logit_bias", {1: math.inf}),
-        ("banned_tokens", [-1]),
-        ("banned_tokens", ["a"]),
-        ("stop", ""),
-        ("stop", ["ok", ""]),
-        ("stop", [b"bytes"]),
-        ("stop_tokens", [0.5]),
-        ("top_logprobs", -1),
-    ],
-)
-def test_sampling_option_out_of_range_names_the_option(option: str, value: object):
-    with pytest.raises(InvalidSampling, match=rf"\b{option}\b.* must be .*, got ") as caught:
-        Sampling(**{option: value})
-    assert caught.value.parameter == option
+BAD_SAMPLING: dict[str, list[Any]] = {
+    "temperature": [-0.1, math.nan, math.inf, 1e39, "hot", True],
+    "top_k": [-1, 1.5, 2**31],
+    "top_p": [-0.1, 0, 1.1, math.nan],
+    "min_p": [-0.1, 1.1, math.nan],
+    "typical_p": [-0.1, 1.1, math.nan],
+    "top_n_sigma": [-1.0, math.nan, math.inf],
+    "min_keep": [-1, 1.5, 2**31],
+    "dynatemp_range": [-0.1, 1001, math.nan],
+    "dynatemp_exponent": [-0.1, 1001, math.nan],
+    "repeat_penalty": [0.0, -1.0, math.inf],
+    "repeat_last_n": [-2, 1.5],
+    "presence_penalty": [math.nan, math.inf],
+    "frequency_penalty": [math.nan, -math.inf],
+    "dry_multiplier": [-1.0, math.nan],
+    "dry_base": [0.5, 0.9, math.nan],
+    "dry_allowed_length": [-1, 2**40],
+    "dry_penalty_last_n": [-2],
+    "dry_sequence_breakers": [("",), [5]],
+    "xtc_probability": [-0.1, 1.1],
+    "xtc_threshold": [-0.1, 1.1],
+    "mirostat": [-1, 3],
+    "mirostat_tau": [-1.0, 0, math.nan],
+    "mirostat_eta": [-1.0, 0, math.nan],
+    "seed": [-2, 2**32, 1.5],
+    "logit_bias": [{1: math.nan}, {1: math.inf}, {-1: 1.0}, {1.5: 1.0}, {1: "x"}],
+    "banned_tokens": [[-1], [1.5], [True], ["a"]],
+    "min_tokens": [-1, 1.5],
+    "begin_suppress": [[-1], [True]],
+    "stop": ["", ["ok", ""], [5], [b"bytes"]],
+    "stop_tokens": [[-1], [0.5], [2**31], ["1"]],
+    "finish_on_length": ["stop", 1, True, np.array(["cut", "close"])],
+    "top_logprobs": [-1, 1.5],
+    "post_sampling_probs": [1, "yes"],
+}
+
+
+@pytest.mark.parametrize("option", BAD_SAMPLING)
+def test_sampling_option_out_of_range_names_the_option(option: str):
+    for value in BAD_SAMPLING[option]:
+        with pytest.raises(InvalidSampling, match=rf"\b{option}\b.* must be .*, got ") as caught:
+            Sampling(**{option: value})
+        assert caught.value.parameter == option
 
 
 @pytest.mark.parametrize(
