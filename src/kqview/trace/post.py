@@ -25,7 +25,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Final, NamedTuple, Self
 from urllib.parse import urlsplit
@@ -49,7 +49,7 @@ _LATER: Final = frozenset({408, 425, 429})
 _FAILED: Final = 500  # may be the receiver's trouble with this one trace
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PosterStats:
     """Counters of a Poster.
 
@@ -65,15 +65,15 @@ class PosterStats:
         last_error: Why the last attempt failed; None after a success.
     """
 
-    n_posted: int
-    n_found: int
-    n_sent: int
-    n_waiting: int
-    n_waiting_bytes: int
-    n_refused: int
-    n_dropped: int
-    n_failures: int
-    last_error: str | None
+    n_posted: int = 0
+    n_found: int = 0
+    n_sent: int = 0
+    n_waiting: int = 0
+    n_waiting_bytes: int = 0
+    n_refused: int = 0
+    n_dropped: int = 0
+    n_failures: int = 0
+    last_error: str | None = None
 
 
 @dataclass(slots=True)
@@ -137,16 +137,14 @@ class Poster:
         self._n_stored = 0  # or dropped: posted ones that the queue has let go of
         self._unstored: deque[tuple[int, Callable[[], object]]] = deque()
         self._n_in_hand = 0  # taken from one of them and on its way
-        self._n_bytes = 0
         self._n_made = 0
         self._n_failed_in_row = 0
         self._not_before_s = 0.0
         self._is_closing = False
         self._is_closed = False
-        self._n_posted = self._n_sent = self._n_refused = self._n_dropped = self._n_failures = 0
-        self._last_error: str | None = None
+        self._stats = PosterStats()  # with n_waiting, which `stats` counts, left at 0
         self._find()
-        self._n_found = len(self._waiting)
+        self._stats.n_found = len(self._waiting)
         self._threads = [
             threading.Thread(target=loop, name=f"kqview-trace-{name}", daemon=True)
             for name, loop in (("writer", self._write), ("sender", self._send))
@@ -163,14 +161,14 @@ class Poster:
         A full queue drops its oldest trace, and a closed poster drops this one; both are counted.
         """
         with self._changed:
-            self._n_posted += 1
+            self._stats.n_posted += 1
             if self._is_closing:
-                self._n_dropped += 1
+                self._stats.n_dropped += 1
                 self._n_stored += 1
                 return
             if len(self._queue) >= self._max_queued:
                 self._queue.popleft()
-                self._n_dropped += 1
+                self._stats.n_dropped += 1
                 self._n_stored += 1
             self._queue.append(trace)
             self._changed.notify_all()
@@ -182,25 +180,16 @@ class Poster:
         memory because its file cannot be written, counts as well; both are logged or counted.
         """
         with self._changed:
-            if self._n_stored < self._n_posted:
-                self._unstored.append((self._n_posted, call))
+            if self._n_stored < self._stats.n_posted:
+                self._unstored.append((self._stats.n_posted, call))
                 return
         call()
 
     def stats(self) -> PosterStats:
         """Return the current counters."""
         with self._changed:
-            return PosterStats(
-                n_posted=self._n_posted,
-                n_found=self._n_found,
-                n_sent=self._n_sent,
-                n_waiting=len(self._queue) + len(self._waiting) + self._n_in_hand,
-                n_waiting_bytes=self._n_bytes,
-                n_refused=self._n_refused,
-                n_dropped=self._n_dropped,
-                n_failures=self._n_failures,
-                last_error=self._last_error,
-            )
+            n_waiting = len(self._queue) + len(self._waiting) + self._n_in_hand
+            return replace(self._stats, n_waiting=n_waiting)
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until all traces are sent, at most *timeout_s* seconds; return whether they are."""
@@ -242,7 +231,7 @@ class Poster:
         with self._changed:
             n_lost = len(self._queue) + sum(item.data is not None for item in self._waiting)
             n_kept = len(self._waiting) - sum(item.data is not None for item in self._waiting)
-            self._n_dropped += n_lost
+            self._stats.n_dropped += n_lost
         if n_lost:
             _log.warning("%d traces were not sent to %s and are lost", n_lost, self._target.name)
         if n_kept:
@@ -280,7 +269,7 @@ class Poster:
                 self._n_in_hand -= 1
                 self._n_stored += 1
                 if item is None:
-                    self._n_dropped += 1
+                    self._stats.n_dropped += 1
                 else:
                     self._add(item)
                 self._changed.notify_all()
@@ -306,14 +295,14 @@ class Poster:
     def _add(self, item: _Item) -> None:
         """Append to what waits, and drop the oldest of what is too much; with the lock."""
         self._waiting.append(item)
-        self._n_bytes += item.n_bytes
-        while self._n_bytes > self._max_bytes and self._waiting:
-            self._n_dropped += 1
+        self._stats.n_waiting_bytes += item.n_bytes
+        while self._stats.n_waiting_bytes > self._max_bytes and self._waiting:
+            self._stats.n_dropped += 1
             self._forget(self._waiting.popleft())
 
     def _forget(self, item: _Item) -> None:
         """Remove *item* for good; with the lock."""
-        self._n_bytes -= item.n_bytes
+        self._stats.n_waiting_bytes -= item.n_bytes
         if self._spool is not None and item.data is None:
             try:
                 durable.remove(os.path.join(self._spool, item.name))
@@ -367,23 +356,23 @@ class Poster:
         elif 200 <= reply.status < 300:
             if self._n_failed_in_row:
                 _log.info("%s takes traces again", self._target.name)
-            self._n_failed_in_row, self._last_error = 0, None
-            self._n_sent += 1
+            self._n_failed_in_row, self._stats.last_error = 0, None
+            self._stats.n_sent += 1
             self._forget(item)
         elif reply.status in _LATER or (
             reply.status >= 500 and (reply.status != _FAILED or item.n_tries < _MOST_TRIES)
         ):
             self._retry(item, f"it answered {reply.status} {reply.text}", reply.retry_after_s)
         else:
-            self._n_refused += 1
-            self._last_error = f"it answered {reply.status} {reply.text}"
+            self._stats.n_refused += 1
+            self._stats.last_error = f"it answered {reply.status} {reply.text}"
             self._put_aside(item)
 
     def _retry(self, item: _Item, why: str, at_least_s: float) -> None:
         if not self._n_failed_in_row:
             _log.warning("a trace cannot be sent to %s: %s", self._target.name, why)
-        self._n_failures += 1
-        self._last_error = why
+        self._stats.n_failures += 1
+        self._stats.last_error = why
         wait_s = min(self._max_retry_s, self._first_retry_s * 2.0 ** min(self._n_failed_in_row, 30))
         wait_s = max(wait_s * random.uniform(0.5, 1.0), min(at_least_s, self._max_retry_s))
         self._n_failed_in_row += 1
@@ -394,10 +383,10 @@ class Poster:
     def _put_aside(self, item: _Item) -> None:
         """Keep *item* where it is not sent again."""
         if self._spool is None or item.data is not None:
-            _log.warning("%s refuses a trace: %s", self._target.name, self._last_error)
+            _log.warning("%s refuses a trace: %s", self._target.name, self._stats.last_error)
             self._forget(item)
             return
-        self._n_bytes -= item.n_bytes
+        self._stats.n_waiting_bytes -= item.n_bytes
         path = os.path.join(self._spool, _REFUSED, item.name)
         try:
             durable.move(os.path.join(self._spool, item.name), path)
@@ -405,7 +394,7 @@ class Poster:
         except OSError as error:
             _log.warning("a refused trace cannot be moved: %s", error)
         _log.warning(
-            "%s refuses a trace, kept as %s: %s", self._target.name, path, self._last_error
+            "%s refuses a trace, kept as %s: %s", self._target.name, path, self._stats.last_error
         )
 
 
