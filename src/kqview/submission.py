@@ -42,7 +42,7 @@ from kqview.generation.steered import SteeredGeneration
 from kqview.generation.stream import Generation, GenerationFacts
 from kqview.generation.waiting import LoopWaker, Turns
 from kqview.lora import EngineLora, LoraScales
-from kqview.mods.calls import Caller
+from kqview.mods.calls import ModCaller
 from kqview.mods.decorator import BoundMod, begin, check_mods
 from kqview.mods.events import ForwardPass, current_conversation
 from kqview.mods.steering import Forcing, LogitsProcessor, Steering, Stopping
@@ -315,7 +315,7 @@ class Submission:
             return Steering(
                 request_id,
                 mods,
-                Caller(self._tokenizer, time_limit_s=steering.mod_time_limit_s, note=note),
+                ModCaller(self._tokenizer, time_limit_s=steering.mod_time_limit_s, note=note),
                 n_vocab=self._info.n_vocab,
                 ids=ids,
                 text=text,

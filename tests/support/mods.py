@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from kqview.mods import ModTokenizer, mod
-from kqview.mods.calls import Caller
+from kqview.mods.calls import ModCaller
 from kqview.mods.decorator import begin
 from kqview.mods.steering import Decision, Steering, Steps
 from kqview.trace import TraceRecorder, TraceRequest
@@ -150,7 +150,7 @@ def drive(
     steering = Steering(
         request_id,
         begin(mods, request_id, tokenizer),
-        Caller(tokenizer),
+        ModCaller(tokenizer),
         n_vocab=words.n_vocab,
         ids=ids,
         text=lambda: tokenizer.decode(ids),

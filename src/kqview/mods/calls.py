@@ -32,7 +32,7 @@ _IDLE_S: Final = 10.0  # an idle thread of a request ends after this, and a new 
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class EventCall:
     """A mod to be called with an event.
 
     Attributes:
@@ -83,7 +83,7 @@ class _Late:
     loop: asyncio.AbstractEventLoop | None = None
 
 
-class Caller:
+class ModCaller:
     """Calls the mods of one request; one call at a time.
 
     Args:
@@ -108,8 +108,8 @@ class Caller:
 
     # ---- with a synchronous consumer
 
-    def call(self, call: Call) -> Outcome:
-        """Call a mod and wait for its answer."""
+    def call(self, call: EventCall) -> Outcome:
+        """EventCall a mod and wait for its answer."""
         if call.mod.is_async:
             return failure(
                 RequestError(
@@ -133,7 +133,7 @@ class Caller:
 
     # ---- with an asynchronous one
 
-    async def acall(self, call: Call) -> Outcome:
+    async def acall(self, call: EventCall) -> Outcome:
         """Like `call`, on an event loop: awaits an async mod, runs others as `call` does."""
         late = self._still_late(call.mod)
         if late is not None:
@@ -167,7 +167,7 @@ class Caller:
     # ---- common
 
     def end(self, mod: BoundMod, end: RequestEnd) -> None:
-        """Call the end hook of *mod*: behind a call of it that still runs, else at once."""
+        """EventCall the end hook of *mod*: behind a call of it that still runs, else at once."""
         if mod.on_end is None:
             return
         late = self._late.get(id(mod))
@@ -184,7 +184,7 @@ class Caller:
             self._thread.end()
             self._thread = None
 
-    def _run(self, call: Call) -> Outcome:
+    def _run(self, call: EventCall) -> Outcome:
         started = time.perf_counter()
         try:
             with Captured(call.log):
@@ -200,14 +200,14 @@ class Caller:
             return failure(error, _ms_since(started))
         return Outcome(answer, _ms_since(started))
 
-    def _run_elsewhere(self, call: Call) -> Outcome:
+    def _run_elsewhere(self, call: EventCall) -> Outcome:
         self._note()
         try:
             return self._run(call)
         except BaseException as error:  # the thread is the mod's own: no signal is raised there
             return failure(error)
 
-    async def _arun_elsewhere(self, call: Call) -> Outcome:
+    async def _arun_elsewhere(self, call: EventCall) -> Outcome:
         self._note()
         try:
             return await self._arun(call)
@@ -216,7 +216,7 @@ class Caller:
         except BaseException as error:
             return failure(error)
 
-    async def _arun(self, call: Call) -> Outcome:
+    async def _arun(self, call: EventCall) -> Outcome:
         started = time.perf_counter()
         try:
             with Captured(call.log):
@@ -227,7 +227,7 @@ class Caller:
             return failure(error, _ms_since(started))
         return Outcome(answer, _ms_since(started))
 
-    def _arguments(self, call: Call) -> tuple[Any, ...]:
+    def _arguments(self, call: EventCall) -> tuple[Any, ...]:
         arguments = (call.event, ActionBuilder(call.event), self._tokenizer)
         return arguments[: call.mod.n_arguments]
 

@@ -17,7 +17,7 @@ from kqview.arguments import flag, invalid
 from kqview.errors import InvalidMod, shown
 from kqview.mods.actions import Action, ActionBuilder
 from kqview.mods.events import Added, Event, ForwardPass, Prefilled, RequestEnd, Sampled
-from kqview.mods.failures import Failures, ModFailure, ModWarning, describe, traceback_of
+from kqview.mods.failures import ModFailure, ModFailures, ModWarning, describe, traceback_of
 from kqview.mods.tokenizer import ModTokenizer
 from kqview.types.capture import Capture
 
@@ -182,7 +182,7 @@ class BoundMod:
 
     __slots__ = ("call", "failures", "given", "is_async", "mod", "n_arguments", "name", "on_end")
 
-    def __init__(self, mod: Any, given: Any, failures: Failures) -> None:
+    def __init__(self, mod: Any, given: Any, failures: ModFailures) -> None:
         self.mod = mod
         self.given = given  # the caller's own object, of which *mod* may be a copy
         self.failures = failures
@@ -218,7 +218,7 @@ def begin(mods: Sequence[Any], request_id: str, tokenizer: ModTokenizer) -> list
     Exceptions of a `Mod.begin` reach the caller, after the end hooks of the mods before it.
     """
     bound: list[BoundMod] = []
-    failures = Failures(request_id)
+    failures = ModFailures(request_id)
     try:
         for given in mods:
             one = given

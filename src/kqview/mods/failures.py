@@ -57,7 +57,7 @@ class ModFailure:
         return f"mod {self.mod} failed at {self.place}: {self.error}"
 
 
-class Failures:
+class ModFailures:
     """The failures of one request; made where the request is."""
 
     def __init__(self, request_id: str) -> None:

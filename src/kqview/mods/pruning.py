@@ -32,7 +32,7 @@ _REFUSED: Final = ("grammar", "json_schema", "regex", "stop", "mods", "context_s
 _TAKEN: Final = ("reuse", "reuse_min_tokens", "max_tokens", "sampling")
 
 
-class Part(Protocol):
+class PartGeneration(Protocol):
     """A generation; `Generation` is one."""
 
     def __iter__(self) -> Iterator[Token]: ...
@@ -51,7 +51,7 @@ class Generates(Protocol):
     def tokenize(self, text: str, *, add_special: bool) -> list[int]: ...
     def token_bytes(self, id: int) -> bytes: ...
     @property
-    def generate(self) -> Callable[..., Part]: ...
+    def generate(self) -> Callable[..., PartGeneration]: ...
 
 
 @dataclass(eq=False, kw_only=True, repr=False)
@@ -109,7 +109,7 @@ class PrunedGeneration:
 
     def _generate(self) -> Generator[Token]:
         slot: int | None = None
-        part: Part | None = None
+        part: PartGeneration | None = None
         seed: int | None = self.options.get("seed")
         try:
             while self.finish_reason is None:

@@ -3,7 +3,7 @@
 Each step is one forward pass: `Steering.step` tells the mods of the pass, of the token sampled from
 its logits and of the tokens added, and turns their actions into one `Decision`. It is a generator
 of calls, so that synchronous and asynchronous consumers share it: `run` and `arun` make each call
-through a `Caller` and send the outcome in.
+through a `ModCaller` and send the outcome in.
 
 Within a step, tokens are a list of pieces, not visible outside before the decision. Backtrack
 removes pieces from its end first, then tokens added in earlier steps. Finally the list is cut where
@@ -46,7 +46,7 @@ from kqview.mods.actions import (
     check_size,
     to_logits,
 )
-from kqview.mods.calls import Call, Caller, Outcome, failure
+from kqview.mods.calls import EventCall, ModCaller, Outcome, failure
 from kqview.mods.decorator import BoundMod
 from kqview.mods.events import (
     Added,
@@ -75,11 +75,11 @@ LogitsProcessor = Callable[[list[int], NDArray[np.float32]], Any]
 Stopping = Callable[[list[int]], object]
 Forcing = Callable[[Sequence[int], Sequence[int]], Sequence[int]]
 Pick = Callable[[], _core.PickedToken]
-Steps = Generator[Call | Pick, Any, "Decision"]
+Steps = Generator[EventCall | Pick, Any, "Decision"]
 """Calls to make, outcomes or tokens to send in; returns a decision."""
 Cut = Callable[[int, Sequence[int]], int | None]
 _Ending = tuple[Terminal, TraceAction | None]
-_Telling = Generator[Call | Pick, Any, _Ending | None]
+_Telling = Generator[EventCall | Pick, Any, _Ending | None]
 
 
 @dataclass(slots=True)
@@ -171,7 +171,7 @@ class Steering:
 
     request_id: str
     mods: Sequence[BoundMod]
-    caller: Caller
+    caller: ModCaller
     _: KW_ONLY
     n_vocab: int
     ids: list[int]
@@ -413,7 +413,7 @@ class Steering:
         answers: list[tuple[Action, int | None]] = []
         for one in self.mods:
             called = None if self.recorder is None else self.recorder.call(recorded, one.name)
-            outcome: Outcome = yield Call(one, event, self._log_of(called))
+            outcome: Outcome = yield EventCall(one, event, self._log_of(called))
             action: Action = Noop()
             if outcome.error is None:
                 try:
@@ -575,7 +575,7 @@ class Steering:
                     call = steps.send(outcome)
                 except StopIteration as done:
                     return cast("Decision", done.value)
-                outcome = self.caller.call(call) if isinstance(call, Call) else call()
+                outcome = self.caller.call(call) if isinstance(call, EventCall) else call()
                 if self._has_ended:
                     self.void()
                     return None
@@ -589,7 +589,7 @@ class Steering:
                     call = steps.send(outcome)
                 except StopIteration as done:
                     return cast("Decision", done.value)
-                if isinstance(call, Call):
+                if isinstance(call, EventCall):
                     outcome = await self.caller.acall(call)
                 else:
                     outcome = await asyncio.to_thread(call)

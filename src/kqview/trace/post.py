@@ -125,7 +125,7 @@ class Poster:
         first_retry_s: float = 0.5,
         max_retry_s: float = 60.0,
     ) -> None:
-        self._target = _Target(url, headers, timeout_s)
+        self._receiver = _Receiver(url, headers, timeout_s)
         self._spool = None if spool is None else os.fspath(spool)
         self._max_queued = max_queued
         self._max_bytes = max_spool_bytes
@@ -212,7 +212,7 @@ class Poster:
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
-        self._target.abort()
+        self._receiver.abort()
         self._threads[-1].join(_ABORT_S)
         if is_first:
             atexit.unregister(self.close)
@@ -233,7 +233,7 @@ class Poster:
             n_kept = len(self._waiting) - sum(item.data is not None for item in self._waiting)
             self._stats.n_dropped += n_lost
         if n_lost:
-            _log.warning("%d traces were not sent to %s and are lost", n_lost, self._target.name)
+            _log.warning("%d traces were not sent to %s and are lost", n_lost, self._receiver.name)
         if n_kept:
             _log.info("%d traces wait in %s to be sent later", n_kept, self._spool)
 
@@ -326,7 +326,7 @@ class Poster:
             data = self._data_of(item)
             reply: _Reply | str = "the file is gone"
             if data is not None:
-                reply = self._target.post(data)
+                reply = self._receiver.post(data)
             del data
             with self._changed:
                 self._n_in_hand -= 1
@@ -355,7 +355,7 @@ class Poster:
             self._retry(item, reply, 0.0)
         elif 200 <= reply.status < 300:
             if self._n_failed_in_row:
-                _log.info("%s takes traces again", self._target.name)
+                _log.info("%s takes traces again", self._receiver.name)
             self._n_failed_in_row, self._stats.last_error = 0, None
             self._stats.n_sent += 1
             self._forget(item)
@@ -370,7 +370,7 @@ class Poster:
 
     def _retry(self, item: _Item, why: str, at_least_s: float) -> None:
         if not self._n_failed_in_row:
-            _log.warning("a trace cannot be sent to %s: %s", self._target.name, why)
+            _log.warning("a trace cannot be sent to %s: %s", self._receiver.name, why)
         self._stats.n_failures += 1
         self._stats.last_error = why
         wait_s = min(self._max_retry_s, self._first_retry_s * 2.0 ** min(self._n_failed_in_row, 30))
@@ -383,7 +383,7 @@ class Poster:
     def _put_aside(self, item: _Item) -> None:
         """Keep *item* where it is not sent again."""
         if self._spool is None or item.data is not None:
-            _log.warning("%s refuses a trace: %s", self._target.name, self._stats.last_error)
+            _log.warning("%s refuses a trace: %s", self._receiver.name, self._stats.last_error)
             self._forget(item)
             return
         self._stats.n_waiting_bytes -= item.n_bytes
@@ -394,7 +394,7 @@ class Poster:
         except OSError as error:
             _log.warning("a refused trace cannot be moved: %s", error)
         _log.warning(
-            "%s refuses a trace, kept as %s: %s", self._target.name, path, self._stats.last_error
+            "%s refuses a trace, kept as %s: %s", self._receiver.name, path, self._stats.last_error
         )
 
 
@@ -410,7 +410,7 @@ def _trim(folder: str) -> None:
         n_over -= n_bytes
 
 
-class _Target:
+class _Receiver:
     """The receiver: one POST at a time, which another thread can end."""
 
     def __init__(self, url: str, headers: Mapping[str, str], timeout_s: float) -> None:

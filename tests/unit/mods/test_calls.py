@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kqview.mods import RequestEnd, Sampled, mod
-from kqview.mods.calls import Call, Caller, Outcome
+from kqview.mods.calls import EventCall, ModCaller, Outcome
 from kqview.mods.decorator import BoundMod, begin
 
 if TYPE_CHECKING:
@@ -25,8 +25,10 @@ def bound(function: Any, on_end: Any = None) -> BoundMod:
     return begin([mod(on_end=on_end)(function)], "r", TOKENIZER)[0]
 
 
-def call_of(one: BoundMod, log: Callable[[str, str], object] = lambda text, level: None) -> Call:
-    return Call(one, EVENT, log)
+def call_of(
+    one: BoundMod, log: Callable[[str, str], object] = lambda text, level: None
+) -> EventCall:
+    return EventCall(one, EVENT, log)
 
 
 class Gate:
@@ -71,7 +73,7 @@ def await_no_threads() -> None:
         assert not one.is_alive()
 
 
-async def run(caller: Caller, call: Call, *, is_async: bool) -> Outcome:
+async def run(caller: ModCaller, call: EventCall, *, is_async: bool) -> Outcome:
     return await caller.acall(call) if is_async else caller.call(call)
 
 
@@ -86,7 +88,7 @@ async def test_without_a_limit_the_consumers_thread_calls(is_async: bool):
         seen.append((threading.get_ident(), event, tokenizer))
         return "answer"
 
-    outcome = await run(Caller(TOKENIZER), call_of(bound(function)), is_async=is_async)
+    outcome = await run(ModCaller(TOKENIZER), call_of(bound(function)), is_async=is_async)
     assert (outcome.answer, outcome.error) == ("answer", None)
     assert outcome.time_ms >= 0
     assert seen == [(threading.get_ident(), EVENT, TOKENIZER)]
@@ -95,7 +97,7 @@ async def test_without_a_limit_the_consumers_thread_calls(is_async: bool):
 @BOTH
 async def test_with_a_limit_one_thread_calls_them_all(is_async: bool):
     seen: set[int] = set()
-    caller = Caller(TOKENIZER, time_limit_s=WAIT_S)
+    caller = ModCaller(TOKENIZER, time_limit_s=WAIT_S)
     one = bound(lambda event: seen.add(threading.get_ident()))
     for _ in range(3):
         assert (await run(caller, call_of(one), is_async=is_async)).error is None
@@ -107,7 +109,7 @@ async def test_with_a_limit_one_thread_calls_them_all(is_async: bool):
 
 @BOTH
 async def test_mod_that_hangs_is_left_alone_until_it_returns(is_async: bool, gate: Gate):
-    caller = Caller(TOKENIZER, time_limit_s=LIMIT_S)
+    caller = ModCaller(TOKENIZER, time_limit_s=LIMIT_S)
     hangs, other = bound(gate), bound(lambda event: "other")
     late = await run(caller, call_of(hangs), is_async=is_async)
     assert "took more than the 0.05 s of mod_time_limit_s" in (late.error or "")
@@ -136,7 +138,7 @@ async def test_end_hook_of_a_mod_that_hangs_waits_for_it(is_async: bool, gate: G
         order.append("left" if gate.left.is_set() else "inside")
         ended.set()
 
-    caller = Caller(TOKENIZER, time_limit_s=LIMIT_S)
+    caller = ModCaller(TOKENIZER, time_limit_s=LIMIT_S)
     hangs = bound(gate, on_end)
     assert (await run(caller, call_of(hangs), is_async=is_async)).error
     caller.end(hangs, RequestEnd("r", "stop"))
@@ -156,7 +158,7 @@ def test_end_hook_runs_behind_the_last_call():
         ends.append(end)
         ended.set()
 
-    for caller in (Caller(TOKENIZER), Caller(TOKENIZER, time_limit_s=WAIT_S)):
+    for caller in (ModCaller(TOKENIZER), ModCaller(TOKENIZER, time_limit_s=WAIT_S)):
         ended.clear()
         one = bound(lambda event: None, on_end)
         caller.call(call_of(one))
@@ -173,8 +175,8 @@ async def test_exit_in_a_mod_passes_on_the_consumers_thread_and_fails_elsewhere(
         raise SystemExit(3)
 
     with pytest.raises(SystemExit):
-        await run(Caller(TOKENIZER), call_of(bound(leaves)), is_async=is_async)
-    caller = Caller(TOKENIZER, time_limit_s=WAIT_S)
+        await run(ModCaller(TOKENIZER), call_of(bound(leaves)), is_async=is_async)
+    caller = ModCaller(TOKENIZER, time_limit_s=WAIT_S)
     outcome = await run(caller, call_of(bound(leaves)), is_async=is_async)
     assert outcome.error == "SystemExit: 3"
     caller.close()
@@ -186,7 +188,7 @@ async def test_async_mod_that_leaves_ends_no_loop(error: BaseException):
     async def leaves(event: Any) -> None:
         raise error
 
-    caller = Caller(TOKENIZER, time_limit_s=WAIT_S)
+    caller = ModCaller(TOKENIZER, time_limit_s=WAIT_S)
     outcome = await caller.acall(call_of(bound(leaves)))
     assert (outcome.error or "").startswith(type(error).__name__)
 
@@ -200,7 +202,7 @@ async def test_async_mod_is_awaited():
 
     lines: list[str] = []
     for limit_s in (None, WAIT_S):
-        caller = Caller(TOKENIZER, time_limit_s=limit_s)
+        caller = ModCaller(TOKENIZER, time_limit_s=limit_s)
         call = call_of(bound(slow), lambda text, level: lines.append(text))
         assert (await caller.acall(call)).answer == "answer"
     assert lines == ["before", "after"] * 2
@@ -216,7 +218,7 @@ async def test_async_mod_beyond_its_limit_is_cancelled():
             cancelled.set()
             raise
 
-    outcome = await Caller(TOKENIZER, time_limit_s=LIMIT_S).acall(call_of(bound(hangs)))
+    outcome = await ModCaller(TOKENIZER, time_limit_s=LIMIT_S).acall(call_of(bound(hangs)))
     assert "took more than" in (outcome.error or "")
     await asyncio.wait_for(cancelled.wait(), WAIT_S)
 
@@ -233,7 +235,7 @@ async def test_async_mod_that_does_not_let_itself_be_cancelled_is_left_alone():
                 continue
         return "at last"
 
-    caller = Caller(TOKENIZER, time_limit_s=LIMIT_S)
+    caller = ModCaller(TOKENIZER, time_limit_s=LIMIT_S)
     one = bound(stubborn, lambda end: ended.set())
     assert "took more than" in ((await caller.acall(call_of(one))).error or "")
     assert "earlier call" in ((await caller.acall(call_of(one))).error or "")
@@ -245,7 +247,7 @@ async def test_async_mod_that_does_not_let_itself_be_cancelled_is_left_alone():
 
 
 async def test_cancelled_consumer_leaves_a_running_mod_behind(gate: Gate):
-    caller = Caller(TOKENIZER, time_limit_s=WAIT_S)
+    caller = ModCaller(TOKENIZER, time_limit_s=WAIT_S)
     one = bound(gate)
     task = asyncio.create_task(caller.acall(call_of(one)))
     assert await asyncio.to_thread(gate.entered.wait, WAIT_S)
@@ -261,13 +263,13 @@ async def test_cancelled_consumer_leaves_a_running_mod_behind(gate: Gate):
 async def test_awaitable_of_a_function_that_is_not_async_is_refused(is_async: bool):
     async def inner() -> None: ...
 
-    outcome = await run(Caller(TOKENIZER), call_of(bound(lambda e: inner())), is_async=is_async)
+    outcome = await run(ModCaller(TOKENIZER), call_of(bound(lambda e: inner())), is_async=is_async)
     assert "declare it with async def" in (outcome.error or "")
 
 
 def test_idle_thread_of_a_request_ends(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("kqview.mods.calls._IDLE_S", 0.01)
-    caller = Caller(TOKENIZER, time_limit_s=WAIT_S)
+    caller = ModCaller(TOKENIZER, time_limit_s=WAIT_S)
     seen: list[int] = []
     one = bound(lambda event: seen.append(threading.get_ident()))
     caller.call(call_of(one))

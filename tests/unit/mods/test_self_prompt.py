@@ -21,7 +21,7 @@ from kqview.mods.kit import (
     UntilStrat,
     self_prompt_mod,
 )
-from kqview.mods.kit.strategies import Answer, ChoicesStrategy
+from kqview.mods.kit.strategies import AnswerState, ChoicesStrategy
 from kqview.mods.kit.token_table import TokenTable
 from tests.support.mods import END, Driven, Words
 from tests.support.mods import drive as drive_words
@@ -105,7 +105,7 @@ def test_completion_follows_an_answer_whose_end_was_forced():
 class Dictated(ChoicesStrategy):
     """Writes " two" itself after each answer."""
 
-    def step(self, state: Answer, token_id: int, tokenizer: ModTokenizer) -> Any:
+    def step(self, state: AnswerState, token_id: int, tokenizer: ModTokenizer) -> Any:
         asked_for = super().step(state, token_id, tokenizer)
         return asked_for or ForceTokens([WORDS.id(" two")])
 

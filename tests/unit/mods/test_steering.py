@@ -39,9 +39,9 @@ from kqview.mods import (
     ToolCalls,
     mod,
 )
-from kqview.mods.calls import Caller
+from kqview.mods.calls import ModCaller
 from kqview.mods.decorator import begin
-from kqview.mods.failures import Failures, logging_failures
+from kqview.mods.failures import ModFailures, logging_failures
 from kqview.mods.steering import Decision, Steering
 from kqview.trace import Trace, TraceRecorder, TraceRequest, final_ids
 from tests.support.mods import FakeForward, Picked, at
@@ -104,7 +104,7 @@ def steer(mods: Sequence[Any], ids: list[int], request_id: str = "r", **options:
         "attention": lambda event: None,
         **options,
     }
-    return Steering(request_id, begin(mods, request_id, TOKENIZER), Caller(TOKENIZER), **given)
+    return Steering(request_id, begin(mods, request_id, TOKENIZER), ModCaller(TOKENIZER), **given)
 
 
 def run(
@@ -746,7 +746,7 @@ def test_failures_that_are_logged_warn_of_nothing(caplog: pytest.LogCaptureFixtu
 
 def test_failures_of_a_long_request_are_kept_within_bounds():
     with logging_failures():
-        failures = Failures("r")
+        failures = ModFailures("r")
     for step in range(200):
         failures.add(steer, ModFailure("steer", "Sampled", step, "KeyError: 1"), None)
     assert [one.step for one in failures.kept] == list(range(100))

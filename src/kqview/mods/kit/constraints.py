@@ -20,7 +20,7 @@ import numpy as np
 from kqview.confined import Confined, Stopped
 from kqview.constraint_child import Numbers, shortened
 from kqview.errors import InvalidSampling, KqviewError
-from kqview.mods.kit.strategies import Answer, TableStrategy
+from kqview.mods.kit.strategies import AnswerState, TableStrategy
 from kqview.mods.kit.token_table import Ids, TokenTable
 from kqview.mods.tokenizer import ModTokenizer
 from kqview.types.closed_schema import held
@@ -78,7 +78,7 @@ class JsonSchemaStrat:
         return GrammarStrategy("schema", grammar, tokenizer)
 
 
-class GrammarState(Answer):
+class GrammarState(AnswerState):
     """Progress of an answer in a grammar; owns llguidance's matcher."""
 
     def __init__(self, matcher: Any, written: bytes = b"", is_ended: bool = False) -> None:

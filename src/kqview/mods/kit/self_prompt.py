@@ -162,7 +162,7 @@ class SelfPrompt:
         return asking
 
 
-class _Phase(Enum):
+class _AskingPhase(Enum):
     PROMPT = auto()
     ANSWER = auto()
     COMPLETION = auto()
@@ -191,7 +191,7 @@ class Asking:
 
     def __post_init__(self) -> None:
         self.answer_ids: list[int] = []
-        self._phase = _Phase.PROMPT if self.prompt else _Phase.ANSWER
+        self._phase = _AskingPhase.PROMPT if self.prompt else _AskingPhase.ANSWER
         self._state = self.strategy.start(self.tokenizer)
         self._n_taken_back = 0
         self._due: list[int] = []  # what the strategy asked to be written next
@@ -204,7 +204,7 @@ class Asking:
         The answer is then complete, unless other mods of the request wrote tokens that the strategy
         refuses more than three times.
         """
-        return self._phase is _Phase.DONE
+        return self._phase is _AskingPhase.DONE
 
     @property
     def answer(self) -> str:
@@ -213,11 +213,11 @@ class Asking:
 
     def on_forward_pass(self, event: ForwardPass, actions: ActionBuilder) -> Action | None:
         """Force the question, then mask the logits until the answer is complete."""
-        if self._phase is _Phase.PROMPT:
+        if self._phase is _AskingPhase.PROMPT:
             return actions.force_tokens(self.prompt)
-        if self._phase is _Phase.COMPLETION:
+        if self._phase is _AskingPhase.COMPLETION:
             return actions.force_tokens(self.completion)
-        if self._phase is _Phase.DONE:
+        if self._phase is _AskingPhase.DONE:
             return None
         if self._due:
             return actions.force_tokens(self._due)
@@ -243,15 +243,15 @@ class Asking:
         again.
         """
         forced = event.added_tokens if event.forced else None
-        if self._phase is _Phase.PROMPT:
+        if self._phase is _AskingPhase.PROMPT:
             if forced == self.prompt:
-                self._phase = _Phase.ANSWER
+                self._phase = _AskingPhase.ANSWER
             return None
-        if self._phase is _Phase.COMPLETION:
+        if self._phase is _AskingPhase.COMPLETION:
             if forced == self.completion:
-                self._phase = _Phase.DONE
+                self._phase = _AskingPhase.DONE
             return None
-        if self._phase is _Phase.DONE:
+        if self._phase is _AskingPhase.DONE:
             return None
         if self._due and forced == self._due:
             self.answer_ids += self._due
@@ -275,7 +275,7 @@ class Asking:
     ) -> Action | None:
         self._n_taken_back += 1
         if self._n_taken_back > _N_TAKEN_BACK_MAX:
-            self._phase = _Phase.DONE
+            self._phase = _AskingPhase.DONE
             return None
         tokens = asked_for.tokens or []
         self.answer_ids[len(self.answer_ids) - asked_for.n :] = tokens
@@ -283,11 +283,11 @@ class Asking:
 
     def _finish(self, actions: ActionBuilder, behind: list[int]) -> Action | None:
         """End the answer; *behind* are tokens that another mod added after it."""
-        self._phase = _Phase.DONE
+        self._phase = _AskingPhase.DONE
         if self.erase is EraseMode.NONE:
             if self.completion and not self.strategy.has_end:
                 # With the next logits: a step that has forced tokens forces no others.
-                self._phase = _Phase.COMPLETION
+                self._phase = _AskingPhase.COMPLETION
             return None
         kept = [] if self.erase is EraseMode.ALL else self.answer_ids
         n_written = len(self.prompt) + len(self.answer_ids) + len(behind)

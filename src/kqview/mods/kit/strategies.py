@@ -86,7 +86,7 @@ class StrategyDescription(Protocol):
 
 
 @dataclass
-class Answer:
+class AnswerState:
     """The state of an answer: what is written of it."""
 
     written: bytes = b""
@@ -94,17 +94,17 @@ class Answer:
     """Whether an end token has ended it where it could have continued."""
 
 
-_Answer = TypeVar("_Answer", bound=Answer)
+_State = TypeVar("_State", bound=AnswerState)
 
 
-class TableStrategy(Strategy[_Answer]):
+class TableStrategy(Strategy[_State]):
     """A strategy over a `TokenTable`; where an answer can end, an end token ends it."""
 
     def __init__(self, table: TokenTable) -> None:
         self._table = table
 
     def step(
-        self, state: _Answer, token_id: int, tokenizer: ModTokenizer
+        self, state: _State, token_id: int, tokenizer: ModTokenizer
     ) -> ForceTokens | Backtrack | None:
         if token_id in self._table.end_ids and self.can_end(state):
             state.is_ended = True
@@ -116,7 +116,7 @@ class TableStrategy(Strategy[_Answer]):
         return None
 
     @abstractmethod
-    def _take(self, state: _Answer, token_id: int, piece: bytes, tokenizer: ModTokenizer) -> bool:
+    def _take(self, state: _State, token_id: int, piece: bytes, tokenizer: ModTokenizer) -> bool:
         """Whether *piece*, the bytes of a token, may come next."""
 
 
@@ -184,34 +184,36 @@ class ChoicesStrat:
         return ChoicesStrategy(self.choices, TokenTable.of(tokenizer))
 
 
-class ChoicesStrategy(TableStrategy[Answer]):
+class ChoicesStrategy(TableStrategy[AnswerState]):
     """See `ChoicesStrat`."""
 
     def __init__(self, choices: Sequence[str], table: TokenTable) -> None:
         super().__init__(table)
         self._choices = [choice.encode() for choice in choices]
 
-    def start(self, tokenizer: ModTokenizer) -> Answer:
-        return Answer()
+    def start(self, tokenizer: ModTokenizer) -> AnswerState:
+        return AnswerState()
 
-    def allowed_tokens(self, state: Answer, tokenizer: ModTokenizer) -> Ids:
+    def allowed_tokens(self, state: AnswerState, tokenizer: ModTokenizer) -> Ids:
         ids = [i for rest in self._rests(state) for i in self._table.beginnings(rest)]
         return _ids(ids + self._table.end_ids if self.can_end(state) else ids)
 
-    def is_complete(self, state: Answer) -> bool:
+    def is_complete(self, state: AnswerState) -> bool:
         return state.is_ended or (self.can_end(state) and not self._rests(state))
 
-    def can_end(self, state: Answer) -> bool:
+    def can_end(self, state: AnswerState) -> bool:
         return state.written in self._choices
 
-    def forced_text(self, state: Answer) -> str:
+    def forced_text(self, state: AnswerState) -> str:
         rests = self._rests(state)
         return "" if len(rests) != 1 or self.can_end(state) else _decoded(rests[0])
 
-    def _take(self, state: Answer, token_id: int, piece: bytes, tokenizer: ModTokenizer) -> bool:
+    def _take(
+        self, state: AnswerState, token_id: int, piece: bytes, tokenizer: ModTokenizer
+    ) -> bool:
         return any(rest.startswith(piece) for rest in self._rests(state))
 
-    def _rests(self, state: Answer) -> list[bytes]:
+    def _rests(self, state: AnswerState) -> list[bytes]:
         """What may still follow, of each choice."""
         n = len(state.written)
         rests = [one[n:] for one in self._choices if one.startswith(state.written)]
@@ -260,7 +262,7 @@ class UntilStrat:
         return UntilStrategy(self.start, ends, TokenTable.of(tokenizer))
 
 
-class UntilStrategy(TableStrategy[Answer]):
+class UntilStrategy(TableStrategy[AnswerState]):
     """See `UntilStrat`."""
 
     def __init__(self, start: str, ends: Sequence[str], table: TokenTable) -> None:
@@ -271,14 +273,14 @@ class UntilStrategy(TableStrategy[Answer]):
         overshoot = [i for i, piece in enumerate(table.pieces) if self._overshoots(piece)]
         self._never = _ids([*table.control_ids, *overshoot])
 
-    def start(self, tokenizer: ModTokenizer) -> Answer:
-        return Answer()
+    def start(self, tokenizer: ModTokenizer) -> AnswerState:
+        return AnswerState()
 
-    def allowed_tokens(self, state: Answer, tokenizer: ModTokenizer) -> Ids:
+    def allowed_tokens(self, state: AnswerState, tokenizer: ModTokenizer) -> Ids:
         rest = self._start[len(state.written) :]
         return _ids(self._table.beginnings(rest)) if rest else NO_IDS
 
-    def disallowed_tokens(self, state: Answer, tokenizer: ModTokenizer) -> Ids:
+    def disallowed_tokens(self, state: AnswerState, tokenizer: ModTokenizer) -> Ids:
         body = self._body(state)
         # Tokens that complete an end begun before them, and go on.
         crossing = [
@@ -290,10 +292,10 @@ class UntilStrategy(TableStrategy[Answer]):
         ]
         return _ids([*self._never, *crossing]) if crossing else self._never
 
-    def is_complete(self, state: Answer) -> bool:
+    def is_complete(self, state: AnswerState) -> bool:
         return self._body(state).endswith(tuple(self._ends))
 
-    def forced_text(self, state: Answer) -> str:
+    def forced_text(self, state: AnswerState) -> str:
         return "" if state.written else self._start.decode()
 
     def trim_answer(self, text: str) -> str:
@@ -301,13 +303,15 @@ class UntilStrategy(TableStrategy[Answer]):
         ends = (end.decode() for end in self._ends)
         return next((inner.removesuffix(end) for end in ends if inner.endswith(end)), inner)
 
-    def _take(self, state: Answer, token_id: int, piece: bytes, tokenizer: ModTokenizer) -> bool:
+    def _take(
+        self, state: AnswerState, token_id: int, piece: bytes, tokenizer: ModTokenizer
+    ) -> bool:
         if rest := self._start[len(state.written) :]:
             return rest.startswith(piece)
         tail = self._body(state)[-max(map(len, self._ends)) :]
         return not self._overshoots(tail + piece, len(tail))
 
-    def _body(self, state: Answer) -> bytes:
+    def _body(self, state: AnswerState) -> bytes:
         """What is written after the start."""
         return state.written[len(self._start) :]
 
@@ -388,7 +392,7 @@ _KINDS: Final[dict[CharsMode, Callable[[str], bool]]] = {
 }
 
 
-class CharsStrategy(TableStrategy[Answer]):
+class CharsStrategy(TableStrategy[AnswerState]):
     """See `CharsStrat`; *without* are characters that are left out of the kind."""
 
     def __init__(self, given: CharsStrat, table: TokenTable, without: str = "") -> None:
@@ -409,10 +413,10 @@ class CharsStrategy(TableStrategy[Answer]):
         self._free_lengths = np.array([len(table.texts[i] or "") for i in free], np.int64)
         self._checked = checked
 
-    def start(self, tokenizer: ModTokenizer) -> Answer:
-        return Answer()
+    def start(self, tokenizer: ModTokenizer) -> AnswerState:
+        return AnswerState()
 
-    def allowed_tokens(self, state: Answer, tokenizer: ModTokenizer) -> Ids:
+    def allowed_tokens(self, state: AnswerState, tokenizer: ModTokenizer) -> Ids:
         written = state.written.decode()
         free = self._free if self._is_body(written) else NO_IDS
         if self._n_max is not None and free.size:
@@ -422,20 +426,22 @@ class CharsStrategy(TableStrategy[Answer]):
         ends = self._table.end_ids if self.can_end(state) else []
         return np.concatenate([free, np.array([*checked, *ends], np.int64)])
 
-    def is_complete(self, state: Answer) -> bool:
+    def is_complete(self, state: AnswerState) -> bool:
         text = state.written.decode()
         return (
             text.endswith(self._stop) if self._stop else state.is_ended or len(text) == self._n_max
         )
 
-    def can_end(self, state: Answer) -> bool:
+    def can_end(self, state: AnswerState) -> bool:
         is_whole = not self._stop and self._is_whole(state.written.decode())
         return is_whole or self.is_complete(state)
 
     def trim_answer(self, text: str) -> str:
         return text.removesuffix(self._stop)
 
-    def _take(self, state: Answer, token_id: int, piece: bytes, tokenizer: ModTokenizer) -> bool:
+    def _take(
+        self, state: AnswerState, token_id: int, piece: bytes, tokenizer: ModTokenizer
+    ) -> bool:
         text = self._table.texts[token_id]
         return text is not None and self._is_possible(state.written.decode() + text)
 
@@ -556,7 +562,7 @@ _Place = _Literal | _Element
 
 
 @dataclass
-class ListAnswer(Answer):
+class ListAnswer(AnswerState):
     """Where in the list the answer may be: every reading of what is written."""
 
     places: list[_Place] = field(default_factory=list[_Place])
