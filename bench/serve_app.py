@@ -23,8 +23,8 @@ from kqview.server.models.run import GenerateRequest, Run
 
 if TYPE_CHECKING:
     from kqview.server.app import App
+    from kqview.server.web.access import Caller
     from kqview.server.web.budget import Reservation
-    from kqview.server.web.security import Caller
 
 # 28 layers x 28 heads, as Qwen2.5-7B has, at 2,200 tokens: 6.9 MB a row set.
 SHAPE = (28, 28, 2200)

@@ -27,7 +27,7 @@ from kqview.server.config import ChatSessions, Config
 from kqview.server.live_config import LiveConfig
 from kqview.server.models.run import GenerateRequest
 from kqview.server.settings import Settings as ServerSettings
-from kqview.server.web.security import Caller
+from kqview.server.web.access import Caller
 from kqview.types import Sampling
 
 if TYPE_CHECKING:

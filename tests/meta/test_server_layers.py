@@ -26,7 +26,7 @@ LAYERS = (
 # What takes bytes from a network and gives them to it. A dialect's data is tested without.
 TRANSPORT = (
     "starlette", "uvicorn", "asyncio",
-    *(f"kqview.server.web.{part}" for part in ("uvicorn_parts", "security", "sockets")),
+    *(f"kqview.server.web.{part}" for part in ("uvicorn_parts", "access", "sockets")),
 )  # fmt: skip
 
 

@@ -57,7 +57,7 @@ def test_client_holds_as_much_as_stays_free():
     two.take(30)
     with pytest.raises(CapacityError, match="30 are free; memory_budget_bytes is 120"):
         two.take(1)
-    one.put(20)
+    one.take(-20)
     two.take(5)
     assert budget.used_bytes == 75
 
@@ -82,7 +82,7 @@ def test_hold_gives_back_all_that_it_has_and_then_counts_nothing():
     with budget.hold("a") as hold:
         hold.take(10)
         hold.set(30)
-        hold.put(5)
+        hold.take(-5)
         assert (hold.n_bytes, budget.used_bytes) == (25, 25)
         with pytest.raises(RateLimited):
             hold.set(60)

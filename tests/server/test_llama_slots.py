@@ -18,8 +18,8 @@ from kqview.errors import BusyError, RequestError
 from kqview.server import Settings
 from kqview.server.api.llama_server import states
 from kqview.server.models.slots import Slots
+from kqview.server.web.access import Caller
 from kqview.server.web.budget import Body
-from kqview.server.web.security import Caller
 from tests.attack.blobs import changed
 from tests.engine.test_state_refused import PROMPT, REFUSED
 from tests.server.clients import raw_connection

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kqview.server import Settings
-from kqview.server.web.security import Caller
+from kqview.server.web.access import Caller
 from tests.server.clients import WAITS_S, read_to_close, websocket
 from tests.support.serving import serving
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kqview.server import Settings
-from kqview.server.web.security import _FORWARDED, Peers, client_name
+from kqview.server.web.peers import _FORWARDED, Peers, client_name
 from tests.server.clients import raw_connection, read_until, request_bytes, websocket
 from tests.server.toy_dialect import serving_toy
 

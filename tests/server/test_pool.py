@@ -18,7 +18,7 @@ from kqview.server.live_config import LiveConfig
 from kqview.server.models.events_bus import ModelFailed, ModelLoaded, ModelLoading, ModelUnloaded
 from kqview.server.models.run import GenerateRequest
 from kqview.server.models.service import Service
-from kqview.server.web.security import Caller
+from kqview.server.web.access import Caller
 from tests.support.pool import NAMES, WITHIN_S, config_of, gated, n_vocab, write_models
 
 if TYPE_CHECKING:

@@ -132,9 +132,9 @@ def test_what_is_derived_changes_with_its_part_alone():
 
     value = live.derived(lambda config: config.settings.n_slots, make)
     live.replace(config_of(max_tokens=3))
-    assert (value(), made, live.settings.max_tokens) == ("made of 1", [1], 3)
+    assert (value.value, made, live.settings.max_tokens) == ("made of 1", [1], 3)
     live.replace(config_of(n_slots=2))
-    assert (value(), made) == ("made of 2", [1, 2])
+    assert (value.value, made) == ("made of 2", [1, 2])
 
 
 def test_configuration_that_cannot_be_used_changes_nothing(tmp_path: Path):
@@ -149,7 +149,7 @@ def test_configuration_that_cannot_be_used_changes_nothing(tmp_path: Path):
     second = live.derived(lambda config: config.settings.n_slots, refuse)
     with pytest.raises(RequestError, match="too many"):
         live.replace(config_of(n_slots=3))
-    assert (first(), second(), live.settings.n_slots) == ("1", 1, 1)
+    assert (first.value, second.value, live.settings.n_slots) == ("1", 1, 1)
 
 
 # ---- the app

@@ -10,8 +10,8 @@ import pytest
 
 from kqview.server import Settings
 from kqview.server.errors import Forbidden, RateLimited, Unauthorized
-from kqview.server.web import security
-from kqview.server.web.security import Gate
+from kqview.server.web import access
+from kqview.server.web.access import Gate
 from tests.server.clients import (
     WAITS_S,
     check_browser_headers,
@@ -107,7 +107,7 @@ def test_every_key_is_compared_in_constant_time(gate: Gate, monkeypatch: pytest.
         compared.append((len(a), len(b)))
         return compare_digest(a, b)
 
-    monkeypatch.setattr(security.hmac, "compare_digest", compare)
+    monkeypatch.setattr(access.hmac, "compare_digest", compare)
     gate.check(scope(bearer(KEY)), access="user")
     # All keys, although the first one matched, and none of them by its length.
     assert compared == [(32, 32)] * 3
@@ -119,7 +119,7 @@ def test_name_of_a_caller_does_not_show_the_key(gate: Gate):
 
 def test_bucket_refills_and_says_when(monkeypatch: pytest.MonkeyPatch):
     now = [0.0]
-    monkeypatch.setattr(security.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(access.time, "monotonic", lambda: now[0])
     gate = Gate(Settings(rate_limit=2.0))
     for _ in range(2):
         gate.check(scope(), access="user")
@@ -151,11 +151,11 @@ def test_guessing_keys_is_rate_limited():
 
 
 def test_buckets_of_many_clients_are_bounded(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(security, "_MOST_CLIENTS", 10)
+    monkeypatch.setattr(access, "_MOST_CLIENTS", 10)
     gate = Gate(Settings(rate_limit=1.0))
     for i in range(50):
         gate.check(scope(client=f"10.0.1.{i}"), access="user")
-    rate = gate._rate()
+    rate = gate._rate.value
     assert rate is not None
     assert len(rate._buckets) == 10
 

@@ -17,7 +17,7 @@ import pytest
 
 from kqview.errors import RequestError
 from kqview.server import Settings
-from kqview.server.web.security import tls_context
+from kqview.server.web.tls import tls_context
 from tests.server.clients import (
     is_closed_by_server,
     n_files,

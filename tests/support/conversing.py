@@ -14,7 +14,7 @@ from kqview.server.apps.chat_service import ChatService
 from kqview.server.config import ChatSessions, Config
 from kqview.server.live_config import LiveConfig
 from kqview.server.settings import Settings
-from kqview.server.web.security import Caller
+from kqview.server.web.access import Caller
 from kqview.types import Sampling
 
 if TYPE_CHECKING:

@@ -41,7 +41,7 @@ def ingest(**given: Any) -> None:
     settings.check_bind()
     from kqview.cli.ingesting import run
     from kqview.ingest.app import create_app
-    from kqview.server.web.security import tls_context
+    from kqview.server.web.tls import tls_context
 
     tls_context(settings.web)
     # A taken port is reported before the database is opened.

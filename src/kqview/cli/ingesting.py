@@ -19,7 +19,7 @@ def run(app: IngestApp, listener: socket.socket) -> None:
     """Serve *app* on *listener* until a signal ends it.
 
     Raises:
-        RequestError: As `kqview.server.web.security.tls_context`.
+        RequestError: As `kqview.server.web.tls.tls_context`.
     """
     allow_files(app.receiver.settings)
     logging.getLogger("uvicorn.error").addFilter(lambda record: record.getMessage() != _CUT)
@@ -38,7 +38,7 @@ class ReceiverServer(uvicorn.Server):
                 log_config=None,
                 access_log=False,
                 server_header=False,
-                proxy_headers=False,  # trusted_proxies names the proxies to trust (security.py)
+                proxy_headers=False,  # trusted_proxies names those to trust (peers.py)
                 date_header=False,
                 timeout_graceful_shutdown=_GRACE_S,
                 **uvicorn_options(app.receiver.settings),

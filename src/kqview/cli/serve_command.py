@@ -53,7 +53,7 @@ def serve(*, context: typer.Context, config: ConfigOption = None, **given: Any) 
         )
     from kqview.cli.serving import HUNG_FACTOR, keep_freed_memory, run
     from kqview.server.app import create_app
-    from kqview.server.web.security import tls_context
+    from kqview.server.web.tls import tls_context
     from kqview.server.web.worker import Supervised
 
     tls_context(settings)

@@ -26,8 +26,8 @@ from kqview.errors import KqviewError
 from kqview.server.app import App
 from kqview.server.config import Config
 from kqview.server.settings import Settings
-from kqview.server.web.security import tls_context
 from kqview.server.web.supervisor import Hangup
+from kqview.server.web.tls import tls_context
 from kqview.server.web.uvicorn_parts import allow_files, identify, uvicorn_options
 from kqview.server.web.worker import STALLED, Supervised, Watchdog
 
@@ -207,7 +207,7 @@ def configured(app: App, settings: Settings) -> uvicorn.Config:
         log_config=None,
         access_log=False,
         server_header=False,
-        # It would trust any local client; trusted_proxies names the proxies to trust (security.py).
+        # It would trust any local client; trusted_proxies names those to trust (peers.py).
         proxy_headers=False,
         date_header=False,
         **uvicorn_options(app.service.live),

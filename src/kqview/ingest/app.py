@@ -13,10 +13,10 @@ from kqview import __version__
 from kqview.ingest.receiver import Receiver
 from kqview.ingest.routes import Metrics, operations
 from kqview.ingest.settings import IngestSettings
+from kqview.server.web.access import Gate
 from kqview.server.web.endpoint import Endpoint
-from kqview.server.web.middleware import AccessLog, EdgeMiddleware, no_route, with_cors
+from kqview.server.web.middleware import AccessLog, EdgeMiddleware, no_route
 from kqview.server.web.openapi import describe
-from kqview.server.web.security import Gate
 
 _ABOUT: Final = "Receives traces of generations with mods, and shows them."
 
@@ -29,7 +29,7 @@ class IngestApp(EdgeMiddleware):
     """
 
     def __init__(self, asgi: ASGIApp, receiver: Receiver) -> None:
-        super().__init__(asgi, receiver.settings)
+        super().__init__(asgi, receiver.settings, preflight_status=204)
         self.receiver = receiver
 
 
@@ -67,4 +67,4 @@ def create_app(settings: IngestSettings) -> IngestApp:
     )
     router.router.redirect_slashes = False
     log = AccessLog(router, settings.web, metrics.requests, paths)
-    return IngestApp(with_cors(log, settings.web, preflight_status=204), receiver)
+    return IngestApp(log, receiver)

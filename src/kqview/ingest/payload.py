@@ -18,7 +18,7 @@ from kqview.errors import RequestError
 from kqview.ingest.schema import TIMES, Action, Event, ModCall, ModLog, Payload, Request
 from kqview.json_input import DEPTH_MAX, TooDeep
 from kqview.server.errors import Unprocessable
-from kqview.server.web.security import key_digest
+from kqview.server.web.access import key_digest
 
 Row = dict[str, Any]
 _T = TypeVar("_T", bound=msgspec.Struct)

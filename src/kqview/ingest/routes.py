@@ -15,8 +15,8 @@ from kqview.ingest.schema import Health, Time, Trace, TraceList, Values
 from kqview.ingest.store import Filter, Reader
 from kqview.server.errors import Answer, NotFound, Unprocessable, UnsupportedMedia
 from kqview.server.web import static_files
+from kqview.server.web.access import Access, sent_key
 from kqview.server.web.endpoint import AnyCall, Feed, HttpReply, Operation, Upload
-from kqview.server.web.security import Access, sent_key
 
 _MOST_LISTED: Final = 200
 _LISTED: Final = 50

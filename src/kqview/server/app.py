@@ -1,6 +1,6 @@
 """The ASGI app: the whole route table, and what is wrapped around it.
 
-From the outside in: `App`, CORS headers on every reply, `AccessLog`, the router, and an `Endpoint`
+From the outside in: `App`, `AccessLog`, the router, and an `Endpoint`
 or `SocketEndpoint` for each operation.
 """
 
@@ -12,7 +12,6 @@ import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.routing import BaseRoute, Route, WebSocketRoute
-from starlette.types import ASGIApp
 
 from kqview import __version__
 from kqview.engine import Engine
@@ -32,9 +31,9 @@ from kqview.server.config import Config
 from kqview.server.live_config import LiveConfig, Reloaded, reloaded
 from kqview.server.settings import Settings
 from kqview.server.web import openapi, pages
+from kqview.server.web.access import Gate
 from kqview.server.web.endpoint import Endpoint, Operation
-from kqview.server.web.middleware import AccessLog, EdgeMiddleware, no_route, with_cors
-from kqview.server.web.security import Gate
+from kqview.server.web.middleware import AccessLog, EdgeMiddleware, no_route
 from kqview.server.web.sockets import SocketEndpoint
 
 DIALECTS: Final = (kobold, dream, llama_server, openai, responses, anthropic, mia4, models)
@@ -49,10 +48,8 @@ class App(EdgeMiddleware):
         log: Knows the requests that run.
     """
 
-    def __init__(
-        self, asgi: ASGIApp, service: ChatService, log: AccessLog, describe: Callable[[], None]
-    ) -> None:
-        super().__init__(asgi, service.live)
+    def __init__(self, service: ChatService, log: AccessLog, describe: Callable[[], None]) -> None:
+        super().__init__(log, service.live)
         self.service = service
         self.log = log
         self._describe = describe
@@ -137,7 +134,7 @@ def create_app(
     router.router.redirect_slashes = False
     paths = [path for one in operations for path in (one.path, *one.also)]
     log = AccessLog(router, live, metrics.requests, paths)
-    return App(with_cors(log, live), service, log, describe)
+    return App(service, log, describe)
 
 
 def _routes(

@@ -23,7 +23,7 @@ from kqview.server.apps.mia4.sampling import REASONING_MAX_TOKENS, check_samplin
 from kqview.server.config import TABLES, Config, Model, SystemPrompt
 from kqview.server.settings import PREFIX, Settings, values_in
 from kqview.server.settings_table import Row, rows_of
-from kqview.server.web.security import tls_context
+from kqview.server.web.tls import tls_context
 
 Key = tuple[str | int, ...]
 """Where a value is: names of tables and keys, and indices in arrays, such as ``("a", 0, "b")``."""

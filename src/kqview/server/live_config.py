@@ -10,7 +10,7 @@ The event loop's thread replaces it; any thread reads it.
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from kqview.server.config import TABLES, Config, Model
 from kqview.server.settings import Settings
@@ -18,14 +18,6 @@ from kqview.server.settings_table import rows_of
 
 _K = TypeVar("_K")
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True, slots=True)
-class _State:
-    """A configuration and what was made of it, in the order of `LiveConfig.derived`."""
-
-    config: Config
-    made: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,13 +90,28 @@ def _is_one(config: Config) -> bool:
     return not config.models or config.models == Config.of(config.settings).models
 
 
+class Derived(Generic[_T]):
+    """What is made of a part of the configuration; ``value`` is that of the one in effect."""
+
+    def __init__(self, part: Callable[[Config], Any], make: Callable[[Any], _T], value: _T) -> None:
+        self.part = part
+        self.make = make
+        self.value = value
+
+
 class LiveConfig:
-    """The current `Config`, and what parts of the server made of it."""
+    """The current `Config`, and what parts of the server made of it.
+
+    Attributes:
+        config: The configuration in effect.
+        settings: Its settings.
+    """
 
     def __init__(self, config: Config) -> None:
         """Begin with *config*."""
-        self._state = _State(config)
-        self._recipes: list[tuple[Callable[[Config], Any], Callable[[Any], Any]]] = []
+        self.config = config
+        self.settings = config.settings
+        self._derived: list[Derived[Any]] = []
 
     @classmethod
     def of(cls, given: "Config | Settings | LiveConfig") -> "LiveConfig":
@@ -113,35 +120,25 @@ class LiveConfig:
             return given
         return cls(given if isinstance(given, Config) else Config.of(given))
 
-    @property
-    def config(self) -> Config:
-        """The configuration in effect."""
-        return self._state.config
-
-    @property
-    def settings(self) -> Settings:
-        """Its settings."""
-        return self._state.config.settings
-
-    def derived(self, part: Callable[[Config], _K], make: Callable[[_K], _T]) -> Callable[[], _T]:
-        """A function that returns ``make(part(config))`` of the current configuration.
+    def derived(self, part: Callable[[Config], _K], make: Callable[[_K], _T]) -> Derived[_T]:
+        """``make(part(config))`` of the current configuration.
 
         *make* is called at once, and again only for a configuration whose *part* is another. What
         it raises, this raises, or `replace`.
         """
-        index = len(self._recipes)
-        self._recipes.append((part, make))
-        self._state = _State(self.config, (*self._state.made, make(part(self.config))))
-        return lambda: self._state.made[index]
+        one = Derived(part, make, make(part(self.config)))
+        self._derived.append(one)
+        return one
 
     def replace(self, config: Config) -> None:
         """Put *config* into effect.
 
         Everything derived from it is made before; if that raises, the old one stays in effect.
         """
-        old = self._state
-        made = tuple(
-            before if part(config) == part(old.config) else make(part(config))
-            for (part, make), before in zip(self._recipes, old.made, strict=True)
-        )
-        self._state = _State(config, made)
+        made = [
+            one.value if one.part(config) == one.part(self.config) else one.make(one.part(config))
+            for one in self._derived
+        ]
+        for one, value in zip(self._derived, made, strict=True):
+            one.value = value
+        self.config, self.settings = config, config.settings

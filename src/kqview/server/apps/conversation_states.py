@@ -59,8 +59,8 @@ from kqview.server.apps.conversation_store import Key
 from kqview.server.live_config import LiveConfig
 from kqview.server.models.run import Run
 from kqview.server.models.slots import Slots
+from kqview.server.web.access import Caller
 from kqview.server.web.budget import Budget, Reservation
-from kqview.server.web.security import Caller
 from kqview.slot import Slot
 from kqview.state.durable import remove, remove_leftovers
 from kqview.state.files import SlotMarks, check_facts, read_ids, read_marked, write_marked

@@ -31,8 +31,8 @@ from kqview.server.apps.conversation_store import (
 from kqview.server.config import ChatSessions, Config
 from kqview.server.errors import NotFound, RateLimited, ShuttingDown, TooLarge
 from kqview.server.live_config import LiveConfig
+from kqview.server.web.access import Caller
 from kqview.server.web.budget import Budget, Reservation
-from kqview.server.web.security import Caller
 
 __all__ = ["Conversations", "Message", "Seat", "SessionInfo", "Turn"]
 

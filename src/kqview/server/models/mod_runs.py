@@ -73,11 +73,11 @@ class ModRuns:
     @property
     def is_open(self) -> bool:
         """Whether requests may name mods."""
-        return self._folder() is not None
+        return self._folder.value is not None
 
     def list(self) -> list[ModInfo]:
         """The mods of the folder; may take time."""
-        folder = self._folder()
+        folder = self._folder.value
         return [] if folder is None else folder.list()
 
     def check(self, wanted: Sequence[ModWanted]) -> None:
@@ -112,7 +112,7 @@ class ModRuns:
             ModFileError: A mod's file is broken.
         """
         options: dict[str, Any] = {"trace": False}
-        settings, folder = self._live.settings, self._folder()
+        settings, folder = self._live.settings, self._folder.value
         if wanted and folder is not None:
             options["mods"] = [folder.get(one.name, one.options) for one in wanted]
             options["mod_time_limit_s"] = settings.mod_time_limit_s

@@ -163,7 +163,7 @@ class RowCache:
                 n_bytes = rows.choices[choice].pop(n).n_bytes
                 rows.n_bytes -= n_bytes
                 replies.n_bytes -= n_bytes
-                self._hold.put(n_bytes)
+                self._hold.take(-n_bytes)
 
     def find(self, owner: str, name: str) -> Rows | None:
         """Rows of a reply of *owner*; None if there are none, or no longer."""
@@ -202,6 +202,6 @@ class RowCache:
         if replies is None or (rows := replies.by_name.pop(name, None)) is None:
             return
         replies.n_bytes -= rows.n_bytes
-        self._hold.put(rows.n_bytes)
+        self._hold.take(-rows.n_bytes)
         if not replies.by_name:
             del self._by_owner[owner]

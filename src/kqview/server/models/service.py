@@ -40,9 +40,9 @@ from kqview.server.models.sessions import Sessions, StateFiles
 from kqview.server.models.truncation import truncated
 from kqview.server.settings import Settings
 from kqview.server.web import endpoint
+from kqview.server.web.access import ANYONE, Caller
 from kqview.server.web.budget import Budget, Reservation, uncounted
 from kqview.server.web.endpoint import DECODED_TIMES, Operation
-from kqview.server.web.security import ANYONE, Caller
 from kqview.server.web.sockets import SocketHost
 from kqview.server.web.workers import Workers
 from kqview.submission import owned_by, unless

@@ -20,7 +20,7 @@ from typing import Final
 from kqview.errors import CapacityError, RequestError, StateError
 from kqview.server.errors import NotFound, NotSupported, StorageFailed, StorageFull
 from kqview.server.live_config import LiveConfig
-from kqview.server.web.security import Caller
+from kqview.server.web.access import Caller
 from kqview.slot import Slot
 from kqview.state.durable import remove_leftovers
 from kqview.state.files import SlotMarks, StateFacts, read_marked, write_marked

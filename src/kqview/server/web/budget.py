@@ -16,7 +16,6 @@ import sys
 import tempfile
 import threading
 from collections.abc import Generator
-from types import TracebackType
 from typing import Final, Self
 
 from kqview.errors import CapacityError
@@ -29,14 +28,10 @@ class Budget:
     def __init__(self, total_bytes: int) -> None:
         """Allow *total_bytes* altogether."""
         self.total_bytes = total_bytes
-        self._lock = threading.Lock()
-        self._used_bytes = 0
-        self._by_client: dict[str, int] = {}
-
-    @property
-    def used_bytes(self) -> int:
+        self.used_bytes = 0
         """Bytes held now."""
-        return self._used_bytes
+        self.by_client: dict[str, int] = {}
+        self.lock = threading.RLock()
 
     def hold(self, client: str) -> "Reservation":
         """An empty `Reservation` for one piece of work of *client*."""
@@ -48,8 +43,8 @@ class Budget:
         Raises:
             TooLarge: Or RateLimited or CapacityError, as `Reservation.take`.
         """
-        held_bytes = self._by_client.get(client, 0)
-        free_bytes = self.total_bytes - self._used_bytes
+        held_bytes = self.by_client.get(client, 0)
+        free_bytes = self.total_bytes - self.used_bytes
         if held_bytes + n_bytes <= free_bytes - n_bytes:
             return
         rule = (
@@ -58,7 +53,7 @@ class Budget:
         )
         if 2 * n_bytes > self.total_bytes:
             raise TooLarge(f"{n_bytes} bytes of memory are needed; {rule}; send or ask for less")
-        if held_bytes >= self._used_bytes - held_bytes:
+        if held_bytes >= self.used_bytes - held_bytes:
             raise RateLimited(
                 f"{n_bytes} more bytes of memory are needed, and this client's requests hold "
                 f"{held_bytes} already; {rule}; let them end first",
@@ -67,22 +62,6 @@ class Budget:
         raise CapacityError(
             f"{n_bytes} bytes of memory are needed, {free_bytes} are free; {rule}; try again later"
         )
-
-    def change(self, client: str, n_bytes: int) -> None:
-        """Count *n_bytes* more for *client*, or fewer if negative.
-
-        Raises:
-            TooLarge: Or RateLimited or CapacityError, as `Reservation.take`; then nothing changes.
-        """
-        with self._lock:
-            if n_bytes > 0:
-                self.check(client, n_bytes)
-            held_bytes = self._by_client.get(client, 0) + n_bytes
-            self._used_bytes += n_bytes
-            if held_bytes:
-                self._by_client[client] = held_bytes
-            else:
-                self._by_client.pop(client, None)
 
 
 class Reservation:
@@ -94,65 +73,52 @@ class Reservation:
     def __init__(self, budget: Budget, client: str) -> None:
         """Hold bytes of *budget* for *client*."""
         self.client = client
-        self._budget = budget
-        self._lock = threading.Lock()
-        self._n_bytes = 0
-        self._is_closed = False
-
-    @property
-    def n_bytes(self) -> int:
+        self.n_bytes = 0
         """Bytes held."""
-        return self._n_bytes
+        self._budget = budget
+        self._is_closed = False
 
     def part(self) -> "Reservation":
         """Another one for the same client, closed on its own."""
         return Reservation(self._budget, self.client)
 
-    def check(self, n_bytes: int) -> None:
-        """Refuse at once what `take` would refuse; takes nothing. Raises as `take`."""
-        self._budget.check(self.client, n_bytes)
-
     def take(self, n_bytes: int) -> None:
-        """Hold *n_bytes* more.
+        """Hold *n_bytes* more, or give so many back if negative.
 
         Raises:
             TooLarge: They can never fit.
             RateLimited: This client already holds its share.
             CapacityError: Other clients hold too much at the moment.
         """
-        with self._lock:
-            self._change(n_bytes)
-
-    def put(self, n_bytes: int) -> None:
-        """Give *n_bytes* back."""
-        with self._lock:
-            self._change(-min(n_bytes, self._n_bytes))
+        budget = self._budget
+        with budget.lock:
+            if self._is_closed:
+                return
+            if n_bytes > 0:
+                budget.check(self.client, n_bytes)
+            n_bytes = max(n_bytes, -self.n_bytes)
+            self.n_bytes += n_bytes
+            budget.used_bytes += n_bytes
+            if held_bytes := budget.by_client.get(self.client, 0) + n_bytes:
+                budget.by_client[self.client] = held_bytes
+            else:
+                budget.by_client.pop(self.client, None)
 
     def set(self, n_bytes: int) -> None:
         """Hold *n_bytes* in all; raises as `take`."""
-        with self._lock:
-            self._change(n_bytes - self._n_bytes)
-
-    def _change(self, n_bytes: int) -> None:
-        if n_bytes and not self._is_closed:
-            self._budget.change(self.client, n_bytes)
-            self._n_bytes += n_bytes
+        with self._budget.lock:
+            self.take(n_bytes - self.n_bytes)
 
     def close(self) -> None:
         """Give everything back; idempotent."""
-        with self._lock:
-            self._change(-self._n_bytes)
+        with self._budget.lock:
+            self.take(-self.n_bytes)
             self._is_closed = True
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -19,7 +19,6 @@ from collections.abc import (
     AsyncGenerator,
     Awaitable,
     Callable,
-    Generator,
     Iterable,
     Mapping,
     Sequence,
@@ -28,7 +27,6 @@ from collections.abc import (
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from types import TracebackType
 from typing import Any, Final, Generic, Literal, Protocol, TypeAlias, TypeVar, cast
 
 import msgspec
@@ -40,9 +38,9 @@ from kqview.errors import RequestError
 from kqview.json_input import DEPTH_MAX, TooDeep
 from kqview.server.errors import Answer, SlowBody, TooLarge, UnsupportedMedia, answer_of
 from kqview.server.settings import Settings
+from kqview.server.web.access import Access, Caller, Gate
 from kqview.server.web.budget import Body, Budget, Reservation
 from kqview.server.web.lenient import LenientDecoder
-from kqview.server.web.security import Access, Caller, Gate
 
 _log: Final = logging.getLogger("kqview.server")
 
@@ -152,7 +150,11 @@ class LongReply:
 
     async def send(self, call: AnyCall, response: "Response") -> None:
         """Send it piece by piece."""
-        await response.sent(200, self.media_type, {}, self.n_bytes, self.pieces)
+        await response.start(200, self.media_type, self.n_bytes, {})
+        n_left = self.n_bytes
+        for piece in self.pieces:
+            n_left -= len(piece)
+            await response.body(piece, is_last=not n_left)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,13 +186,12 @@ class Upload:
     Until then nothing of it is read, so a request that is refused before costs nothing.
     """
 
-    def __init__(
-        self, headers: Headers, receive: Receive, settings: Settings, hold: Reservation
-    ) -> None:
+    def __init__(self, headers: Headers, receive: Receive, host: "Host", hold: Reservation) -> None:
         self.media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
         self._headers = headers
         self._receive = receive
-        self._settings = settings
+        self._settings = host.settings
+        self._budget = host.budget
         self._hold = hold
         self._body = Body()
         self._is_whole = asyncio.Event()
@@ -208,13 +209,35 @@ class Upload:
         coding = ", ".join(self._headers.getlist("content-encoding")).strip()
         if coding.lower() not in ("", "identity"):
             raise UnsupportedMedia(f"the body is encoded as {coding!r}; send it uncompressed")
-        limit_s = self._settings.request_timeout_s
+        declared = self._headers.get("content-length", "0")
+        if declared.isdecimal():
+            if int(declared) > most_bytes:
+                raise TooLarge(
+                    f"the body has {declared} bytes, the limit is {most_bytes}; send less"
+                )
+            self._budget.check(self._hold.client, int(declared))
+        limit_s, idle_s = self._settings.request_timeout_s, self._settings.idle_timeout_s
+        has_more = True
         try:
             async with asyncio.timeout(limit_s or None):
-                await _read_body(
-                    self._body, self._headers, self._receive, most_bytes,
-                    self._settings.idle_timeout_s, self._hold,
-                )  # fmt: skip
+                while has_more:
+                    try:
+                        async with asyncio.timeout(idle_s):
+                            message = await self._receive()
+                    except TimeoutError:
+                        raise SlowBody(
+                            f"nothing of the body came for {idle_s:g} s; send it faster"
+                        ) from None
+                    if message["type"] == "http.disconnect":
+                        raise ClientGone
+                    part = message.get("body", b"")
+                    self._hold.take(len(part))
+                    self._body.add(part)
+                    if len(self._body) > most_bytes:
+                        raise TooLarge(
+                            f"the body has more than {most_bytes} bytes, the limit; send less"
+                        )
+                    has_more = message.get("more_body", False)
         except TimeoutError:
             raise SlowBody(f"the body took more than {limit_s:g} s; send it faster") from None
         self._is_whole.set()
@@ -225,10 +248,8 @@ class Upload:
         await self._is_whole.wait()
         return await self._receive()
 
-    def __enter__(self) -> "Upload":
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Release what was read; idempotent."""
         self._body.close()
 
 
@@ -342,16 +363,6 @@ class Stalled(ClientGone):
 class Connection:
     """A connection of which nothing is known; belongs to the event loop."""
 
-    @property
-    def is_clear(self) -> bool:
-        """Whether the server takes a message at once, without waiting for the client."""
-        return False
-
-    @property
-    def n_left(self) -> int:
-        """Bytes written but not yet taken by the kernel; 0 if unknown."""
-        return 0
-
     def abort(self) -> None:
         """Drop the connection with its unsent bytes; does nothing if the server has no way to.
 
@@ -370,46 +381,32 @@ class Connection:
         """
         return False
 
-    async def send(self, send: Send, message: Message, idle_s: float) -> None:
-        """Give *message* to *send* and wait until the server takes it.
+    async def send(self, send: Send, message: Message, idle_s: float | None) -> None:
+        """Give *message* to *send* and wait until the server takes it, no longer than *idle_s*.
 
         Raises:
             Stalled: The client read nothing for *idle_s*.
             ClientGone: The client left.
         """
-        n_left = self.n_left
-        while True:
-            try:
-                if self.is_clear:
-                    await send(message)
-                else:
-                    async with asyncio.timeout(idle_s):
-                        await send(message)
-                return
-            except TimeoutError:
-                pass  # nothing of it was written: servers wait first
-            except ClientGone:
-                raise
-            except OSError as error:  # what ASGI servers raise; uvicorn's is no ConnectionError
-                raise ClientGone(str(error)) from error
-            n_before, n_left = n_left, self.n_left
-            if n_left >= n_before:  # a client that reads slowly makes room all the time
-                # Outside the handler: that error's frames hold the task, which holds this one.
-                raise Stalled(f"the client read nothing for {idle_s:g} s")
+        try:
+            if idle_s is None:
+                return await send(message)
+            async with asyncio.timeout(idle_s):
+                return await send(message)
+        except TimeoutError:
+            pass  # nothing of it was written: servers wait first
+        except ClientGone:
+            raise
+        except OSError as error:  # what ASGI servers raise; uvicorn's is no ConnectionError
+            raise ClientGone(str(error)) from error
+        # Outside the handler: that error's frames hold the task, which holds this one.
+        raise Stalled(f"the client read nothing for {idle_s:g} s")
 
     def watch(self, idle_s: float) -> None:
         """Drop the connection if its client reads nothing of what is left for *idle_s*.
 
         For the end of a request, when nobody waits for the client any more.
         """
-        if n_left := self.n_left:
-            asyncio.get_running_loop().call_later(idle_s, self._check, idle_s, n_left)
-
-    def _check(self, idle_s: float, n_before: int) -> None:
-        if self.n_left >= n_before:
-            self.abort()
-        else:
-            self.watch(idle_s)
 
 
 UNKNOWN: Final = Connection()
@@ -474,46 +471,48 @@ class Endpoint:
         headers = Headers(scope=scope)
         connection = connection_of(scope)
         response = Response(send, host.settings.idle_timeout_s, connection)
+        hold: Reservation | None = None
+        upload: Upload | None = None
         try:
             caller = self._gate.check(scope, access=operation.access)
-            with (
-                host.budget.hold(caller.name) as hold,
-                Upload(headers, receive, host.settings, hold) as upload,
+            hold = host.budget.hold(caller.name)
+            upload = Upload(headers, receive, host, hold)
+            args: tuple[Any, ...] = ()
+            after_body, n_body_bytes, unknown = receive, 0, ()
+            if operation.body is Upload:
+                args, after_body = (upload,), upload.after_body
+            elif self._decoder is not None:  # else a body is neither expected nor kept
+                body = await upload.read(host.settings.max_body_bytes)
+                n_body_bytes = len(body)
+                value, unknown = await host.decoded(
+                    partial(_decoded_body, self._decoder), body, hold
+                )
+                args = (value,)
+                upload.close()
+                hold.take(-n_body_bytes)
+            query = QueryParams(scope["query_string"])
+            async with (
+                while_connected(connection, after_body),
+                host.entered(operation, args, query) as (served, args),
             ):
-                args, n_body_bytes, unknown = await self._args(upload, hold)
-                query = QueryParams(scope["query_string"])
-                after_body = upload.after_body if upload in args else receive
-                async with (
-                    _WhileConnected(connection, after_body),
-                    host.entered(operation, args, query) as (served, args),
-                ):
-                    call: Call[Any, Any] = Call(
-                        host, caller, headers, query, scope["state"]["request_id"], hold,
-                        n_body_bytes, scope["path_params"], served, unknown,
-                    )  # fmt: skip
-                    reply = await operation.handler(call, *args)
-                    if not hasattr(reply, "send"):
-                        reply = HttpReply(msgspec.json.encode(reply))
-                    await reply.send(call, response)
+                call: Call[Any, Any] = Call(
+                    host, caller, headers, query, scope["state"]["request_id"], hold,
+                    n_body_bytes, scope["path_params"], served, unknown,
+                )  # fmt: skip
+                reply = await operation.handler(call, *args)
+                if not hasattr(reply, "send"):
+                    reply = HttpReply(msgspec.json.encode(reply))
+                await reply.send(call, response)
         except ClientGone as error:
             if isinstance(error, Stalled):
                 connection.abort()
         except Exception as error:
             await self._fail(response, error)
-
-    async def _args(
-        self, upload: Upload, hold: Reservation
-    ) -> tuple[tuple[Any, ...], int, tuple[str, ...]]:
-        """The handler's further arguments, the size of the body that they were, `Call.unknown`."""
-        if self._operation.body is Upload:
-            return (upload,), 0, ()
-        if self._decoder is None:  # a body is neither expected nor kept
-            return (), 0, ()
-        with await upload.read(self._host.settings.max_body_bytes) as raw:
-            read = partial(_decoded_body, self._decoder)
-            body, unknown = await self._host.decoded(read, raw, hold)
-            hold.put(len(raw))
-            return (body,), len(raw), unknown
+        finally:
+            if upload is not None:
+                upload.close()
+            if hold is not None:
+                hold.close()
 
     async def _fail(self, response: "Response", error: Exception) -> None:
         answer = answer_of(error)
@@ -524,53 +523,44 @@ class Endpoint:
                 await response.whole(error_reply(answer, self._operation.error_body))
 
 
-class _WhileConnected:
+@contextlib.asynccontextmanager
+async def while_connected(connection: "Connection", receive: Receive) -> AsyncGenerator[None]:
     """Cancels the block when the client leaves; leaving the block then raises ClientGone.
 
     A connection that reports its loss needs no task for this; public ASGI has nothing but
     ``receive``, which somebody has to wait for.
     """
+    task: asyncio.Task[Any] | None = asyncio.current_task()
+    assert task is not None
+    n_cancelled, is_gone, is_done = task.cancelling(), False, False
 
-    def __init__(self, connection: Connection, receive: Receive) -> None:
-        self._connection = connection
-        self._receive = receive
-        self._is_gone = False
-        self._waiting: asyncio.Task[None] | None = None
+    def leave() -> None:
+        nonlocal is_gone
+        if task is not None and not is_gone:
+            is_gone = True
+            task.cancel()
 
-    async def __aenter__(self) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._task: asyncio.Task[Any] | None = task
-        self._n_cancelled = task.cancelling()
-        if not self._connection.on_lost(self._leave):
-            self._waiting = asyncio.create_task(self._wait())
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        task, self._task = self._task, None  # an error's traceback may keep this for long
-        assert task is not None
-        self._connection.on_lost(None)
-        if self._waiting is not None:
-            self._waiting.cancel()
-            await asyncio.gather(self._waiting, return_exceptions=True)
-            self._waiting = None
-        # As in asyncio.timeout: others may have cancelled it too.
-        if self._is_gone and task.uncancel() <= self._n_cancelled and kind is not None:
-            raise ClientGone from None
-
-    def _leave(self) -> None:
-        if self._task is not None and not self._is_gone:
-            self._is_gone = True
-            self._task.cancel()
-
-    async def _wait(self) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
+    async def wait() -> None:
+        while (await receive())["type"] != "http.disconnect":
             pass
-        self._leave()
+        leave()
+
+    waiting = None if connection.on_lost(leave) else asyncio.create_task(wait())
+    try:
+        yield
+        is_done = True
+    finally:
+        mine, task = task, None  # an error's traceback may keep this for long
+        connection.on_lost(None)
+        if waiting is not None:
+            waiting.cancel()
+            await asyncio.gather(waiting, return_exceptions=True)
+            waiting = None
+        # As in asyncio.timeout: others may have cancelled it too.
+        if is_gone and mine.uncancel() <= n_cancelled and not is_done:
+            del mine
+            raise ClientGone from None
+        del mine
 
 
 class Response:
@@ -584,36 +574,31 @@ class Response:
         self.event_head = EVENT_HEAD
 
     async def whole(self, reply: HttpReply) -> None:
-        # A large body goes out in pieces, so that it waits for the client, not in the transport.
+        """Send *reply*; a large body in pieces, so that it waits for the client, not below."""
         n_bytes = len(reply.body)
-        pieces = (reply.body[at : at + PIECE_BYTES] for at in range(0, n_bytes, PIECE_BYTES))
-        await self.sent(reply.status, reply.media_type, reply.headers, n_bytes, pieces)
+        await self.start(reply.status, reply.media_type, n_bytes, reply.headers)
+        for at in range(0, n_bytes or 1, PIECE_BYTES):
+            piece = reply.body[at : at + PIECE_BYTES]
+            await self.body(piece, is_last=at + PIECE_BYTES >= n_bytes)
 
-    async def sent(
-        self,
-        status: int,
-        media_type: str,
-        headers: Mapping[str, str],
-        n_bytes: int,
-        pieces: Iterable[bytes],
+    async def start(
+        self, status: int, media_type: str, n_bytes: int, headers: Mapping[str, str]
     ) -> None:
-        await self._start(
-            status,
-            *([(b"content-type", media_type.encode())] if media_type else []),
-            (b"content-length", str(n_bytes).encode()),
-            *((name.encode(), value.encode()) for name, value in headers.items()),
-        )
-        n_left = n_bytes
-        for piece in pieces:
-            n_left -= len(piece)
-            await self._body(piece, is_last=not n_left)
-        if not n_bytes:
-            await self._body(b"", is_last=True)
+        """Send the head of a reply of *n_bytes*."""
+        self.is_started = True
+        sent = [(name.encode(), value.encode()) for name, value in headers.items()]
+        sent.insert(0, (b"content-length", str(n_bytes).encode()))
+        if media_type:
+            sent.insert(0, (b"content-type", media_type.encode()))
+        message = {"type": "http.response.start", "status": status, "headers": sent}
+        await self._connection.send(self._send, message, self._idle_s)
 
     async def event(self, frames: Frames) -> None:
         """One Server-Sent Event, its data in pieces; the headers precede the first one."""
         if not self.is_started:
-            await self._start(200, *_SSE_HEADERS)
+            self.is_started = True
+            message = {"type": "http.response.start", "status": 200, "headers": [*_SSE_HEADERS]}
+            await self._connection.send(self._send, message, self._idle_s)
         if not frames:
             return
         small = bytearray(self.event_head)
@@ -622,20 +607,16 @@ class Response:
             if len(piece) < _SMALL_BYTES:
                 small += piece
                 continue
-            await self._body(bytes(small))
-            await self._body(piece)
+            await self.body(bytes(small))
+            await self.body(piece)
             small.clear()
-        await self._body(bytes(small + EVENT_TAIL))
+        await self.body(bytes(small + EVENT_TAIL))
 
     async def finish(self) -> None:
-        await self._body(b"", is_last=True)
+        await self.body(b"", is_last=True)
 
-    async def _start(self, status: int, *headers: tuple[bytes, bytes]) -> None:
-        self.is_started = True
-        message = {"type": "http.response.start", "status": status, "headers": [*headers]}
-        await self._connection.send(self._send, message, self._idle_s)
-
-    async def _body(self, data: bytes, *, is_last: bool = False) -> None:
+    async def body(self, data: bytes, *, is_last: bool = False) -> None:
+        """Send a part of the body."""
         message = {"type": "http.response.body", "body": data, "more_body": not is_last}
         await self._connection.send(self._send, message, self._idle_s)
 
@@ -715,27 +696,26 @@ def decoded(decoder: Decoder, raw: bytes | str) -> Any:
         TooLarge: It has too many values.
     """
     check_values(raw)
-    with _reading():
-        return decoder.decode(raw or b"{}")
-
-
-@contextlib.contextmanager
-def _reading() -> Generator[None]:
     try:
-        yield
+        return decoder.decode(raw or b"{}")
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        named = _FIELD.search(str(error))
-        raise RequestError(
-            f"the request cannot be read: {error}; correct it",
-            parameter=named[1] if named else None,
-        ) from None
+        raise _unreadable(error) from None
 
 
 def decoded_with_unknown(decoder: LenientDecoder, raw: bytes | str) -> tuple[Any, tuple[str, ...]]:
     """As `decoded`, with the names of the members that the type does not have."""
     body = decoded(decoder, raw)
-    with _reading():
+    try:
         return body, decoder.unknown(raw or b"{}", body)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise _unreadable(error) from None
+
+
+def _unreadable(error: Exception) -> RequestError:
+    named = _FIELD.search(str(error))
+    return RequestError(
+        f"the request cannot be read: {error}; correct it", parameter=named[1] if named else None
+    )
 
 
 def _decoded_body(decoder: Decoder, body: Body) -> tuple[Any, tuple[str, ...]]:
@@ -743,31 +723,6 @@ def _decoded_body(decoder: Decoder, body: Body) -> tuple[Any, tuple[str, ...]]:
     if isinstance(decoder, LenientDecoder):
         return decoded_with_unknown(decoder, raw)
     return decoded(decoder, raw), ()
-
-
-async def _read_body(
-    body: Body, headers: Headers, receive: Receive, limit: int, idle_s: float, hold: Reservation
-) -> None:
-    declared = headers.get("content-length", "0")
-    if declared.isdecimal():
-        if int(declared) > limit:
-            raise TooLarge(f"the body has {declared} bytes, the limit is {limit}; send less")
-        hold.check(int(declared))
-    while True:
-        try:
-            async with asyncio.timeout(idle_s):
-                message = await receive()
-        except TimeoutError:
-            raise SlowBody(f"nothing of the body came for {idle_s:g} s; send it faster") from None
-        if message["type"] == "http.disconnect":
-            raise ClientGone
-        part = message.get("body", b"")
-        hold.take(len(part))
-        body.add(part)
-        if len(body) > limit:
-            raise TooLarge(f"the body has more than {limit} bytes, the limit; send less")
-        if not message.get("more_body", False):
-            return
 
 
 def _gzipped(reply: HttpReply) -> HttpReply:

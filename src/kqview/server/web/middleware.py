@@ -1,17 +1,18 @@
 """Middleware: what every request passes through, whatever app answers it.
 
-`EdgeMiddleware` finds out who calls, and tells browsers what they may do with a reply; `with_cors`
-puts CORS headers on every reply; `AccessLog` names, counts, logs and limits requests, and refuses
+`EdgeMiddleware` finds out who calls, and tells browsers what they may do with a reply;
+`AccessLog` names, counts, logs and limits requests, and refuses
 those whose end is in doubt; `no_route` answers what the router refused.
 """
 
+import contextlib
 import logging
 import re
 import time
 import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 import prometheus_client
@@ -23,13 +24,14 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kqview.errors import CapacityError, KqviewError, RequestError
+from kqview.errors import CapacityError, RequestError
 from kqview.server.errors import MethodNotAllowed, NotFound, RateLimited, answer_of
 from kqview.server.live_config import LiveConfig
 from kqview.server.settings import Settings
 from kqview.server.web import pages
-from kqview.server.web.endpoint import UNKNOWN, Connection, error_reply, frames_of
-from kqview.server.web.security import LOOPBACK_ORIGIN, Peers, client_name
+from kqview.server.web.access import LOOPBACK_ORIGIN
+from kqview.server.web.endpoint import UNKNOWN, error_reply, frames_of
+from kqview.server.web.peers import Peers, client_name
 
 BROWSER_HEADERS: Final = (
     (
@@ -59,22 +61,56 @@ _TOO_MANY: Final = (
 
 
 class EdgeMiddleware:
-    """The outermost ASGI app: which client calls by which path, and what lies below it."""
+    """The outermost ASGI app: which client calls by which path, and what browsers may do.
 
-    def __init__(self, asgi: ASGIApp, settings: Settings | LiveConfig) -> None:
-        """Let connections in to *asgi*."""
-        self._asgi = asgi
+    Every reply gets the headers that let pages of the allowed origins read it.
+    """
+
+    def __init__(
+        self, asgi: ASGIApp, settings: Settings | LiveConfig, *, preflight_status: int = 200
+    ) -> None:
+        """Let connections in to *asgi*.
+
+        Preflights get *preflight_status*, by default that of llama.cpp's server, and no body.
+        """
+
+        def cors(origins: Sequence[str]) -> _Cors:
+            made = _Cors(
+                asgi,
+                allow_origins=[one for one in origins if one != "loopback"],
+                allow_origin_regex=LOOPBACK_ORIGIN.pattern if "loopback" in origins else None,
+                allow_methods=["*"],
+                allow_headers=["*"],
+                expose_headers=[
+                    "x-request-id",
+                    "retry-after",
+                    "content-range",
+                    "x-attention-shape",
+                ],
+                allow_private_network=True,
+                max_age=_PREFLIGHT_S,
+            )
+            made.preflight_status = preflight_status
+            return made
+
         self._live = LiveConfig.of(settings)
+        self._cors = self._live.derived(lambda config: config.settings.cors_origins, cors)
         self._peers = self._live.derived(lambda config: config.settings.trusted_proxies, Peers)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection, as ASGI says."""
         if scope["type"] == "lifespan":
-            await self._asgi(scope, receive, send)
+            await self._cors.value(scope, receive, send)
             return
-        connection = _connection(send)
+        connection = UNKNOWN
+        if hasattr(getattr(send, "__self__", None), "transport"):  # a server's own
+            with contextlib.suppress(ImportError):  # a uvicorn in which its parts are elsewhere
+                from kqview.server.web import uvicorn_parts
+
+                connection = uvicorn_parts.connection(send)
         scope.setdefault("state", {})["connection"] = connection
-        self._peers().resolve(scope)
+        if self._peers.value.are_any:
+            self._peers.value.resolve(scope)
         # "/x/" is "/x"; in "/x%2F" the slash belongs to a name.
         if len(scope["path"]) > 1 and not scope.get("raw_path", b"").lower().endswith(b"%2f"):
             scope["path"] = scope["path"].rstrip("/") or "/"
@@ -85,48 +121,9 @@ class EdgeMiddleware:
             await send(message)
 
         try:
-            await self._asgi(scope, receive, guarded)
+            await self._cors.value(scope, receive, guarded)
         finally:
             connection.watch(self._live.settings.idle_timeout_s)
-
-
-def _connection(send: Send) -> Connection:
-    """What is known of the connection behind a server's own *send*."""
-    try:
-        from kqview.server.web import uvicorn_parts
-    except ImportError:  # another server, or a uvicorn in which these parts are elsewhere
-        return UNKNOWN
-    return uvicorn_parts.connection(send)
-
-
-def with_cors(
-    app: ASGIApp, settings: Settings | LiveConfig, *, preflight_status: int = 200
-) -> ASGIApp:
-    """*app* with the headers that let pages of the allowed origins call it.
-
-    Preflights get *preflight_status*, by default that of llama.cpp's server, and no body.
-    """
-
-    def made(origins: Sequence[str]) -> ASGIApp:
-        cors = _Cors(
-            app,
-            allow_origins=[one for one in origins if one != "loopback"],
-            allow_origin_regex=LOOPBACK_ORIGIN.pattern if "loopback" in origins else None,
-            allow_methods=["*"],
-            allow_headers=["*"],
-            expose_headers=["x-request-id", "retry-after", "content-range", "x-attention-shape"],
-            allow_private_network=True,
-            max_age=_PREFLIGHT_S,
-        )
-        cors.preflight_status = preflight_status
-        return cors
-
-    cors = LiveConfig.of(settings).derived(lambda config: config.settings.cors_origins, made)
-
-    async def pass_on(scope: Scope, receive: Receive, send: Send) -> None:
-        await cors()(scope, receive, send)
-
-    return pass_on
 
 
 def no_route(guide: str) -> Callable[[Request, Exception], Awaitable[Response]]:
@@ -196,7 +193,7 @@ class AccessLog:
         self._paths = frozenset(paths)
         self._running: dict[object, str] = {}
         self._n_of: Counter[str] = Counter()
-        self.on_running: Callable[[Iterable[str]], None] = lambda requests: None
+        self.on_running: Callable[[Iterable[str]], None] | None = None
         """Called with the name and path of every request that runs, when one begins or ends."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -205,14 +202,17 @@ class AccessLog:
             await self._app(scope, receive, send)
             return
         started_s = time.monotonic()
-        request_id = _sent_id(scope) or uuid.uuid4().hex
-        scope.setdefault("state", {})["request_id"] = request_id
-        status: list[int] = []
-        n_bytes = 0
-        is_whole = False
+        request_id, codings, is_socket = "", list[bytes](), scope["type"] == "websocket"
+        for name, value in scope["headers"]:
+            if name == b"x-request-id" and not request_id and _REQUEST_ID.fullmatch(value):
+                request_id = value.decode()  # the client finds it in our log
+            elif name == b"transfer-encoding":
+                codings.append(value)
+        request_id = request_id or uuid.uuid4().hex
+        status, n_bytes, is_whole = 0, 0, False
 
         async def watch(message: Message) -> None:
-            nonlocal n_bytes, is_whole
+            nonlocal status, n_bytes, is_whole
             kind = message["type"]
             if kind in ("http.response.start", "websocket.accept"):
                 named = (b"x-request-id", request_id.encode())
@@ -220,10 +220,9 @@ class AccessLog:
             await send(message)
             # Only now is it out: a message that the client did not take in time is sent again.
             if kind == "http.response.start":
-                status.append(message["status"])
+                status = message["status"]
             elif kind == "websocket.close":
-                status.append(message.get("code", 1000))
-                is_whole = True
+                status, is_whole = message.get("code", 1000), True
             elif kind == "http.response.body":
                 n_bytes += len(message.get("body", b""))
                 is_whole = not message.get("more_body", False)
@@ -231,31 +230,38 @@ class AccessLog:
                 n_bytes += sum(map(_n_bytes, frames_of(message)))
 
         async def hear() -> Message:
-            nonlocal is_whole
+            nonlocal status, is_whole
             message = await receive()
             if message["type"] == "websocket.disconnect" and not status:
                 code = message.get("code", 1005)
-                status.append(code if code in _CLIENT_CODES else _LEFT)
+                status = code if code in _CLIENT_CODES else _LEFT
                 is_whole = code in (1000, 1001)
             return message
 
         # Behind a trusted proxy a client's connections are not ours, but its requests are.
         client = client_name((scope.get("client") or ("local", 0))[0])
-        key = object()
+        scope.setdefault("state", {}).update(request_id=request_id, client_name=client)
+        key, settings = object(), self._live.settings
         self._running[key] = f"{request_id} {scope['path']}"
-        self.on_running(self._running.values())
         self._n_of[client] += 1
+        if self.on_running is not None:
+            self.on_running(self._running.values())
+        heard, refusal = hear if is_socket else receive, None
+        if len(self._running) > settings.max_connections:
+            refusal = CapacityError("too many connections; try again later")
+        elif self._n_of[client] > settings.max_connections_per_client:
+            refusal = RateLimited(_TOO_MANY)
         try:
-            if len(self._running) > self._live.settings.max_connections:
-                await _refuse(
-                    scope, hear, watch, CapacityError("too many connections; try again later")
-                )
-            elif self._n_of[client] > self._live.settings.max_connections_per_client:
-                await _refuse(scope, hear, watch, RateLimited(_TOO_MANY))
-            elif scope["type"] == "http" and (why := _doubtful_end(scope)) is not None:
-                await _failure(RequestError(why), {"connection": "close"})(scope, hear, watch)
+            if refusal is not None and is_socket:
+                await heard()
+                reason = "too many connections"
+                await watch({"type": "websocket.close", "code": 1008, "reason": reason})
+            elif refusal is not None:
+                await _failure(refusal)(scope, heard, watch)
+            elif codings and not is_socket and (why := _doubtful_end(scope, codings)) is not None:
+                await _failure(RequestError(why), {"connection": "close"})(scope, heard, watch)
             else:
-                await self._app(scope, hear, watch)
+                await self._app(scope, heard, watch)
         except OSError:
             return  # the client is gone; endpoints answer every other one
         except Exception:  # a bug of ours: logged under the name that the client knows, and raised
@@ -263,54 +269,42 @@ class AccessLog:
             raise
         finally:
             del self._running[key]
-            self.on_running(self._running.values())
             self._n_of[client] -= 1
             if not self._n_of[client]:
                 del self._n_of[client]
-            line = {
-                "request_id": request_id,
-                "status": status[-1] if status else _LEFT,
-                "bytes": n_bytes,
-                "whole": is_whole,
-                "ms": round((time.monotonic() - started_s) * 1000, 1),
-            }
-            self._note(scope, line)
+            if self.on_running is not None:
+                self.on_running(self._running.values())
+            path: str = scope["path"]
+            template = getattr(scope.get("route"), "path", path)
+            known = template if template in self._paths else "other"
+            self._requests.labels(known, str(status or _LEFT)).inc()
+            if self._live.settings.access_log:
+                line = {
+                    "request_id": request_id,
+                    "status": status or _LEFT,
+                    "bytes": n_bytes,
+                    "whole": is_whole,
+                    "ms": round((time.monotonic() - started_s) * 1000, 1),
+                    "client": (scope.get("client") or ("local", 0))[0],
+                    "method": scope.get("method", "WS"),
+                    "path": path[:_MOST_PATH],
+                }
+                _access.info(msgspec.json.encode(line).decode())
 
-    def _note(self, scope: Scope, line: dict[str, Any]) -> None:
-        path: str = scope["path"]
-        template = getattr(scope.get("route"), "path", path)
-        known = template if template in self._paths else "other"
-        self._requests.labels(known, str(line["status"])).inc()
-        if self._live.settings.access_log:
-            line["client"] = (scope.get("client") or ("local", 0))[0]
-            line["method"] = scope.get("method", "WS")
-            line["path"] = path[:_MOST_PATH]
-            _access.info(msgspec.json.encode(line).decode())
 
-
-def _doubtful_end(scope: Scope) -> str | None:
+def _doubtful_end(scope: Scope, codings: list[bytes]) -> str | None:
     """Why a proxy in front may see another end of the request than the server; None if it cannot.
 
     Parsers differ in what they make of several codings, or of one where there is none (HTTP/1.0).
     What one takes for the rest of a body is the next request to another.
     """
-    names = [name for name, _ in scope["headers"]]
-    codings = [value for name, value in scope["headers"] if name == b"transfer-encoding"]
-    if not codings:
-        return None
     if [one.strip().lower() for one in codings] != [b"chunked"]:
         given = b", ".join(codings).decode("latin-1")
         return f"the Transfer-Encoding is {given!r}; send chunked, once, or a Content-Length"
-    if b"content-length" in names or scope["http_version"] == "1.0":
+    if any(name == b"content-length" for name, _ in scope["headers"]) or (
+        scope["http_version"] == "1.0"
+    ):
         return "Transfer-Encoding is for HTTP/1.1 and goes without Content-Length; send one of them"
-    return None
-
-
-def _sent_id(scope: Scope) -> str | None:
-    """The name that the client gave the request, so that it finds it in our log; None without."""
-    for name, value in scope["headers"]:
-        if name == b"x-request-id" and _REQUEST_ID.fullmatch(value):
-            return value.decode()
     return None
 
 
@@ -318,11 +312,3 @@ def _n_bytes(frame: bytes | str) -> int:
     if isinstance(frame, str) and not frame.isascii():
         return len(frame.encode())
     return len(frame)
-
-
-async def _refuse(scope: Scope, receive: Receive, send: Send, error: KqviewError) -> None:
-    if scope["type"] == "websocket":
-        await receive()
-        await send({"type": "websocket.close", "code": 1008, "reason": "too many connections"})
-        return
-    await _failure(error)(scope, receive, send)

@@ -17,6 +17,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from kqview.errors import KqviewError
 from kqview.server.errors import ShuttingDown, TooLarge, answer_of
+from kqview.server.web.access import Gate
 from kqview.server.web.budget import Reservation
 from kqview.server.web.endpoint import (
     DECODED_TIMES,
@@ -31,7 +32,6 @@ from kqview.server.web.endpoint import (
     Stalled,
     connection_of,
 )
-from kqview.server.web.security import Gate
 
 _log: Final = logging.getLogger("kqview.server")
 

@@ -25,7 +25,7 @@ from functools import partial
 from typing import Any, ClassVar, Final
 
 import uvicorn
-from starlette.types import Send
+from starlette.types import Message, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.protocols.utils import ClientDisconnected
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
@@ -37,8 +37,9 @@ from kqview.errors import KqviewError, RequestError
 from kqview.server.live_config import LiveConfig
 from kqview.server.settings import Settings
 from kqview.server.web.budget import Reservation
-from kqview.server.web.endpoint import FRAMES, UNKNOWN, Connection, frames_of
-from kqview.server.web.security import Peers, client_name, tls_context
+from kqview.server.web.endpoint import FRAMES, UNKNOWN, Connection, Stalled, frames_of
+from kqview.server.web.peers import Peers, client_name
+from kqview.server.web.tls import tls_context
 
 CHECKED: Final = ((0, 53), (0, 55))
 """First version of uvicorn that this was checked with, and the first one that it was not."""
@@ -160,16 +161,30 @@ class UvicornConnection(Connection):
         # write; uvicorn's older WebSocket writes and waits then.
         self._waits_first = hasattr(owner, "flow") or hasattr(owner, "writable")
 
-    @property
-    def is_clear(self) -> bool:
-        return self._waits_first and not self.n_left
-
-    @property
-    def n_left(self) -> int:
-        return self._transport.get_write_buffer_size()
-
     def abort(self) -> None:
         self._transport.abort()
+
+    async def send(self, send: Send, message: Message, idle_s: float | None) -> None:
+        n_left = self._transport.get_write_buffer_size()
+        while True:
+            # With nothing left to write, the server takes a message at once.
+            is_clear = self._waits_first and not self._transport.get_write_buffer_size()
+            try:
+                return await super().send(send, message, None if is_clear else idle_s)
+            except Stalled:
+                n_before, n_left = n_left, self._transport.get_write_buffer_size()
+                if n_left >= n_before:  # a client that reads slowly makes room all the time
+                    raise
+
+    def watch(self, idle_s: float) -> None:
+        if n_left := self._transport.get_write_buffer_size():
+            asyncio.get_running_loop().call_later(idle_s, self._check, idle_s, n_left)
+
+    def _check(self, idle_s: float, n_before: int) -> None:
+        if self._transport.get_write_buffer_size() >= n_before:
+            self.abort()
+        else:
+            self.watch(idle_s)
 
     def admit(self, hold: Reservation) -> None:
         if isinstance(self._owner, WebSocketProtocol):
@@ -213,7 +228,7 @@ class _Clients:
         Raises:
             OverflowError: The client has too many; this one is not counted.
         """
-        if address is None or self._peers().trusts(address):
+        if address is None or self._peers.value.trusts(address):
             return None
         name = client_name(address)
         if self._n_of[name] >= self._live.settings.max_connections_per_client:

@@ -411,7 +411,7 @@ class ReplyBuilder:
         self._hold.take(self.n_bytes)  # the pieces and the whole at the same time
         whole = with_lists(head, lists, packs=self._packs)
         self._samples, self._blocks = [], []
-        self._hold.put(2 * self.n_bytes)
+        self._hold.take(-2 * self.n_bytes)
         return whole
 
     def _result(self, generation: Generation, sample: _Sample) -> schema.SampleResult:

@@ -48,9 +48,9 @@ from kqview.server.models.run import Run
 from kqview.server.models.service import Call, Service
 from kqview.server.models.stream import send_run
 from kqview.server.settings import Settings
+from kqview.server.web.access import ANYONE, Caller
 from kqview.server.web.budget import Reservation, uncounted
 from kqview.server.web.endpoint import HttpReply, Operation, Sample, error_reply
-from kqview.server.web.security import ANYONE, Caller
 from kqview.server.web.sockets import Socket
 
 

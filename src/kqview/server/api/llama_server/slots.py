@@ -49,7 +49,7 @@ async def restore_state(call: Call, upload: Upload, slot_id: int) -> states.Rest
     else:
         with body, await service.converted(len(body), call.hold, states.blob_in, body) as blob:
             body.close()
-            call.hold.put(len(body) - len(blob))
+            call.hold.take(len(blob) - len(body))
             n_bytes = await _restore(call, slot_id, blob)
     return states.Restored(
         id_slot=slot_id, n_bytes_read=n_bytes, success=True, t_ms=elapsed_ms(started_s)

@@ -15,7 +15,7 @@ from typing import Final, Literal
 
 from kqview.errors import RequestError
 from kqview.server.models.run import Run
-from kqview.server.web.security import Caller
+from kqview.server.web.access import Caller
 
 _MOST_ENDED: Final = 256  # names of one owner that are remembered
 
