@@ -46,33 +46,16 @@ def test_public_address_without_a_key_is_refused(host: str):
     # A key to switch models does not close the rest.
     with pytest.raises(RequestError, match="api_keys"):
         Settings(host=host, admin_keys=(SECRET,)).check_bind()
-
-
-def test_public_address_with_a_key_or_when_told_so_is_taken():
-    Settings(host="0.0.0.0", api_keys=(SECRET,)).check_bind()
-    Settings(host="0.0.0.0", public=True).check_bind()
+    Settings(host=host, api_keys=(SECRET,)).check_bind()
+    Settings(host=host, public=True).check_bind()
 
 
 @pytest.mark.parametrize("name", FIELDS)
-@pytest.mark.parametrize(
-    "value", [[1], {"a": 1}, b"x", 1j, object()], ids=lambda v: type(v).__name__
-)
-def test_wrong_type_is_refused_in_every_field(name: str, value: Any):
-    with pytest.raises(RequestError, match=name):
-        Settings(**{name: value})
-
-
-@pytest.mark.parametrize("name", [name for name in FIELDS if name not in LISTS])
-def test_list_is_refused_where_there_is_one_value(name: str):
-    with pytest.raises(RequestError, match=name):
-        Settings(**{name: ("a",)})
-
-
-@pytest.mark.parametrize("name", LISTS)
-@pytest.mark.parametrize("value", ["text", None, (1,), ("",), 5])
-def test_list_of_anything_but_texts_is_refused(name: str, value: Any):
-    with pytest.raises(RequestError, match=name):
-        Settings(**{name: value})
+def test_wrong_type_is_refused_in_every_field(name: str):
+    of_lists = ["text", None, (1,), ("",), 5]
+    for value in ([1], {"a": 1}, b"x", 1j, object(), *(of_lists if name in LISTS else [("a",)])):
+        with pytest.raises(RequestError, match=name):
+            Settings(**{name: value})
 
 
 @pytest.mark.parametrize(

@@ -204,16 +204,6 @@ def test_loading_shows_its_progress_on_a_terminal(
     assert "loading the model" in result.stderr
 
 
-def test_generate_passes_sampling_options_on(engine_class: type[FakeEngine]):
-    options = "--temperature 0 --top-k 5 --top-p 0.5 --repeat-penalty 1.1 --seed 9 --ignore-eos"
-    result = run("generate", "m", "x", "-n", "1", *options.split(), "--stop", "a", "--stop", "b")
-    assert result.exit_code == 0
-    assert engine_class.made[0].generations[0].options["sampling"] == Sampling(
-        temperature=0, top_k=5, top_p=0.5, repeat_penalty=1.1, seed=9, ignore_eos=True,
-        stop=("a", "b"),
-    )  # fmt: skip
-
-
 def test_generate_takes_the_names_that_llama_cpp_has_for_its_options(
     engine_class: type[FakeEngine],
 ):
@@ -232,17 +222,19 @@ def test_generate_takes_the_names_that_llama_cpp_has_for_its_options(
     assert given[0]["sampling"] == Sampling(temperature=0, seed=9, repeat_penalty=1.1)
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        "", "attend", "bench", "chat", "config", "config show", "convert-classifier", "demo",
-        "embed", "generate", "info", "ingest", "score", "serve", "state", "state check", "tokenize",
-    ],
+COMMANDS = (
+    "attend", "bench", "chat", "config", "config show", "convert-classifier", "demo", "embed",
+    "generate", "info", "ingest", "score", "serve", "state", "state check", "state inspect",
+    "tokenize",
 )  # fmt: skip
-def test_short_help_option_works_everywhere(command: str):
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_each_command_has_its_usage_and_an_example(command: str):
     result = CliRunner().invoke(app, [*command.split(), "-h"])
     assert result.exit_code == 0
     assert "Usage:" in result.stdout
+    assert command in ("config", "state") or f"• kqview {command}" in result.stdout
 
 
 def test_generate_has_an_option_for_every_number_and_flag_of_sampling():
@@ -256,12 +248,6 @@ def test_generate_reads_the_prompt_from_stdin_without_its_last_newline(
 ):
     assert run("generate", "m", "-", "-n", "1", stdin="one\ntwo\n\n").exit_code == 0
     assert engine_class.made[0].tokenized[0] == "one\ntwo\n"
-
-
-def test_generate_with_demo_takes_the_only_argument_as_prompt(engine_class: type[FakeEngine]):
-    assert run("generate", "--demo", "Anna", "-n", "1").exit_code == 0
-    assert engine_class.made[0].path == "<demo>"
-    assert engine_class.made[0].tokenized[0] == "Anna"
 
 
 def test_generate_saves_each_row_as_it_was(engine_class: type[FakeEngine], tmp_path: Path):
@@ -328,36 +314,6 @@ def test_any_option_of_attention_captures_probs_unless_told(
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [
-        ["generate", "m"],
-        ["generate"],
-        ["generate", "--demo"],
-        ["generate", "m", "x", "--demo"],
-        ["generate", "--demo", "--hf", "a/b/c", "x"],
-        ["generate", "m", "x", "--capture", "weights"],
-        ["generate", "m", "x", "--capture", "probs", "--layers", "0;1"],
-        ["generate", "m", "x", "--capture", "probs", "--layers", "0,0"],
-        ["generate", "m", "x", "--top-p", "1.5"],
-        ["generate", "--hf", "no-file", "x"],
-        ["info", "--metadata"],
-        ["tokenize", "m"],
-        ["demo", "--layer", "1"],
-        ["demo", "--head", "2"],
-        ["unknown"],
-    ],
-)
-def test_wrong_usage_exits_with_2_before_anything_is_generated(
-    engine_class: type[FakeEngine], arguments: list[str]
-):
-    result = run(*arguments)
-    assert result.exit_code == 2
-    assert result.stdout == ""
-    assert result.stderr
-    assert not any(engine.generations for engine in engine_class.made)
-
-
-@pytest.mark.parametrize(
     ("error", "exit_code"),
     [
         (errors.PromptTooLong("a: b, c; d"), 2),
@@ -366,6 +322,7 @@ def test_wrong_usage_exits_with_2_before_anything_is_generated(
         (errors.StateMismatch("a: b, c; d"), 1),
         (errors.InternalError("a: b, c; d"), 1),
         (PermissionError(13, "a: b, c; d"), 1),
+        (errors.ModelLoadError("first\n  a: b, c; d\n"), 3),
     ],
 )
 def test_error_is_one_line_on_stderr_and_its_exit_code(
@@ -381,13 +338,6 @@ def test_error_is_one_line_on_stderr_and_its_exit_code(
     assert result.stderr.startswith("error: ")
     assert result.stderr.endswith("a: b, c; d\n")
     assert result.stderr.count("\n") == 1
-
-
-def test_error_of_several_lines_is_joined_to_one(
-    engine_class: type[FakeEngine], monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(engine_class, "load_failure", errors.ModelLoadError("first\n  second\n"))
-    assert run("info", "m").stderr == "error: first | second\n"
 
 
 def test_interrupt_ends_the_line_and_exits_with_130(
@@ -408,25 +358,17 @@ def test_broken_pipe_is_quiet(engine_class: type[FakeEngine], monkeypatch: pytes
     assert (result.exit_code, result.stderr) == (141, "")
 
 
-def test_tokenize_prints_a_line_a_token(engine_class: type[FakeEngine]):
+def test_tokenize_prints_tokens_ids_or_json(
+    engine_class: type[FakeEngine], monkeypatch: pytest.MonkeyPatch
+):
     result = run("tokenize", "m", "a b", "--no-parse-special")
     assert result.stdout == "      0  '<s>'\n      1  'Anna'\n      2  ' has'\n"
     assert engine_class.made[0].tokenized == ("a b", True, False)
-
-
-def test_tokenize_json_has_ids_and_pieces(engine_class: type[FakeEngine]):
     result = run("tokenize", "m", "-", "--json", stdin="a b\n")
     assert json.loads(result.stdout) == {"ids": [0, 1, 2], "pieces": ["<s>", "Anna", " has"]}
-
-
-def test_tokenize_ids_prints_the_ids_alone(engine_class: type[FakeEngine]):
     result = run("tokenize", "--demo", "a b c", "--ids", "--no-add-special")
-    assert result.stdout == "1 2 3\n"
-
-
-def test_tokenize_shows_part_of_a_character_as_escapes(
-    engine_class: type[FakeEngine], monkeypatch: pytest.MonkeyPatch
-):
+    assert (result.stdout, engine_class.made[-1].path) == ("1 2 3\n", "<demo>")
+    # Part of a character is shown as escapes.
     monkeypatch.setattr(engine_class, "token_bytes", lambda self, token_id: b"\xe2\x82")
     assert json.loads(run("tokenize", "m", "a", "--json").stdout)["pieces"][1:] == [r"\xe2\x82"]
 
@@ -491,16 +433,14 @@ def test_demo_draws_a_line_a_token_and_measures_both_ways(
     assert all(g.options["temperature"] == 0 for g in engine_class.made[0].generations)
 
 
+@pytest.mark.parametrize("words", [("--layer", "1"), ("--head", "2")])
+def test_demo_refuses_a_head_that_is_not_there(
+    engine_class: type[FakeEngine], words: tuple[str, str]
+):
+    assert (run("demo", *words).exit_code, engine_class.made[0].generations) == (2, [])
+
+
 # ---- start, help and the hub
-
-
-def test_hub_fetch_splits_owner_repository_and_file(monkeypatch: pytest.MonkeyPatch):
-    calls: list[dict[str, str]] = []
-    module = types.ModuleType("huggingface_hub")
-    module.hf_hub_download = lambda **options: calls.append(options) or "/cache/file"  # pyright: ignore
-    monkeypatch.setitem(sys.modules, "huggingface_hub", module)
-    assert fetch("me/models/q8/m.gguf") == "/cache/file"
-    assert calls == [{"repo_id": "me/models", "filename": "q8/m.gguf"}]
 
 
 def test_model_of_the_hub_opens_with_all_its_parts(monkeypatch: pytest.MonkeyPatch):
@@ -542,19 +482,6 @@ def test_version_is_printed():
     result = CliRunner().invoke(app, ["--version"])
     assert result.exit_code == 0
     assert result.stdout.startswith("kqview")
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        "attend", "bench", "chat", "convert-classifier", "demo", "embed", "generate", "info",
-        "score", "serve", "tokenize", "state check", "state inspect",
-    ],
-)  # fmt: skip
-def test_help_has_an_example(command: str):
-    result = CliRunner().invoke(app, [*command.split(), "--help"])
-    assert result.exit_code == 0
-    assert f"• kqview {command}" in result.stdout
 
 
 @pytest.mark.parametrize("missing", ["typer", "rich"])
@@ -621,39 +548,33 @@ def test_info_without_a_model_shows_build_driver_and_devices(monkeypatch: pytest
     assert gpu.split()[-2:] == ["9.0", "pinned"]
 
 
-def test_info_of_a_build_for_cpus_says_so(monkeypatch: pytest.MonkeyPatch):
-    text = show_info(monkeypatch, is_portable=True, **WITHOUT_CUDA)
-    assert "any x86-64-v3 or ARMv8 machine; no GPU\n" in re.sub(" +\n", "\n", text)
-    assert "NVIDIA" not in text
-    assert "compute capability" not in text
-    assert "no GPU found" not in text
+RADEON = {**GPU, "name": "Vulkan0", "backend": "Vulkan", "compute_capability": None}
+NO_DRIVER = {"nvidia_driver": None, "nvidia_driver_cuda": None, "devices": [CPU]}
+WITHOUT_GPU = "no GPU found: models run on the CPU"
 
 
-@pytest.mark.parametrize("has_device", [True, False])
-def test_info_of_a_build_for_gpus_says_where_none_is_found(
-    monkeypatch: pytest.MonkeyPatch, has_device: bool
+@pytest.mark.parametrize(
+    ("changes", "said", "unsaid"),
+    [
+        (
+            {**WITHOUT_CUDA, "is_portable": True}, ["any x86-64-v3 or ARMv8 machine; no GPU"],
+            ["NVIDIA", "compute capability", "no GPU found"],
+        ),
+        (
+            {**WITHOUT_CUDA, "gpu_backends": "HIP,Vulkan", "devices": [RADEON, CPU]},
+            ["this kind of CPU; HIP, Vulkan"], ["NVIDIA", WITHOUT_GPU],
+        ),
+        ({**WITHOUT_CUDA, "gpu_backends": "HIP,Vulkan"}, ["HIP, Vulkan", WITHOUT_GPU], ["NVIDIA"]),
+        (NO_DRIVER, ["NVIDIA driver none", WITHOUT_GPU], []),
+        ({"devices": [REMOTE]}, ["RPC0 GPU some accelerator unknown plain"], []),
+    ],
+)  # fmt: skip
+def test_info_says_what_a_build_and_its_devices_are(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], said: list[str], unsaid: list[str]
 ):
-    radeon = {**GPU, "name": "Vulkan0", "backend": "Vulkan", "compute_capability": None}
-    devices = [radeon, CPU] if has_device else [CPU]
-    changes = {**WITHOUT_CUDA, "gpu_backends": "HIP,Vulkan", "devices": devices}
-    text = show_info(monkeypatch, **changes)
-    assert "this kind of CPU; HIP, Vulkan" in text
-    assert "NVIDIA" not in text
-    assert ("no GPU found: models run on the CPU" in text) == (not has_device)
-
-
-def test_info_of_a_cuda_build_without_a_driver_says_so(monkeypatch: pytest.MonkeyPatch):
-    text = show_info(monkeypatch, nvidia_driver=None, nvidia_driver_cuda=None, devices=[CPU])
-    (driver,) = [line for line in text.splitlines() if "NVIDIA driver" in line]
-    assert driver.split()[-1] == "none"
-    assert "no GPU found" in text
-
-
-def test_info_shows_a_device_that_does_not_tell_its_memory(monkeypatch: pytest.MonkeyPatch):
-    text = show_info(monkeypatch, devices=[REMOTE])
-    (remote,) = [line for line in text.splitlines() if line.strip().startswith("RPC0")]
-    assert "unknown" in remote
-    assert remote.split()[-1] == "plain"
+    text = re.sub(" +", " ", show_info(monkeypatch, **changes))
+    assert [part for part in said if part not in text] == []
+    assert [part for part in unsaid if part in text] == []
 
 
 def test_info_json_without_a_model_is_system_info(monkeypatch: pytest.MonkeyPatch):
@@ -836,14 +757,6 @@ def test_public_address_without_a_key_is_refused():
     assert re.search(r"0\.0\.0\.0 can be reached .*--api-key", result.output)
 
 
-@pytest.mark.parametrize("words", [("--api-key", "k"), ("--public",)])
-def test_public_address_is_allowed_with_a_key_or_by_order(
-    words: tuple[str, ...], served: list[Settings]
-):
-    assert serve("--demo", "--host", "0.0.0.0", "--port", "0", *words).exit_code == 0
-    assert served[0].host == "0.0.0.0"
-
-
 def test_taken_port_is_said_before_the_model_is_opened():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -865,35 +778,6 @@ def test_command_line_of_llama_server_is_taken(served: list[Settings]):
     assert "--metrics" in result.stderr
     (settings,) = served
     assert (settings.n_ctx, settings.n_slots, settings.flash_attn) == (128, 2, "off")
-
-
-def test_flags_win_over_the_environment(served: list[Settings]):
-    env = {"KQVIEW_SHUTDOWN_GRACE_S": "2.5", "KQVIEW_MAX_TOKENS": "7", "KQVIEW_API_KEYS": "a, b"}
-    result = serve("--demo", "--port", "0", "--max-tokens", "9", "--slots", "2", env=env)
-    assert result.exit_code == 0, result.output
-    (settings,) = served
-    assert settings.max_tokens == 9
-    assert settings.shutdown_grace_s == 2.5
-    assert settings.api_keys == ("a", "b")
-    assert settings.n_slots == 2
-
-
-@pytest.mark.parametrize(
-    ("env", "message"),
-    [
-        ({"KQVIEW_PORT": "x"}, "port is 'x'"),
-        ({"KQVIEW_DEMO": "maybe"}, "demo is 'maybe'"),
-        ({"KQVIEW_MAX_TOKENS": "0"}, "max_tokens is 0"),
-        ({"KQVIEW_ATTENTION_VALUES": "raw"}, "logits, scores, probs"),
-    ],
-)
-def test_wrong_value_of_the_environment_is_named(
-    env: dict[str, str], message: str, served: list[Settings]
-):
-    result = serve(env={"KQVIEW_MODEL": "m.gguf", **env})
-    assert not served
-    assert result.exit_code == 2
-    assert message in result.output
 
 
 # ---- serve with a configuration file
@@ -931,26 +815,6 @@ def test_every_error_of_a_configuration_file_is_said(served: list[Settings], tmp
     result = serve("--config", "/nowhere/kqview.toml", "--demo")
     assert (result.exit_code, served) == (1, [])
     assert "/nowhere/kqview.toml: No such file or directory" in result.output
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("--demo",), "demo and [models] both say what to serve"),
-        (("--model", "m.gguf"), "model is 'm.gguf', which is no id in [models]: a, b"),
-        (("--hf", "owner/repo/file"), "hf and [models] both say what to serve"),
-        (("--alias", "x"), "aliases are names of a single model"),
-    ],
-)
-def test_models_of_a_file_and_flags_that_name_another_are_refused(
-    words: tuple[str, ...], message: str, served: list[Settings], tmp_path: Path
-):
-    path = config_file(tmp_path, "[server]\nport = 0\n[models.a]\n[models.b]\n")
-    result = serve("--config", path, *words)
-    assert (result.exit_code, served) == (2, [])
-    assert message in " ".join(result.output.replace("│", " ").split())
-    assert serve("--config", path, "--model", "b").exit_code == 0
-    assert len(served) == 1
 
 
 def test_file_without_a_model_needs_one_named(served: list[Settings], tmp_path: Path):

@@ -196,6 +196,7 @@ def test_place_that_cannot_be_written_is_refused(folder: Path, monkeypatch: pyte
         (("--temp", "-1"), "--temperature must be a number of at least 0"),
         (("--layers", "1-x"), "--layers is '1-x'"),
         (("--layers", "1,1"), "--layers has repeated indices"),
+        (("--top-p", "1.5"), "--top-p"),
         (("--top-values", "1", "--spans", "0:1"), "--top-values and --spans are two ways"),
         (("--spans", "3-4"), "--spans is '3-4'"),
         (("--spans", "4:3"), "spans"),
@@ -209,3 +210,13 @@ def test_wrong_option_of_generating_is_one_line(words: tuple[str, ...], message:
     assert result.exit_code in (1, 2)
     assert message in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("info", "--metadata"), ("unknown",), ("generate", "--demo", "x", "--capture", "weights")],
+)
+def test_wrong_usage_is_told_with_status_2(words: tuple[str, ...]):
+    result = run(*words)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr

@@ -129,11 +129,6 @@ def test_flag_wins_over_environment_over_file_over_default(write: Write):
     } == expected
 
 
-def test_value_of_the_file_is_checked_even_where_a_flag_wins(write: Write):
-    path = write("[server]\nn_slots = 0\n")
-    assert errors_of(path, flags={"n_slots": 2}) == ["n_slots is 0; expected int >= 1"]
-
-
 def test_every_setting_is_a_key_and_its_flag_is_explained(write: Write):
     values = {
         "model": '"m.gguf"', "demo": "false", "cors_origins": '["*"]', "sampling": "[]",
@@ -440,12 +435,6 @@ def test_shown_values_are_a_file_of_the_same_configuration(write: Write):
     shown = run("show", "--config", str(write(text))).stdout
     first = load(write(text)).config
     assert load(write(shown)).config == first
-
-
-def test_file_of_the_environment_is_the_one_without_a_flag(write: Write):
-    path = write("[server]\nn_slots = 5\n")
-    result = run("show", KQVIEW_CONFIG=str(path))
-    assert f"# {path}\n" in result.stdout
 
 
 def test_init_prints_every_key_with_its_help_and_changes_nothing(write: Write):

@@ -99,19 +99,6 @@ def test_unknown_flags_stay_for_the_command_to_refuse():
     assert of("--no-such-flag 2 -zz a.gguf")[0] == "--no-such-flag 2 -zz a.gguf"
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "--mmproj a.gguf", "-mm a.gguf", "-md draft.gguf", "--spec-draft-n-max 3", "-sm row",
-        "-hf ggml-org/models:Q4_K_M", "--rope-scale 2", "--grammar-file g.gbnf",
-        "--adaptive-target 0.5", "--tools all", "--override-kv a=int:1", "--keep 5", "-ot exps=CPU",
-    ],
-)  # fmt: skip
-def test_flag_of_what_kqview_lacks_is_refused_by_its_name(line: str):
-    with pytest.raises(RequestError, match=f"^{line.split()[0]} is a flag of llama-server"):
-        of(f"-m a.gguf {line}")
-
-
 def test_every_flag_and_variable_of_llama_server_is_known(llama_cpp_dir: Path):  # noqa: F811
     """Each is translated, left out with a note, or refused by its name."""
     page = (llama_cpp_dir / "tools/server/README.md").read_text("utf-8")
@@ -213,14 +200,6 @@ def test_command_reads_the_variables(tmp_path: Path):
         app, ["serve", "--port", "0"], env={"LLAMA_ARG_MODEL": missing, "KQVIEW_MODEL": "mine.gguf"}
     )
     assert "mine.gguf" in both.output
-
-
-def test_help_names_the_options_of_sampling():
-    text = " ".join(
-        CliRunner().invoke(app, ["serve", "--help"], env={"COLUMNS": "400"}).output.split()
-    )
-    for name in ("temperature", "top_n_sigma", "dry_multiplier", "mirostat_tau"):
-        assert name in text
 
 
 def test_template_is_read_from_a_file(tmp_path: Path):
