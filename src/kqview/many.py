@@ -241,8 +241,8 @@ def _unsaved(
 ) -> Iterator[tuple[str, Prompt]]:
     """The prompts without a result, with ids that are free; *saved* has the key of each result.
 
-    A prompt that is there twice needs two results. A result without a key, as older versions saved
-    it, counts for the prompt whose number it has.
+    A prompt that is there twice needs two results. A result without a key, which `map` did not
+    make, counts for the prompt whose number it has.
     """
     n_saved = Counter(saved.values())
     free = (str(n) for n in count() if str(n) not in saved)

@@ -196,9 +196,7 @@ class _Column:
         values = _array(arrays, self.name)
         if values is None:
             return None
-        first = values[0] if isinstance(values, tuple) else values
-        whole = np.full(len(first), first.shape[-1], np.int32)  # of schema 1
-        return _Values(values, arrays.get(self.widths, whole))
+        return _Values(values, arrays[self.widths])
 
 
 def _attribute(attribute: str, name: str, widths: str) -> _Column:
@@ -727,10 +725,10 @@ def load(path: str | os.PathLike[str]) -> Saved:
         else:
             arrays = library.load(data)
             metadata = _metadata(io.BytesIO(data))
-        if metadata["schema"] > SCHEMA:
+        if metadata["schema"] != SCHEMA:
             raise StateFormatError(
-                f"{file} has schema {metadata['schema']}, this version reads up to "
-                f"{SCHEMA}; update kqview"
+                f"{file} has schema {metadata['schema']}, this version reads {SCHEMA}; "
+                "save it again, or update kqview"
             )
         return _saved(arrays, metadata)
     except StateFormatError:
@@ -853,7 +851,7 @@ class SavedFolder(Mapping[str, Saved]):
     def prompt_keys(self) -> dict[str, str | None]:
         """Digest of the prompt of each generation by its id, as `Engine.map` compares it.
 
-        None for those that `map` did not make, and of older versions. Reads the head of each file.
+        None for those that `map` did not make. Reads the head of each file.
 
         Raises:
             StateFormatError: A file is not one that `save` wrote.

@@ -365,8 +365,10 @@ def test_prompt_may_fill_the_slot_but_not_exceed_it(
     engine = make_engine(tiny_llama, n_ctx=100)  # padded to 256 inside
     with pytest.raises(errors.PromptTooLong, match=r"101 .*\b100\b"):
         engine.generate(random_ids(101))
-    full = engine.generate(random_ids(100), max_tokens=5, temperature=0, ignore_eos=True)
-    assert len(list(full)) == 1  # nothing has to be decoded for it
+    options: dict[str, Any] = {"max_tokens": 5, "temperature": 0, "ignore_eos": True}
+    full = engine.generate(random_ids(100), capture="probs", **options)
+    [token] = full  # nothing has to be decoded for it
+    assert token.rows.shape[-1] == 100
     assert full.finish_reason == "length"
     assert engine.slots[0].tokens == random_ids(100)
 

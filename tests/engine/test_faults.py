@@ -118,40 +118,6 @@ def test_decode_that_fails_leaves_a_recurrent_slot_usable(
 # ---- a full cache
 
 
-def test_slots_that_fill_up_in_one_step_end_and_the_others_go_on(
-    make_engine: MakeEngine, tiny_llama: Path
-) -> None:
-    n_ctx = 64
-    prompts = [random_ids(20, seed=1), random_ids(20, seed=2), random_ids(3, seed=3)]
-    engine = make_engine(tiny_llama, n_ctx=n_ctx, n_slots=3, **EXACT)
-    results = together(engine, prompts, max_tokens=500, **GREEDY)
-    for slot, (prompt, (tokens, error)) in enumerate(zip(prompts, results, strict=True)):
-        assert error is None
-        # The last one is sampled from the last column, and not decoded.
-        assert len(tokens) == n_ctx - len(prompt) + 1
-        assert ids_of(tokens) == ids_of(alone(make_engine, tiny_llama, prompt, len(tokens)))
-        assert engine.slots[slot].n_tokens == n_ctx
-    assert engine.stats().n_finished == 3
-
-
-def test_prompt_that_fills_the_slot_gives_one_token_beside_others(
-    make_engine: MakeEngine, tiny_llama: Path
-) -> None:
-    n_ctx = 64
-    engine = make_engine(tiny_llama, n_ctx=n_ctx, n_slots=2, **EXACT)
-    other = engine.generate(PROMPTS[0], max_tokens=30, **GREEDY)
-    next(other)
-    with pytest.raises(errors.PromptTooLong):
-        engine.generate(random_ids(n_ctx + 1), **GREEDY)
-    full = engine.generate(random_ids(n_ctx), max_tokens=10, capture="probs", **GREEDY)
-    tokens = list(full)
-    assert (len(tokens), full.finish_reason) == (1, "length")
-    assert tokens[0].attention is not None
-    assert np.shape(tokens[0].attention)[-1] == n_ctx
-    want = ids_of(alone(make_engine, tiny_llama, PROMPTS[0], 30))
-    assert [*other.tokens, *ids_of(list(other))] == want
-
-
 # ---- no memory for attention
 
 

@@ -258,6 +258,7 @@ def test_full_queue_is_refused_and_cancelled_requests_do_not_count(
     queued = [engine.generate(PROMPT, **GREEDY) for _ in range(1024)]
     with pytest.raises(errors.QueueFull, match="1024"):
         engine.generate(PROMPT, **GREEDY)
+    assert (engine.stats().n_refused, engine.stats().n_queued) == (1, 1024)
     queued.pop().cancel()
     queued.append(engine.generate(PROMPT, **GREEDY))
     del queued

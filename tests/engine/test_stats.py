@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
 PROMPT = random_ids(30)
-N_QUEUE = 1024
 
 
 def test_fresh_engine_has_idle_slots_and_no_speed(
@@ -69,21 +68,6 @@ def test_counters_tell_how_generations_ended(make_engine: MakeEngine, tiny_llama
     stats = engine.stats()
     assert (stats.n_failed, stats.n_finished, stats.n_cancelled) == (1, 1, 3)
     assert stats.n_requests == 4
-
-
-def test_refused_requests_are_counted(make_engine: MakeEngine, tiny_llama: Path) -> None:
-    engine = make_engine(tiny_llama)
-    holder = engine.generate(PROMPT, max_tokens=400, **GREEDY)
-    next(holder)
-    queued = [engine.generate(PROMPT, **GREEDY) for _ in range(N_QUEUE)]
-    for _ in range(2):
-        with pytest.raises(errors.QueueFull, match=str(N_QUEUE)):
-            engine.generate(PROMPT, **GREEDY)
-    assert engine.stats().n_refused == 2
-    assert engine.stats().n_queued == N_QUEUE
-    del queued
-    assert engine.stats().n_queued == 0
-    assert len(list(holder)) == 399
 
 
 def test_tokens_and_seconds_give_the_speed_of_an_interval(

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    import httpx
+
     from kqview import Engine
     from kqview.server.config import Config
 
@@ -53,3 +55,10 @@ def demo() -> Iterator[Served]:
     """One server of the demo model for the tests of a module that leave it as they found it."""
     with serving(Settings(n_slots=2)) as served:
         yield served
+
+
+@pytest.fixture(scope="module")
+def client(demo: Served) -> Iterator[httpx.Client]:
+    """A client of the server of the demo model."""
+    with demo.client() as one:
+        yield one

@@ -26,12 +26,6 @@ if TYPE_CHECKING:
 MESSAGES = [{"role": "user", "content": "Who are you? <|im_end|>"}]
 
 
-@pytest.fixture(scope="module")
-def client(demo: Served) -> Iterator[httpx.Client]:
-    with demo.client() as client:
-        yield client
-
-
 # ---- properties, health, metrics
 
 

@@ -14,20 +14,12 @@ from kqview.server.api.llama_server.events import CompletionEvents
 from tests.support.serving import serving
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     import httpx
 
     from tests.support.serving import Served
 
 PROMPT = "Anna is a"
 GREEDY = {"prompt": PROMPT, "temperature": 0}
-
-
-@pytest.fixture(scope="module")
-def client(demo: Served) -> Iterator[httpx.Client]:
-    with demo.client() as client:
-        yield client
 
 
 def complete(client: httpx.Client, **fields: Any) -> Any:

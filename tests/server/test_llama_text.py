@@ -8,19 +8,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     import httpx
 
     from tests.support.serving import Served
 
 TEXT = "Anna is a painter."
-
-
-@pytest.fixture(scope="module")
-def client(demo: Served) -> Iterator[httpx.Client]:
-    with demo.client() as client:
-        yield client
 
 
 def test_text_goes_to_ids_and_back(demo: Served, client: httpx.Client):
