@@ -164,20 +164,7 @@ def grammar(wanted: Wanted, form: Format, mark: Mark) -> str:
         form: How calls are written.
         mark: How a grammar says the text of a mark, see `literal`.
     """
-    rules: list[str] = []
-    choices: list[str] = []
-    if wanted.calls:
-        space = "" if form in _THOUGHTS or wanted.reasoning != "no" else "SPACE? "
-        choices.append(space + _calls(wanted, form, mark, rules))
-        if form == "gemma":
-            rules += _notation(FORMATS[form].quotes[0], mark)
-    if wanted.schema is not None:
-        rules.append(f"answer: {_json(wanted.schema, COMPACT)}")
-        choices.append(" ".join([*_said(FORMATS[form].answer, mark), "answer"]))
-    body = " | ".join(choices)
-    start = f"{_reasoning(wanted, form, mark, rules)}({body})"
-    rules += [r"SPACE: /[ \n]{1,4}/", r"LINES: /\n{1,2}/"]
-    return "\n".join(["%llguidance {}", f"start: {start}", *rules]) + "\n"
+    return _Grammar(wanted, form, mark).text()
 
 
 def literal(text: str) -> str:
@@ -185,172 +172,176 @@ def literal(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def token(id: int) -> str:
-    """A token as a grammar says it."""
-    return f"<[{id}]>"
-
-
 def said(control_tokens: Mapping[str, int], text: str) -> str:
     """*text* as a grammar says it: control tokens by their id, because no text matches them."""
-    found = [re.escape(name) for name in control_tokens if name in text]
-    parts = (
-        re.split(f"({'|'.join(sorted(found, key=len, reverse=True))})", text) if found else [text]
-    )
-    shown = (
-        token(control_tokens[part]) if i % 2 else literal(part)
+    found = sorted((name for name in control_tokens if name in text), key=len, reverse=True)
+    parts = re.split(f"({'|'.join(map(re.escape, found))})", text) if found else [text]
+    return " ".join(
+        f"<[{control_tokens[part]}]>" if i % 2 else literal(part)
         for i, part in enumerate(parts)
         if part
     )
-    return " ".join(shown)
+
+
+class _Grammar:
+    """The rules of a grammar while they are written."""
+
+    def __init__(self, wanted: Wanted, form: Format, mark: Mark) -> None:
+        self._wanted, self._form, self._mark = wanted, form, mark
+        self._syntax = FORMATS[form]
+        self._rules = [r"SPACE: /[ \n]{1,4}/", r"LINES: /\n{1,2}/"]
+
+    def text(self) -> str:
+        """The whole grammar."""
+        wanted = self._wanted
+        choices: list[str] = []
+        if wanted.calls:
+            space = "" if self._form in _THOUGHTS or wanted.reasoning != "no" else "SPACE? "
+            choices.append(space + self._calls())
+        if wanted.schema is not None:
+            self._rules.append(f"answer: {_json(wanted.schema, COMPACT)}")
+            choices.append(self._joined(self._syntax.answer, "answer"))
+        start = f"{self._reasoning()}({' | '.join(choices)})"
+        return "\n".join(["%llguidance {}", f"start: {start}", *self._rules]) + "\n"
+
+    def _joined(self, before: str, rule: str, after: str = "") -> str:
+        """*rule* between the texts of two marks, which may be empty."""
+        parts = [before and self._mark(before), rule, after and self._mark(after)]
+        return " ".join(filter(None, parts))
+
+    def _until(self, name: str, end: str) -> str:
+        """Any text up to a mark."""
+        said = self._mark(end)
+        if said != literal(end):
+            self._rules.append(f"{name}: /(?s:.*)/ {said}")
+        else:
+            self._rules.append(f"{name}[suffix={said}]: /(?s:.*)/")
+        return name
+
+    def _reasoning(self) -> str:
+        wanted, mark = self._wanted, self._mark
+        if self._form in _THOUGHTS:
+            opened, end = _THOUGHTS[self._form]
+            rest = self._until("reasoning", end)
+            return f"({mark(opened)} {rest} {mark('<|start|>assistant')})? "
+        if wanted.reasoning == "no":
+            return ""
+        rest = f"{self._until('reasoning', THINK_TAGS[wanted.tag])} SPACE?"
+        return f"{rest} " if wanted.reasoning == "open" else f"({mark(wanted.tag)} {rest})? "
+
+    def _calls(self) -> str:
+        syntax = self._syntax
+        for i, tool in enumerate(self._wanted.calls):
+            function = object_of(tool["function"])
+            # A function of which none are given has no parameters, as in OpenAI's API.
+            given = function.get("parameters")
+            schema = object_of({"properties": {}} if given is None else given)
+            self._rules.append(f"call_{i}: {self._call(i, function['name'], schema)}")
+        named = range(len(self._wanted.calls))
+        self._rules.append("call: " + " | ".join(f"call_{i}" for i in named))
+        if self._form == "gemma":
+            self._rules += _NOTATION
+            self._until("text_end", syntax.quotes[0])
+            self._rules.append(f"text: {self._mark(syntax.quotes[0])} text_end")
+        calls, end = "call", syntax.end
+        if self._wanted.is_parallel and self._form != "harmony":  # whose turn ends with a call
+            between = self._mark(syntax.between) if syntax.between.strip() else "SPACE?"
+            calls += f" ({between} call){{0,{_MOST_CALLS - 1}}}"
+        if end and not syntax.between.strip():
+            # White space is one word of the grammar, whatever follows it.
+            calls, end = f"{calls} SPACE?", end.lstrip()
+        return self._joined(syntax.begin, calls, end)
+
+    def _call(self, i: int, name: str, schema: Mapping[str, Any]) -> str:
+        syntax = self._syntax
+        shown = json.dumps(name, ensure_ascii=False)[1:-1] if syntax.is_object else name
+        parts: list[str] = []
+        # A name and what is around it are one word: a grammar reads the longest that may come.
+        pattern = syntax.call.replace("$name", shown.replace("$", _DOLLAR))
+        for j, piece in enumerate(pieces(pattern)):
+            if j % 2 == 0:
+                text = piece.replace(_DOLLAR, "$")
+                parts.append(self._lines(text) if syntax.argument else text and self._mark(text))
+            elif piece != "arguments":
+                parts.append("/[0-9]{1,3}/" if piece == "index" else "/[a-zA-Z0-9]{9}/")
+            elif syntax.argument:
+                parts.append(self._arguments(i, schema))
+            else:
+                self._rules.append(f"arguments_{i}: {_json({'type': 'object', **schema})}")
+                parts.append(f"arguments_{i}")
+        return " ".join(filter(None, parts))
+
+    def _lines(self, text: str) -> str:
+        """*text*, whose line ends a model may leave out."""
+        words = filter(None, re.split(r"(\n+)", text))
+        return " ".join("LINES?" if word[0] == "\n" else self._mark(word) for word in words)
+
+    def _arguments(self, i: int, schema: Mapping[str, Any]) -> str:
+        """Arguments one by one, in the order of the schema."""
+        required = schema.get("required")
+        needed = cast("list[object]", required) if isinstance(required, list) else []
+        comma = self._syntax.comma and self._mark(self._syntax.comma)
+        # From the last argument to the first: what may be left, behind none or some.
+        first = more = ""
+        for j, (key, given) in reversed([*enumerate(object_of(schema.get("properties")).items())]):
+            value = self._argument(f"value_{i}_{j}", key, object_of(given))
+            is_needed = key in needed
+            self._rules += [
+                f"first_{i}_{j}: {value} {more}" + ("" if is_needed else f" | {first}"),
+                f"more_{i}_{j}: {comma} {value} {more}" + ("" if is_needed else f" | {more}"),
+            ]
+            first, more = f"first_{i}_{j}", f"more_{i}_{j}"
+        return first
+
+    def _argument(self, rule: str, key: str, kind: Mapping[str, Any]) -> str:
+        syntax, is_text = self._syntax, _is_text(kind)
+        type_ = "string" if is_text else str(kind.get("type", "object"))
+        shown = {
+            "key": key,
+            "text": "true" if is_text else "false",
+            "value": "\0",
+            "type": "number" if type_ == "integer" else type_,
+        }
+        parts = pieces(syntax.argument)
+        whole = "".join(shown[part] if j % 2 else part for j, part in enumerate(parts))
+        before, _, after = whole.partition("\0")
+        end = after.rstrip("\n")
+        if syntax.quotes:
+            quote = syntax.quotes[0] if is_text else ""
+            before, end = before + quote, quote
+        stem = before.rstrip("\n")
+        begun = self._joined("", self._lines(stem), before[len(stem) :])
+        choices = kind.get("enum")
+        if is_text and isinstance(choices, list):
+            said = " | ".join(literal(str(one)) for one in cast("list[object]", choices))
+            self._rules.append(f"{rule}: ({said}) {self._mark(end)}")
+        elif is_text and end == "'":
+            self._rules.append(rf"""{rule}: /([^'\\\x00-\x1f]|\\['"\\nrt])*'/""")
+        elif is_text:
+            self._until(rule, end)
+        else:
+            value = _json(kind)
+            if kind.get("type") == "boolean":  # templates write it as Python, too
+                value = "/true|false|True|False/"
+            elif self._form == "gemma" and kind.get("type") not in ("integer", "number"):
+                value = "notation"
+            self._rules.append(f"{rule}: {self._joined('', value, end)}")
+        return f"{begun} {rule}" + (" LINES?" if after.endswith("\n") else "")
+
+
+# Rules of any value in Gemma's notation.
+_NOTATION: Final = (
+    "notation: object | list | text | /-?[0-9]{1,16}(\\.[0-9]{1,16})?|true|false|null/",
+    'object: "{" (pair ("," pair)*)? "}"',
+    'pair: /[^\\x00-\\x1f:{}\\[\\],<"]{1,64}/ ":" notation',
+    'list: "[" (notation ("," notation)*)? "]"',
+)
 
 
 def _json(schema: Mapping[str, Any] | str, space: Mapping[str, Any] = LINES) -> str:
     """A value that *schema* describes. Models write arguments with white space or without."""
     text = schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False)
     return f"%json {held(text, space)}"
-
-
-def _until(name: str, end: str, mark: Mark, rules: list[str]) -> str:
-    """Any text up to a mark."""
-    said = mark(end)
-    if said != literal(end):
-        rules.append(f"{name}: /(?s:.*)/ {said}")
-    else:
-        rules.append(f"{name}[suffix={said}]: /(?s:.*)/")
-    return name
-
-
-def _reasoning(wanted: Wanted, form: Format, mark: Mark, rules: list[str]) -> str:
-    if form in _THOUGHTS:
-        opened, end = _THOUGHTS[form]
-        rest = _until("reasoning", end, mark, rules)
-        return f"({mark(opened)} {rest} {mark('<|start|>assistant')})? "
-    if wanted.reasoning == "no":
-        return ""
-    rest = _until("reasoning", THINK_TAGS[wanted.tag], mark, rules)
-    return (
-        f"{rest} SPACE? " if wanted.reasoning == "open" else f"({mark(wanted.tag)} {rest} SPACE?)? "
-    )
-
-
-def _calls(wanted: Wanted, form: Format, mark: Mark, rules: list[str]) -> str:
-    syntax = FORMATS[form]
-    for i, tool in enumerate(wanted.calls):
-        function = object_of(tool["function"])
-        # A function of which none are given has no parameters, as in OpenAI's API.
-        given = function.get("parameters")
-        schema = object_of({"properties": {}} if given is None else given)
-        rules.append(f"call_{i}: {_call(i, function['name'], schema, syntax, mark, rules)}")
-    rules.append("call: " + " | ".join(f"call_{i}" for i in range(len(wanted.calls))))
-    calls, end = "call", _said(syntax.end, mark)
-    if not syntax.between.strip():
-        # White space is one word of the grammar, whatever follows it.
-        end = ["SPACE?", *_said(syntax.end.lstrip(), mark)] if syntax.end else []
-    if wanted.is_parallel and form != "harmony":  # whose turn ends with a call
-        between = mark(syntax.between) if syntax.between.strip() else "SPACE?"
-        calls += f" ({between} call){{0,{_MOST_CALLS - 1}}}"
-    return " ".join([*_said(syntax.begin, mark), calls, *end])
-
-
-def _said(text: str, mark: Mark) -> list[str]:
-    return [mark(text)] if text else []
-
-
-def _call(
-    i: int, name: str, schema: Mapping[str, Any], syntax: Syntax, mark: Mark, rules: list[str]
-) -> str:
-    shown = json.dumps(name, ensure_ascii=False)[1:-1] if syntax.is_object else name
-    say = _lines if syntax.argument else _said
-    parts: list[str] = []
-    # A name and what is around it are one word: a grammar reads the longest word that may come.
-    for j, piece in enumerate(pieces(syntax.call.replace("$name", shown.replace("$", _DOLLAR)))):
-        if j % 2 == 0:
-            parts += say(piece.replace(_DOLLAR, "$"), mark)
-        elif piece != "arguments":
-            parts.append("/[0-9]{1,3}/" if piece == "index" else "/[a-zA-Z0-9]{9}/")
-        elif syntax.argument:
-            parts.append(_arguments(i, schema, syntax, mark, rules))
-        else:
-            rules.append(f"arguments_{i}: {_json({'type': 'object', **schema})}")
-            parts.append(f"arguments_{i}")
-    return " ".join(part for part in parts if part)
-
-
-def _lines(text: str, mark: Mark) -> list[str]:
-    """*text*, whose line ends a model may leave out."""
-    made: list[str] = []
-    for word in re.split(r"(\n+)", text):
-        made += ["LINES?"] if word[:1] == "\n" else _said(word, mark)
-    return made
-
-
-def _arguments(
-    i: int, schema: Mapping[str, Any], syntax: Syntax, mark: Mark, rules: list[str]
-) -> str:
-    """Arguments one by one, in the order of the schema."""
-    required = schema.get("required")
-    needed = cast("list[object]", required) if isinstance(required, list) else []
-    first, more = (
-        "",
-        "",
-    )  # from the last argument to the first: what may be left, behind none or some
-    for j, (key, given) in reversed([*enumerate(object_of(schema.get("properties")).items())]):
-        value = _argument(f"value_{i}_{j}", key, object_of(given), syntax, mark, rules)
-        comma = " ".join(_said(syntax.comma, mark))
-        is_needed = key in needed
-        rules.append(f"first_{i}_{j}: {value} {more}" + ("" if is_needed else f" | {first}"))
-        rules.append(f"more_{i}_{j}: {comma} {value} {more}" + ("" if is_needed else f" | {more}"))
-        first, more = f"first_{i}_{j}", f"more_{i}_{j}"
-    return first
-
-
-def _argument(
-    rule: str, key: str, kind: Mapping[str, Any], syntax: Syntax, mark: Mark, rules: list[str]
-) -> str:
-    is_text = _is_text(kind)
-    shown = {"key": key, "text": "true" if is_text else "false", "value": "\0"}
-    shown["type"] = _type_name(kind)
-    parts = pieces(syntax.argument)
-    whole = "".join(shown[part] if j % 2 else part for j, part in enumerate(parts))
-    before, _, after = whole.partition("\0")
-    end = after.rstrip("\n")
-    if syntax.quotes:
-        quote = syntax.quotes[0] if is_text else ""
-        before, end = before + quote, quote
-    stem = before.rstrip("\n")
-    begun = " ".join([*_lines(stem, mark), *_said(before[len(stem) :], mark)])
-    choices = kind.get("enum")
-    if is_text and isinstance(choices, list):
-        said = " | ".join(literal(str(one)) for one in cast("list[object]", choices))
-        rules.append(f"{rule}: ({said}) {mark(end)}")
-    elif is_text and end == "'":
-        rules.append(rf"""{rule}: /([^'\\\x00-\x1f]|\\['"\\nrt])*'/""")
-    elif is_text:
-        _until(rule, end, mark, rules)
-    elif kind.get("type") == "boolean":  # templates write it as Python, too
-        rules.append(" ".join([f"{rule}: /true|false|True|False/", *_said(end, mark)]))
-    elif syntax.quotes[:1] == ['<|"|>'] and kind.get("type") not in ("integer", "number"):
-        rules.append(f"{rule}: notation")
-    else:
-        rules.append(" ".join([f"{rule}: {_json(kind)}", *_said(end, mark)]))
-    return f"{begun} {rule}" + (" LINES?" if after.endswith("\n") else "")
-
-
-def _type_name(kind: Mapping[str, Any]) -> str:
-    name = "string" if _is_text(kind) else str(kind.get("type", "object"))
-    return "number" if name == "integer" else name
-
-
-def _notation(quote: str, mark: Mark) -> list[str]:
-    """Rules of any value in Gemma's notation."""
-    rules = [
-        "notation: object | list | text | /-?[0-9]{1,16}(\\.[0-9]{1,16})?|true|false|null/",
-        'object: "{" (pair ("," pair)*)? "}"',
-        'pair: /[^\\x00-\\x1f:{}\\[\\],<"]{1,64}/ ":" notation',
-        'list: "[" (notation ("," notation)*)? "]"',
-    ]
-    _until("text_end", quote, mark, rules)
-    return [*rules, f"text: {mark(quote)} text_end"]
 
 
 def text_parameters(tools: Sequence[Tool]) -> Mapping[str, frozenset[str]]:
