@@ -17,6 +17,7 @@ from kqview.chat.formats import FORMATS, format_of
 from kqview.chat.functions import ToolLike
 from kqview.chat.messages import Message, checked_messages, checked_options, checked_tools
 from kqview.chat.parts import Part, text_of_parts
+from kqview.chat.reasoning import opened_by
 from kqview.chat.rendering import ConfinedTemplate, template_helpers
 from kqview.chat.tool_format import said
 from kqview.chat.turn import (
@@ -27,7 +28,6 @@ from kqview.chat.turn import (
     choice_of,
     constrained,
     continued,
-    opened_in,
     reading_of,
     reasoning_of,
     template_for,
@@ -168,7 +168,7 @@ class Conversation:
         )
         ids = self._with_bos(self._chat_ids(chat.parts))
         end = b"".join(map(self._model.token_bytes, ids[-N_END:])).decode("utf-8", "replace")
-        opened = opened_in(chat.begun, end)
+        opened = opened_by(end, chat.begun)
         schema, options = self._constrained(
             options, choice, source, reasoning_of(source, end, opened), parallel_tool_calls
         )
@@ -309,13 +309,13 @@ class Conversation:
             adds_header=add_generation_prompt,
             continues=continue_final_message,
         )
-        text = text_of_parts(chat.parts)
         if not tokenize:
-            return text
+            return text_of_parts(chat.parts)
         rendered = self._chat_ids(chat.parts)
         ids = self._with_bos(rendered)
         if not spans:
             return ids
+        text = text_of_parts(chat.parts)
         ends = chat.ends(text=text, ends_of_turn=self._ends_of_turn())
         starts = [start for start, _ in self._offsets(text, rendered)]
         n_before = len(ids) - len(rendered)
@@ -336,8 +336,11 @@ class Conversation:
         """Render a chat; raises as `apply_chat_template`."""
         if not isinstance(continues, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise invalid("continue_final_message", "True or False", shown(continues))
-        checked, offered = checked_messages(messages), checked_tools(tools)
-        options = {**self._template_options, **checked_options(template_options)}
+        checked, offered, options = checked_messages(messages), None, self._template_options
+        if tools is not None:
+            offered = checked_tools(tools)
+        if template_options is not None:
+            options = {**options, **checked_options(template_options)}
         template = self._template(source)
         begun = continued(checked) if continues else None
         rest = checked if begun is None else checked[:-1]
@@ -445,7 +448,7 @@ class Conversation:
         return ids + self._run_ids(run)
 
     def _run_ids(self, run: Sequence[Part]) -> list[int]:
-        text = text_of_parts(run)
+        text = "".join(part.text for part in run)
         wanted = [self._control_ids[part.text] for part in run if part.is_special]
         ids = self._model.tokenize(encode("messages", text), False, True)
         if [i for i in ids if i in self._control_id_set] == wanted:

@@ -87,8 +87,8 @@ def _message(where: str, value: object) -> dict[str, Any]:
         message["tool_calls"] = _calls(f"{where}: tool_calls", message["tool_calls"])
     elif "content" not in message or (message["content"] is None and role not in _WITHOUT_CONTENT):
         raise RequestError(f"{where}: content is missing; pass text, which may be empty")
-    if "content" in message:
-        _check_content(f"{where}: content", message["content"])
+    if not isinstance(message.get("content"), str | None):
+        _check_parts(f"{where}: content", message["content"])
     for key in ("name", "tool_call_id"):
         if not isinstance(message.get(key, ""), str | None):
             raise RequestError(f"{where}: {key} is {_shown(message[key])}; pass text")
@@ -96,9 +96,7 @@ def _message(where: str, value: object) -> dict[str, Any]:
     return {key: item for key, item in message.items() if item is not None}
 
 
-def _check_content(where: str, content: object) -> None:
-    if content is None or isinstance(content, str):
-        return
+def _check_parts(where: str, content: object) -> None:
     if not isinstance(content, list):
         raise RequestError(
             f"{where} is of type {type(content).__name__}; pass text or a list of parts"

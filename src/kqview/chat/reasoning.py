@@ -381,10 +381,18 @@ def _rest(closings: Sequence[str], marks: HeldText) -> str:
     return next((one[len(held) :] for one in closings if one.startswith(held)), closings[0])
 
 
-def opened_by(prompt_end: str, tags: Sequence[str] = tuple(THINK_TAGS)) -> str | None:
-    """The opening mark with which a prompt ends, white space aside; None if there is none."""
+def opened_by(prompt_end: str, begun: str = "") -> str | None:
+    """The mark of reasoning inside of which an answer begins, None if it does not.
+
+    Args:
+        prompt_end: Text at the end of the prompt.
+        begun: Text of the answer that the prompt already has.
+    """
+    if begun:
+        tags = (tag for tag, close in THINK_TAGS.items() if begun.rfind(tag) > begun.rfind(close))
+        return next(tags, None)
     end = prompt_end.rstrip()
-    return next((tag for tag in tags if end.endswith(tag)), None)
+    return next((tag for tag in THINK_TAGS if end.endswith(tag)), None)
 
 
 # ---- which of them

@@ -303,7 +303,7 @@ class ChatTemplate:
         """The text, and the messages and tools of which the template makes it without failing."""
         first: RequestError | None = None
         fitted = self._fitted(messages)
-        has_calls = any(map(_has_calls, fitted))
+        has_calls = any(message.get("tool_calls") for message in fitted)
         # Some loop over the tools without asking whether there are any.
         offered: list[Sequence[Mapping[str, Any]] | None] = [None, []] if tools is None else [tools]
         for as_text in (False, True)[: 1 + has_calls]:

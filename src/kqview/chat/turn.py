@@ -12,7 +12,7 @@ from typing import Any, Final, Literal, NamedTuple, TypedDict, cast
 
 from kqview import json_input
 from kqview.chat import formats, tool_format
-from kqview.chat.reasoning import THINK_TAGS, Piece, Split, TokenCounter, opened_by, split_of
+from kqview.chat.reasoning import THINK_TAGS, Piece, Split, TokenCounter, split_of
 from kqview.chat.tool_format import CallDelta, CallReader, Format, Tool, Wanted
 from kqview.errors import InvalidSampling, RequestError, shown
 from kqview.stop_strings import ShownText
@@ -189,21 +189,6 @@ class Reasoning(NamedTuple):
 
     how: Literal["no", "may", "open"]
     tag: str
-
-
-def opened_in(begun: str, end: str) -> str | None:
-    """The mark of reasoning inside of which an answer begins, None if it does not.
-
-    Args:
-        begun: Text of the answer that the prompt already has.
-        end: Text at the end of the prompt.
-    """
-    if not begun:
-        return opened_by(end)
-    for open_, close in THINK_TAGS.items():
-        if begun.rfind(open_) > begun.rfind(close):
-            return open_
-    return None
 
 
 def reasoning_of(source: str, end: str, opened: str | None) -> Reasoning:

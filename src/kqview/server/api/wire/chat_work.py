@@ -7,10 +7,10 @@ answer is read (`kqview.chat.turn.Reading`). Nothing here knows a protocol.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 from kqview.chat import CHATML, formats, tool_format
-from kqview.chat.reasoning import Split
+from kqview.chat.reasoning import Split, opened_by
 from kqview.chat.tool_format import Tool
 from kqview.chat.turn import (
     N_END,
@@ -19,10 +19,10 @@ from kqview.chat.turn import (
     Choice,
     Delta,
     Reading,
+    Reasoning,
     chosen_tools,
     constrained,
     continued,
-    opened_in,
     reading_of,
     reasoning_of,
     template_for,
@@ -120,38 +120,23 @@ def prepare(engine: Engine, chat: ChatRequest) -> ChatWork:
         RequestError: A message or a tool is malformed, tools and a grammar exclude each other, or
             as `Engine.apply_chat_template`.
     """
-    tools = _tools(chat)
-    source = _template_of(engine, chat, tools)
-    ids, begun = prompt_of(engine, chat, tools)
+    ids, begun, source, tools = _prompt(engine, chat)
     # What the answer continues decides whether it begins inside of reasoning.
     end = engine.detokenize(ids[-N_END:]) if ids else ""
-    opened = opened_in(begun, end)
-    native = formats.format_of(source)
-    # A template that has no place for tools shows them in Hermes' format.
-    form = native if tool_format.knows_tools(source) or native == "harmony" else "hermes"
+    opened = opened_by(end, begun)
     reading = reading_of(source, opened, tools)
     split = reading.split
     is_harmony = split.mode == "harmony"
     if chat.split is not None:
         split = chat.split(source, end, split)
-    reasoning = reasoning_of(source, end, opened)
-    try:
-        sampling = constrained(
-            chat.sampling,
-            choice=Choice(tools, chat.tool_choice == "required", chat.tool_name is not None),
-            schema=chat.schema,
-            form=form,
-            reasoning=reasoning,
-            is_parallel=chat.parallel_calls,
-            mark=partial(tool_format.said, engine.control_tokens),
-        )
-    except RequestError as error:
-        raise renamed(error, chat.names) from None
-    names = dict(chat.names)
-    if sampling.grammar is not chat.sampling.grammar:
-        names["grammar"] = "tools" if tools else names.get("json_schema", "response_format")
-    # A grammar that is not the client's own allows reasoning and its marks, or has none of it.
-    may_reason = sampling is chat.sampling or is_harmony or reasoning.how != "no"
+    sampling, names, may_reason = chat.sampling, dict(chat.names), True
+    if tools or chat.schema is not None:
+        reasoning = reasoning_of(source, end, opened)
+        sampling = _constrained(engine, chat, source, tools, reasoning)
+        if sampling.grammar is not chat.sampling.grammar:
+            names["grammar"] = "tools" if tools else names.get("json_schema", "response_format")
+        # A grammar that is not the client's own allows reasoning and its marks, or has none of it.
+        may_reason = sampling is chat.sampling or is_harmony or reasoning.how != "no"
     dialogue = Dialogue(chat.messages, tools or None) if chat.options.get("mods") else None
     forcing = None
     max_tokens = WHOLE_CONTEXT if chat.max_tokens is None else chat.max_tokens
@@ -178,23 +163,52 @@ def prepare(engine: Engine, chat: ChatRequest) -> ChatWork:
     return ChatWork(request, replace(reading, split=split, stops=stops))
 
 
-def prompt_of(
-    engine: Engine, chat: ChatRequest, tools: Sequence[Tool] | None = None
-) -> tuple[list[int], str]:
-    """Ids of the prompt, and the text of the answer that it already begins; any thread.
+def _constrained(
+    engine: Engine, chat: ChatRequest, source: str, tools: list[Tool], reasoning: Reasoning
+) -> Sampling:
+    native = formats.format_of(source)
+    # A template that has no place for tools shows them in Hermes' format.
+    form = native if tool_format.knows_tools(source) or native == "harmony" else "hermes"
+    try:
+        return constrained(
+            chat.sampling,
+            choice=Choice(tools, chat.tool_choice == "required", chat.tool_name is not None),
+            schema=chat.schema,
+            form=form,
+            reasoning=reasoning,
+            is_parallel=chat.parallel_calls,
+            mark=partial(tool_format.said, engine.control_tokens),
+        )
+    except RequestError as error:
+        raise renamed(error, chat.names) from None
 
-    Args:
-        engine: Whose model answers.
-        chat: The chat.
-        tools: Those that may be called, None for what *chat* says.
+
+def prompt_of(engine: Engine, chat: ChatRequest) -> tuple[list[int], str]:
+    """Ids of the prompt, and the text of the answer that it already begins; any thread.
 
     Raises:
         RequestError: As `prepare`.
     """
+    prompt = _prompt(engine, chat)
+    return prompt.ids, prompt.begun
+
+
+class _Prompt(NamedTuple):
+    """A rendered chat, with its template and the tools that may be called."""
+
+    ids: list[int]
+    begun: str
+    source: str
+    tools: list[Tool]
+
+
+def _prompt(engine: Engine, chat: ChatRequest) -> _Prompt:
     messages: list[Any] = list(chat.messages)
     try:
-        tools = _tools(chat) if tools is None else tools
-        source = _template_of(engine, chat, tools)
+        tools = offered = _tools(chat)
+        source = chat.chat_template
+        if source is None:
+            source = template_for(engine.model, has_tools=bool(tools)) or CHATML
         is_of_tools = bool(tools)
         for i, message in enumerate(messages):
             if not isinstance(content := message.get("content"), str):
@@ -203,26 +217,19 @@ def prompt_of(
             is_of_tools |= bool(message.get("tool_calls"))
         begun = continued(messages, chat.continues)
         if is_of_tools and not tool_format.knows_tools(source):
-            messages, tools = tool_format.tools_as_text(messages, tools), ()
+            messages, offered = tool_format.tools_as_text(messages, tools), []
         ids = engine.apply_chat_template(
             messages,
-            tools=tools or None,
+            tools=offered or None,
             add_generation_prompt=chat.adds_generation_prompt,
             continue_final_message=begun is not None,
             chat_template=source,
-            template_options=chat.template_options,
+            template_options=chat.template_options or None,
         )
     except RequestError as error:
         names = {"template_options": "chat_template_kwargs", **chat.names}
         raise renamed(error, names) from None
-    return ids, begun or ""
-
-
-def _template_of(engine: Engine, chat: ChatRequest, tools: Sequence[Tool]) -> str:
-    """The template to use: that of the request, the model's own, or ChatML."""
-    if chat.chat_template is not None:
-        return chat.chat_template
-    return template_for(engine.model, has_tools=bool(tools)) or CHATML
+    return _Prompt(ids, begun or "", source, tools)
 
 
 def _check_is_text(i: int, content: object) -> None:
@@ -241,7 +248,10 @@ def _tools(chat: ChatRequest) -> list[Tool]:
     if chat.tool_choice == "none":
         return []
     allowed = chat.allowed_tools if chat.tool_name is None else [chat.tool_name]
-    return chosen_tools(chat.tools, needs_call=chat.tool_choice == "required", allowed=allowed)
+    needs_call = chat.tool_choice == "required"
+    if not (chat.tools or needs_call or allowed):
+        return []
+    return chosen_tools(chat.tools, needs_call=needs_call, allowed=allowed)
 
 
 # ---- answers
