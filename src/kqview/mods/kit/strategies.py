@@ -215,9 +215,10 @@ class ChoicesStrategy(TableStrategy[AnswerState]):
 
     def _rests(self, state: AnswerState) -> list[bytes]:
         """What may still follow, of each choice."""
-        n = len(state.written)
-        rests = [one[n:] for one in self._choices if one.startswith(state.written)]
-        return [] if state.is_ended else [rest for rest in rests if rest]
+        if state.is_ended:
+            return []
+        written, n = state.written, len(state.written)
+        return [one[n:] for one in self._choices if len(one) > n and one.startswith(written)]
 
 
 # ---- free text up to an end
@@ -406,7 +407,9 @@ class CharsStrategy(TableStrategy[AnswerState]):
         free: list[int] = []  # fit anywhere in an answer
         checked: list[int] = []  # fit or not, by what is written
         for i, text in enumerate(table.texts):
-            if text and all(self._may_contain(c) or c in self._stop for c in text):
+            if text and all(
+                (self._is_of_kind(c) and c not in without) or c in self._stop for c in text
+            ):
                 is_free = not self._is_float and not any(c in self._stop for c in text)
                 (free if is_free else checked).append(i)
         self._free: Ids = np.array(free, np.int64)
@@ -445,14 +448,11 @@ class CharsStrategy(TableStrategy[AnswerState]):
         text = self._table.texts[token_id]
         return text is not None and self._is_possible(state.written.decode() + text)
 
-    def _may_contain(self, character: str) -> bool:
-        return self._is_of_kind(character) and character not in self._without
-
     def _is_body(self, text: str) -> bool:
         """Whether *text* is a beginning of an answer, the stop aside."""
         if self._is_float:
             return _FLOAT_BEGINS.fullmatch(text) is not None
-        return all(map(self._may_contain, text))
+        return all(self._is_of_kind(c) and c not in self._without for c in text)
 
     def _is_whole(self, text: str) -> bool:
         """Whether *text* is an answer, the stop aside."""
