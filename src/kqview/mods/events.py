@@ -14,11 +14,9 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from kqview import _core
 from kqview.arguments import whole_number
 from kqview.types.token import Attention, Positions
-
-_BLOCK: Final = 64
-_SMALL: Final = 2048
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -122,33 +120,14 @@ class ForwardPass:
         Raises:
             RequestError: *k* is not a whole number of at least 1.
         """
-        ids = top_ids(self.logits, whole_number("k", k))
-        logprobs = self.logits[ids] - log_sum_exp(self.logits)
-        return logprobs[None], ids[None]
-
-
-def log_sum_exp(logits: NDArray[np.float32]) -> np.float32:
-    """Log of the sum of exponentials: logits minus this are log-probabilities."""
-    largest = logits.max()
-    return largest + np.float32(np.log(np.sum(np.exp(logits - largest), dtype=np.float64)))
-
-
-def top_ids(logits: NDArray[np.float32], k: int) -> NDArray[np.int64]:
-    """Ids of the *k* largest logits, best first, of equal ones the lower first."""
-    if logits.size <= _SMALL:
-        return np.argsort(-logits, kind="stable")[:k]
-    # The largest are in the blocks with the largest maxima: all else is looked at only once.
-    n_whole = logits.size // _BLOCK * _BLOCK
-    maxima = logits[:n_whole].reshape(-1, _BLOCK).max(axis=1)
-    blocks = np.flatnonzero(maxima >= _kth_largest(maxima, k))
-    inside = (blocks[:, None] * _BLOCK + np.arange(_BLOCK)).reshape(-1)
-    ids = np.concatenate([inside, np.arange(n_whole, logits.size)])
-    ids = ids[logits[ids] >= _kth_largest(logits[ids], k)]
-    return ids[np.argsort(-logits[ids], kind="stable")[:k]]
-
-
-def _kth_largest(values: NDArray[np.float32], k: int) -> Any:
-    return np.partition(values, -k)[-k] if k < values.size else -np.inf
+        k = min(whole_number("k", k), self.logits.size)
+        best, _ = _core.outlook(self.logits, k)
+        n_masked = k - len(best)
+        if n_masked:
+            masked = np.flatnonzero(self.logits == -np.inf)[:n_masked].tolist()
+            best += [(id_, -np.inf) for id_ in masked]
+        ids, logprobs = zip(*best, strict=True)
+        return np.array([logprobs], np.float32), np.array([ids], np.int64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
