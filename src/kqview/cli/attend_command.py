@@ -126,11 +126,7 @@ class _Shown:
     # ---- one head
 
     def _pick(self, layer: int | None, head: int | None) -> _Head:
-        """The head to show: the sharpest of those that are not excluded.
-
-        Raises:
-            RequestError: The layer or head was not captured.
-        """
+        """The head to show: the sharpest of those that are not excluded."""
         values, positions = self._by_layer(self._values), self._by_layer(self._positions)
         reduce = self._capture.reduce
         layers = () if reduce in ("mean", "max") else self._layers

@@ -72,12 +72,7 @@ _COMMANDS: Final[Mapping[str, str]] = {
 
 
 def load_messages(path: Path) -> list[dict[str, Any]]:
-    """The messages in a file that `/save` wrote, or in any JSON list of messages.
-
-    Raises:
-        RequestError: It is no such file.
-        OSError: It cannot be read.
-    """
+    """The messages in a file that `/save` wrote, or in any JSON list of messages."""
     try:
         content: Any = json_input.loads(read_text(path))
         with contextlib.suppress(TypeError):  # a list of messages

@@ -195,11 +195,7 @@ class RowsFile:
     def __init__(
         self, path: Path, engine: "Engine", capture: "Capture", generation: "Generation"
     ) -> None:
-        """Start the file that is going to be *path*.
-
-        Raises:
-            OSError: *path* cannot be written.
-        """
+        """Start the file that is going to be *path*."""
         remove_leftovers(path.parent)
         self._file = WholeFile(path)
         self._zip = zipfile.ZipFile(self._file.stream, "w", zipfile.ZIP_STORED)

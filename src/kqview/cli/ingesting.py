@@ -16,11 +16,7 @@ _CUT: Final = "ASGI callable returned without completing response."
 
 
 def run(app: IngestApp, listener: socket.socket) -> None:
-    """Serve *app* on *listener* until a signal ends it.
-
-    Raises:
-        RequestError: As `kqview.server.web.tls.tls_context`.
-    """
+    """Serve *app* on *listener* until a signal ends it."""
     allow_files(app.receiver.settings)
     logging.getLogger("uvicorn.error").addFilter(lambda record: record.getMessage() != _CUT)
     ReceiverServer(app).run(sockets=[listener])

@@ -112,11 +112,7 @@ class ModelFile:
     hub: tuple[str, str] | None = None  # repository and file
 
     def fetched(self) -> str | None:
-        """Its path, None for the demo model; downloads it unless it is cached.
-
-        Raises:
-            ModelLoadError: huggingface_hub is missing, or the download failed.
-        """
+        """Its path, None for the demo model; downloads it unless it is cached."""
         return self.path if self.hub is None else fetch_model(*self.hub)
 
 
@@ -157,10 +153,6 @@ class ModelChoice(OptionGroup):
         Args:
             texts: Words of the command line after the first one, which is a text itself if an
                 option names the model.
-
-        Raises:
-            RequestError: No model or more than one is named, or --hf is malformed.
-            ModelLoadError: The file is no model.
         """
         if (self.model_file is not None) + (self.hf is not None) + self.demo > 1:
             raise RequestError(f"name one model: {_HOW}")
@@ -176,11 +168,7 @@ class ModelChoice(OptionGroup):
         return ModelFile(path), words
 
     def resolve_alone(self) -> ModelFile:
-        """As `resolve`, for a command without texts.
-
-        Raises:
-            RequestError: More than one model is named. Also as for `resolve`.
-        """
+        """As `resolve`, for a command without texts."""
         model, words = self.resolve()
         if words:
             raise RequestError(f"name one model: an option names it, so leave {words[0]!r} out")
@@ -261,11 +249,6 @@ class PromptChoice(OptionGroup):
 
         Args:
             words: Those of the command line that are texts.
-
-        Raises:
-            RequestError: There is no text, or more than one.
-            RequestError: It is not UTF-8.
-            OSError: The file cannot be read.
         """
         if len(words) > 1:
             raise RequestError(
@@ -300,13 +283,7 @@ class TextsChoice(OptionGroup):
     lines: bool = option(False, "Each line of files and standard input is a text.", "--lines")
 
     def read(self, words: Sequence[str]) -> list[tuple[str, str]]:
-        """Names and texts, each without one newline at its end if it was read.
-
-        Raises:
-            RequestError: There is no text, or one is empty.
-            RequestError: One is not UTF-8.
-            OSError: A file cannot be read.
-        """
+        """Names and texts, each without one newline at its end if it was read."""
         found: list[tuple[str, str]] = []
         for i, word in enumerate(words):
             found += self._split(_STDIN, read_stdin()) if word == "-" else [(f"text {i + 1}", word)]
@@ -382,12 +359,7 @@ class CaptureChoice(OptionGroup):
         return any(part is not None for part in parts) or self.dtype != "float32"
 
     def plan(self) -> "Capture":
-        """The capture; of kind "probs" unless one is given.
-
-        Raises:
-            RequestError: An option is malformed.
-            InvalidCapture: The options do not go together.
-        """
+        """The capture; of kind "probs" unless one is given."""
         from kqview import Capture
 
         with naming_options(_OF_CAPTURE):
@@ -403,11 +375,7 @@ class CaptureChoice(OptionGroup):
 
 
 def parse_indices(name: str, text: str | None) -> list[int] | None:
-    """Parse a list such as ``0,3,8-11`` or ``-1``; None stays None.
-
-    Raises:
-        RequestError: *text* is not such a list.
-    """
+    """Parse a list such as ``0,3,8-11`` or ``-1``; None stays None."""
     if text is None:
         return None
     indices: list[int] = []
@@ -421,11 +389,7 @@ def parse_indices(name: str, text: str | None) -> list[int] | None:
 
 
 def parse_spans(text: str | None) -> list[tuple[int, int | None]] | None:
-    """Parse ranges of columns such as ``0:12,12:``; None stays None.
-
-    Raises:
-        RequestError: *text* is not such a list.
-    """
+    """Parse ranges of columns such as ``0:12,12:``; None stays None."""
     if text is None:
         return None
     spans: list[tuple[int, int | None]] = []
@@ -503,13 +467,7 @@ class SamplingChoice(OptionGroup):
         return any(self._given[name] is not None for name in ("json_schema", "regex", "grammar"))
 
     def sampling(self) -> "Sampling":
-        """The options, checked.
-
-        Raises:
-            InvalidSampling: An option is out of range, or two constraints are given.
-            RequestError: A file is not UTF-8, or the schema is not JSON.
-            OSError: A file cannot be read.
-        """
+        """The options, checked."""
         from kqview import Sampling
 
         options = dict(self._given)
@@ -542,12 +500,7 @@ def _check_json(name: str, text: str) -> None:
 
 
 def fetch(name: str) -> str:
-    """Return the local path of ``OWNER/REPO/FILE``; download it unless it is cached.
-
-    Raises:
-        RequestError: *name* is not of that form.
-        ModelLoadError: huggingface_hub is missing, or the download failed.
-    """
+    """Return the local path of ``OWNER/REPO/FILE``; download it unless it is cached."""
     return fetch_model(*_repo_and_file(name))
 
 
@@ -568,9 +521,6 @@ def open_engine(model: ModelFile, **options: Any) -> "Generator[Engine]":
     Args:
         model: Downloaded first if it is of the Hub.
         **options: Options of `Engine`.
-
-    Raises:
-        ModelError: The model cannot be downloaded or loaded.
     """
     from kqview import Engine
 

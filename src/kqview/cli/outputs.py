@@ -51,11 +51,7 @@ def check_output(option: str, path: Path | None, suffixes: Sequence[str]) -> Non
 
 
 def check_drawn(path: Path | None, capture: "Capture | None") -> None:
-    """Refuse rows that the picture or page *path* cannot show.
-
-    Raises:
-        RequestError: Spans have no value for each token, and a page colours by probabilities.
-    """
+    """Refuse rows that the picture or page *path* cannot show."""
     if path is None or capture is None or path.suffix.lower() not in (*PICTURES, PAGE):
         return
     if capture.spans is not None:

@@ -197,11 +197,7 @@ def keep_freed_memory() -> None:
 
 
 def configured(app: App, settings: Settings) -> uvicorn.Config:
-    """uvicorn's configuration for *app*.
-
-    Raises:
-        RequestError: As `tls_context`.
-    """
+    """uvicorn's configuration for *app*."""
     return uvicorn.Config(
         app,
         log_config=None,

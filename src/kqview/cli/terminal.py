@@ -53,31 +53,18 @@ def is_piped() -> bool:
 
 
 def read_stdin() -> str:
-    """All of standard input.
-
-    Raises:
-        RequestError: It is not text in its encoding, UTF-8 unless the locale says otherwise.
-    """
+    """All of standard input."""
     encoding = sys.stdin.encoding or "utf-8"
     return decoded(sys.stdin.buffer.read(), "standard input", encoding)
 
 
 def read_text(path: Path) -> str:
-    """The content of *path*.
-
-    Raises:
-        RequestError: It is not UTF-8.
-        OSError: It cannot be read.
-    """
+    """The content of *path*."""
     return decoded(path.read_bytes(), str(path))
 
 
 def decoded(data: bytes, name: str, encoding: str = "utf-8") -> str:
-    """*data* as text, without a byte order mark.
-
-    Raises:
-        RequestError: It is not text in *encoding*.
-    """
+    """*data* as text, without a byte order mark."""
     if encoding.lower().replace("_", "-") in ("ascii", "ansi-x3.4-1968"):
         encoding = "utf-8"
     try:
@@ -90,11 +77,7 @@ def decoded(data: bytes, name: str, encoding: str = "utf-8") -> str:
 
 
 def argument_text(word: str) -> str:
-    """A text of the command line, which is UTF-8 in a terminal whose locale is another as well.
-
-    Raises:
-        RequestError: It is not.
-    """
+    """A text of the command line, which is UTF-8 in a terminal whose locale is another as well."""
     if not any("\udc80" <= c <= "\udcff" for c in word):
         return word
     return decoded(os.fsencode(word), "the text")
