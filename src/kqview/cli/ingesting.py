@@ -8,6 +8,7 @@ from typing import Final
 
 import uvicorn
 
+from kqview.cli.serve_command import url_of
 from kqview.ingest.app import IngestApp
 from kqview.server.web.uvicorn_parts import allow_files, uvicorn_options
 
@@ -31,11 +32,6 @@ class ReceiverServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                proxy_headers=False,  # trusted_proxies names those to trust (peers.py)
-                date_header=False,
                 timeout_graceful_shutdown=_GRACE_S,
                 **uvicorn_options(app.receiver.settings),
             )
@@ -44,13 +40,11 @@ class ReceiverServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, and say where."""
         await super().startup(sockets)
-        scheme = "https" if self._receiver.settings.ssl_certfile else "http"
         for one in sockets or ():
-            host, port = one.getsockname()[:2]
-            shown = f"[{host}]" if ":" in host else host
+            url = url_of(one, self._receiver.settings)
             print(
-                f"kqview ingest receives traces at {scheme}://{shown}:{port}/ingest and shows them "
-                f"at {scheme}://{shown}:{port}/; press Ctrl-C to stop",
+                f"kqview ingest receives traces at {url}/ingest and shows them at {url}/; press "
+                "Ctrl-C to stop",
                 flush=True,
             )
 

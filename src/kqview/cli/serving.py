@@ -22,6 +22,7 @@ import uvicorn
 
 from kqview.cli import hangups
 from kqview.cli.options import load_progress
+from kqview.cli.serve_command import url_of
 from kqview.errors import KqviewError
 from kqview.server.app import App
 from kqview.server.config import Config
@@ -81,9 +82,8 @@ def run(
         nonlocal is_orphan
         if supervised is not None and not is_orphan and not supervised.tell_alive():
             is_orphan = True
-            os.kill(
-                os.getpid(), signal.SIGTERM
-            )  # without its supervisor it would neither be restarted nor stopped
+            # Without its supervisor it would neither be restarted nor stopped.
+            os.kill(os.getpid(), signal.SIGTERM)
 
     watchdog = Watchdog(
         HUNG_FACTOR * settings.stall_timeout_s,
@@ -200,12 +200,6 @@ def configured(app: App, settings: Settings) -> uvicorn.Config:
     """uvicorn's configuration for *app*."""
     return uvicorn.Config(
         app,
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        # It would trust any local client; trusted_proxies names those to trust (peers.py).
-        proxy_headers=False,
-        date_header=False,
         **uvicorn_options(app.service.live),
         ws_max_size=settings.max_message_bytes,
         # Rows do not compress well, and trying takes longer than sending them.
@@ -247,14 +241,8 @@ class _Server(uvicorn.Server):
             self._supervised.tell_ready()
         models = ", ".join(one.name for one in self._service.pool)
         for one in sockets or ():  # it answers only from here on
-            host, port = one.getsockname()[:2]
-            shown = f"[{host}]" if ":" in host else host
-            scheme = "https" if self._service.settings.ssl_certfile else "http"
-            print(
-                f"kqview serves {models} at {scheme}://{shown}:{port} "
-                "(API: /docs); press Ctrl-C to stop",
-                flush=True,
-            )
+            url = url_of(one, self._service.settings)
+            print(f"kqview serves {models} at {url} (API: /docs); press Ctrl-C to stop", flush=True)
 
     def _beat(self) -> None:
         self._watchdog.beat()

@@ -10,8 +10,9 @@ import difflib
 import inspect
 import re
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal, cast, get_args
 
@@ -143,9 +144,9 @@ class Loaded:
             for i, path in enumerate(_elements(entry.value) if place and entry.value else ()):
                 reason = _problem_of_place(str(place), path)
                 if reason is None and entry.key[-1] in ("path", "model"):
-                    reason = _problem_of_model(path)
+                    reason = _refusal(partial(check_opening, path, n_ctx=1))
                 if reason is None and entry.key[-1] == "ssl_certfile":
-                    reason = _problem_of_tls(self.config.settings)
+                    reason = _refusal(partial(tls_context, self.config.settings))
                 if reason is not None:
                     name = name_of((*entry.key, i) if is_list else entry.key)
                     found.append(Problem(f"{name}: {reason}", self.origin(*entry.key).where))
@@ -579,19 +580,12 @@ def _problem_of_place(place: str, path: str) -> str | None:
     return None
 
 
-def _problem_of_model(path: str) -> str | None:
+def _refusal(check: Callable[[], object]) -> str | None:
+    """Why *check* refuses; a lack of memory is that of this machine at the moment."""
     try:
-        check_opening(path, n_ctx=1)
-    except ModelError as error:
-        return str(error)
-    except CapacityError:  # of this machine, at the moment
+        check()
+    except CapacityError:
         return None
-    return None
-
-
-def _problem_of_tls(settings: Settings) -> str | None:
-    try:
-        tls_context(settings)
-    except RequestError as error:
+    except (ModelError, RequestError) as error:
         return str(error)
     return None

@@ -89,6 +89,10 @@ _PING_COST: Final = 10
 _PIECE_BYTES: Final = 4096  # read at a time, so that a flood is noticed early
 _CLOSE_POLICY: Final = 1008
 _HANDSHAKE_S: Final = 10.0
+_OPTIONS: Final = {
+    "log_config": None, "access_log": False, "server_header": False, "date_header": False,
+    "proxy_headers": False,  # it would trust any local client; peers.py knows whom to trust
+}  # fmt: skip
 _SPARE_FILES: Final = 128  # model, log, wake handles, connections being refused
 
 
@@ -106,7 +110,7 @@ def connection(send: Send) -> Connection:
 
 
 def uvicorn_options(given: Settings | LiveConfig) -> dict[str, Any]:
-    """Options of uvicorn.Config that apply the limits of *given* to connections; TLS included.
+    """Options of uvicorn.Config for our servers, with the limits of *given* on connections and TLS.
 
     Raises:
         RequestError: As `tls_context`.
@@ -122,7 +126,7 @@ def uvicorn_options(given: Settings | LiveConfig) -> dict[str, Any]:
             uvicorn.__version__, *CHECKED[0], *CHECKED[1],
         )  # fmt: skip
         files = {"ssl_certfile": settings.ssl_certfile, "ssl_keyfile": settings.ssl_keyfile}
-        return {"http": "httptools", "ws": "websockets-sansio", **files}
+        return {**_OPTIONS, "http": "httptools", "ws": "websockets-sansio", **files}
     limits = {
         "idle_s": settings.idle_timeout_s,
         "most": settings.max_connections,
@@ -131,7 +135,7 @@ def uvicorn_options(given: Settings | LiveConfig) -> dict[str, Any]:
     kind = type("HttpProtocol", (_BoundedHttpProtocol,), limits)
     if tls is not None:
         kind = type("TlsDoor", (_TlsDoor,), {"kind": kind, "tls": tls, "handshakes": set()})
-    return {"http": kind, "ws": WebSocketProtocol}
+    return {**_OPTIONS, "http": kind, "ws": WebSocketProtocol}
 
 
 def identify(config: uvicorn.Config, certificate: ssl.SSLContext) -> None:
