@@ -49,7 +49,8 @@ class Replay:
         self._sets = sets
         self._n_left = n_tokens
         self._n_tokens = n_tokens
-        self._handle = SimpleNamespace(count_copied=lambda _: None)  # of a Generation
+        handle = SimpleNamespace(count_copied=lambda _: None)
+        self._source = SimpleNamespace(handle=handle)  # of a Generation
         self.text = ""
         self.usage = Usage(prompt_tokens=SHAPE[2], completion_tokens=n_tokens)
 

@@ -1,16 +1,14 @@
-"""Conversation: turns chat messages into a prompt with the model's template; a base of Engine."""
+"""Conversation: turns chat messages into a prompt with the model's template; a part of Engine."""
 
-from abc import abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Unpack, overload
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypedDict
 
-from kqview._core import Engine as CoreEngine
-from kqview._core import Model as CoreModel
+from kqview import _core
 from kqview.arguments import encode, invalid
 from kqview.chat import CHATML
 from kqview.chat.formats import FORMATS, format_of
@@ -35,19 +33,17 @@ from kqview.chat.turn import (
 from kqview.errors import CapacityError, KqviewError, RequestError, UnsupportedModel, shown
 from kqview.generation.stream import Generation
 from kqview.mods.events import Dialogue, conversation_of
-from kqview.offsets import Offsets
-from kqview.option_names import names_options
+from kqview.option_names import unknown_option
 from kqview.submission import (
-    GENERATE_NAMES,
     GenerateOptions,
     PlainGenerateOptions,
-    sampling_of,
+    Submission,
+    arguments_of,
     schema_of,
 )
 from kqview.types import ChatPrompt, ModelInfo
-from kqview.types.json_schema import Parsed, TypeOf
 from kqview.types.sampling import OPTIONS
-from kqview.types.text import Ids
+from kqview.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
     from kqview.chat.template import ChatTemplate
@@ -71,88 +67,80 @@ class ChatOptions(PlainChatOptions, GenerateOptions, total=False):
     """The options of `Engine.chat`, for callers that pass them on."""
 
 
+class TemplateOptions(TypedDict, total=False):
+    """Options of `Engine.apply_chat_template` that its result does not depend on by its type."""
+
+    tools: Sequence[ToolLike] | None
+    add_generation_prompt: bool | None
+    continue_final_message: bool | None
+    chat_template: str | None
+    template_options: Mapping[str, Any] | None
+
+
+TEMPLATE_DEFAULTS: Final[Mapping[str, Any]] = MappingProxyType(
+    {
+        "tools": None, "add_generation_prompt": True, "continue_final_message": False,
+        "tokenize": True, "spans": False, "chat_template": None, "template_options": None,
+    }
+)  # fmt: skip
+"""The options of `Engine.apply_chat_template`."""
+
+
 class Conversation:
-    """The chat methods of Engine; any thread. Rendering has no side effects."""
+    """The chats of an engine; any thread. Rendering has no side effects.
 
-    _core: CoreEngine
-    _model: CoreModel
-    _info: ModelInfo
-    _template_options: Mapping[str, Any] = MappingProxyType({})
+    Args:
+        core: Of the engine.
+        model: Its model.
+        info: Facts about it.
+        vocabulary: Its tokens.
+        submission: Its requests.
+        template_options: Variables of every chat, checked.
+        trusts_template: Whether the model's template is rendered in this process.
+    """
 
-    def _take_template_options(self, options: object) -> None:
-        """Variables of every chat; raises as `apply_chat_template`."""
-        self._template_options = checked_options(options)
-
-    def _open_conversation(self, *, trusts_template: bool) -> None:
-        """Begin; *trusts_template* says whether the model's template is rendered in process."""
-        ids = self._model.control_tokens()
-        self._control_ids = {self._model.token_bytes(i).decode("utf-8", "replace"): i for i in ids}
+    def __init__(
+        self,
+        core: _core.Engine,
+        model: _core.Model,
+        info: ModelInfo,
+        vocabulary: Vocabulary,
+        submission: Submission,
+        *,
+        template_options: Mapping[str, Any],
+        trusts_template: bool,
+    ) -> None:
+        self._core = core
+        self._model = model
+        self._info = info
+        self._vocabulary = vocabulary
+        self._submission = submission
+        self._template_options = template_options
+        ids = model.control_tokens()
+        self._control_ids = {model.token_bytes(i).decode("utf-8", "replace"): i for i in ids}
         self._control_id_set = frozenset(ids)
+        self.control_tokens: Mapping[str, int] = MappingProxyType(self._control_ids)
         self._templates: dict[str, ChatTemplate | ConfinedTemplate] = {}
-        self._trusted = {CHATML, self._info.chat_template if trusts_template else CHATML}
+        self._trusted = {CHATML, info.chat_template if trusts_template else CHATML}
         self._helpers = template_helpers()
         self._headers: dict[str, list[int]] | None = None  # of each role's messages, once known
 
-    @abstractmethod
-    def _offsets(self, text: str, ids: list[int]) -> Offsets:
-        """See Vocabulary."""
+    def close(self) -> None:
+        """End the processes that render templates."""
+        self._helpers.close()
 
-    @property
-    def control_tokens(self) -> Mapping[str, int]:
-        """Text and id of each control token: in a prompt of `chat`, only the template makes one."""
-        return MappingProxyType(self._control_ids)
-
-    @abstractmethod
-    def generate(self, prompt: str | Ids, **options: Unpack[GenerateOptions]) -> Generation:
-        """See Engine."""
-
-    @overload
     def chat(
         self,
         messages: Sequence[Message],
-        *,
-        json_schema: TypeOf[Parsed],
-        **options: Unpack[PlainChatOptions],
-    ) -> Generation[Parsed]: ...
-
-    @overload
-    def chat(self, messages: Sequence[Message], **options: Unpack[ChatOptions]) -> Generation: ...
-
-    @names_options("chat", also=GENERATE_NAMES)
-    def chat(
-        self,
-        messages: Sequence[Message],
-        *,
-        tools: Sequence[ToolLike] | None = None,
-        tool_choice: ToolChoice | None = None,
-        parallel_tool_calls: bool | None = True,
-        continue_final_message: bool | None = False,
-        chat_template: str | None = None,
-        template_options: Mapping[str, Any] | None = None,
-        **options: Unpack[GenerateOptions],
+        tools: Sequence[ToolLike] | None,
+        tool_choice: ToolChoice | None,
+        parallel_tool_calls: object,
+        continue_final_message: bool | None,
+        chat_template: str | None,
+        template_options: Mapping[str, Any] | None,
+        options: Mapping[str, Any],
     ) -> Generation[Any]:
-        """Generate the assistant's next message; `Generation.reply` is that message.
-
-        Args:
-            messages: As in `apply_chat_template`.
-            tools: As in `apply_chat_template`. `Generation.reply` has the calls of the answer.
-            tool_choice: "auto" (the default): the model decides whether it calls; "none": the tools
-                are not shown to it; "required": a grammar makes it call one, or several; the name
-                of one, or ``{"type": "function", "function": {"name": "..."}}``: it makes it call
-                this one. The grammar needs llguidance and excludes ``grammar``, ``regex`` and
-                ``json_schema``. With "auto" and ``json_schema``, the answer is a call or JSON.
-            parallel_tool_calls: Whether a required answer may have several calls.
-            continue_final_message: As in `apply_chat_template`.
-            chat_template: As in `apply_chat_template`.
-            template_options: As in `apply_chat_template`.
-            **options: The options of `generate`.
-
-        Raises:
-            RequestError: An argument is invalid (may be a subclass), or the template rejects the
-                messages, or ignores *tools*.
-            UnsupportedModel: The model has no chat template.
-            KqviewError: jinja2 is not installed. Also any error of `generate`.
-        """
+        """See `Engine.chat`."""
         self._core.check_open()
         if not isinstance(parallel_tool_calls, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise invalid("parallel_tool_calls", "True or False", shown(parallel_tool_calls))
@@ -166,29 +154,27 @@ class Conversation:
             adds_header=True,
             continues=continue_final_message or False,
         )
-        ids = self._with_bos(self._chat_ids(chat.parts))
+        ids = self._begun(self._chat_ids(chat.parts))
         end = b"".join(map(self._model.token_bytes, ids[-N_END:])).decode("utf-8", "replace")
         opened = opened_by(end, chat.begun)
         schema, options = self._constrained(
             options, choice, source, reasoning_of(source, end, opened), parallel_tool_calls
         )
         with conversation_of(Dialogue(messages, choice.tools or None)):
-            generation = self.generate(ids, **options)
+            generation = self._submission.generate(ids, options, "chat")
         generation.read_reply_with(reading_of(source, opened, choice.tools).reply, schema)
         return generation
 
     def _constrained(
         self,
-        options: GenerateOptions,
+        options: Mapping[str, Any],
         choice: Choice,
         source: str,
         reasoning: Reasoning,
         is_parallel: bool,
-    ) -> tuple[str | None, GenerateOptions]:
+    ) -> tuple[str | None, Mapping[str, Any]]:
         """The JSON schema of the answer, and *options* with what makes the answer follow it."""
-        fields: dict[str, Any] = {name: value for name, value in options.items() if name in OPTIONS}
-        others: Any = {name: value for name, value in options.items() if name not in OPTIONS}
-        sampling = sampling_of(others.get("sampling"), fields)
+        _, sampling = arguments_of("chat", options)
         schema, form = schema_of(sampling), format_of(source)
         # A model that may reason or not does not if its answer is JSON.
         is_plain = not FORMATS[form].answer and reasoning.how != "open"
@@ -202,122 +188,41 @@ class Conversation:
                 is_parallel=is_parallel,
                 mark=partial(said, self._control_ids),
             )
-        others["sampling"] = sampling
-        return schema, others
+        others = {name: value for name, value in options.items() if name not in OPTIONS}
+        return schema, {**others, "sampling": sampling}
 
-    @overload
-    def apply_chat_template(
-        self,
-        messages: Sequence[Message],
-        *,
-        tools: Sequence[ToolLike] | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        tokenize: Literal[True] = True,
-        spans: Literal[False] = False,
-        chat_template: str | None = None,
-        template_options: Mapping[str, Any] | None = None,
-    ) -> list[int]: ...
-
-    @overload
-    def apply_chat_template(
-        self,
-        messages: Sequence[Message],
-        *,
-        tools: Sequence[ToolLike] | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        tokenize: Literal[True] = True,
-        spans: Literal[True],
-        chat_template: str | None = None,
-        template_options: Mapping[str, Any] | None = None,
-    ) -> ChatPrompt: ...
-
-    @overload
-    def apply_chat_template(
-        self,
-        messages: Sequence[Message],
-        *,
-        tools: Sequence[ToolLike] | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        tokenize: Literal[False],
-        spans: Literal[False] = False,
-        chat_template: str | None = None,
-        template_options: Mapping[str, Any] | None = None,
-    ) -> str: ...
-
-    @names_options("apply_chat_template")
-    def apply_chat_template(
-        self,
-        messages: Sequence[Message],
-        *,
-        tools: Sequence[ToolLike] | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        tokenize: bool = True,
-        spans: bool = False,
-        chat_template: str | None = None,
-        template_options: Mapping[str, Any] | None = None,
+    def apply_template(
+        self, messages: Any, options: Mapping[str, Any]
     ) -> list[int] | ChatPrompt | str:
-        """Render *messages* as a prompt with the model's chat template.
-
-        Only the template can produce special tokens. The contents of messages, tools and options
-        are ordinary text: "<|im_end|>" in a content does not end the message. The exception is
-        tokens that the model file marks as user-defined: they are matched in any text.
-
-        Args:
-            messages: Mappings with ``role`` and ``content`` (text, or a list of text parts).
-            tools: Functions that the model may call: Python functions, described by their hints and
-                docstrings; mappings in the form of OpenAI's API, or the part of it under
-                "function"; a pydantic model stands for a function with its fields. A template that
-                ignores them is an error: see `kqview.chat.tools_as_text`.
-            add_generation_prompt: End the prompt with the header of the assistant's message.
-            continue_final_message: End the prompt with the last message instead, which is the
-                assistant's, so that the answer continues its text. The header before it is that of
-                a new answer.
-            tokenize: Return ids. False returns text, for reading only, because special tokens and
-                contents look alike in it.
-            spans: Return a ChatPrompt: the ids, and for each message the range of its ids. Renders
-                the template once more for each message.
-            chat_template: Template to use instead of the model's own.
-            template_options: Extra variables for the template. Templates know ``enable_thinking``,
-                which is true if not given (Apertus's: false), ``reasoning_effort`` and
-                ``preserve_reasoning``: whether earlier answers keep their reasoning, true if not
-                given.
-
-        Raises:
-            RequestError: A message is malformed, or the template rejects it, ignores *tools*, takes
-                more than 5 s of CPU time or 512 MiB of memory, or produces more than 16 Mi
-                characters. Time and memory are not limited for a template given to Engine.
-            UnsupportedModel: The model has no chat template, or the template does not parse, is
-                nested too deeply, or exceeds these limits with any message.
-            CapacityError: There is no helper process for the template.
-            KqviewError: jinja2 is not installed.
-        """
+        """See `Engine.apply_chat_template`."""
+        given = dict(TEMPLATE_DEFAULTS)
+        for name, value in options.items():
+            if name not in TEMPLATE_DEFAULTS:
+                raise unknown_option("apply_chat_template", name, TEMPLATE_DEFAULTS)
+            given[name] = TEMPLATE_DEFAULTS[name] if value is None else value
         self._core.check_open()
-        if spans and not tokenize:
+        if given["spans"] and not given["tokenize"]:
             raise RequestError(
                 "spans are ranges of ids, so they need tokenize=True; leave one of the two out",
                 parameter="spans",
             )
         chat = self._rendered(
             messages,
-            tools,
-            self._source(chat_template, tools),
-            template_options,
-            adds_header=add_generation_prompt,
-            continues=continue_final_message,
+            given["tools"],
+            self._source(given["chat_template"], given["tools"]),
+            given["template_options"],
+            adds_header=given["add_generation_prompt"],
+            continues=given["continue_final_message"],
         )
-        if not tokenize:
+        if not given["tokenize"]:
             return text_of_parts(chat.parts)
         rendered = self._chat_ids(chat.parts)
-        ids = self._with_bos(rendered)
-        if not spans:
+        ids = self._begun(rendered)
+        if not given["spans"]:
             return ids
         text = text_of_parts(chat.parts)
         ends = chat.ends(text=text, ends_of_turn=self._ends_of_turn())
-        starts = [start for start, _ in self._offsets(text, rendered)]
+        starts = [start for start, _ in self._vocabulary.offsets(text, rendered)]
         n_before = len(ids) - len(rendered)
         # A message that has no text of its own has no BOS either.
         places = [0, *(end and n_before + bisect_left(starts, end) for end in ends)]
@@ -374,6 +279,10 @@ class Conversation:
         ids = {self._info.eot_token_id, self._info.eos_token_id}
         return [text for text, id_ in self._control_ids.items() if id_ in ids]
 
+    def check_template(self, source: str) -> None:
+        """Refuse the text of a template that does not parse."""
+        self._template(source)
+
     def _template(self, source: str) -> "ChatTemplate | ConfinedTemplate":
         """The compiled template. Compiling takes milliseconds, and few templates are in use."""
         if (known := self._templates.get(source)) is not None:
@@ -395,7 +304,7 @@ class Conversation:
 
     # ---- roles of messages in a slot
 
-    def _role_of(self, ids: Sequence[int]) -> str | None:
+    def role_of(self, ids: Sequence[int]) -> str | None:
         """The role whose header is at the beginning of a message, None if none is."""
         if self._headers is None:
             self._headers = self._learned_headers()
@@ -430,17 +339,19 @@ class Conversation:
 
     # ---- ids of parts
 
-    def _with_bos(self, ids: list[int]) -> list[int]:
-        """*ids* of a whole chat after the id with which the model begins texts, if it does."""
-        bos = self._info.bos_token_id
-        return ids if bos is None or not self._info.adds_bos or ids[:1] == [bos] else [bos, *ids]
+    def _begun(self, ids: list[int]) -> list[int]:
+        """*ids* of a whole chat after those with which the model begins texts."""
+        begin = list(self._info.begin_ids)
+        return ids if ids[: len(begin)] == begin else begin + ids
 
     def _chat_ids(self, parts: Sequence[Part]) -> list[int]:
         """Ids of the joined text; ordinary text that names a control token is tokenized apart."""
         ids: list[int] = []
         run: list[Part] = []
         for part in parts:
-            if not part.is_special and self._names_control(part.text):
+            if not part.is_special and not self._control_id_set.isdisjoint(
+                self._model.tokenize(encode("messages", part.text), False, True)
+            ):
                 ids += self._run_ids(run) + self._plain_ids(part.text)
                 run = []
             else:
@@ -479,10 +390,6 @@ class Conversation:
         pieces = [first + name[0], *(name[1:] + piece + name[0] for piece in rest)]
         pieces[-1] = pieces[-1][:-1]
         return [i for piece in pieces for i in self._plain_ids(piece)]
-
-    def _names_control(self, text: str) -> bool:
-        ids = self._model.tokenize(encode("messages", text), False, True)
-        return not self._control_id_set.isdisjoint(ids)
 
 
 class _Rendered(NamedTuple):

@@ -14,82 +14,58 @@ import re
 import sys
 import traceback
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import (
-    Any,
-    Final,
-    Literal,
-    Self,
-    TypedDict,
-    Unpack,
-    cast,
-    get_type_hints,
-    overload,
-)
-
-import numpy as np
+from typing import Any, Final, Literal, Self, SupportsIndex, TypedDict, Unpack, overload
 
 from kqview import _core
-from kqview.arguments import checked_ids, encode, invalid, seconds, to_index, whole_number
-from kqview.conversation import Conversation
+from kqview.arguments import checked_id, seconds
+from kqview.chat.functions import ToolLike
+from kqview.chat.messages import Message
+from kqview.chat.turn import ToolChoice
+from kqview.conversation import (
+    TEMPLATE_DEFAULTS,
+    ChatOptions,
+    Conversation,
+    PlainChatOptions,
+    TemplateOptions,
+)
 from kqview.demo import MODEL_PATH
-from kqview.embedding import Embedding
-from kqview.engine_options import (
-    PINNED_BYTES,
-    AttentionKernel,
-    DeviceRows,
-    EngineOptions,
-    KvType,
-    Lora,
-    Pooling,
-    context_options,
-    lora_adapters,
-    model_options,
-    progress_callback,
-)
-from kqview.errors import (
-    InvalidCapture,
-    InvalidToken,
-    RequestError,
-    UnknownSlot,
-    UnsupportedModel,
-    shown,
-)
+from kqview.embedding import Embedding, EmbedOptions, Pair, TextOptions, Vectors
+from kqview.engine_options import DEFAULTS, EngineOptions, checked, context_options, model_options
+from kqview.errors import RequestError
 from kqview.generation.prompt import PromptAttention
 from kqview.generation.stream import Generation
 from kqview.hub import check_is_path, fetch_model
 from kqview.lora import EngineLora, LoraAdapter, LoraScales
 from kqview.machine import capture_path, system_info
-from kqview.many import Many
-from kqview.mods.decorator import check_capture
-from kqview.mods.steering import Forcing, LogitsProcessor, Stopping
-from kqview.mods.tokenizer import ModTokenizer
-from kqview.option_names import NamesMethods, names_options
-from kqview.rpc import rpc_endpoints, rpc_timeout
-from kqview.scoring import Scoring
+from kqview.many import Many, OnError, Prompt, Saved
+from kqview.option_names import NamesMethods, lists_options, names_options
+from kqview.scoring import ScoreOptions, Scoring
 from kqview.slot import Slot
 from kqview.state.files import StateFacts
 from kqview.state.fingerprint import ModelFiles
 from kqview.submission import (
+    GENERATE_DEFAULTS,
     GenerateOptions,
     PlainGenerateOptions,
-    Reuse,
     Submission,
-    sampling_of,
-    schema_of,
-    set_sampling,
-    set_shift,
-    steering_of,
-    token_limit,
 )
-from kqview.text_batch import in_turn, ordered
-from kqview.trace import Trace
-from kqview.types import Capture, EngineHealth, EngineStats, ModelInfo
+from kqview.text_batch import Text
+from kqview.types import (
+    Capture,
+    ChatPrompt,
+    Classification,
+    EngineHealth,
+    EngineStats,
+    Finished,
+    ModelInfo,
+    Score,
+    Tokenized,
+)
 from kqview.types.capture import Kind
 from kqview.types.html import table
 from kqview.types.json_schema import Parsed, TypeOf
-from kqview.types.sampling import OPTIONS, Sampling, SamplingOptions
 from kqview.types.stats import read_fields
 from kqview.types.text import Ids
 from kqview.vocabulary import Vocabulary
@@ -138,17 +114,7 @@ class AttendOptions(TypedDict, total=False):
 
 
 def check_opening(
-    model: str | os.PathLike[str],
-    *,
-    n_ctx: int | None = None,
-    n_slots: int = 1,
-    n_threads: int | None = None,
-    n_gpu_layers: int = -1,
-    n_ubatch: int = 512,
-    flash_attn: Literal["auto"] | bool = "auto",
-    attention_kernel: AttentionKernel = "auto",
-    kv_type: str = "f16",
-    pooling: Pooling | None = None,
+    model: str | os.PathLike[str], **options: Unpack[EngineOptions]
 ) -> "list[_core.DeviceNeed]":
     """Raise the errors that opening an Engine would raise, as far as possible without the weights.
 
@@ -163,12 +129,11 @@ def check_opening(
         OutOfMemory: The context does not fit into memory, or a device has no room for its layers.
         RequestError: An option is out of range.
     """
-    options = context_options(
-        n_ctx=n_ctx, n_slots=n_slots, n_threads=n_threads, n_ubatch=n_ubatch,
-        flash_attn=flash_attn, attention_kernel=attention_kernel, kv_type=kv_type, pooling=pooling,
-    )  # fmt: skip
+    given = checked(options, "check_opening")
     try:
-        return _core.check_opening(model_options(model, n_gpu_layers), options)
+        return _core.check_opening(
+            model_options(model, given["n_gpu_layers"]), context_options(given)
+        )
     finally:
         _forward_log()
 
@@ -197,35 +162,6 @@ def _opened(cls: type["Engine"], model: str, options: EngineOptions) -> "Engine"
     return cls(model, **options)
 
 
-def _has_prompts(prompt: object) -> bool:
-    """Whether it is a list of prompts: texts, or lists of ids."""
-    if not isinstance(prompt, list | tuple) or not prompt:
-        return False
-    return isinstance(prompt[0], str | list | tuple | np.ndarray)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-
-
-def _check_one(prompt: object) -> None:
-    """Refuse what is no prompt; several prompts, or the messages of a chat, by their own names."""
-    if isinstance(prompt, bytes) or not isinstance(prompt, Iterable):
-        allowed = "a text as str, or a sequence of token ids"
-        raise invalid("prompt", allowed, type(prompt).__name__, InvalidToken)
-    if not isinstance(prompt, list | tuple) or not prompt:
-        return
-    given = cast("Sequence[object]", prompt)
-    first = given[0]
-    if isinstance(first, Mapping):
-        raise RequestError(
-            f"prompt is a list of {len(given)} messages; use engine.chat(messages)",
-            parameter="prompt",
-        )
-    if _has_prompts(given):
-        raise InvalidToken(
-            f"prompt is a list of {len(given)} prompts, but this takes one prompt; use "
-            "engine.map(prompts)",
-            parameter="prompt",
-        )
-
-
 def _model_info(model: _core.Model, engine: _core.Engine) -> ModelInfo:
     metadata = model.metadata()
     architecture = metadata.get("general.architecture", "")
@@ -246,6 +182,7 @@ def _model_info(model: _core.Model, engine: _core.Engine) -> ModelInfo:
         classifier_labels=tuple(model.classifier_labels),
         metadata=metadata,
         fim_token_ids=_fim_token_ids(model),
+        begin_ids=(model.bos_token_id,) if model.adds_bos else (),
     )
 
 
@@ -274,7 +211,7 @@ def _special_tokens(model: _core.Model, metadata: Mapping[str, str]) -> dict[str
     return found
 
 
-class Engine(Vocabulary, Conversation, Embedding, Scoring, Many, NamesMethods):
+class Engine(NamesMethods):
     """A GGUF model loaded in this process, ready to generate.
 
     Safe to use from any thread. Call `close`, or use the engine as a context manager, to free its
@@ -339,133 +276,86 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring, Many, NamesMethods):
         UnsupportedModel: The chat template does not parse.
     """
 
-    @names_options("Engine")
-    def __init__(
-        self,
-        model: str | os.PathLike[str],
-        *,
-        n_ctx: int | None = None,
-        n_slots: int = 1,
-        n_batch: int = 2048,
-        n_ubatch: int = 512,
-        n_threads: int | None = None,
-        n_gpu_layers: int = -1,
-        flash_attn: Literal["auto"] | bool = "auto",
-        attention_kernel: AttentionKernel = "auto",
-        device_rows: DeviceRows = "auto",
-        kv_type: KvType = "f16",
-        swa_full: bool = True,
-        pooling: Pooling | None = None,
-        chat_template: str | None = None,
-        template_options: Mapping[str, Any] | None = None,
-        lora: Lora | Sequence[Lora] | None = None,
-        rpc_servers: str | Sequence[str] | None = None,
-        rpc_timeout_s: float = 300.0,
-        attention_budget_bytes: int | None = None,
-        pinned_bytes: int = PINNED_BYTES,
-        run_ahead: int = 8,
-        progress: Callable[[float], object] | bool | None = None,
-    ) -> None:
-        given = dict(locals())  # nothing else is known here yet
-        self._arguments: dict[str, Any] = {
-            name: given[name] for name in get_type_hints(EngineOptions) if name != "progress"
-        }
-        options = context_options(
-            n_ctx=n_ctx,
-            n_slots=n_slots,
-            n_batch=n_batch,
-            n_ubatch=n_ubatch,
-            n_threads=n_threads,
-            flash_attn=flash_attn,
-            attention_kernel=attention_kernel,
-            device_rows=device_rows,
-            kv_type=kv_type,
-            swa_full=swa_full,
-            pooling=pooling,
-            attention_budget_bytes=attention_budget_bytes,
-            pinned_bytes=pinned_bytes,
-        )
-        if chat_template is not None:
-            encode("chat_template", chat_template)
-        self._take_template_options(template_options)
-        source = model_options(model, n_gpu_layers)
+    @lists_options("Engine", DEFAULTS, first="model")
+    def __init__(self, model: str | os.PathLike[str], **options: Unpack[EngineOptions]) -> None:
+        given = checked(options)
+        self._arguments = {name: one for name, one in options.items() if name != "progress"}
+        needs = context_options(given)
+        source = model_options(model, given["n_gpu_layers"])
         check_is_path(source.path)
-        adapters = lora_adapters(lora)
+        adapters: list[tuple[str, float]] = given["lora"] or []
+        endpoints: list[tuple[str, int]] = given["rpc_servers"] or []
+        servers = [_core.RpcEndpoint(*endpoint) for endpoint in endpoints]
+        source.rpc_timeout_s = given["rpc_timeout_s"]
         self._lora = EngineLora(adapters)
-        servers = [_core.RpcEndpoint(*server) for server in rpc_endpoints(rpc_servers)]
-        source.rpc_timeout_s = rpc_timeout(rpc_timeout_s)
-        run_ahead = whole_number("run_ahead", run_ahead, low=0)
-        show = progress_callback(progress)
         self._n_gpu_layers = source.n_gpu_layers
+        self._kv_type = needs.kv_type
+        self._facts: StateFacts | None = None  # once they are asked for
         self._path = os.path.abspath(source.path)
         self._files = ModelFiles(source.path, adapters)
         try:
             if not servers:  # RPC servers manage their own memory
-                _core.check_device_memory(source, options)
+                _core.check_device_memory(source, needs)
             source.lora = [_core.LoraAdapter(*adapter) for adapter in adapters]
             source.rpc_servers = servers
-            self._model = _core.Model.load(source, show)
-            if n_threads is None and self._model.size_bytes < _SMALL_BYTES:
-                options.n_threads = 1
+            self._model = _core.Model.load(source, given["progress"])
+            if given["n_threads"] is None and self._model.size_bytes < _SMALL_BYTES:
+                needs.n_threads = 1
                 _log.info("n_threads is 1, because the model is small")
-            if options.n_ctx == 0:
-                options.n_ctx = _fitting_n_ctx(self._model, options)
-            self._core = _core.Engine.open(self._model, options)
+            if needs.n_ctx == 0:
+                needs.n_ctx = _fitting_n_ctx(self._model, needs)
+            self._core = _core.Engine.open(self._model, needs)
         finally:
             _forward_log()
-        self._n_threads = options.n_threads
+        self._n_threads = needs.n_threads
         self._info = _model_info(self._model, self._core)
-        if chat_template is not None:
-            self._info = replace(self._info, chat_template=chat_template)
-        self._open_vocabulary()
-        self._open_conversation(
-            trusts_template=chat_template is not None or self._path == os.path.abspath(MODEL_PATH)
-        )
-        self._can_generate = self._model.can_generate and self._core.has_cache
+        template = given["chat_template"]
+        if template is not None:
+            self._info = replace(self._info, chat_template=template)
+        core, facts, info = self._core, self._model, self._info
+        self._vocabulary = Vocabulary(core, facts)
         self._submission = Submission(
-            self._core,
-            self._model,
-            self._info,
+            core,
+            facts,
+            info,
+            self._vocabulary,
             lora=self._lora,
-            run_ahead=run_ahead,
+            run_ahead=given["run_ahead"],
             # Without the full cache, columns of layers with a window are not positions.
-            has_all_columns=swa_full or self._model.n_swa == 0,
-            token_bytes=self._bytes_of,
-            known_bytes=self._token_bytes,
+            has_all_columns=needs.swa_full or facts.n_swa == 0,
             fingerprint=self._files.fingerprint,
-            tokenizer=ModTokenizer(
-                self._model,
-                tokenize=lambda text, add: self.tokenize(text, add_special=add),
-                detokenize=self.detokenize,
-                token_bytes=self._bytes_of,
-            ),
             on_end=_forward_log,
         )
-        self._kv_type = kv_type
-        self._facts: StateFacts | None = None
-        eot = self._info.eot_token_id
+        self._conversation = Conversation(
+            core,
+            facts,
+            info,
+            self._vocabulary,
+            self._submission,
+            template_options=given["template_options"] or {},
+            trusts_template=template is not None or self._path == os.path.abspath(MODEL_PATH),
+        )
+        self._embedding = Embedding(core, facts, info, self._submission)
+        self._scoring = Scoring(core, facts, info, self._submission)
         self._slots = tuple(
             Slot(
-                self._core,
+                core,
                 i,
-                eot,
+                info.eot_token_id,
                 self._state_facts,
                 self._lora,
                 self._submission.running,
-                self._role_of,
+                self._conversation.role_of,
             )
-            for i in range(self._core.n_slots)
+            for i in range(core.n_slots)
         )
         _open_engines.add(self)
-        if chat_template is not None:
-            self._take_template(chat_template)
-
-    def _take_template(self, source: str) -> None:
-        try:
-            self._template(source)
-        except BaseException:
-            self.close()
-            raise
+        if template is not None:
+            try:
+                self._conversation.check_template(template)
+            except BaseException:
+                self.close()
+                raise
 
     @classmethod
     def demo(cls, **options: Unpack[EngineOptions]) -> Self:
@@ -610,6 +500,92 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring, Many, NamesMethods):
             self._facts = StateFacts(self._files.fingerprint(), self._kv_type)
         return self._facts
 
+    # ---- tokens
+
+    @overload
+    def tokenize(
+        self,
+        text: str | bytes,
+        *,
+        add_special: bool = True,
+        parse_special: bool = True,
+        offsets: Literal[False] = False,
+    ) -> list[int]: ...
+
+    @overload
+    def tokenize(
+        self,
+        text: str | bytes,
+        *,
+        add_special: bool = True,
+        parse_special: bool = True,
+        offsets: Literal[True],
+    ) -> Tokenized: ...
+
+    @names_options("tokenize")
+    def tokenize(
+        self,
+        text: str | bytes,
+        *,
+        add_special: bool = True,
+        parse_special: bool = True,
+        offsets: bool = False,
+    ) -> list[int] | Tokenized:
+        """Convert *text* to token ids; any thread, even during generation.
+
+        The ids are those that `generate` makes of a str prompt. Time and memory are proportional to
+        the length of *text*, whatever it contains.
+
+        Args:
+            text: Any text of at most 16 MiB as UTF-8, as str or as these bytes.
+            add_special: Add the ids that the model expects around a text, such as BOS. Pass False
+                for a piece of a text, such as a word to look for among ids.
+            parse_special: Convert the text of a special token to its id; False treats it as
+                ordinary text.
+            offsets: Return a Tokenized: the ids, and for each the characters that it stands for.
+
+        Raises:
+            RequestError: *text* is too long, or has surrogates, which UTF-8 cannot express; or its
+                bytes are not UTF-8.
+            UnsupportedModel: The model file has no vocabulary, or one that llama.cpp cannot use. Or
+                *offsets* is true, and the vocabulary changes the text in a way that cannot be
+                followed.
+        """
+        return self._vocabulary.tokenize(text, add_special, parse_special, offsets)
+
+    @names_options("detokenize")
+    def detokenize(self, ids: Iterable[SupportsIndex], *, skip_special_tokens: bool = False) -> str:
+        """Convert *ids* to text, including special tokens; bytes that are not UTF-8 become U+FFFD.
+
+        If *ids* are split between characters, the texts of the parts join to the text of the whole,
+        as in ``generation.text``. The leading space that SentencePiece vocabularies add when they
+        tokenize is kept: for those, ``detokenize(tokenize("a"))`` is ``" a"``.
+
+        Args:
+            ids: Ids of tokens.
+            skip_special_tokens: Leave out the tokens that a text gives only with *parse_special*,
+                such as ``<|im_end|>``, as Hugging Face's tokenizers do.
+
+        Raises:
+            InvalidToken: An id is not in the vocabulary.
+            UnsupportedModel: The model file has no vocabulary.
+        """
+        return self._vocabulary.detokenize(ids, skip_special_tokens)
+
+    def token_bytes(self, id: SupportsIndex) -> bytes:
+        """Bytes of one token; a character may span several tokens.
+
+        Raises:
+            InvalidToken: *id* is not in the vocabulary.
+            UnsupportedModel: The model file has no vocabulary.
+        """
+        self._core.check_open()
+        return self._model.token_bytes(checked_id("id", id))
+
+    def token_text(self, id: SupportsIndex) -> str:
+        """`token_bytes` as text; bytes that are not UTF-8 on their own become U+FFFD."""
+        return self.token_bytes(id).decode("utf-8", "replace")
+
     # ---- generation
 
     @overload
@@ -624,36 +600,8 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring, Many, NamesMethods):
     @overload
     def generate(self, prompt: str | Ids, **options: Unpack[GenerateOptions]) -> Generation: ...
 
-    @names_options("generate", also=OPTIONS)
-    def generate(
-        self,
-        prompt: str | Ids,
-        *,
-        max_tokens: int | None = 256,
-        sampling: Sampling | None = None,
-        capture: Capture | Kind | None = None,
-        slot: int | None = None,
-        mods: Sequence[Any] | None = (),
-        logits_processor: LogitsProcessor | Sequence[LogitsProcessor] | None = None,
-        stopping: Stopping | None = None,
-        forcing: Forcing | None = None,
-        mod_time_limit_s: float | None = None,
-        mods_strict: bool = False,
-        trace: bool | Callable[[Trace], object] | None = None,
-        request_id: str | None = None,
-        priority: int | None = 0,
-        reuse: Reuse | None = "exact",
-        reuse_min_tokens: int | None = 16,
-        cache_prompt: bool | None = True,
-        deterministic: bool | None = False,
-        context_shift: bool | None = False,
-        n_keep: int | None = 0,
-        n_discard: int | None = None,
-        lora: LoraScales | None = None,
-        add_special: bool | None = True,
-        parse_special: bool | None = True,
-        **options: Unpack[SamplingOptions],
-    ) -> Generation[Any]:
+    @lists_options("generate", GENERATE_DEFAULTS, first="prompt")
+    def generate(self, prompt: Any = None, **options: Any) -> Generation[Any]:
         """Start generating at once; the engine computes up to ``run_ahead`` tokens ahead.
 
         An option that is None has its default, but for *max_tokens*.
@@ -732,67 +680,68 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring, Many, NamesMethods):
             QueueFull: Too many requests wait for a slot.
             ClosedError: The engine is closed.
         """
-        self._core.check_open()
-        if not self._can_generate:
-            raise UnsupportedModel(
-                f"{self._info.architecture} models do not generate token by token"
-            )
-        steering = steering_of(
-            mods, logits_processor, stopping, forcing, mod_time_limit_s, mods_strict, trace
-        )
-        sampling = sampling_of(sampling, options)
-        slot_id = -1 if slot is None else to_index(slot)
-        if slot_id is None or (slot is not None and slot_id not in range(len(self._slots))):
-            raise UnknownSlot(
-                f"slot must be one of 0..{len(self._slots) - 1}, got {shown(slot)}",
-                parameter="slot",
-            )
-        ids = self._prompt_ids(prompt, add_special, parse_special)
-        capture = Capture.of(capture)
-        if steering is not None:
-            check_capture(steering.mods, capture)
-        wanted = self._submission.options(
-            ids,
-            request_id=request_id,
-            priority=priority,
-            lora=lora,
-            capture=capture,
-            n_prompt_rows=len(ids) if capture and capture.prompt else 0,
-        )
-        wanted.max_tokens = token_limit(max_tokens)
-        wanted.slot = slot_id
-        set_sampling(wanted, sampling, self._info.n_vocab)
-        set_shift(
-            wanted,
-            self._core,
-            n_prompt=len(ids),
-            reuse=reuse,
-            reuse_min_tokens=reuse_min_tokens,
-            cache_prompt=cache_prompt,
-            deterministic=deterministic,
-            context_shift=context_shift,
-            n_keep=n_keep,
-            n_discard=n_discard,
-        )
-        if steering is not None:
-            return self._submission.steer(
-                "generate",
-                wanted,
-                steering,
-                prompt=ids,
-                sampling=sampling,
-                request_id=request_id,
-                capture=capture,
-                stop=sampling.stop,
-            )
-        return self._submission.submit(
-            "generate",
-            wanted,
-            prompt=ids,
-            request_id=request_id,
-            capture=capture,
-            stop=sampling.stop,
-            schema=schema_of(sampling),
+        return self._submission.generate(prompt, options)
+
+    @overload
+    def map(
+        self,
+        prompts: Iterable[Prompt] | Mapping[str, Prompt],
+        *,
+        progress: bool | Callable[[int, int | None], object] | None = False,
+        skip: Container[str] | Saved | None = (),
+        on_error: OnError | None = "raise",
+        json_schema: TypeOf[Parsed],
+        **options: Unpack[PlainGenerateOptions],
+    ) -> Generator[Finished[Parsed], None, None]: ...
+
+    @overload
+    def map(
+        self,
+        prompts: Iterable[Prompt] | Mapping[str, Prompt],
+        *,
+        progress: bool | Callable[[int, int | None], object] | None = False,
+        skip: Container[str] | Saved | None = (),
+        on_error: OnError | None = "raise",
+        **options: Unpack[GenerateOptions],
+    ) -> Generator[Finished, None, None]: ...
+
+    @names_options("map", also=GENERATE_DEFAULTS)
+    def map(
+        self,
+        prompts: Iterable[Prompt] | Mapping[str, Prompt],
+        *,
+        progress: bool | Callable[[int, int | None], object] | None = False,
+        skip: Container[str] | Saved | None = (),
+        on_error: OnError | None = "raise",
+        **options: Unpack[GenerateOptions],
+    ) -> Generator[Finished[Any], None, None]:
+        """Generate for many prompts and yield each result with all its tokens, in order.
+
+        All slots work at once. At most twice as many prompts as there are slots are in work or
+        waiting to be yielded, so *prompts* may be endless, and attention needs memory only for
+        those and for what you keep. Ending the iteration early cancels what runs.
+
+        Args:
+            prompts: Texts, ids, or lists of messages (for `chat`). The keys of a mapping are their
+                ids; otherwise ids are numbers as text, from "0", that *skip* does not have.
+            progress: True prints a line to stderr; a function gets the number of results and
+                that of prompts (None if unknown).
+            skip: What to leave out, to continue a run that was interrupted: ids; or a
+                `kqview.SavedFolder`, whose prompts are then found by their content where they have
+                no ids of their own, so that *prompts* may have more, fewer or another order.
+            on_error: "raise" ends the iteration with the error of the first prompt that fails;
+                "return" yields its result with ``error`` set and continues. A note of an error that
+                is raised names the prompt.
+            **options: The options of `generate`, the same for every prompt. ``request_id`` is the
+                id of the prompt.
+
+        Raises:
+            RequestError: *prompts* is one prompt, or an option is invalid.
+            ClosedError: The engine is closed.
+            KqviewError: While iterating: what `generate` and iterating its result raise.
+        """
+        return Many(self._core, self._info, self.generate, self.chat).map(
+            prompts, progress, skip, on_error, options
         )
 
     # A str is also a sequence of str; the first overload that fits applies.
@@ -854,67 +803,378 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring, Many, NamesMethods):
             QueueFull: Too many requests wait for a slot.
             ClosedError: The engine is closed.
         """
+        return self._submission.attend(
+            prompt, capture, last, request_id, priority, add_special, parse_special
+        )
+
+    # ---- chats
+
+    @property
+    def control_tokens(self) -> Mapping[str, int]:
+        """Text and id of each control token: in a prompt of `chat`, only the template makes one."""
+        return self._conversation.control_tokens
+
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        json_schema: TypeOf[Parsed],
+        **options: Unpack[PlainChatOptions],
+    ) -> Generation[Parsed]: ...
+
+    @overload
+    def chat(self, messages: Sequence[Message], **options: Unpack[ChatOptions]) -> Generation: ...
+
+    @names_options("chat", also=GENERATE_DEFAULTS)
+    def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[ToolLike] | None = None,
+        tool_choice: ToolChoice | None = None,
+        parallel_tool_calls: bool | None = True,
+        continue_final_message: bool | None = False,
+        chat_template: str | None = None,
+        template_options: Mapping[str, Any] | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> Generation[Any]:
+        """Generate the assistant's next message; `Generation.reply` is that message.
+
+        Args:
+            messages: As in `apply_chat_template`.
+            tools: As in `apply_chat_template`. `Generation.reply` has the calls of the answer.
+            tool_choice: "auto" (the default): the model decides whether it calls; "none": the tools
+                are not shown to it; "required": a grammar makes it call one, or several; the name
+                of one, or ``{"type": "function", "function": {"name": "..."}}``: it makes it call
+                this one. The grammar needs llguidance and excludes ``grammar``, ``regex`` and
+                ``json_schema``. With "auto" and ``json_schema``, the answer is a call or JSON.
+            parallel_tool_calls: Whether a required answer may have several calls.
+            continue_final_message: As in `apply_chat_template`.
+            chat_template: As in `apply_chat_template`.
+            template_options: As in `apply_chat_template`.
+            **options: The options of `generate`.
+
+        Raises:
+            RequestError: An argument is invalid (may be a subclass), or the template rejects the
+                messages, or ignores *tools*.
+            UnsupportedModel: The model has no chat template.
+            KqviewError: jinja2 is not installed. Also any error of `generate`.
+        """
+        return self._conversation.chat(
+            messages,
+            tools,
+            tool_choice,
+            parallel_tool_calls,
+            continue_final_message,
+            chat_template,
+            template_options,
+            options,
+        )
+
+    @overload
+    def apply_chat_template(
+        self,
+        messages: Sequence[Message],
+        *,
+        tokenize: Literal[True] = True,
+        spans: Literal[False] = False,
+        **options: Unpack[TemplateOptions],
+    ) -> list[int]: ...
+
+    @overload
+    def apply_chat_template(
+        self,
+        messages: Sequence[Message],
+        *,
+        tokenize: Literal[True] = True,
+        spans: Literal[True],
+        **options: Unpack[TemplateOptions],
+    ) -> ChatPrompt: ...
+
+    @overload
+    def apply_chat_template(
+        self,
+        messages: Sequence[Message],
+        *,
+        tokenize: Literal[False],
+        spans: Literal[False] = False,
+        **options: Unpack[TemplateOptions],
+    ) -> str: ...
+
+    @lists_options("apply_chat_template", TEMPLATE_DEFAULTS, first="messages")
+    def apply_chat_template(self, messages: Any, **options: Any) -> list[int] | ChatPrompt | str:
+        """Render *messages* as a prompt with the model's chat template.
+
+        Only the template can produce special tokens. The contents of messages, tools and options
+        are ordinary text: "<|im_end|>" in a content does not end the message. The exception is
+        tokens that the model file marks as user-defined: they are matched in any text.
+
+        Args:
+            messages: Mappings with ``role`` and ``content`` (text, or a list of text parts).
+            tools: Functions that the model may call: Python functions, described by their hints and
+                docstrings; mappings in the form of OpenAI's API, or the part of it under
+                "function"; a pydantic model stands for a function with its fields. A template that
+                ignores them is an error: see `kqview.chat.tools_as_text`.
+            add_generation_prompt: End the prompt with the header of the assistant's message.
+            continue_final_message: End the prompt with the last message instead, which is the
+                assistant's, so that the answer continues its text. The header before it is that of
+                a new answer.
+            tokenize: Return ids. False returns text, for reading only, because special tokens and
+                contents look alike in it.
+            spans: Return a ChatPrompt: the ids, and for each message the range of its ids. Renders
+                the template once more for each message.
+            chat_template: Template to use instead of the model's own.
+            template_options: Extra variables for the template. Templates know ``enable_thinking``,
+                which is true if not given (Apertus's: false), ``reasoning_effort`` and
+                ``preserve_reasoning``: whether earlier answers keep their reasoning, true if not
+                given.
+
+        Raises:
+            RequestError: A message is malformed, or the template rejects it, ignores *tools*, takes
+                more than 5 s of CPU time or 512 MiB of memory, or produces more than 16 Mi
+                characters. Time and memory are not limited for a template given to Engine.
+            UnsupportedModel: The model has no chat template, or the template does not parse, is
+                nested too deeply, or exceeds these limits with any message.
+            CapacityError: There is no helper process for the template.
+            KqviewError: jinja2 is not installed.
+        """
+        return self._conversation.apply_template(messages, options)
+
+    # ---- vectors, classes and scores
+
+    @property
+    def pooling(self) -> str | None:
+        """How a text becomes one vector: the option of Engine, or what the model's file specifies.
+
+        None if this engine cannot embed.
+        """
+        return self._core.pooling or None
+
+    @property
+    def n_classes(self) -> int:
+        """Number of scores that `classify` gives: 1 for a reranker, 0 without a classifier head."""
+        return self._core.n_classes
+
+    @overload
+    def embed(self, texts: Text, **options: Unpack[EmbedOptions]) -> Vectors: ...
+
+    @overload
+    def embed(self, texts: Sequence[Text], **options: Unpack[EmbedOptions]) -> Vectors | Any: ...
+
+    @names_options("embed")
+    def embed(
+        self,
+        texts: Text | Sequence[Text],
+        *,
+        normalize: bool = True,
+        priority: int = 0,
+        add_special: bool = True,
+        parse_special: bool = True,
+    ) -> Vectors | list[Vectors]:
+        """Compute embeddings of one or more texts.
+
+        Encoders and embedding models need no option; open other decoders with ``pooling``. A text
+        is evaluated in one step, so it may have up to ``n_ubatch`` tokens (up to ``n_ctx`` with
+        pooling "last" and a KV cache). With several slots, the texts of all slots are evaluated
+        together, as many as have room in a step; a decoder with pooling "mean", "cls" or "rank"
+        puts only texts of one length together. Nothing that a slot holds is reused, so a text
+        always has the same embedding, up to rounding. In a coroutine, use `aembed`.
+
+        Args:
+            texts: A text, or its token ids, used unchanged; or a list of these.
+            normalize: Divide each vector by its length, so that the dot product of two vectors is
+                their cosine similarity.
+            priority: As in `Engine.generate`.
+            add_special: As in `tokenize`. Models are trained with the ids that this adds.
+            parse_special: As in `tokenize`.
+
+        Returns:
+            Arrays owned by the caller, float32: ``(n_embd,)`` for one text, ``(n_texts, n_embd)``
+            for a list, which may be empty. With pooling "none", one vector per token:
+            ``(n_tokens, n_embd)`` for one text, a list of such arrays for a list.
+
+        Raises:
+            PromptTooLong: A text has more tokens than a step, or a slot, can hold; nothing was
+                computed.
+            RequestError: A text is empty.
+            InvalidToken: An id is not in the vocabulary.
+            UnsupportedModel: The engine was opened without pooling, or with the pooling of a
+                classifier.
+            BusyError: Every slot is kept until tokens are taken that nobody takes, see `generate`.
+            QueueFull: Too many other requests wait for a slot.
+            ClosedError: The engine is closed.
+        """
+        return self._embedding.embed(texts, normalize, priority, add_special, parse_special)
+
+    @overload
+    async def aembed(self, texts: Text, **options: Unpack[EmbedOptions]) -> Vectors: ...
+
+    @overload
+    async def aembed(
+        self, texts: Sequence[Text], **options: Unpack[EmbedOptions]
+    ) -> Vectors | Any: ...
+
+    @names_options("aembed", also=EmbedOptions.__annotations__)
+    async def aembed(
+        self, texts: Text | Sequence[Text], *, normalize: bool = True, **options: Any
+    ) -> Vectors | list[Vectors]:
+        """Like `embed`, without blocking the event loop.
+
+        Cancelling the task drops the texts that are not done.
+        """
+        return await self._embedding.aembed(texts, normalize, **options)
+
+    # A str is also a sequence of str; the first overload that fits applies.
+    @overload
+    def classify(  # pyright: ignore[reportOverlappingOverload]
+        self, texts: Text, **options: Unpack[TextOptions]
+    ) -> Classification: ...
+
+    @overload
+    def classify(
+        self, texts: Sequence[Text | Pair], **options: Unpack[TextOptions]
+    ) -> list[Classification]: ...
+
+    @names_options("classify")
+    def classify(
+        self,
+        texts: Text | Sequence[Text | Pair],
+        *,
+        priority: int = 0,
+        add_special: bool = True,
+        parse_special: bool = True,
+    ) -> Classification | list[Classification]:
+        """Classify one or more texts with a model that has a classifier head (pooling "rank").
+
+        For sequence classifiers and rerankers, encoders or decoders. For a reranker, each item of
+        the list is a tuple (query, document). The two are joined into one prompt as in
+        llama-server: by the rerank template in the model's file, in which special tokens named by a
+        text count as such; otherwise with the ids that the vocabulary requires between and around
+        them. llama.cpp gives all tokens of a BERT model the same segment.
+
+        Args:
+            texts: As in `embed`; or a list of (query, document) tuples.
+            priority: As in `embed`.
+            add_special: As in `embed`; pairs always get their special ids.
+            parse_special: As in `embed`.
+
+        Returns:
+            A Classification for one text, a list of them for a list.
+
+        Raises:
+            UnsupportedModel: The model has no classifier head, or ``pooling`` is not "rank".
+            RequestError: As for `embed`, like the other errors of `embed`.
+        """
+        return self._embedding.classify(texts, priority, add_special, parse_special)
+
+    @overload
+    async def aclassify(  # pyright: ignore[reportOverlappingOverload]
+        self, texts: Text, **options: Unpack[TextOptions]
+    ) -> Classification: ...
+
+    @overload
+    async def aclassify(
+        self, texts: Sequence[Text | Pair], **options: Unpack[TextOptions]
+    ) -> list[Classification]: ...
+
+    @names_options("aclassify", also=TextOptions.__annotations__)
+    async def aclassify(
+        self, texts: Text | Sequence[Text | Pair], **options: Any
+    ) -> Classification | list[Classification]:
+        """Like `classify`, without blocking the event loop.
+
+        Cancelling the task drops the texts that are not done.
+        """
+        return await self._embedding.aclassify(texts, **options)
+
+    def pair_ids(self, query: str, document: str) -> list[int]:
+        """The ids that `classify` makes of the tuple (query, document), for a reranker.
+
+        Raises:
+            RequestError: A text is too long, or has surrogates, which UTF-8 cannot express.
+            UnsupportedModel: The model file has no vocabulary.
+            ClosedError: The engine is closed.
+        """
         self._core.check_open()
-        is_one = not _has_prompts(prompt)
-        texts = [
-            self._prompt_ids(cast("str | Ids", one), add_special, parse_special, name)
-            for one, name in (
-                [(prompt, "prompt")]
-                if is_one
-                else [(one, f"prompt[{i}]") for i, one in enumerate(prompt)]
-            )
-        ]
-        n_last = None if last is None else whole_number("last", last)
-        wanted_capture = Capture.of(capture)
-        if wanted_capture is None:
-            raise InvalidCapture(
-                "capture is None, but attend has nothing else to return; pass a kind such as "
-                "'probs', or a Capture",
-                parameter="capture",
-            )
-        wanted_capture = wanted_capture.for_prompt()
+        return self._embedding.pair_ids("texts", query, document)
 
-        def first_of(ids: list[int]) -> int:
-            return 0 if n_last is None else max(0, len(ids) - n_last)
+    # A str is also a sequence of str; the first overload that fits applies.
+    @overload
+    def score(  # pyright: ignore[reportOverlappingOverload]
+        self, texts: Text, **options: Unpack[ScoreOptions]
+    ) -> Score: ...
 
-        def submit(i: int) -> Generation:
-            wanted = self._submission.options(
-                texts[i],
-                request_id=request_id,
-                priority=priority,
-                capture=wanted_capture,
-                n_prompt_rows=len(texts[i]) - first_of(texts[i]),
-            )
-            wanted.only_attends = True
-            name = request_id if is_one or request_id is None else f"{request_id}-{i}"
-            return self._submission.submit(
-                "attend", wanted, prompt=texts[i], request_id=name, capture=wanted_capture
-            )
+    @overload
+    def score(self, texts: Sequence[Text], **options: Unpack[ScoreOptions]) -> list[Score]: ...
 
-        def attention_of(i: int, generation: Generation) -> PromptAttention:
-            return generation.blocks(
-                first=first_of(texts[i]), budget_bytes=self._core.stats().pool.budget_bytes
-            )
+    @names_options("score")
+    def score(
+        self,
+        texts: Text | Sequence[Text],
+        *,
+        last: int | Sequence[int] | None = None,
+        top_logprobs: int | None = None,
+        priority: int = 0,
+        lora: LoraScales | None = None,
+        add_special: bool = True,
+        parse_special: bool = True,
+    ) -> Score | list[Score]:
+        """Compute the log-probability that the model gives each token of one or more texts.
 
-        if is_one:
-            return attention_of(0, submit(0))
-        found: dict[int, PromptAttention] = {}
-        with contextlib.closing(in_turn(texts, len(self._slots), submit)) as requests:
-            for i, generation in requests:
-                generation.take_blocks()
-                found[i] = attention_of(i, generation)
-        return ordered(found)
+        The whole text is evaluated as a prompt, in steps whose logits take at most 64 MiB. Use it
+        for perplexity and for comparing given answers (lm-eval's loglikelihood). Only tokens whose
+        scores are not requested can come from a slot's KV cache: with ``last``, a prefix that texts
+        share is evaluated once. In a coroutine, use `ascore`.
 
-    def _prompt_ids(
-        self, prompt: str | Ids, add_special: object, parse_special: object, name: str = "prompt"
-    ) -> list[int]:
-        if isinstance(prompt, str):
-            ids = self._text_ids(name, prompt, add_special, parse_special)
-        else:
-            _check_one(prompt)
-            ids = checked_ids(name, prompt)
-        self._submission.check_prompt(name, ids)
-        return ids
+        Args:
+            texts: A text, or its token ids, used unchanged; or a list of these.
+            last: Number of tokens, counted from the end, to score; for a list of texts also a list
+                with the number for each. None for all but the first, which nothing precedes.
+            top_logprobs: Number of most probable tokens to return for each scored token, at most
+                1000; None for none.
+            priority: As in `Engine.generate`.
+            lora: As in `Engine.generate`.
+            add_special: As in `tokenize`. If a beginning-of-text token is added, every token of the
+                text itself gets a score.
+            parse_special: As in `tokenize`.
+
+        Returns:
+            A Score for one text, a list of them for a list. Values differ from those of a
+            generation by rounding, because its matrices have other sizes (about 1e-3 with a float16
+            cache, less with float32).
+
+        Raises:
+            PromptTooLong: A text has more tokens than a slot can hold; nothing was computed.
+            RequestError: A text is empty, or an option is out of range.
+            InvalidToken: An id is not in the vocabulary.
+            UnsupportedModel: The model is an encoder or a diffusion model, which does not predict
+                the next token.
+            BusyError: Every slot is kept until tokens are taken that nobody takes, see `generate`.
+            QueueFull: Too many other requests wait for a slot.
+            ClosedError: The engine is closed.
+        """
+        return self._scoring.score(
+            texts, last, top_logprobs, priority, lora, add_special, parse_special
+        )
+
+    @overload
+    async def ascore(  # pyright: ignore[reportOverlappingOverload]
+        self, texts: Text, **options: Unpack[ScoreOptions]
+    ) -> Score: ...
+
+    @overload
+    async def ascore(
+        self, texts: Sequence[Text], **options: Unpack[ScoreOptions]
+    ) -> list[Score]: ...
+
+    @names_options("ascore", also=ScoreOptions.__annotations__)
+    async def ascore(self, texts: Text | Sequence[Text], **options: Any) -> Score | list[Score]:
+        """Like `score`, without blocking the event loop.
+
+        Cancelling the task drops the texts that are not done.
+        """
+        return await self._scoring.ascore(texts, **options)
 
     # ---- closing
 
@@ -938,7 +1198,7 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring, Many, NamesMethods):
                 timeout_s,
             )
         _open_engines.discard(self)
-        self._helpers.close()
+        self._conversation.close()
         _forward_log()
 
     def __reduce__(self) -> Any:

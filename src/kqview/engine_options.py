@@ -9,9 +9,12 @@ import numpy as np
 
 from kqview import _core
 from kqview.arguments import INT64_MAX, encode, flag, invalid, to_path, whole_number
+from kqview.chat.messages import checked_options
 from kqview.errors import shown
 from kqview.lora import SCALE_MAX, scale_of
 from kqview.machine import default_threads, free_memory_bytes, physical_memory_bytes
+from kqview.option_names import unknown_option
+from kqview.rpc import rpc_endpoints, rpc_timeout
 
 Lora = str | os.PathLike[str] | tuple[str | os.PathLike[str], float]
 
@@ -26,10 +29,6 @@ PINNED_BYTES: Final = 2**30
 SIZES_MAX: Final[Mapping[str, int]] = {
     "n_ctx": 2**30, "n_slots": 256, "n_batch": 2**20, "n_ubatch": 2**20, "n_threads": 512,
 }  # fmt: skip
-
-_POOLING: Final = get_args(Pooling)
-_KERNELS: Final = get_args(AttentionKernel)
-_DEVICE_ROWS: Final = get_args(DeviceRows)
 
 
 class EngineOptions(TypedDict, total=False):
@@ -58,134 +57,167 @@ class EngineOptions(TypedDict, total=False):
     progress: Callable[[float], object] | bool | None
 
 
-def context_options(
-    *,
-    n_ctx: object = None,
-    n_slots: object = 1,
-    n_batch: object = 2048,
-    n_ubatch: object = 512,
-    n_threads: object = None,
-    flash_attn: object = "auto",
-    attention_kernel: object = "auto",
-    device_rows: object = "auto",
-    kv_type: object = "f16",
-    swa_full: object = True,
-    pooling: object = None,
-    attention_budget_bytes: object = None,
-    pinned_bytes: object = PINNED_BYTES,
-) -> _core.EngineOptions:
-    """The options of the context; the core checks limits that depend on the model.
-
-    Raises:
-        RequestError: An option has the wrong type or is out of range.
-    """
-    if isinstance(flash_attn, str) and flash_attn == "auto":
-        uses_flash = None
-    elif isinstance(flash_attn, bool | np.bool_):
-        uses_flash = bool(cast("bool", flash_attn))
-    else:
-        raise invalid("flash_attn", "'auto', True or False", shown(flash_attn))
-    if not (isinstance(attention_kernel, str) and attention_kernel in _KERNELS):
-        raise invalid("attention_kernel", f"one of {str(_KERNELS)[1:-1]}", shown(attention_kernel))
-    if not (isinstance(device_rows, str) and device_rows in _DEVICE_ROWS):
-        raise invalid("device_rows", f"one of {str(_DEVICE_ROWS)[1:-1]}", shown(device_rows))
-    if not isinstance(kv_type, str):
-        raise invalid("kv_type", "a name such as 'f16'", shown(kv_type))
-    if pooling is not None and not (isinstance(pooling, str) and pooling in _POOLING):
-        raise invalid("pooling", f"None or one of {str(_POOLING)[1:-1]}", shown(pooling))
-    memory_bytes = physical_memory_bytes()
-    budget = memory_bytes // 4 if attention_budget_bytes is None else attention_budget_bytes
-    options = _core.EngineOptions()
-    options.n_ctx = 0 if n_ctx is None else _size("n_ctx", n_ctx)
-    options.n_slots = _size("n_slots", n_slots)
-    options.n_batch = _size("n_batch", n_batch)
-    options.n_ubatch = _size("n_ubatch", n_ubatch)
-    options.n_threads = _size("n_threads", default_threads() if n_threads is None else n_threads)
-    options.flash_attn = uses_flash
-    options.attends = attention_kernel != "llama.cpp"
-    options.rows_beside = device_rows == "beside"  # "auto": until a GPU has measured both
-    options.kv_type = kv_type
-    options.swa_full = flag("swa_full", swa_full)
-    options.pooling = "" if pooling is None else str(pooling)
-    options.host_memory_bytes = memory_bytes
-    options.free_memory_bytes = max(1, free_memory_bytes()) if n_ctx is None else 0
-    options.attention_budget_bytes = whole_number("attention_budget_bytes", budget, high=INT64_MAX)
-    options.pinned_bytes = whole_number("pinned_bytes", pinned_bytes, low=0, high=INT64_MAX)
-    return options
-
-
-def _size(name: str, value: object) -> int:
+def _to_size(name: str, value: object) -> int:
     return whole_number(name, value, high=SIZES_MAX[name])
 
 
-def model_options(model: str | os.PathLike[str], n_gpu_layers: object) -> _core.ModelOptions:
-    """The options of loading the model.
-
-    Raises:
-        RequestError: *model* is no path, is empty, contains a null byte or characters that UTF-8
-            cannot express, or *n_gpu_layers* is out of range.
-    """
-    options = _core.ModelOptions()
-    options.path = _path("model", model)
-    options.n_gpu_layers = whole_number("n_gpu_layers", n_gpu_layers, low=-1)
-    return options
+def _to_flash(name: str, value: object) -> bool | None:
+    if isinstance(value, str) and value == "auto":
+        return None
+    if isinstance(value, bool | np.bool_):
+        return bool(cast("bool", value))
+    raise invalid(name, "'auto', True or False", shown(value))
 
 
-def progress_callback(progress: object) -> Callable[[float], object] | None:
-    """The function to call with the loaded fraction, or None.
+def _to_choice(choices: Any) -> Callable[[str, object], str]:
+    names: tuple[str, ...] = get_args(choices)
 
-    Raises:
-        RequestError: *progress* is neither True nor a callable.
-    """
-    if progress is True:
+    def check(name: str, value: object) -> str:
+        if isinstance(value, str) and value in names:
+            return value
+        or_none = "None or " if _OPTIONS[name][0] is None else ""
+        raise invalid(name, f"{or_none}one of {str(names)[1:-1]}", shown(value))
+
+    return check
+
+
+def _to_kv_type(name: str, value: object) -> str:
+    if not isinstance(value, str):  # the core knows the names
+        raise invalid(name, "a name such as 'f16'", shown(value))
+    return value
+
+
+def _to_bytes(name: str, value: object, low: int = 0) -> int:
+    return whole_number(name, value, low=low, high=INT64_MAX)
+
+
+def _to_text(name: str, value: Any) -> str:
+    encode(name, value)
+    return value
+
+
+def _to_progress(name: str, value: object) -> Callable[[float], object] | None:
+    if value is True:
         return _print_progress
-    if progress and not callable(progress):
-        raise invalid("progress", "True or a callable", shown(progress))
-    return cast("Callable[[float], object]", progress) if progress else None
+    if value and not callable(value):
+        raise invalid(name, "True or a callable", shown(value))
+    return cast("Callable[[float], object]", value) if value else None
 
 
-def lora_adapters(value: Lora | Sequence[Lora] | None) -> list[tuple[str, float]]:
-    """The ``lora`` option as (path, scale) pairs.
+def _print_progress(fraction: float) -> None:
+    end = "\n" if fraction >= 1.0 else ""
+    print(f"\rloading model {fraction:4.0%}", end=end, file=sys.stderr, flush=True)
 
-    Raises:
-        RequestError: *value* is not a path, a (path, scale) pair or a list of these.
-    """
-    given: object = value
-    match given:
-        case None:
-            return []
+
+def _to_adapters(name: str, value: object) -> list[tuple[str, float]]:
+    """(path, scale) of each adapter."""
+    match value:
         case list():
-            return [_lora_adapter(item) for item in cast("list[object]", given)]
-        case tuple() if not _is_pair(cast("tuple[object, ...]", given)):
-            return [_lora_adapter(item) for item in cast("tuple[object, ...]", given)]
+            return [_to_adapter(name, item) for item in cast("list[object]", value)]
+        case tuple() if not _is_pair(cast("tuple[object, ...]", value)):
+            return [_to_adapter(name, item) for item in cast("tuple[object, ...]", value)]
         case _:
-            return [_lora_adapter(given)]
+            return [_to_adapter(name, value)]
 
 
 def _is_pair(items: tuple[object, ...]) -> bool:
     return len(items) == 2 and not isinstance(items[1], str | os.PathLike | tuple)
 
 
-def _lora_adapter(item: object) -> tuple[str, float]:
+def _to_adapter(name: str, item: object) -> tuple[str, float]:
     path, scale = item, 1.0
     got = shown(item)
     if isinstance(item, tuple) and len(cast("tuple[object, ...]", item)) == 2:
         path, scale = cast("tuple[object, object]", item)
     if not isinstance(path, str | os.PathLike):
-        raise invalid("lora", "a path, a (path, scale) pair or a list of these", got)
+        raise invalid(name, "a path, a (path, scale) pair or a list of these", got)
     number = scale_of(scale)
     if number is None:
         limits = f"a scale from -{SCALE_MAX:g} to {SCALE_MAX:g}"
-        raise invalid("lora", f"given with {limits}", got)
-    return _path("lora", cast("object", path)), number
+        raise invalid(name, f"given with {limits}", got)
+    return _path(name, cast("object", path)), number
+
+
+# The default of each option, and what makes the core's value of one that is given. The core checks
+# limits that depend on the model.
+_OPTIONS: Final[Mapping[str, tuple[Any, Callable[[str, Any], Any]]]] = {
+    "n_ctx": (None, _to_size),
+    "n_slots": (1, _to_size),
+    "n_batch": (2048, _to_size),
+    "n_ubatch": (512, _to_size),
+    "n_threads": (None, _to_size),
+    "n_gpu_layers": (-1, lambda name, value: whole_number(name, value, low=-1)),
+    "flash_attn": ("auto", _to_flash),
+    "attention_kernel": ("auto", _to_choice(AttentionKernel)),
+    "device_rows": ("auto", _to_choice(DeviceRows)),
+    "kv_type": ("f16", _to_kv_type),
+    "swa_full": (True, flag),
+    "pooling": (None, _to_choice(Pooling)),
+    "chat_template": (None, _to_text),
+    "template_options": (None, lambda _, value: checked_options(value)),
+    "lora": (None, _to_adapters),
+    "rpc_servers": (None, lambda _, value: rpc_endpoints(value)),
+    "rpc_timeout_s": (300.0, lambda _, value: rpc_timeout(value)),
+    "attention_budget_bytes": (None, lambda name, value: _to_bytes(name, value, 1)),
+    "pinned_bytes": (PINNED_BYTES, _to_bytes),
+    "run_ahead": (8, lambda name, value: whole_number(name, value, low=0)),
+    "progress": (None, _to_progress),
+}
+DEFAULTS: Final[Mapping[str, Any]] = {name: default for name, (default, _) in _OPTIONS.items()}
+"""The options of `Engine`."""
+
+
+def checked(options: Mapping[str, Any], who: str = "Engine") -> dict[str, Any]:
+    """The core's value of every option of `Engine`; None stands for a default.
+
+    Raises:
+        RequestError: There is no such option, or it has the wrong type or is out of range.
+    """
+    for name in options:
+        if name not in _OPTIONS:
+            raise unknown_option(who, name, (*_OPTIONS, "model"), unlisted=["model"])
+    found: dict[str, Any] = {}
+    for name, (default, check) in _OPTIONS.items():
+        given = options.get(name)
+        value = default if given is None else given
+        found[name] = None if value is None else check(name, value)
+    return found
+
+
+def context_options(given: Mapping[str, Any]) -> _core.EngineOptions:
+    """The options of the context, of those that `checked` returns."""
+    n_ctx, n_threads, budget = given["n_ctx"], given["n_threads"], given["attention_budget_bytes"]
+    memory_bytes = physical_memory_bytes()
+    options = _core.EngineOptions()
+    for name in (
+        "n_slots", "n_batch", "n_ubatch", "flash_attn", "kv_type", "swa_full", "pinned_bytes"
+    ):  # fmt: skip
+        setattr(options, name, given[name])
+    options.n_ctx = n_ctx or 0
+    options.n_threads = _to_size("n_threads", n_threads or default_threads())
+    options.attends = given["attention_kernel"] != "llama.cpp"
+    options.rows_beside = given["device_rows"] == "beside"  # "auto": until a GPU has measured both
+    options.pooling = given["pooling"] or ""
+    options.host_memory_bytes = memory_bytes
+    options.free_memory_bytes = max(1, free_memory_bytes()) if n_ctx is None else 0
+    options.attention_budget_bytes = memory_bytes // 4 if budget is None else budget
+    return options
+
+
+def model_options(model: str | os.PathLike[str], n_gpu_layers: int) -> _core.ModelOptions:
+    """The options of loading the model.
+
+    Raises:
+        RequestError: *model* is no path, is empty, contains a null byte or characters that UTF-8
+            cannot express.
+    """
+    options = _core.ModelOptions()
+    options.path = _path("model", model)
+    options.n_gpu_layers = n_gpu_layers
+    return options
 
 
 def _path(name: str, value: object) -> str:
     path = str(to_path(name, value))
     encode(name, path)
     return path
-
-
-def _print_progress(fraction: float) -> None:
-    end = "\n" if fraction >= 1.0 else ""
-    print(f"\rloading model {fraction:4.0%}", end=end, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Many: generations of many prompts, in order; a base of Engine.
+"""Many: generations of many prompts, in order; a part of Engine.
 
 One thread per slot takes the tokens of one generation, so every slot stays busy while results come
 in the order of their prompts. Prompts are taken from their iterable, in the caller's thread, only a
@@ -9,7 +9,6 @@ import hashlib
 import json
 import sys
 import time
-from abc import abstractmethod
 from collections import Counter, deque
 from collections.abc import (
     Callable,
@@ -28,22 +27,17 @@ from typing import (
     Final,
     Literal,
     Protocol,
-    Unpack,
     cast,
     get_args,
-    overload,
     runtime_checkable,
 )
 
-from kqview._core import Engine as CoreEngine
+from kqview import _core
 from kqview.arguments import invalid
 from kqview.chat.messages import Message
 from kqview.errors import ClosedError, KqviewError, shown
 from kqview.generation.stream import Generation
-from kqview.option_names import names_options
-from kqview.submission import GENERATE_NAMES, GenerateOptions, PlainGenerateOptions
 from kqview.types import Finished, ModelInfo, Token, Usage
-from kqview.types.json_schema import Parsed, TypeOf
 from kqview.types.text import Ids
 from kqview.types.token import add_token
 
@@ -64,73 +58,36 @@ class Saved(Protocol):
 
 
 class Many:
-    """`map`; any thread."""
+    """`Engine.map`; any thread.
 
-    _core: CoreEngine
-    _info: ModelInfo
+    Args:
+        core: Of the engine.
+        info: Facts about its model.
+        generate: `Engine.generate`.
+        chat: `Engine.chat`.
+    """
 
-    @abstractmethod
-    def generate(self, prompt: str | Ids, **options: Unpack[GenerateOptions]) -> Generation:
-        """See Engine."""
+    def __init__(
+        self,
+        core: _core.Engine,
+        info: ModelInfo,
+        generate: Callable[..., Generation],
+        chat: Callable[..., Generation],
+    ) -> None:
+        self._core = core
+        self._info = info
+        self._generate = generate
+        self._chat = chat
 
-    @overload
     def map(
         self,
         prompts: Iterable[Prompt] | Mapping[str, Prompt],
-        *,
-        progress: bool | Callable[[int, int | None], object] | None = False,
-        skip: Container[str] | Saved | None = (),
-        on_error: OnError | None = "raise",
-        json_schema: TypeOf[Parsed],
-        **options: Unpack[PlainGenerateOptions],
-    ) -> Generator[Finished[Parsed], None, None]: ...
-
-    @overload
-    def map(
-        self,
-        prompts: Iterable[Prompt] | Mapping[str, Prompt],
-        *,
-        progress: bool | Callable[[int, int | None], object] | None = False,
-        skip: Container[str] | Saved | None = (),
-        on_error: OnError | None = "raise",
-        **options: Unpack[GenerateOptions],
-    ) -> Generator[Finished, None, None]: ...
-
-    @names_options("map", also=GENERATE_NAMES)
-    def map(
-        self,
-        prompts: Iterable[Prompt] | Mapping[str, Prompt],
-        *,
-        progress: bool | Callable[[int, int | None], object] | None = False,
-        skip: Container[str] | Saved | None = (),
-        on_error: OnError | None = "raise",
-        **options: Unpack[GenerateOptions],
+        progress: bool | Callable[[int, int | None], object] | None,
+        skip: Container[str] | Saved | None,
+        on_error: object,
+        options: Mapping[str, Any],
     ) -> Generator[Finished[Any], None, None]:
-        """Generate for many prompts and yield each result with all its tokens, in order.
-
-        All slots work at once. At most twice as many prompts as there are slots are in work or
-        waiting to be yielded, so *prompts* may be endless, and attention needs memory only for
-        those and for what you keep. Ending the iteration early cancels what runs.
-
-        Args:
-            prompts: Texts, ids, or lists of messages (for `chat`). The keys of a mapping are their
-                ids; otherwise ids are numbers as text, from "0", that *skip* does not have.
-            progress: True prints a line to stderr; a function gets the number of results and
-                that of prompts (None if unknown).
-            skip: What to leave out, to continue a run that was interrupted: ids; or a
-                `kqview.SavedFolder`, whose prompts are then found by their content where they have
-                no ids of their own, so that *prompts* may have more, fewer or another order.
-            on_error: "raise" ends the iteration with the error of the first prompt that fails;
-                "return" yields its result with ``error`` set and continues. A note of an error that
-                is raised names the prompt.
-            **options: The options of `generate`, the same for every prompt. ``request_id`` is the
-                id of the prompt.
-
-        Raises:
-            RequestError: *prompts* is one prompt, or an option is invalid.
-            ClosedError: The engine is closed.
-            KqviewError: While iterating: what `generate` and iterating its result raise.
-        """
+        """See Engine."""
         self._core.check_open()
         if on_error not in get_args(OnError):
             raise invalid("on_error", "'raise' or 'return'", shown(on_error))
@@ -158,7 +115,7 @@ class Many:
         prompts: Iterator[tuple[str, Prompt]],
         report: Callable[[int, int], object],
         returns_errors: bool,
-        options: GenerateOptions,
+        options: Mapping[str, Any],
     ) -> Generator[Finished, None, None]:
         n_slots = self._core.n_slots
         running: set[Generation] = set()
@@ -211,16 +168,15 @@ class Many:
                 generation.cancel()
             pool.shutdown()
 
-    def _begun(self, name: str, prompt: Prompt, options: GenerateOptions) -> Generation:
-        named: Any = {**options, "request_id": name}
+    def _begun(self, name: str, prompt: Prompt, options: Mapping[str, Any]) -> Generation:
         is_chat = (
             isinstance(prompt, Sequence)
             and not isinstance(prompt, str)
             and len(prompt) > 0
             and isinstance(prompt[0], Mapping)
         )
-        engine: Any = self
-        return engine.chat(prompt, **named) if is_chat else engine.generate(prompt, **named)
+        begin = self._chat if is_chat else self._generate
+        return begin(prompt, **{**options, "request_id": name})
 
 
 def prompt_key(prompt: Prompt) -> str:

@@ -7,156 +7,108 @@ accepted under two names: the error names the right one, or says what to do inst
 import difflib
 import functools
 import inspect
-from collections.abc import Awaitable, Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Final, ParamSpec, TypeVar, cast
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar, cast
 
 from kqview.errors import UnknownAttribute, UnknownOption
 
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
 _T = TypeVar("_T")
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _NEAR: Final = 0.8  # of difflib: a typing error, not another word that looks alike
+
+
+def _by_name(names_of: Mapping[str, str]) -> Mapping[str, str]:
+    """Advice by name, from the names of each advice."""
+    return {name: advice for advice, names in names_of.items() for name in names.split()}
+
 
 _ENUM: Final = 'json_schema={"enum": [...]}'
 _PREFILL: Final = "continue_final_message=True, with the text as the last message"
 
-# What an option of another library is here.
-_ELSEWHERE: Final[Mapping[str, str]] = {
-    # limits
-    "max_new_tokens": "max_tokens",
-    "max_length": "max_tokens",
-    "max_completion_tokens": "max_tokens",
-    "max_output_tokens": "max_tokens",
-    "max_gen_len": "max_tokens",
-    "n_predict": "max_tokens",
-    "num_predict": "max_tokens",
-    "min_new_tokens": "min_tokens",
-    "min_length": "min_tokens",
-    # sampling
-    "temp": "temperature",
-    "typical": "typical_p",
-    "repetition_penalty": "repeat_penalty",
-    "penalty_repeat": "repeat_penalty",
-    "rep_pen": "repeat_penalty",
-    "penalty_last_n": "repeat_last_n",
-    "rep_pen_range": "repeat_last_n",
-    "last_n_tokens_size": "repeat_last_n",
-    "penalty_present": "presence_penalty",
-    "penalty_freq": "frequency_penalty",
-    "no_repeat_ngram_size": "dry_multiplier, with dry_allowed_length",
-    "mirostat_mode": "mirostat",
-    "random_seed": "seed",
-    "generator": "seed",
-    "bad_words": "banned_tokens",
-    "bad_words_ids": "banned_tokens",
-    "suppress_tokens": "banned_tokens",
-    "begin_suppress_tokens": "begin_suppress",
-    "sequence_bias": "logit_bias",
-    "logits_processors": "logits_processor",
-    # ends
-    "stop_sequences": "stop",
-    "stop_sequence": "stop",
-    "stop_strings": "stop",
-    "stop_words": "stop",
-    "stop_token_ids": "stop_tokens",
-    "eos_token_id": "stop_tokens",
-    "stopping_criteria": "stopping",
-    "forced_bos_token_id": "forcing",
-    "forced_eos_token_id": "forcing",
-    # results
-    "logprobs": "top_logprobs",
-    "n_probs": "top_logprobs",
-    "output_scores": "top_logprobs",
-    "output_logits": "capture=Capture(vocab_logits=True)",
-    "prompt_logprobs": "engine.score(ids)",
-    "echo": "engine.score(ids)",
-    "output_attentions": 'capture="probs"',
-    "output_hidden_states": "capture=Capture(hidden=[...])",
-    "attentions": 'capture="probs"',
-    "return_dict_in_generate": 'capture="probs"',
-    "skip_special_tokens": "engine.detokenize(generation.tokens, skip_special_tokens=True)",
-    # constraints
-    "guided_json": "json_schema",
-    "guided_regex": "regex",
-    "guided_choice": _ENUM,
-    "guided_grammar": "grammar",
-    "guided_decoding": "json_schema",
-    "structured_outputs": "json_schema",
-    "response_format": "json_schema",
-    "response_model": "json_schema",
-    "response_schema": "json_schema",
-    "output_schema": "json_schema",
-    "output_type": "json_schema",
-    "text_format": "json_schema",
-    "format": "json_schema",
-    "schema": "json_schema",
-    "choices": _ENUM,
-    "pattern": "regex",
-    # chats
-    "functions": "tools",
-    "function_call": "tool_choice",
-    "tool_choice": "engine.chat(messages, tools=tools, tool_choice=...)",
-    "continue_final_message": "engine.chat(messages, continue_final_message=True)",
-    "prefill": _PREFILL,
-    "prefix": _PREFILL,
-    "add_generation_prompt": "engine.apply_chat_template(messages, add_generation_prompt=False)",
-    "chat_template_kwargs": "template_options",
-    "enable_thinking": 'template_options={"enable_thinking": False}',
-    "think": 'template_options={"enable_thinking": False}',
-    "reasoning_effort": 'template_options={"reasoning_effort": "low"}',
-    "documents": 'template_options={"documents": [...]}',
-    # cache, slots and requests
-    "use_cache": "cache_prompt",
-    "id_slot": "slot",
-    "slot_id": "slot",
-    "lora_request": "lora",
-    "messages": "engine.chat(messages)",
-    "tools": "engine.chat(messages, tools=tools)",
-    "prompts": "engine.map(prompts)",
-    "steering": "mods",
-    "control_vector": "mods",
-    # Engine
-    "repo_id": "Engine.from_hub(repo, file)",
-    "ctx_size": "n_ctx",
-    "num_ctx": "n_ctx",
-    "context_length": "n_ctx",
-    "max_model_len": "n_ctx",
-    "max_seq_len": "n_ctx",
-    "n_parallel": "n_slots",
-    "parallel": "n_slots",
-    "n_seq_max": "n_slots",
-    "max_num_seqs": "n_slots",
-    "batch_size": "n_batch",
-    "ubatch_size": "n_ubatch",
-    "threads": "n_threads",
-    "n_threads_batch": "n_threads",
-    "ngl": "n_gpu_layers",
-    "gpu_layers": "n_gpu_layers",
-    "n_gpu_layer": "n_gpu_layers",
-    "device": "n_gpu_layers",
-    "device_map": "n_gpu_layers",
-    "flash_attention": "flash_attn",
-    "attn_implementation": "flash_attn",
-    "type_k": "kv_type",
-    "type_v": "kv_type",
-    "cache_type_k": "kv_type",
-    "cache_type_v": "kv_type",
-    "kv_cache_dtype": "kv_type",
-    "embedding": "pooling",
-    "embeddings": "pooling",
-    "pooling_type": "pooling",
-    "chat_format": "chat_template",
-    "lora_path": "lora",
-    "lora_adapters": "lora",
-    "verbose": 'logging.getLogger("kqview.llama")',
-    "logits_all": "engine.score(ids)",
-}
+# What an option of another library is here: the names of the others by ours.
+_ELSEWHERE: Final = _by_name(
+    {
+        # limits
+        "max_tokens": (
+            "max_new_tokens max_length max_completion_tokens max_output_tokens max_gen_len "
+            "n_predict num_predict"
+        ),
+        "min_tokens": "min_new_tokens min_length",
+        # sampling
+        "temperature": "temp",
+        "typical_p": "typical",
+        "repeat_penalty": "repetition_penalty penalty_repeat rep_pen",
+        "repeat_last_n": "penalty_last_n rep_pen_range last_n_tokens_size",
+        "presence_penalty": "penalty_present",
+        "frequency_penalty": "penalty_freq",
+        "dry_multiplier, with dry_allowed_length": "no_repeat_ngram_size",
+        "mirostat": "mirostat_mode",
+        "seed": "random_seed generator",
+        "banned_tokens": "bad_words bad_words_ids suppress_tokens",
+        "begin_suppress": "begin_suppress_tokens",
+        "logit_bias": "sequence_bias",
+        "logits_processor": "logits_processors",
+        # ends
+        "stop": "stop_sequences stop_sequence stop_strings stop_words",
+        "stop_tokens": "stop_token_ids eos_token_id",
+        "stopping": "stopping_criteria",
+        "forcing": "forced_bos_token_id forced_eos_token_id",
+        # results
+        "top_logprobs": "logprobs n_probs output_scores",
+        "capture=Capture(vocab_logits=True)": "output_logits",
+        "engine.score(ids)": "prompt_logprobs echo logits_all",
+        'capture="probs"': "output_attentions attentions return_dict_in_generate",
+        "capture=Capture(hidden=[...])": "output_hidden_states",
+        "engine.detokenize(generation.tokens, skip_special_tokens=True)": "skip_special_tokens",
+        # constraints
+        "json_schema": (
+            "guided_json guided_decoding structured_outputs response_format response_model "
+            "response_schema output_schema output_type text_format format schema"
+        ),
+        "regex": "guided_regex pattern",
+        _ENUM: "guided_choice choices",
+        "grammar": "guided_grammar",
+        # chats
+        "tools": "functions",
+        "tool_choice": "function_call",
+        "engine.chat(messages, tools=tools, tool_choice=...)": "tool_choice",
+        "engine.chat(messages, continue_final_message=True)": "continue_final_message",
+        _PREFILL: "prefill prefix",
+        "engine.apply_chat_template(messages, add_generation_prompt=False)": (
+            "add_generation_prompt"
+        ),
+        "template_options": "chat_template_kwargs",
+        'template_options={"enable_thinking": False}': "enable_thinking think",
+        'template_options={"reasoning_effort": "low"}': "reasoning_effort",
+        'template_options={"documents": [...]}': "documents",
+        # cache, slots and requests
+        "cache_prompt": "use_cache",
+        "slot": "id_slot slot_id",
+        "engine.chat(messages)": "messages",
+        "engine.chat(messages, tools=tools)": "tools",
+        "engine.map(prompts)": "prompts",
+        "mods": "steering control_vector",
+        # Engine
+        "Engine.from_hub(repo, file)": "repo_id",
+        "n_ctx": "ctx_size num_ctx context_length max_model_len max_seq_len",
+        "n_slots": "n_parallel parallel n_seq_max max_num_seqs",
+        "n_batch": "batch_size",
+        "n_ubatch": "ubatch_size",
+        "n_threads": "threads n_threads_batch",
+        "n_gpu_layers": "ngl gpu_layers n_gpu_layer device device_map",
+        "flash_attn": "flash_attention attn_implementation",
+        "kv_type": "type_k type_v cache_type_k cache_type_v kv_cache_dtype",
+        "pooling": "embedding embeddings pooling_type",
+        "chat_template": "chat_format",
+        "lora": "lora_path lora_adapters lora_request",
+        'logging.getLogger("kqview.llama")': "verbose",
+    }
+)
 
 # Names of other libraries that stand for no option here, and what to do instead.
-_INSTEAD: Final[Mapping[str, str]] = {
-    name: sentence
-    for sentence, names in {
+_INSTEAD: Final = _by_name(
+    {
         "temperature=0 is greedy decoding": "do_sample greedy",
         "one call makes one answer; call it again, or use engine.map": (
             "n best_of num_return_sequences"
@@ -203,74 +155,71 @@ _INSTEAD: Final[Mapping[str, str]] = {
             "rope_freq_base rope_freq_scale rope_scaling yarn_ext_factor trust_remote_code "
             "tokenizer kv_overrides"
         ),
-    }.items()
-    for name in names.split()
-}
+    }
+)
 
 # What a method or an attribute of another library is here: of its Llama, LLM or model, and of what
 # it returns.
-_OF_ENGINE: Final[Mapping[str, str]] = {
-    "create_completion": "engine.generate(prompt).read()",
-    "create_chat_completion": "engine.chat(messages).reply, after read()",
-    "create_chat_completion_openai_v1": "engine.chat(messages).reply, after read()",
-    "create_embedding": "engine.embed(texts)",
-    "eval": "engine.generate(ids, max_tokens=1), whose slot then holds the ids",
-    "sample": "engine.generate(ids, max_tokens=1)",
-    "reset": "engine.slots[0].clear()",
-    "save_state": "engine.slots[0].save()",
-    "load_state": "engine.slots[0].restore(blob)",
-    "set_cache": "nothing to call: slots keep their prompts, see reuse= of generate",
-    "set_seed": "generate(prompt, seed=...)",
-    "n_vocab": "engine.model.n_vocab",
-    "n_embd": "engine.model.n_embd",
-    "n_tokens": "engine.slots[0].n_tokens",
-    "input_ids": "engine.slots[0].tokens",
-    "eval_logits": "capture=Capture(vocab_logits=True), and token.logits",
-    "scores": "engine.score(ids)",
-    "logits": "capture=Capture(vocab_logits=True), and token.logits",
-    "token_bos": "engine.model.bos_token_id",
-    "token_eos": "engine.model.eos_token_id",
-    "token_nl": 'engine.tokenize("\\n", add_special=False)',
-    "metadata": "engine.model.metadata",
-    "config": "engine.model",
-    "tokenizer": "engine.tokenize and engine.detokenize",
-    "encode": "engine.tokenize(text), or engine.embed(texts) for vectors",
-    "decode": "engine.detokenize(ids)",
-    "batch_decode": "engine.detokenize(ids), for each",
-    "complete": "engine.generate(prompt).read()",
-    "completion": "engine.generate(prompt).read()",
-    "invoke": "engine.chat(messages).read()",
-    "forward": 'engine.attend(ids), or generate(ids, capture="probs")',
-    "generate_stream": "engine.generate(prompt), which is a stream",
-    "stream": "engine.generate(prompt), which is a stream",
-    "agenerate": "engine.generate(prompt), which is an async iterator as well",
-    "batch": "engine.map(prompts)",
-    "eos_token_id": "engine.model.eos_token_id",
-    "bos_token_id": "engine.model.bos_token_id",
-    "chat_template": "engine.model.chat_template",
-    "load_lora": "Engine(model, lora=path)",
-    "set_lora_adapters": "engine.set_lora_scales(scales)",
-}
-_OF_GENERATION: Final[Mapping[str, str]] = {
-    "choices": "generation.read(), generation.reply or generation.text",
-    "outputs": "generation.read(), or generation.text",
-    "output": "generation.text",
-    "content": "generation.reply.content",
-    "message": "generation.reply",
-    "sequences": "generation.prompt_ids + generation.tokens",
-    "token_ids": "generation.tokens",
-    "attentions": 'capture="probs", and token.attention of each token',
-    "hidden_states": "capture=Capture(hidden=[...]), and token.hidden of each token",
-    "logits": "capture=Capture(vocab_logits=True), and token.logits of each token",
-    "scores": "top_logprobs=..., and token.top_logprobs of each token",
-    "logprobs": "top_logprobs=0, and token.logprob of each token",
-    "prompt_logprobs": "engine.score(ids)",
-    "json": "generation.parsed",
-    "model_dump": "generation.reply.to_message()",
-    "stream": "generation.deltas()",
-    "result": "generation.read()",
-    "text_stream": "generation.deltas()",
-}
+_OF_ENGINE: Final = _by_name(
+    {
+        "engine.generate(prompt).read()": "create_completion complete completion",
+        "engine.chat(messages).reply, after read()": (
+            "create_chat_completion create_chat_completion_openai_v1"
+        ),
+        "engine.embed(texts)": "create_embedding",
+        "engine.generate(ids, max_tokens=1), whose slot then holds the ids": "eval",
+        "engine.generate(ids, max_tokens=1)": "sample",
+        "engine.slots[0].clear()": "reset",
+        "engine.slots[0].save()": "save_state",
+        "engine.slots[0].restore(blob)": "load_state",
+        "nothing to call: slots keep their prompts, see reuse= of generate": "set_cache",
+        "generate(prompt, seed=...)": "set_seed",
+        "engine.model.n_vocab": "n_vocab",
+        "engine.model.n_embd": "n_embd",
+        "engine.slots[0].n_tokens": "n_tokens",
+        "engine.slots[0].tokens": "input_ids",
+        "capture=Capture(vocab_logits=True), and token.logits": "eval_logits logits",
+        "engine.score(ids)": "scores",
+        "engine.model.bos_token_id": "token_bos bos_token_id",
+        "engine.model.eos_token_id": "token_eos eos_token_id",
+        'engine.tokenize("\\n", add_special=False)': "token_nl",
+        "engine.model.metadata": "metadata",
+        "engine.model": "config",
+        "engine.tokenize and engine.detokenize": "tokenizer",
+        "engine.tokenize(text), or engine.embed(texts) for vectors": "encode",
+        "engine.detokenize(ids)": "decode",
+        "engine.detokenize(ids), for each": "batch_decode",
+        "engine.chat(messages).read()": "invoke",
+        'engine.attend(ids), or generate(ids, capture="probs")': "forward",
+        "engine.generate(prompt), which is a stream": "generate_stream stream",
+        "engine.generate(prompt), which is an async iterator as well": "agenerate",
+        "engine.map(prompts)": "batch",
+        "engine.model.chat_template": "chat_template",
+        "Engine(model, lora=path)": "load_lora",
+        "engine.set_lora_scales(scales)": "set_lora_adapters",
+    }
+)
+_OF_GENERATION: Final = _by_name(
+    {
+        "generation.read(), generation.reply or generation.text": "choices",
+        "generation.read(), or generation.text": "outputs",
+        "generation.text": "output",
+        "generation.reply.content": "content",
+        "generation.reply": "message",
+        "generation.prompt_ids + generation.tokens": "sequences",
+        "generation.tokens": "token_ids",
+        'capture="probs", and token.attention of each token': "attentions",
+        "capture=Capture(hidden=[...]), and token.hidden of each token": "hidden_states",
+        "capture=Capture(vocab_logits=True), and token.logits of each token": "logits",
+        "top_logprobs=..., and token.top_logprobs of each token": "scores",
+        "top_logprobs=0, and token.logprob of each token": "logprobs",
+        "engine.score(ids)": "prompt_logprobs",
+        "generation.parsed": "json",
+        "generation.reply.to_message()": "model_dump",
+        "generation.deltas()": "stream text_stream",
+        "generation.read()": "result",
+    }
+)
 
 
 class NamesAttributes:
@@ -303,7 +252,6 @@ class NamesResults(NamesAttributes):
 
 # The first function or class that has an option, by the option's name.
 _HAVE: Final[dict[str, str]] = {}
-
 
 # Options for which None is a value of its own: no limit but the slot's.
 _MEANS_NONE: Final = frozenset({"max_tokens"})
@@ -339,28 +287,48 @@ def unknown_option(
     return UnknownOption(f"{who} has no option {name}; {advice}", parameter=name)
 
 
-def names_options(
-    who: str, *, also: Iterable[str] = (), hides_first: bool = True
-) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+def lists_options(who: str, defaults: Mapping[str, Any], *, first: str = "") -> Callable[[_T], _T]:
+    """Show the options of a function that takes them as ``**options`` and checks them itself.
+
+    Args:
+        who: Name of the function or class in messages.
+        defaults: Its options.
+        first: Name of a first argument.
+    """
+    for name in defaults:
+        _HAVE.setdefault(name, who)
+    shown = [inspect.Parameter(first, inspect.Parameter.POSITIONAL_OR_KEYWORD)] if first else []
+    shown += [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
+        for name, default in defaults.items()
+    ]
+
+    def decorate(one: _T) -> _T:
+        is_method = inspect.isfunction(one)
+        own = [inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)] * is_method
+        cast("Any", one).__signature__ = inspect.Signature([*own, *shown])
+        return one
+
+    return decorate
+
+
+def names_options(who: str, *, also: Iterable[str] = ()) -> Callable[[_Function], _Function]:
     """Make a function raise `unknown_option` instead of Python's TypeError.
 
     An option given as None has its default, as if it were not given, but for `_MEANS_NONE`.
 
     Args:
-        who: Name of the function or class in messages.
+        who: Name of the function in messages, which do not list its first argument.
         also: Names that its ``**options`` take.
-        hides_first: Whether the first argument is left out of the names that a message lists: a
-            function is called with it, whatever else is wrong.
     """
 
-    def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
-        parameters = [*inspect.signature(function).parameters.values()]
+    def decorate(function: _Function) -> _Function:
+        parameters = inspect.signature(function).parameters.values()
         known = [p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
         known = [name for name in known if name != "self"]
         passed_on = set(also) - set(known)
         options = {*known, *passed_on}
-        unlisted = known[:1] if hides_first else []
-        for name in options.difference(unlisted):
+        for name in options - {known[0]}:
             _HAVE.setdefault(name, who)
         has_default = {
             p.name
@@ -369,33 +337,20 @@ def names_options(
         }
         unset = (has_default | passed_on) - _MEANS_NONE
 
-        def check(given: dict[str, Any]) -> None:
+        def checked(given: dict[str, Any]) -> dict[str, Any]:
             for name in given:
                 if name not in options:
-                    raise unknown_option(who, name, options, unlisted=unlisted)
-            for name in [name for name, value in given.items() if value is None]:
-                if name in unset:
-                    del given[name]
+                    raise unknown_option(who, name, options, unlisted=known[:1])
+            return {k: v for k, v in given.items() if v is not None or k not in unset}
 
         @functools.wraps(function)
-        def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-            check(kwargs)
-            return function(*args, **kwargs)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return function(*args, **checked(kwargs))
 
         @functools.wraps(function)
-        async def achecked(*args: _P.args, **kwargs: _P.kwargs) -> Any:
-            check(kwargs)
-            return await cast("Awaitable[Any]", function(*args, **kwargs))
+        async def acall(*args: Any, **kwargs: Any) -> Any:
+            return await function(*args, **checked(kwargs))
 
-        if inspect.iscoroutinefunction(function):
-            return cast("Callable[_P, _R]", achecked)
-        return checked
+        return cast("_Function", acall if inspect.iscoroutinefunction(function) else call)
 
     return decorate
-
-
-def names_fields(cls: type[_T]) -> type[_T]:
-    """Like `names_options`, for a dataclass."""
-    made: Any = cls
-    made.__init__ = names_options(cls.__name__, hides_first=False)(made.__init__)
-    return cls

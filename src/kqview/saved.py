@@ -376,7 +376,9 @@ class Saved:
         ``n_removed`` is 0: tokens that mods took back are not among them.
         """
         texts = {i: text.encode() for i, text in self._column_texts.items()}
-        context = Context(self.prompt_ids, max(self.heads, default=-1) + 1, texts)
+        context = Context(
+            list(self.prompt_ids), len(self.prompt_ids), max(self.heads, default=-1) + 1, texts
+        )
         context.ids += self.ids
         made: list[Token] = []
         for i, token_id in enumerate(self.ids):

@@ -1,5 +1,6 @@
 """Submission: checks a request, hands it to the engine thread, and returns its Generation.
 
+`Submission.generate` is the way of a request from the arguments of `Engine.generate` to the core.
 For a JSON schema or a regular expression, the core runs llguidance in processes of its own, so that
 no token waits for the GIL. Python only says how to start them.
 """
@@ -7,26 +8,28 @@ no token waits for the GIL. Python only says how to start them.
 import asyncio
 import contextlib
 import importlib
-import inspect
 import sys
-import threading
 import uuid
 import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Final, Literal, cast, get_args, get_type_hints
+from types import MappingProxyType
+from typing import Any, Final, Literal, cast, get_args
+
+import numpy as np
 
 from kqview import _core
 from kqview.arguments import (
     INT32_MAX,
     INT64_MAX,
+    checked_ids,
     flag,
     invalid,
     parameter_of,
-    seconds,
+    to_index,
     whole_number,
 )
 from kqview.errors import (
@@ -35,26 +38,29 @@ from kqview.errors import (
     KqviewError,
     PromptTooLong,
     RequestError,
+    UnknownSlot,
     UnsupportedModel,
     shown,
 )
-from kqview.generation.steered import SteeredGeneration
-from kqview.generation.stream import Generation, GenerationFacts
-from kqview.generation.waiting import LoopWaker, Turns
+from kqview.generation.prompt import PromptAttention
+from kqview.generation.source import Consumers, LoopWaker, PlainSource, Transcript
+from kqview.generation.steered import SteeredSource, SteeringOptions, looker, noting
+from kqview.generation.stream import Generation
 from kqview.lora import EngineLora, LoraScales
 from kqview.mods.calls import ModCaller
-from kqview.mods.decorator import BoundMod, begin, check_mods
-from kqview.mods.events import ForwardPass, current_conversation
+from kqview.mods.decorator import begin, check_capture
+from kqview.mods.events import current_conversation
 from kqview.mods.steering import Forcing, LogitsProcessor, Steering, Stopping
 from kqview.mods.tokenizer import ModTokenizer
+from kqview.option_names import unknown_option
+from kqview.text_batch import in_turn, ordered
 from kqview.trace import Trace, TraceRecorder, TraceRequest
-from kqview.trace.attention import top_columns
-from kqview.trace.record import Object
 from kqview.types import Capture, ModelInfo, Sampling
 from kqview.types.capture import Kind
 from kqview.types.closed_schema import held
-from kqview.types.sampling import PlainSamplingOptions, SamplingOptions
+from kqview.types.sampling import OPTIONS, PlainSamplingOptions, SamplingOptions
 from kqview.types.token import Context
+from kqview.vocabulary import Vocabulary
 
 Reuse = Literal["exact", "prefix", "shift"]
 """Which part of a slot's KV cache a prompt takes over, see `Engine.generate`."""
@@ -92,6 +98,50 @@ class GenerateOptions(PlainGenerateOptions, SamplingOptions, total=False):
     """The options of `Engine.generate`, for callers that pass them on; None is "not given"."""
 
 
+@dataclass(slots=True, kw_only=True)
+class GenerateArguments:
+    """What `Engine.generate` takes besides `Sampling`, with its defaults; not yet checked."""
+
+    max_tokens: Any = 256
+    sampling: Any = None
+    capture: Any = None
+    slot: Any = None
+    mods: Any = ()
+    logits_processor: Any = None
+    stopping: Any = None
+    forcing: Any = None
+    mod_time_limit_s: Any = None
+    mods_strict: Any = False
+    trace: Any = None
+    request_id: Any = None
+    priority: Any = 0
+    reuse: Any = "exact"
+    reuse_min_tokens: Any = 16
+    cache_prompt: Any = True
+    deterministic: Any = False
+    context_shift: Any = False
+    n_keep: Any = 0
+    n_discard: Any = None
+    lora: Any = None
+    add_special: Any = True
+    parse_special: Any = True
+
+    @property
+    def may_steer(self) -> bool:
+        """Whether anything is given that steers, or belongs to what does."""
+        given = (self.logits_processor, self.stopping, self.forcing, self.mod_time_limit_s)
+        mods: object = self.mods
+        has_no_mods = isinstance(mods, tuple | list) and not mods
+        is_plain = has_no_mods and self.mods_strict is False and self.trace is None
+        return not is_plain or any(one is not None for one in given)
+
+
+GENERATE_DEFAULTS: Final[Mapping[str, Any]] = MappingProxyType(
+    {one.name: one.default for one in fields(GenerateArguments)} | {name: None for name in OPTIONS}
+)
+"""The options of `Engine.generate`; those of Sampling are None, "not given"."""
+
+
 _owner: Final = ContextVar("kqview_owner", default="")
 
 
@@ -105,36 +155,6 @@ def owned_by(owner: str) -> Generator[None]:
         _owner.reset(token)
 
 
-GENERATE_NAMES: Final = frozenset(get_type_hints(GenerateOptions))
-"""The names of `GenerateOptions`."""
-
-
-@dataclass(frozen=True, slots=True)
-class SteeringOptions:
-    """What steers a request, checked; see `Engine.generate`."""
-
-    mods: Sequence[Any] = ()
-    logits_processor: LogitsProcessor | None = None
-    stopping: Stopping | None = None
-    forcing: Forcing | None = None
-    mod_time_limit_s: float | None = None
-    mods_strict: bool = False
-    has_trace: bool = False
-    on_trace: Callable[[Trace], object] | None = None
-
-
-class _TokenTexts(dict[int, str]):
-    """Texts of tokens for traces, each made when it is first asked for."""
-
-    def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
-        super().__init__()
-        self._token_bytes = token_bytes
-
-    def __missing__(self, token: int) -> str:
-        text = self[token] = self._token_bytes(token).decode("utf-8", "replace")
-        return text
-
-
 class Submission:
     """The requests of one engine; any thread."""
 
@@ -143,38 +163,113 @@ class Submission:
         core: _core.Engine,
         model: _core.Model,
         info: ModelInfo,
+        vocabulary: Vocabulary,
         *,
         lora: EngineLora,
         run_ahead: int,
         has_all_columns: bool,
-        token_bytes: Callable[[int], bytes],
-        known_bytes: Mapping[int, bytes],
         fingerprint: Callable[[], str],
-        tokenizer: ModTokenizer,
         on_end: Callable[[], None],
     ) -> None:
         self._core = core
         self._model = model
         self._info = info
+        self._vocabulary = vocabulary
         self._lora = lora
         self._run_ahead = run_ahead
         self._has_all_columns = has_all_columns
-        self._token_bytes = token_bytes
         self._fingerprint = fingerprint
-        self._known_bytes = known_bytes  # what token_bytes has returned
-        self._token_texts = _TokenTexts(token_bytes)
-        self._tokenizer = tokenizer
         self._on_end = on_end
-        self._turns = Turns()
+        self._consumers = Consumers()
         self._wakers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LoopWaker] = (
             weakref.WeakKeyDictionary()
         )
 
+    # ---- one request
+
+    def generate(
+        self, prompt: object, options: Mapping[str, Any], who: str = "generate"
+    ) -> Generation:
+        """The request of `Engine.generate`, from its arguments to its Generation; *who* is called.
+
+        Raises:
+            RequestError: As of `Engine.generate`, as are other errors.
+        """
+        given, sampling = arguments_of(who, options)
+        self._core.check_open()
+        if not (self._model.can_generate and self._core.has_cache):
+            raise UnsupportedModel(
+                f"{self._info.architecture} models do not generate token by token"
+            )
+        steering = None
+        if given.may_steer:
+            steering = SteeringOptions.of(
+                mods=given.mods,
+                logits_processor=given.logits_processor,
+                stopping=given.stopping,
+                forcing=given.forcing,
+                mod_time_limit_s=given.mod_time_limit_s,
+                mods_strict=given.mods_strict,
+                trace=given.trace,
+            )
+        ids = self.prompt_ids(prompt, given.add_special, given.parse_special)
+        capture = Capture.of(given.capture)
+        if steering is not None:
+            check_capture(steering.mods, capture)
+        request = self.request(
+            ids,
+            request_id=given.request_id,
+            priority=given.priority,
+            lora=given.lora,
+            capture=capture,
+            n_prompt_rows=len(ids) if capture and capture.prompt else 0,
+        )
+        request.max_tokens = INT32_MAX  # as many as the slot holds
+        if given.max_tokens is not None:
+            n = whole_number("max_tokens", given.max_tokens, high=INT64_MAX)
+            request.max_tokens = min(n, INT32_MAX)
+        if given.slot is not None:
+            slot = to_index(given.slot)
+            if slot is None or not 0 <= slot < self._core.n_slots:
+                raise UnknownSlot(
+                    f"slot must be one of 0..{self._core.n_slots - 1}, got {shown(given.slot)}",
+                    parameter="slot",
+                )
+            request.slot = slot
+        set_sampling(request, sampling, self._info.n_vocab)
+        self._set_reuse(request, given, len(ids))
+        if steering is not None:
+            return self._steer(request, steering, ids, sampling, given.request_id, capture)
+        return self.submit(
+            "generate", request, ids, given.request_id, capture, sampling.stop, schema_of(sampling)
+        )
+
+    def prompt_ids(
+        self,
+        prompt: Any,
+        add_special: object,
+        parse_special: object,
+        name: str = "prompt",
+        *,
+        embeds: bool = False,
+    ) -> list[int]:
+        """The ids of the argument *name*, a text or ids; refuses what no slot takes."""
+        if isinstance(prompt, str):
+            ids = self._vocabulary.ids_of(name, prompt, add_special, parse_special)
+        else:
+            ids: list[int] = prompt
+            if not (type(ids) is list and ids and type(ids[0]) is int) and name[0] == "p":
+                check_is_prompt(prompt)
+            ids = checked_ids(name, prompt)
+        self.check_prompt(name, ids, embeds=embeds)
+        return ids
+
     def check_prompt(self, name: str, ids: list[int], *, embeds: bool = False) -> None:
         """Refuse a prompt that is empty, too long or has ids outside the vocabulary."""
-        parameter = parameter_of(name)
         if not ids:
-            raise RequestError(f"{name} has no tokens; pass at least 1", parameter=parameter)
+            raise RequestError(
+                f"{name} has no tokens; pass at least 1", parameter=parameter_of(name)
+            )
         n_ctx, n_chunk = self._core.n_ctx, self._core.n_chunk
         if len(ids) > n_ctx:
             is_final = n_ctx == self._core.n_positions
@@ -185,7 +280,7 @@ class Submission:
             )
             raise PromptTooLong(
                 f"{name} has {len(ids)} tokens, {limit}",
-                parameter=parameter,
+                parameter=parameter_of(name),
                 n_tokens=len(ids),
                 n_max=n_ctx,
             )
@@ -195,54 +290,109 @@ class Submission:
             raise PromptTooLong(
                 f"{name} has {len(ids)} tokens, {what} it in one step, which holds "
                 f"{n_chunk}; raise n_ubatch and n_batch, or shorten the prompt",
-                parameter=parameter,
+                parameter=parameter_of(name),
                 n_tokens=len(ids),
                 n_max=n_chunk,
             )
         self._model.check_tokens(ids, name)
 
-    def options(
+    def request(
         self,
         ids: list[int],
         *,
-        request_id: str | None,
+        request_id: object = None,
         priority: object,
         lora: object = None,
         capture: Capture | None = None,
         n_prompt_rows: int = 0,
     ) -> _core.RequestOptions:
-        """The options common to all requests; *ids* have passed `check_prompt`.
+        """What is common to all requests; *ids* have passed `check_prompt`.
 
         Raises:
             RequestError: An argument is invalid. May be InvalidCapture.
         """
-        if request_id is not None and not isinstance(request_id, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        if request_id is not None and not isinstance(request_id, str):
             raise invalid("request_id", "a str or None", shown(request_id))
-        options = _core.RequestOptions()
-        options.prompt = ids
-        options.lora = list(self._lora.scales_of("lora", lora))
-        options.run_ahead = self._run_ahead
-        options.owner = _owner.get()
-        options.priority = whole_number("priority", priority, low=-(2**31))
+        request = _core.RequestOptions()
+        request.prompt = ids
+        scales = self._lora.scales if lora is None else self._lora.scales_of("lora", lora)
+        request.lora = list(scales)
+        request.run_ahead = self._run_ahead
+        request.owner = _owner.get()
+        request.priority = whole_number("priority", priority, low=-(2**31))
         if capture:
             capture = capture.counted(self._info)
             capture.check_columns(has_all=self._has_all_columns)
-            _check_indices(capture)
             try:
-                options.set_capture(self._core, capture)
+                request.set_capture(self._core, capture)
             except InvalidCapture as error:
                 error.parameter = "capture"
                 raise
-            options.n_prompt_rows = n_prompt_rows
-        return options
+            request.n_prompt_rows = n_prompt_rows
+        return request
+
+    def _set_reuse(
+        self, request: _core.RequestOptions, given: GenerateArguments, n_prompt: int
+    ) -> None:
+        """Fill in the options that reuse and move cached tokens."""
+        core, reuse = self._core, given.reuse
+        if not isinstance(reuse, str) or reuse not in get_args(Reuse):
+            raise invalid("reuse", "'exact', 'prefix' or 'shift'", shown(reuse))
+        cache_prompt = flag("cache_prompt", given.cache_prompt)
+        deterministic = flag("deterministic", given.deterministic)
+        context_shift = flag("context_shift", given.context_shift)
+        n_run_min = whole_number("reuse_min_tokens", given.reuse_min_tokens)
+        wanted = "reuse='shift'" if reuse == "shift" else "context_shift" if context_shift else None
+        if wanted and core.shift_obstacle:
+            raise UnsupportedModel(
+                f"{wanted} moves positions, but this model keeps {core.shift_obstacle}; leave it "
+                "out and send the ids to keep as the prompt"
+            )
+        if deterministic and reuse != "exact":
+            raise RequestError(
+                f"deterministic evaluates the whole prompt, and reuse is {reuse!r}; leave one of "
+                "them out",
+                parameter="deterministic",
+            )
+        request.cache_prompt = cache_prompt and not deterministic
+        request.is_alone = deterministic
+        # No run is as long as the largest number: nothing is moved.
+        request.n_reuse_min = {"exact": 0, "prefix": INT32_MAX, "shift": n_run_min}[reuse]
+        n_keep = whole_number("n_keep", given.n_keep, low=-1, high=INT64_MAX)
+        n_discard = given.n_discard
+        if n_discard is not None:
+            n_discard = whole_number("n_discard", n_discard, high=INT64_MAX)
+        if not context_shift:
+            if n_keep != 0 or n_discard is not None:
+                raise RequestError(
+                    f"n_keep={n_keep} and n_discard={n_discard} have no effect without "
+                    "context_shift; pass context_shift=True with them",
+                    parameter="context_shift",
+                )
+            return
+        if n_keep > n_prompt:
+            raise RequestError(
+                f"n_keep is {n_keep}, but the prompt has {n_prompt} tokens; -1 keeps all of them",
+                parameter="n_keep",
+            )
+        n_keep = n_prompt if n_keep < 0 else n_keep
+        n_rest = core.n_ctx - n_keep
+        if n_discard is None:
+            n_discard = max(1, n_rest // 2)
+        if n_discard > n_rest:
+            raise RequestError(
+                f"n_keep={n_keep} and n_discard={n_discard} exceed the {core.n_ctx} tokens of a "
+                "slot; keep or discard less, or raise n_ctx",
+                parameter="n_discard",
+            )
+        request.n_keep, request.n_discard = n_keep, n_discard
 
     def submit(
         self,
         name: str,
-        options: _core.RequestOptions,
-        *,
+        request: _core.RequestOptions,
         prompt: list[int],
-        request_id: str | None,
+        request_id: str | None = None,
         capture: Capture | None = None,
         stop: Sequence[str] = (),
         schema: str | None = None,
@@ -251,181 +401,200 @@ class Submission:
 
         Args:
             name: Start of the ``request_id`` if the caller gives none.
-            options: The request for the core.
+            request: The request for the core.
             prompt: Ids of the prompt.
             request_id: The caller's name for the request.
-            capture: The capture set in *options*.
+            capture: The capture set in *request*.
             stop: Strings that end the generation.
             schema: JSON schema of the text.
         """
-        handle = self._core.submit(options)
+        handle = self._core.submit(request)
+        request_id = request_id or f"{name}-{handle.id}"
+        source = self._source(handle, request_id, request, prompt, capture, stop)
         return Generation(
-            handle,
-            **self._facts(
-                request_id or f"{name}-{handle.id}", options, prompt, capture, stop, schema
-            ),
+            source,
+            request_id=request_id,
+            model=self._info,
+            fingerprint=self._fingerprint,
+            schema=schema,
         )
 
-    def steer(
+    def _source(
         self,
-        name: str,
-        options: _core.RequestOptions,
-        steering: SteeringOptions,
-        *,
-        prompt: list[int],
-        sampling: Sampling,
-        request_id: str | None,
-        capture: Capture | None = None,
-        stop: Sequence[str] = (),
-    ) -> SteeredGeneration:
-        """Make a request that its mods steer, and that is queued at its first iteration.
-
-        Args:
-            name: As of `submit`, as are the following ones.
-            options: The request for the core; its prompt and limit may still change.
-            steering: What steers it.
-            prompt: Ids of the prompt.
-            sampling: Of the request.
-            request_id: As of `submit`; if there is none, the request gets one of its own in the
-                world, because traces are kept by it.
-            capture: As of `submit`.
-            stop: As of `submit`.
-        """
-        options.is_steered = True
-        request_id = request_id or f"{name}-{uuid.uuid4().hex}"
-        mods = begin(steering.mods, request_id, self._tokenizer)
-        recorder = None
-        if steering.has_trace:
-            recorder = self._recorder(
-                request_id, options, sampling.temperature, mods, steering.on_trace
-            )
-        constraints = (sampling.grammar, sampling.json_schema, sampling.regex)
-        is_constrained = any(one is not None for one in constraints)
-
-        def submit(ids: list[int], max_tokens: int) -> _core.Generation:
-            options.prompt = ids
-            options.max_tokens = max_tokens
-            if options.n_prompt_rows:
-                options.n_prompt_rows = len(ids)
-            return self._core.submit(options)
-
-        def make(
-            *, ids: list[int], text: Callable[[], str], note: Callable[[], object]
-        ) -> Steering:
-            return Steering(
-                request_id,
-                mods,
-                ModCaller(self._tokenizer, time_limit_s=steering.mod_time_limit_s, note=note),
-                n_vocab=self._info.n_vocab,
-                ids=ids,
-                text=text,
-                recorder=recorder,
-                logits_processor=steering.logits_processor,
-                stopping=steering.stopping,
-                forcing=steering.forcing,
-                check_prompt=lambda given: self.check_prompt("tokens of AdjustedPrefill", given),
-                detokenize=self._text_of,
-                is_end={self._info.eos_token_id, self._info.eot_token_id}.__contains__,
-                attention=self._looker(resolved),
-                picks_slowly=is_constrained,
-                is_strict=steering.mods_strict,
-            )
-
-        resolved = capture.resolved(self._info) if capture else None
-        return SteeredGeneration(
-            make,
-            prompt=prompt,
-            max_tokens=min(
-                options.max_tokens, INT32_MAX if options.n_discard else self._core.n_ctx
-            ),
-            dialogue=current_conversation(),
-            submit=submit,
-            context_of=partial(self._context, capture),
-            **self._facts(request_id, options, prompt, capture, stop, schema_of(sampling)),
-        )
-
-    def _facts(
-        self,
+        handle: _core.Generation | None,
         request_id: str,
-        options: _core.RequestOptions,
+        request: _core.RequestOptions,
         prompt: list[int],
         capture: Capture | None,
         stop: Sequence[str],
-        schema: str | None,
-    ) -> GenerationFacts:
-        return {
-            "request_id": request_id,
-            "context": self._context(capture, prompt),
-            "model": self._info,
-            "fingerprint": self._fingerprint,
-            "n_keep": options.n_keep,
-            "capture": capture.resolved(self._info) if capture else None,
-            "stop": stop,
-            "schema": schema,
-            "token_bytes": self._token_bytes,
-            "waker": self._waker,
-            "on_end": self._on_end,
-            "turns": self._turns,
-        }
+    ) -> PlainSource:
+        token_bytes = self._vocabulary.bytes
+        if capture is not None:  # its columns have texts
+            for token_id in set(prompt) - token_bytes.keys():
+                token_bytes[token_id]
+            capture = capture.resolved(self._info)
+        context = Context(list(prompt), len(prompt), self._info.n_head, token_bytes)
+        transcript = Transcript(context, capture, stop, token_bytes, request.n_keep, self._on_end)
+        return PlainSource(request_id, handle, transcript, self._consumers, self._waker)
 
-    def _context(self, capture: Capture | None, prompt: list[int]) -> Context:
-        if capture is not None:
-            for token_id in set(prompt) - self._known_bytes.keys():
-                self._token_bytes(token_id)
-        return Context(prompt, self._info.n_head, self._known_bytes)
-
-    def _recorder(
+    def attend(
         self,
-        request_id: str,
-        options: _core.RequestOptions,
-        temperature: float,
-        mods: Sequence[BoundMod],
-        on_trace: Callable[[Trace], object] | None,
-    ) -> TraceRecorder:
-        names = [one.name for one in mods]
-        request = TraceRequest(
-            request_id=request_id,
-            model=self._info.name or self._info.architecture,
-            max_tokens=options.max_tokens,
-            temperature=temperature,
-            mod_text=", ".join(names) or None,
-            active_mod_name=names[0] if names else None,
-        )
-        text_of = self._token_texts.__getitem__
-        return TraceRecorder(request, text_of=text_of, on_finish=on_trace)
-
-    def _text_of(self, ids: Iterable[int]) -> str:
-        return b"".join(map(self._token_bytes, ids)).decode("utf-8", "replace")
-
-    def _looker(self, capture: Capture | None) -> Callable[[ForwardPass], Object | None]:
-        """Of the attention of a forward pass, what a trace keeps."""
-        scale = self._info.attention_scale
-
-        def look(event: ForwardPass) -> Object | None:
-            if event.attention is None or capture is None:
-                return None
-            # The mean of means is that of all; no other reduction has weights of single columns.
-            is_mean = capture.kind == "probs" and capture.reduce in ("mean", "mean_heads")
-            if (capture.reduce is not None and not is_mean) or capture.spans is not None:
-                return None
-            return top_columns(
-                event.attention,
-                capture,
-                positions=event.attention_positions,
-                scale=scale,
-                n_columns=event.n_tokens,
+        prompt: Any,
+        capture: Capture | Kind,
+        last: object,
+        request_id: str | None,
+        priority: object,
+        add_special: object,
+        parse_special: object,
+    ) -> PromptAttention | list[PromptAttention]:
+        """See `Engine.attend`."""
+        self._core.check_open()
+        is_one = not has_prompts(prompt)
+        prompts = {"prompt": prompt}
+        if not is_one:
+            prompts = {f"prompt[{i}]": one for i, one in enumerate(prompt)}
+        texts = [
+            self.prompt_ids(one, add_special, parse_special, name) for name, one in prompts.items()
+        ]
+        n_last = None if last is None else whole_number("last", last)
+        wanted = Capture.of(capture)
+        if wanted is None:
+            raise InvalidCapture(
+                "capture is None, but attend has nothing else to return; pass a kind such as "
+                "'probs', or a Capture",
+                parameter="capture",
             )
+        wanted = wanted.for_prompt()
+        first = [0 if n_last is None else max(0, len(ids) - n_last) for ids in texts]
 
-        return look
+        def submit(i: int) -> Generation:
+            request = self.request(
+                texts[i],
+                request_id=request_id,
+                priority=priority,
+                capture=wanted,
+                n_prompt_rows=len(texts[i]) - first[i],
+            )
+            request.only_attends = True
+            name = request_id if is_one or request_id is None else f"{request_id}-{i}"
+            return self.submit("attend", request, texts[i], name, wanted)
+
+        def attention_of(i: int, generation: Generation) -> PromptAttention:
+            budget_bytes = self._core.stats().pool.budget_bytes
+            return generation.blocks(first=first[i], budget_bytes=budget_bytes)
+
+        if is_one:
+            return attention_of(0, submit(0))
+        found: dict[int, PromptAttention] = {}
+        with contextlib.closing(in_turn(texts, self._core.n_slots, submit)) as requests:
+            for i, generation in requests:
+                generation.take_blocks()
+                found[i] = attention_of(i, generation)
+        return ordered(found)
+
+    # ---- requests that mods or callables steer
+
+    def _steer(
+        self,
+        request: _core.RequestOptions,
+        steering: SteeringOptions,
+        prompt: list[int],
+        sampling: Sampling,
+        request_id: str | None,
+        capture: Capture | None,
+    ) -> Generation:
+        """Make a request that is queued at its first iteration.
+
+        Without a name it gets one of its own in the world, because traces are kept by it.
+        """
+        request.is_steered = True
+        request_id = request_id or f"generate-{uuid.uuid4().hex}"
+        mods = begin(steering.mods, request_id, self._tokenizer)
+        recorder = None
+        if steering.has_trace:
+            names = [one.name for one in mods]
+            about = TraceRequest(
+                request_id=request_id,
+                model=self._info.name or self._info.architecture,
+                max_tokens=request.max_tokens,
+                temperature=sampling.temperature,
+                mod_text=", ".join(names) or None,
+                active_mod_name=names[0] if names else None,
+            )
+            text_of = self._vocabulary.texts.__getitem__
+            recorder = TraceRecorder(about, text_of=text_of, on_finish=steering.on_trace)
+        constraints = (sampling.grammar, sampling.json_schema, sampling.regex)
+        plain = self._source(None, request_id, request, prompt, capture, sampling.stop)
+        text = plain.transcript.text
+
+        def submit(ids: list[int], max_tokens: int) -> _core.Generation:
+            request.prompt = ids
+            request.max_tokens = max_tokens
+            if request.n_prompt_rows:
+                request.n_prompt_rows = len(ids)
+            return self._core.submit(request)
+
+        def context_of(ids: list[int]) -> Context:
+            return self._source(None, "", request, ids, capture, ()).transcript.context
+
+        limit_s, note = steering.mod_time_limit_s, noting(plain.consumer)
+        made = Steering(
+            request_id,
+            mods,
+            ModCaller(self._tokenizer, time_limit_s=limit_s, note=note),
+            n_vocab=self._info.n_vocab,
+            ids=plain.transcript.ids,
+            text=lambda: text.text_before_stop,
+            recorder=recorder,
+            logits_processor=steering.logits_processor,
+            stopping=steering.stopping,
+            forcing=steering.forcing,
+            check_prompt=lambda given: self.check_prompt("tokens of AdjustedPrefill", given),
+            detokenize=self._vocabulary.text_of,
+            is_end={self._info.eos_token_id, self._info.eot_token_id}.__contains__,
+            attention=looker(plain.transcript.capture, self._info.attention_scale),
+            picks_slowly=any(one is not None for one in constraints),
+            is_strict=steering.mods_strict,
+        )
+        source = SteeredSource(
+            plain,
+            made,
+            prompt=prompt,
+            max_tokens=min(
+                request.max_tokens, INT32_MAX if request.n_discard else self._core.n_ctx
+            ),
+            dialogue=current_conversation(),
+            submit=submit,
+            context_of=context_of,
+        )
+        return Generation(
+            source,
+            request_id=request_id,
+            model=self._info,
+            fingerprint=self._fingerprint,
+            schema=schema_of(sampling),
+        )
+
+    @cached_property
+    def _tokenizer(self) -> ModTokenizer:
+        words = self._vocabulary
+        return ModTokenizer(
+            self._model,
+            tokenize=lambda text, add: cast("list[int]", words.tokenize(text, add)),
+            detokenize=words.detokenize,
+            token_bytes=words.bytes.__getitem__,
+        )
+
+    # ---- all requests
 
     def running(self) -> dict[int, Generation]:
         """Generations that have not ended, by the core's id, in the order of their submission."""
-        known: dict[int, Generation] = self._turns.generations()
+        known: dict[int, Generation] = self._consumers.generations()
         return {core_id: one for core_id, one in known.items() if one.finish_reason is None}
 
     def name_of(self, core_id: int) -> str | None:
         """The ``request_id`` of a generation by the core's id; None after it was dropped."""
-        return self._turns.name_of(core_id)
+        return self._consumers.name_of(core_id)
 
     def _waker(self) -> LoopWaker:
         loop = asyncio.get_running_loop()
@@ -435,108 +604,58 @@ class Submission:
         return waker
 
 
-def _check_indices(capture: Capture) -> None:
-    """Refuse what the core has no number for, by its value; the core knows the model's."""
-    for name in ("layers", "heads", "hidden"):
-        for index in getattr(capture, name) or ():
-            if index > INT32_MAX:
-                raise InvalidCapture(
-                    f"{name} has {shown(index)}, which no model has; leave it out",
-                    parameter="capture",
-                )
+def has_prompts(prompt: object) -> bool:
+    """Whether it is a list of prompts: texts, or lists of ids."""
+    if not isinstance(prompt, list | tuple) or not prompt:
+        return False
+    return isinstance(prompt[0], str | list | tuple | np.ndarray)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
 
 
-# ---- options of a generation
-
-
-def token_limit(value: object) -> int:
-    """*value* as ``max_tokens``, at least 1; None and numbers beyond every slot mean the slot."""
-    if value is None:
-        return INT32_MAX
-    return min(whole_number("max_tokens", value, high=INT64_MAX), INT32_MAX)
-
-
-def steering_of(
-    mods: object,
-    logits_processor: object,
-    stopping: object,
-    forcing: object,
-    mod_time_limit_s: object,
-    mods_strict: object,
-    trace: object,
-) -> SteeringOptions | None:
-    """What steers a request; None if nothing does.
-
-    Raises:
-        RequestError: An argument is invalid.
-    """
-    # A request without mods passes no file of theirs.
-    checked = () if isinstance(mods, tuple) and not mods else check_mods(cast("object", mods))
-    if not callable(logits_processor) and isinstance(logits_processor, list | tuple):
-        logits_processor = _in_turn(cast("Sequence[object]", logits_processor))
-    callables = {"logits_processor": logits_processor, "stopping": stopping, "forcing": forcing}
-    for name, value in callables.items():
-        if value is not None:
-            _check_function(name, value)
-    on_trace: Any = trace if callable(trace) else None
-    if on_trace is None and not isinstance(trace, bool | None):
-        raise invalid("trace", "True, False, a function or None", shown(trace))
-    limit_s = None
-    if mod_time_limit_s is not None:
-        limit_s = seconds("mod_time_limit_s", mod_time_limit_s, high=threading.TIMEOUT_MAX)
-    is_strict = flag("mods_strict", mods_strict)
-    has_trace = bool(checked) if trace is None else trace is not False
-    if not checked and not has_trace and all(one is None for one in callables.values()):
-        return None
-    given: Any = callables
-    return SteeringOptions(
-        mods=checked,
-        mod_time_limit_s=limit_s,
-        mods_strict=is_strict,
-        has_trace=has_trace,
-        on_trace=on_trace,
-        **given,
-    )
-
-
-def _check_function(name: str, value: object) -> None:
-    if not callable(value):
-        raise invalid(name, "a function or None", shown(value))
-    if inspect.iscoroutinefunction(value):
-        raise invalid(name, "a function that is not async, or None", shown(value))
-
-
-def _in_turn(processors: Sequence[object]) -> LogitsProcessor | None:
-    """One function that calls *processors*, each with the logits that the one before it left."""
-    for i, one in enumerate(processors):
-        _check_function(f"logits_processor[{i}]", one)
-
-    def processed(ids: list[int], logits: Any) -> Any:
-        for one in cast("Sequence[LogitsProcessor]", processors):
-            returned = one(ids, logits)
-            logits = logits if returned is None else returned
-        return logits
-
-    return processed if processors else None
-
-
-def sampling_of(sampling: object, options: Mapping[str, Any]) -> Sampling:
-    """The given Sampling, or one made from fields passed as keywords.
-
-    Raises:
-        RequestError: Both were given, or *sampling* has the wrong type.
-    """
-    options = {name: value for name, value in options.items() if value is not None}
-    if sampling is None:
-        return Sampling(**options)
-    if not isinstance(sampling, Sampling):
-        raise invalid("sampling", "a Sampling or None", type(sampling).__name__)
-    if options:
+def check_is_prompt(prompt: object) -> None:
+    """Refuse what is no prompt; several prompts, or the messages of a chat, by their own names."""
+    if isinstance(prompt, bytes) or not isinstance(prompt, Iterable):
+        allowed = "a text as str, or a sequence of token ids"
+        raise invalid("prompt", allowed, type(prompt).__name__, InvalidToken)
+    if not isinstance(prompt, list | tuple) or not prompt:
+        return
+    given = cast("Sequence[object]", prompt)
+    if isinstance(given[0], Mapping):
         raise RequestError(
-            f"sampling and {', '.join(options)} are both given; put all options into Sampling",
+            f"prompt is a list of {len(given)} messages; use engine.chat(messages)",
+            parameter="prompt",
+        )
+    if has_prompts(given):
+        raise InvalidToken(
+            f"prompt is a list of {len(given)} prompts, but this takes one prompt; use "
+            "engine.map(prompts)",
+            parameter="prompt",
+        )
+
+
+def arguments_of(who: str, options: Mapping[str, Any]) -> tuple[GenerateArguments, Sampling]:
+    """*options* of `Engine.generate` by what they are about; None stands for a default.
+
+    Raises:
+        RequestError: There is no such option; *sampling* is given as well as its fields, or has the
+            wrong type.
+    """
+    given, fields = dict[str, Any](), dict[str, Any]()
+    for name, value in options.items():
+        if name not in GENERATE_DEFAULTS:
+            raise unknown_option(who, name, (*GENERATE_DEFAULTS, "prompt"), unlisted=["prompt"])
+        if value is not None or name == "max_tokens":
+            (fields if name in OPTIONS else given)[name] = value
+    arguments = GenerateArguments(**given)
+    if arguments.sampling is None:
+        return arguments, Sampling(**fields)
+    if not isinstance(arguments.sampling, Sampling):
+        raise invalid("sampling", "a Sampling or None", type(arguments.sampling).__name__)
+    if fields:
+        raise RequestError(
+            f"sampling and {', '.join(fields)} are both given; put all options into Sampling",
             parameter="sampling",
         )
-    return sampling
+    return arguments, arguments.sampling
 
 
 def schema_of(sampling: Sampling) -> str | None:
@@ -611,73 +730,3 @@ def unless(unwanted: _core.StopFlag) -> Generator[None]:
 
 LARK_MARK: Final = "%llguidance"
 """Beginning of a grammar in llguidance's own language."""
-
-
-def set_shift(
-    options: _core.RequestOptions,
-    core: _core.Engine,
-    *,
-    n_prompt: int,
-    reuse: object,
-    reuse_min_tokens: object,
-    cache_prompt: object,
-    deterministic: object,
-    context_shift: object,
-    n_keep: object,
-    n_discard: object,
-) -> None:
-    """Fill in the options of `Engine.generate` that reuse and move cached tokens.
-
-    Raises:
-        RequestError: An option has the wrong type or is out of range.
-        UnsupportedModel: The model's positions cannot be moved.
-    """
-    if not isinstance(reuse, str) or reuse not in get_args(Reuse):
-        raise invalid("reuse", "'exact', 'prefix' or 'shift'", shown(reuse))
-    cache_prompt = flag("cache_prompt", cache_prompt)
-    deterministic = flag("deterministic", deterministic)
-    context_shift = flag("context_shift", context_shift)
-    n_run_min = whole_number("reuse_min_tokens", reuse_min_tokens)
-    wanted = "reuse='shift'" if reuse == "shift" else "context_shift" if context_shift else None
-    if wanted and core.shift_obstacle:
-        raise UnsupportedModel(
-            f"{wanted} moves positions, but this model keeps {core.shift_obstacle}; leave it out "
-            "and send the ids to keep as the prompt"
-        )
-    if deterministic and reuse != "exact":
-        raise RequestError(
-            f"deterministic evaluates the whole prompt, and reuse is {reuse!r}; leave one of them "
-            "out",
-            parameter="deterministic",
-        )
-    options.cache_prompt = cache_prompt and not deterministic
-    options.is_alone = deterministic
-    # No run is as long as the largest number: nothing is moved.
-    options.n_reuse_min = {"exact": 0, "prefix": INT32_MAX, "shift": n_run_min}[reuse]
-    n_keep = whole_number("n_keep", n_keep, low=-1, high=INT64_MAX)
-    if n_discard is not None:
-        n_discard = whole_number("n_discard", n_discard, high=INT64_MAX)
-    if not context_shift:
-        if n_keep != 0 or n_discard is not None:
-            raise RequestError(
-                f"n_keep={n_keep} and n_discard={n_discard} have no effect without context_shift; "
-                "pass context_shift=True with them",
-                parameter="context_shift",
-            )
-        return
-    if n_keep > n_prompt:
-        raise RequestError(
-            f"n_keep is {n_keep}, but the prompt has {n_prompt} tokens; -1 keeps all of them",
-            parameter="n_keep",
-        )
-    n_keep = n_prompt if n_keep < 0 else n_keep
-    n_rest = core.n_ctx - n_keep
-    if n_discard is None:
-        n_discard = max(1, n_rest // 2)
-    if n_discard > n_rest:
-        raise RequestError(
-            f"n_keep={n_keep} and n_discard={n_discard} exceed the {core.n_ctx} tokens of a slot; "
-            "keep or discard less, or raise n_ctx",
-            parameter="n_discard",
-        )
-    options.n_keep, options.n_discard = n_keep, n_discard

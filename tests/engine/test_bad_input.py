@@ -15,7 +15,7 @@ import pytest
 
 import kqview
 from kqview import Capture, Engine, Sampling, _core, errors
-from kqview.engine_options import SIZES_MAX, context_options, model_options
+from kqview.engine_options import SIZES_MAX, checked, context_options, model_options
 from tests.support import tiny_gguf
 from tests.support.rows import random_ids
 
@@ -238,7 +238,7 @@ def test_message_of_a_size_has_the_limits_of_the_core(tiny_llama: Path, name: st
     for wrong in (0, most + 1, 2**40, "many"):
         with pytest.raises(errors.RequestError, match=f"{name} must be .* from 1 to {most}, got"):
             Engine(tiny_llama, **{name: wrong})  # pyright: ignore[reportArgumentType]
-    options = context_options(n_ctx=64, n_threads=1)
+    options = context_options(checked({"n_ctx": 64, "n_threads": 1}))
     setattr(options, name, most + 1)
     with pytest.raises(
         errors.RequestError, match=rf"{name} is {most + 1}, allowed are 1\.\.{most}"

@@ -18,7 +18,7 @@ import pytest
 
 from kqview import Engine, Generation
 from kqview.errors import OutOfMemory
-from kqview.generation.waiting import Taker
+from kqview.generation.source import Consumer
 from tests.support import tiny_gguf
 from tests.support.engines import KEPT, REFUSED, keep_slot
 from tests.support.rows import random_ids
@@ -189,10 +189,11 @@ def test_whatever_iterating_raises_ends_the_generation_and_frees_its_slot(
     kept = engine.generate(PROMPT, **GREEDY)
     taken = take(kept, 3)
 
-    def fail(token_id: int) -> bytes:
-        raise raised
+    class Failing(dict[int, bytes]):
+        def __missing__(self, token_id: int) -> bytes:
+            raise raised
 
-    kept._token_bytes = fail
+    kept._transcript._token_bytes = Failing()
     with pytest.raises(raised):
         next(kept)
     wait_until(lambda: not engine.slots[0].is_busy)
@@ -244,7 +245,7 @@ def test_a_holder_is_gone_when_it_is_dropped_though_another_thread_looks_at_it(
     engine = make_engine(tiny_llama, **KEPT)
     looks, goes_on = threading.Event(), threading.Event()
 
-    class Takers(dict[int, Taker]):
+    class Watched(dict[int, Consumer]):
         """Whose look from another thread takes as long as that thread does not run."""
 
         def get(self, core_id: int, default: Any = None) -> Any:
@@ -254,7 +255,7 @@ def test_a_holder_is_gone_when_it_is_dropped_though_another_thread_looks_at_it(
                 goes_on.wait(30)
             return found
 
-    engine._submission._turns._takers = Takers()
+    engine._submission._consumers._consumers = Watched()
     holders = keep_slot(engine, PROMPT)
     with ThreadPoolExecutor(1) as threads, closing(engine):
         waiting = threads.submit(lambda: take(engine.generate(PROMPT, **REFUSED, **GREEDY), 3))

@@ -219,7 +219,7 @@ def test_demo_model_answers(demo: Engine):
 
 @pytest.mark.parametrize("written", ["", "{{ bos_token }}", "<|endoftext|>"])
 def test_chat_begins_once_where_the_model_begins_texts(demo: Engine, written: str):
-    assert demo.model.adds_bos
+    assert demo.model.begin_ids == (demo.model.bos_token_id,)
     template = written + str(demo.model.chat_template)
     talk = [{"role": "user", "content": "<|endoftext|> is text"}, *HELLO]
     found = demo.apply_chat_template(talk, chat_template=template, spans=True)
@@ -233,7 +233,7 @@ def test_chat_begins_once_where_the_model_begins_texts(demo: Engine, written: st
 
 def test_chat_has_no_bos_where_the_model_adds_none(make_engine: MakeEngine, tiny_llama: Path):
     engine = make_engine(tiny_llama)
-    assert not engine.model.adds_bos
+    assert not engine.model.begin_ids
     ids = engine.apply_chat_template(HELLO, chat_template="{{ messages[0].content }}")
     assert ids == engine.tokenize("Who are you?")
 

@@ -112,7 +112,7 @@ def test_second_thread_on_one_generation_is_refused_and_the_first_goes_on(
 
 def is_busy_error(generation: Generation) -> bool:
     try:
-        generation._handle.try_next()  # does not wait where it is too early
+        generation._source.handle.try_next()  # does not wait where it is too early
     except errors.BusyError as error:
         return "iterate it once" in str(error)
     return False

@@ -14,7 +14,7 @@ import pytest
 
 import kqview
 from kqview import Capture, Engine, Finished, Sampling, Token, errors
-from kqview.submission import GENERATE_NAMES
+from kqview.submission import GENERATE_DEFAULTS
 from tests.support import tiny_gguf
 
 if TYPE_CHECKING:
@@ -175,9 +175,7 @@ def test_folder_without_keys_is_resumed_by_numbers(engine: Engine, tmp_path: Pat
     assert list(resumed(engine, tmp_path, ["anything", "Tom found"])) == ["1"]
 
 
-@pytest.mark.parametrize(
-    "name", sorted(GENERATE_NAMES - {"max_tokens"} | set(Sampling.__dataclass_fields__))
-)
+@pytest.mark.parametrize("name", sorted(GENERATE_DEFAULTS.keys() - {"max_tokens"}))
 def test_option_that_is_none_is_not_set(engine: Engine, name: str) -> None:
     expected = engine.generate(PROMPTS[0], **GREEDY).read()
     given: Any = {**GREEDY, name: None}

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from kqview import Capture, errors, mod
-from kqview.generation import waiting
+from kqview.generation import source
 from kqview.mods import Added, Backtrack, ForceTokens, ForwardPass
 from tests.support import tiny_gguf
 from tests.support.engines import KEPT, REFUSED, keep_slot
@@ -242,7 +242,7 @@ def test_wait_for_a_slot_that_cannot_be_freed_is_logged_and_ends(
     caplog: pytest.LogCaptureFixture,
     how: str,
 ) -> None:
-    monkeypatch.setattr(waiting, "BUSY_WAIT_S", 0.3)
+    monkeypatch.setattr(source, "BUSY_WAIT_S", 0.3)
     engine = make_engine(tiny_llama, **KEPT)
     *_, holder = held = keep_slot(engine, PROMPTS[0])
     found: list[Any] = []
@@ -276,7 +276,7 @@ def test_wait_for_a_slot_that_cannot_be_freed_is_logged_and_ends(
 def test_consumer_that_is_slow_but_takes_does_not_end_the_wait(
     make_engine: MakeEngine, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(waiting, "BUSY_WAIT_S", 1.0)
+    monkeypatch.setattr(source, "BUSY_WAIT_S", 1.0)
     engine = make_engine(tiny_llama, **KEPT)
     *parked, holder = keep_slot(engine, PROMPTS[0])
     found: list[Any] = []

@@ -99,7 +99,7 @@ def test_tokens_that_nobody_took_give_their_blocks_back(
     assert engine.stats().pool.n_leased == 0
     dropped = generate(engine, max_tokens=100)
     next(dropped)
-    dropped_handle = dropped._handle
+    dropped_handle = dropped._source.handle
     del dropped
     gc.collect()
     dropped_handle.cancel()

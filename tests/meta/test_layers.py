@@ -69,8 +69,8 @@ PYTHON_RINGS: dict[str, set[str]] = {
 # The rings that the core uses, each through one or two doors, and all of the core that they know.
 INNER_RINGS = {
     "state": {"engine", "slot"},
-    "chat": {"conversation", "many"},
-    "rpc": {"engine"},
+    "chat": {"conversation", "engine", "engine_options", "many"},
+    "rpc": {"engine_options"},
     "demo": {"engine"},
     "saved": {"kqview"},
     "trace": {"engine", "generation", "submission", "kqview"},

@@ -491,7 +491,7 @@ def test_request_without_a_limit_is_not_steered(demo: Served):
     before = demo.service.on_end
 
     def note(run: Any) -> None:
-        steered.append(type(run.generations[0]).__name__)
+        steered.append(type(run.generations[0]._source).__name__)
         before(run)
 
     demo.service.on_end = note
@@ -502,4 +502,4 @@ def test_request_without_a_limit_is_not_steered(demo: Served):
                 assert client.post(path, json=wanted).status_code == 200
     finally:
         demo.service.on_end = before
-    assert steered == ["Generation"] * 3 + ["SteeredGeneration"]
+    assert steered == ["PlainSource"] * 3 + ["SteeredSource"]

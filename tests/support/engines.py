@@ -10,7 +10,7 @@ from kqview import Capture, Engine, Generation, _core, errors
 from kqview.engine_options import context_options
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 
 def open_engine(
@@ -29,8 +29,8 @@ def open_engine(
         **options: Those of Engine.
     """
 
-    def with_faults(**given: Any) -> _core.EngineOptions:
-        made = context_options(**given)
+    def with_faults(given: Mapping[str, Any]) -> _core.EngineOptions:
+        made = context_options(given)
         made.poisons_blocks = poisons_blocks
         made.aborted_decodes = list(aborted_decodes)
         return made

@@ -268,9 +268,9 @@ def test_page_loads_nothing(tmp_path: Path):
 
 def test_character_of_several_tokens_is_the_text_of_the_last():
     pieces = {i: bytes([byte]) for i, byte in enumerate("😀".encode())}
-    assert Context([], 1, pieces).texts_of([0, 1, 2, 3]) == ["", "", "", "😀"]
-    assert Context([], 1, pieces).texts_of([0, 1]) == ["", "\ufffd"]
-    assert Context([], 1, pieces).texts_of([9]) == ["#9"]
+    assert Context([], 0, 1, pieces).texts_of([0, 1, 2, 3]) == ["", "", "", "😀"]
+    assert Context([], 0, 1, pieces).texts_of([0, 1]) == ["", "\ufffd"]
+    assert Context([], 0, 1, pieces).texts_of([9]) == ["#9"]
 
 
 # ---- files and errors

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
 pytest.importorskip("jinja2")
 
 from kqview.conversation import Conversation
+from kqview.vocabulary import Vocabulary
 from tests.unit.test_types import MODEL
 
 if TYPE_CHECKING:
@@ -44,15 +45,18 @@ class OpenCore:
         pass
 
 
-class Chat(Conversation):
-    def __init__(self) -> None:
-        self._core = cast("_core.Engine", OpenCore())
-        self._model = cast("_core.Model", MergingModel())
-        self._info = MODEL
-        self._open_conversation(trusts_template=True)
+def conversation() -> Conversation:
+    core, model = cast("_core.Engine", OpenCore()), cast("_core.Model", MergingModel())
+    words = Vocabulary(core, model)
+    nothing: Any = None
+    return Conversation(
+        core, model, MODEL, words, nothing, template_options={}, trusts_template=True
+    )
 
 
 @pytest.mark.parametrize("content", ["<s>", "a<s><s>b</s>", "<<s>>", "<s>" * 20_000, "</s>"])
 def test_tokens_that_merges_lead_to_are_cut(content: str):
-    ids = Chat().apply_chat_template([{"role": "user", "content": content}], chat_template=SOURCE)
+    ids = conversation().apply_template(
+        [{"role": "user", "content": content}], {"chat_template": SOURCE}
+    )
     assert ids == [0, *map(ord, content), 1]

@@ -1,16 +1,16 @@
 """Capture: which attention a generation hands out, and what happens when its memory runs out."""
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from itertools import islice
-from typing import Any, Final, Literal, cast, get_args
+from typing import Any, Final, Literal, TypedDict, Unpack, cast, get_args
 
 import numpy as np
 
-from kqview.arguments import flag, invalid, to_index, to_number
+from kqview.arguments import INT32_MAX, flag, invalid, to_index, to_number
 from kqview.errors import InvalidCapture, RequestError, shown
-from kqview.option_names import names_fields
+from kqview.option_names import lists_options, unknown_option
 from kqview.types.model import ModelInfo
 
 Kind = Literal["qk", "logits", "scores", "probs"]
@@ -27,8 +27,102 @@ _ITEM_BYTES: Final = {"float32": 4, "float16": 2}
 _POSITION_BYTES: Final = 4  # int32
 
 
-@names_fields
-@dataclass(frozen=True, slots=True)
+# ---- checks of single fields
+
+
+def _to_choice(choices: Any) -> Callable[[str, object], object]:
+    names: tuple[str, ...] = get_args(choices)
+
+    def check(name: str, value: object) -> object:
+        # Check the type first: an array would compare element by element.
+        if not isinstance(value, str) or value not in names:
+            raise _invalid(name, f"one of {', '.join(map(repr, names))}", value)
+        return value
+
+    return check
+
+
+def _to_flag(name: str, value: object) -> bool:
+    return flag(name, value, InvalidCapture)
+
+
+def _to_indices(name: str, values: object) -> tuple[int, ...] | str:
+    if name == "hidden" and isinstance(values, str) and values == "all":
+        return values
+    if isinstance(values, str | bytes) or not isinstance(values, Iterable):
+        raise _invalid(name, "a sequence of indices such as [0, 1]", values)
+    indices: list[int] = []
+    for value in cast("Iterable[object]", values):
+        index = to_index(value)
+        if index is None or index < _INT32_MIN:
+            raise _invalid(f"an index of {name}", "a whole number", value)
+        indices.append(index)
+    if len(set(indices)) != len(indices):
+        raise InvalidCapture(f"{name} has repeated indices: {indices}", parameter=name)
+    return tuple(indices)
+
+
+def _to_top_k(name: str, value: object) -> int:
+    top_k = to_index(value)
+    if top_k is None or top_k < 1:
+        raise _invalid(name, "a whole number from 1, or None to keep whole rows", value)
+    return top_k
+
+
+def _to_spans(name: str, spans: object) -> tuple[Span, ...]:
+    if isinstance(spans, str | bytes) or not isinstance(spans, Iterable):
+        raise _invalid(name, "ranges of columns such as [(0, 10), (10, None)]", spans)
+    given = cast("Iterable[object]", spans)
+    pairs = tuple(_to_span(span) for span in islice(given, MOST_SPANS + 1))
+    if not 0 < len(pairs) <= MOST_SPANS:
+        n = "no range" if not pairs else f"more than {MOST_SPANS} ranges"
+        raise InvalidCapture(
+            f"spans has {n}; pass 1 to {MOST_SPANS}, or None for whole rows", parameter="spans"
+        )
+    return pairs
+
+
+def _to_span(span: Any) -> Span:
+    pair: tuple[Any, ...] = ()
+    if not isinstance(span, str) and isinstance(span, Sequence | np.ndarray):
+        pair = tuple(cast("Iterable[Any]", span))
+    if len(pair) != 2:
+        raise _invalid("a range of spans", "(start, stop) or (start, None)", cast("object", span))
+    start = to_index(pair[0])
+    stop = None if pair[1] is None else to_index(pair[1])
+    if start is None or start < 0 or (pair[1] is not None and (stop is None or stop <= start)):
+        raise _invalid("a range of spans", "0 <= start < stop, or stop None", cast("object", span))
+    return start, stop
+
+
+def _to_wait_s(name: str, value: object) -> float:
+    seconds = to_number(value)
+    if seconds is None or not 0 <= seconds < math.inf:
+        raise _invalid(name, "a finite number of seconds, at least 0", value)
+    return seconds
+
+
+def _invalid(name: str, allowed: str, value: object) -> RequestError:
+    return invalid(name, allowed, shown(value), InvalidCapture)
+
+
+class CaptureOptions(TypedDict, total=False):
+    """The fields of Capture but *kind*, as keyword arguments."""
+
+    layers: Sequence[int] | None
+    heads: Sequence[int] | None
+    reduce: Reduce | None
+    top_k: int | None
+    spans: Sequence[Span] | None
+    dtype: DType
+    prompt: bool
+    hidden: Sequence[int] | Literal["all"]
+    vocab_logits: bool
+    on_full: OnFull
+    wait_s: float
+
+
+@dataclass(frozen=True, slots=True, init=False)
 class Capture:
     """What to capture for every generated token.
 
@@ -79,47 +173,28 @@ class Capture:
     on_full: OnFull = "raise"
     wait_s: float = 10.0
 
-    def __post_init__(self) -> None:
-        """Check every field.
+    def __init__(self, kind: Kind = "probs", **options: Unpack[CaptureOptions]) -> None:
+        """Check every field that is given.
 
         Raises:
             InvalidCapture: A field is malformed.
         """
-        _check_choice("kind", self.kind, get_args(Kind))
-        _check_choice("dtype", self.dtype, get_args(DType))
-        _check_choice("on_full", self.on_full, get_args(OnFull))
-        if self.reduce is not None:
-            _check_choice("reduce", self.reduce, get_args(Reduce))
-        # Check the type first: an array would compare element by element.
-        if not isinstance(self.hidden, str) or self.hidden != "all":
-            hidden = _to_indices("hidden", self.hidden, allow_empty=True, low=_INT32_MIN)
-            object.__setattr__(self, "hidden", hidden)
-        if self.layers is not None:
-            has_output = len(self.hidden) > 0 or self.vocab_logits
-            object.__setattr__(
-                self,
-                "layers",
-                _to_indices("layers", self.layers, allow_empty=has_output, low=_INT32_MIN),
-            )
-        if self.heads is not None:
-            heads = _to_indices("heads", self.heads, allow_empty=False, low=_INT32_MIN)
-            object.__setattr__(self, "heads", heads)
-        if self.top_k is not None:
-            object.__setattr__(self, "top_k", _to_top_k(self.top_k))
-        if self.spans is not None:
-            object.__setattr__(self, "spans", _to_spans(self.spans))
-            self._check_spans()
-        for name in ("prompt", "vocab_logits"):
-            object.__setattr__(self, name, flag(name, getattr(self, name), InvalidCapture))
-        object.__setattr__(self, "wait_s", _to_wait_s(self.wait_s))
-
-    def _check_spans(self) -> None:
-        if self.kind != "probs":
+        given = {"kind": kind, **options}
+        for name in given.keys() - _FIELDS.keys():
+            raise unknown_option("Capture", name, _FIELDS)
+        for name, (default, check) in _FIELDS.items():
+            value = given.get(name, default)
+            object.__setattr__(self, name, value if value is default else check(name, value))
+        if self.layers is not None and not (self.layers or self.hidden or self.vocab_logits):
+            raise InvalidCapture("layers is empty; pass None to keep all", parameter="layers")
+        if self.heads is not None and not self.heads:
+            raise InvalidCapture("heads is empty; pass None to keep all", parameter="heads")
+        if self.spans is not None and self.kind != "probs":
             raise InvalidCapture(
                 f"spans are sums of probabilities, not of '{self.kind}'; capture 'probs'",
                 parameter="spans",
             )
-        if self.top_k is not None:
+        if self.spans is not None and self.top_k is not None:
             raise InvalidCapture(
                 "top_k and spans are two ways to shorten rows; leave one of them out",
                 parameter="spans",
@@ -149,11 +224,12 @@ class Capture:
         """This capture with layers and heads counted from 0: negative ones, and all, are resolved.
 
         Raises:
-            InvalidCapture: A negative index is before the first one, or two are the same.
+            InvalidCapture: An index is before the first one or beyond the last one of any
+                model, or two are the same.
         """
         hidden = range(model.n_layer) if self.hidden == "all" else self.hidden
         given = (*hidden, *(self.layers or ()), *(self.heads or ()))
-        if all(i >= 0 for i in given) and self.hidden != "all":
+        if all(0 <= i <= INT32_MAX for i in given) and self.hidden != "all":
             return self
         layers = None if self.layers is None else _counted("layers", self.layers, model.n_layer)
         heads = None if self.heads is None else _counted("heads", self.heads, model.n_head)
@@ -252,12 +328,6 @@ class Capture:
         return attention_bytes + hidden_bytes + logits_bytes
 
 
-def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    # Check the type first: an array would compare element by element.
-    if not isinstance(value, str) or value not in choices:
-        raise _invalid(name, f"one of {', '.join(map(repr, choices))}", value)
-
-
 def _check_members(name: str, values: Iterable[int], known: tuple[int, ...] | range) -> None:
     unknown = [value for value in values if value not in known]
     if unknown:
@@ -275,72 +345,18 @@ def _counted(name: str, values: Iterable[int], n: int) -> tuple[int, ...]:
             f"{name} has {min(given)}, but the model has {n}; use -{n} to {n - 1}",
             parameter=name,
         )
+    if any(i > INT32_MAX for i in given):  # the core, which knows the model's, has no such number
+        raise InvalidCapture(
+            f"{name} has {shown(max(given))}, which no model has; leave it out", parameter="capture"
+        )
     return tuple(i + n if i < 0 else i for i in given)
 
 
-def _to_indices(name: str, values: object, *, allow_empty: bool, low: int = 0) -> tuple[int, ...]:
-    if isinstance(values, str | bytes) or not isinstance(values, Iterable):
-        raise _invalid(name, "a sequence of indices such as [0, 1]", values)
-    indices = tuple(_to_index(name, value, low) for value in values)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
-    if len(set(indices)) != len(indices):
-        raise InvalidCapture(f"{name} has repeated indices: {list(indices)}", parameter=name)
-    if not indices and not allow_empty:
-        raise InvalidCapture(f"{name} is empty; pass None to keep all", parameter=name)
-    return indices
-
-
-def _to_index(name: str, value: object, low: int) -> int:
-    index = to_index(value)
-    if index is None or index < low:
-        allowed = "a whole number" if low < 0 else "a whole number from 0"
-        raise _invalid(f"an index of {name}", allowed, value)
-    return index
-
-
-def _to_top_k(value: object) -> int:
-    top_k = to_index(value)
-    if top_k is None or top_k < 1:
-        raise _invalid("top_k", "a whole number from 1, or None to keep whole rows", value)
-    return top_k
-
-
-def _to_spans(spans: object) -> tuple[Span, ...]:
-    if isinstance(spans, str | bytes) or not isinstance(spans, Iterable):
-        raise _invalid(
-            "spans", "ranges of columns such as [(0, 10), (10, None)]", cast("object", spans)
-        )
-    pairs = tuple(_to_span(span) for span in islice(spans, MOST_SPANS + 1))  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
-    if not 0 < len(pairs) <= MOST_SPANS:
-        n = "no range" if not pairs else f"more than {MOST_SPANS} ranges"
-        raise InvalidCapture(
-            f"spans has {n}; pass 1 to {MOST_SPANS}, or None for whole rows", parameter="spans"
-        )
-    return pairs
-
-
-def _to_span(span: object) -> Span:
-    pair = _pair(span)
-    if len(pair) != 2:
-        raise _invalid("a range of spans", "(start, stop) or (start, None)", span)
-    start = to_index(pair[0])
-    stop = None if pair[1] is None else to_index(pair[1])
-    if start is None or start < 0 or (pair[1] is not None and (stop is None or stop <= start)):
-        raise _invalid("a range of spans", "0 <= start < stop, or stop None", span)
-    return start, stop
-
-
-def _pair(span: object) -> tuple[Any, ...]:
-    if isinstance(span, str) or not isinstance(span, Sequence | np.ndarray):
-        return ()
-    return tuple(cast("Iterable[Any]", span))
-
-
-def _to_wait_s(value: object) -> float:
-    seconds = to_number(value)
-    if seconds is None or not 0 <= seconds < math.inf:
-        raise _invalid("wait_s", "a finite number of seconds, at least 0", value)
-    return seconds
-
-
-def _invalid(name: str, allowed: str, value: object) -> RequestError:
-    return invalid(name, allowed, shown(value), InvalidCapture)
+_CHECKS: Final[Mapping[str, Callable[[str, Any], object]]] = {
+    "kind": _to_choice(Kind), "layers": _to_indices, "heads": _to_indices,
+    "reduce": _to_choice(Reduce), "top_k": _to_top_k, "spans": _to_spans,
+    "dtype": _to_choice(DType), "prompt": _to_flag, "hidden": _to_indices,
+    "vocab_logits": _to_flag, "on_full": _to_choice(OnFull), "wait_s": _to_wait_s,
+}  # fmt: skip
+_FIELDS: Final = {one.name: (one.default, _CHECKS[one.name]) for one in fields(Capture)}
+lists_options("Capture", {name: default for name, (default, _) in _FIELDS.items()})(Capture)

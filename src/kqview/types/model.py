@@ -39,8 +39,8 @@ class ModelInfo:
             name. Empty if the model cannot do that.
         has_attention_sinks: Whether layers have attention sinks, to which part of each softmax
             goes: rows of "probs" then add up to less than 1.
-        adds_bos: Whether ``bos_token_id`` begins every text, chat, gap to fill and pair to rank. A
-            chat whose template writes it itself gets no second one.
+        begin_ids: Ids with which every text, chat, gap to fill and pair to rank begins: that of
+            BOS, if the model wants it. A chat whose template writes it itself gets no second one.
     """
 
     name: str
@@ -68,7 +68,7 @@ class ModelInfo:
     metadata: Mapping[str, str] = field(repr=False)
     fim_token_ids: Mapping[str, int] = field(default_factory=dict[str, int])
     has_attention_sinks: bool = False
-    adds_bos: bool = False
+    begin_ids: tuple[int, ...] = ()
 
     def _repr_html_(self) -> str:
         """The facts that fit on a screen, for a notebook."""

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from types import MappingProxyType
-from typing import Any, Final, Literal, TypedDict, cast
+from typing import Any, Final, Literal, TypedDict, Unpack, cast
 
 import numpy as np
 
@@ -26,7 +26,7 @@ from kqview.arguments import (
     to_number,
 )
 from kqview.errors import InvalidSampling, RequestError, shown
-from kqview.option_names import names_fields
+from kqview.option_names import lists_options, unknown_option
 from kqview.types.json_schema import SchemaLike, schema_text
 from kqview.types.regex import regex_text
 from kqview.types.text import Ids
@@ -49,6 +49,8 @@ class SamplingOption:
         high: The largest number allowed; None for options that are not numbers.
         low_excluded: Whether *low* itself is excluded.
         example: A value that changes something, None for options that are on or off.
+        convert: A number from the value, None if it is none. Or, for options that are not numbers,
+            what `Sampling` stores, from the option's name and the value.
     """
 
     name: str
@@ -59,24 +61,34 @@ class SamplingOption:
     high: float | None
     low_excluded: bool
     example: Any
-    _check: "_Check"
+    convert: Callable[..., Any]
 
-    def checked(self, value: object) -> object:
-        """*value* in the form that `Sampling` stores.
+    def checked(self, value: object) -> Any:
+        """*value* in the form that `Sampling` stores; None stands for the default.
 
         Raises:
             InvalidSampling: *value* is out of range or has the wrong type.
         """
-        if value is None:  # as if it were not given
-            value = self.default
-        return None if value is None else self._check(self, value)
+        low, high = self.low, self.high
+        if value is None:
+            return self.default
+        if low is None or high is None:
+            return self.convert(self.name, value)
+        number = self.convert(value)
+        if self.name == "seed" and number in _RANDOM_SEEDS:
+            return None
+        # The core computes in float32, where the smallest numbers are 0.
+        is_low = self.low_excluded and number is not None and np.float32(number) == low
+        if number is None or not low <= number <= high or is_low:
+            raise _invalid(self.name, value, self.allowed, self.doc)
+        return number
 
     @property
     def allowed(self) -> str:
         """The range in words, such as "a number from 0 to 1"."""
         assert self.low is not None
         assert self.high is not None
-        noun = "a number" if self._check is _to_float else "a whole number"
+        noun = "a number" if self.convert is to_number else "a whole number"
         if self.low == -self.high:
             return "a finite number"
         if self.high == _FLOAT_MAX:
@@ -87,12 +99,9 @@ class SamplingOption:
         return f"{noun} from {self.low:g} to {self.high:.10g}"
 
 
-_Check = Callable[[SamplingOption, object], object]
-
-
 def _row(
     default: object,
-    check: _Check,
+    convert: Callable[..., Any],
     doc: str,
     low: float | None = None,
     high: float | None = None,
@@ -101,10 +110,10 @@ def _row(
 ) -> Any:
     row = {
         "doc": doc, "low": low, "high": high, "low_excluded": low_excluded, "example": example,
-        "_check": check,
+        "convert": convert,
     }  # fmt: skip
-    if isinstance(default, dict):
-        return field(default_factory=lambda: dict[int, float](), metadata=row)
+    if default == {}:
+        return field(default_factory=dict[int, float], metadata=row)
     return field(default=default, metadata=row)
 
 
@@ -117,116 +126,88 @@ def _number(
     low_excluded: bool = False,
     example: float,
 ) -> Any:
-    return _row(default, _to_float, doc, low, high, low_excluded, example)
+    return _row(default, to_number, doc, low, high, low_excluded, example)
 
 
 def _integer(
     default: int | None, doc: str, *, low: int = 0, high: int = INT32_MAX, example: int
 ) -> Any:
-    return _row(default, _to_int, doc, low, high, example=example)
+    return _row(default, to_index, doc, low, high, example=example)
 
 
-# ---- checks of single options
+# ---- values that are not numbers
 
 
-def _to_float(option: SamplingOption, value: object) -> float:
-    number = to_number(value)
-    if number is not None and _contains(option, number):
-        return number
-    raise _invalid(option.name, value, option.allowed, option.doc)
+def _to_flag(name: str, value: object) -> bool:
+    return flag(name, value, InvalidSampling)
 
 
-def _to_int(option: SamplingOption, value: object) -> int:
-    number = to_index(value)
-    if number is not None and _contains(option, number):
-        return number
-    raise _invalid(option.name, value, option.allowed, option.doc)
+def _to_finish(name: str, value: object) -> str:
+    if not isinstance(value, str) or value not in ("cut", "close"):
+        raise _invalid(name, value, '"cut" or "close"')
+    return value
 
 
-def _to_seed(option: SamplingOption, value: object) -> int | None:
-    return None if to_index(value) in _RANDOM_SEEDS else _to_int(option, value)
-
-
-def _contains(option: SamplingOption, value: float) -> bool:
-    low, high = cast("float", option.low), cast("float", option.high)
-    # The core computes in float32, where the smallest numbers are 0.
-    return low <= value <= high and not (option.low_excluded and np.float32(value) == low)
-
-
-def _to_flag(option: SamplingOption, value: object) -> bool:
-    return flag(option.name, value, InvalidSampling)
-
-
-def _to_text(option: SamplingOption, value: object) -> str:
+def _to_grammar(name: str, value: object) -> str:
     if not isinstance(value, str):
-        raise _invalid(option.name, value, "a str or None")
-    return _constraint(option.name, value)
+        raise _invalid(name, value, "a str or None")
+    return _constraint(name, value)
 
 
-def _encodable(name: str, text: str) -> str:
+def _to_schema(name: str, schema: object) -> str:
+    return _constraint(name, schema_text(schema))
+
+
+def _to_regex(name: str, regex: object) -> str:
+    if isinstance(regex, re.Pattern):
+        return _constraint(name, regex_text(cast("re.Pattern[str]", regex)))
+    if not isinstance(regex, str):
+        raise _invalid(name, regex, "a str, a compiled pattern or None")
+    return _constraint(name, regex)
+
+
+def _constraint(name: str, text: str) -> str:
+    """*text* that the output must follow; the core, or llguidance, checks whether it is valid."""
+    if not text:  # it would allow nothing
+        raise InvalidSampling(f"{name} is empty; pass None for no {name}", parameter=name)
     encode(name, text, InvalidSampling)
     return text
 
 
-def _to_finish(option: SamplingOption, value: object) -> str:
-    if not isinstance(value, str) or value not in ("cut", "close"):
-        raise _invalid(option.name, value, '"cut" or "close"')
-    return cast("str", value)
+def _to_token_ids(name: str, values: object) -> tuple[int, ...]:
+    return tuple(checked_ids(name, values, InvalidSampling))
 
 
-def _constraint(name: str, text: str) -> str:
-    """*text* that the output must follow; an empty one allows nothing."""
-    if not text:
-        raise InvalidSampling(f"{name} is empty; pass None for no {name}", parameter=name)
-    return _encodable(name, text)
-
-
-def _to_token_ids(option: SamplingOption, values: object) -> tuple[int, ...]:
-    return tuple(checked_ids(option.name, values, InvalidSampling))
-
-
-def _to_schema(option: SamplingOption, schema: object) -> str:
-    """A JSON schema as text; llguidance checks whether it is valid."""
-    return _constraint(option.name, schema_text(schema))
-
-
-def _to_regex(option: SamplingOption, regex: object) -> str:
-    """A regular expression as text; llguidance checks whether it is valid."""
-    if isinstance(regex, re.Pattern):
-        return _constraint(option.name, regex_text(cast("re.Pattern[str]", regex)))
-    if not isinstance(regex, str):
-        raise _invalid(option.name, regex, "a str, a compiled pattern or None")
-    return _constraint(option.name, regex)
-
-
-def _to_bias(option: SamplingOption, bias: object) -> dict[int, float]:
+def _to_bias(name: str, bias: object) -> dict[int, float]:
     if not isinstance(bias, Mapping):
-        raise _invalid(option.name, bias, "a mapping of token id to number")
+        raise _invalid(name, bias, "a mapping of token id to number")
     checked: dict[int, float] = {}
     for token_id, value in cast("Mapping[object, object]", bias).items():
         number = to_number(value)
         if number is None or not (number == -math.inf or abs(number) <= _FLOAT_MAX):
-            name = f"{option.name}[{shown(token_id)}]"
-            raise _invalid(name, value, "a finite number or -inf", "-inf bans the token.")
-        key = checked_id(f"a key of {option.name}", token_id, InvalidSampling)
-        checked[key] = number
+            item = f"{name}[{shown(token_id)}]"
+            raise _invalid(item, value, "a finite number or -inf", "-inf bans the token.")
+        checked[checked_id(f"a key of {name}", token_id, InvalidSampling)] = number
     return checked
 
 
-def _to_strings(option: SamplingOption, values: object) -> tuple[str, ...]:
+def _to_strings(name: str, values: object) -> tuple[str, ...]:
     if not isinstance(values, Iterable):
-        raise _invalid(option.name, values, "a str or a sequence of str")
+        raise _invalid(name, values, "a str or a sequence of str")
     wanted = cast("Iterable[object]", (values,) if isinstance(values, str) else values)
     strings: list[str] = []
     for value in wanted:
         if not isinstance(value, str) or not value:
-            raise _invalid(f"an item of {option.name}", value, "a str of at least one character")
+            raise _invalid(f"an item of {name}", value, "a str of at least one character")
         strings.append(value)
     return tuple(strings)
 
 
-def _to_breakers(option: SamplingOption, values: object) -> tuple[str, ...]:
-    return tuple(_encodable(option.name, value) for value in _to_strings(option, values))
+def _to_breakers(name: str, values: object) -> tuple[str, ...]:
+    strings = _to_strings(name, values)
+    for value in strings:
+        encode(name, value, InvalidSampling)
+    return strings
 
 
 def _invalid(name: str, value: object, allowed: str, doc: str = "") -> RequestError:
@@ -283,8 +264,7 @@ class SamplingOptions(PlainSamplingOptions, total=False):
     json_schema: SchemaLike | None
 
 
-@names_fields
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, init=False)
 class Sampling:
     """How the next token is chosen from the model's logits.
 
@@ -414,7 +394,7 @@ class Sampling:
     )
     seed: int | None = _row(
         None,
-        _to_seed,
+        to_index,
         "Makes a run repeatable on one machine and build; None or -1 uses a random seed.",
         low=0, high=_SEED_MAX,
         example=7,
@@ -445,7 +425,7 @@ class Sampling:
     )
     grammar: str | None = _row(
         None,
-        _to_text,
+        _to_grammar,
         "Grammar in llama.cpp's GBNF that the output must follow, of at most 1 MiB of text and a "
         'million elements; or, if it begins with "%llguidance", one in the language of llguidance, '
         "a variant of Lark. One that takes more than 2 s of CPU time for a token, or 0.1 s on "
@@ -490,19 +470,26 @@ class Sampling:
         "the model's own.",
     )
 
-    def __post_init__(self) -> None:
-        """Check every field.
+    def __init__(self, **options: Unpack[SamplingOptions]) -> None:
+        """Check every option that is given.
 
         Raises:
             InvalidSampling: A field is out of range or has the wrong type, or more than one of
                 grammar, json_schema and regex is given.
         """
+        for name in options.keys() - OPTIONS.keys():
+            raise unknown_option("Sampling", name, OPTIONS)
         for name, option in OPTIONS.items():
-            object.__setattr__(self, name, option.checked(getattr(self, name)))
-        given = [n for n in ("grammar", "json_schema", "regex") if getattr(self, n) is not None]
-        if len(given) > 1:
+            value = options.get(name)
+            if value is None or value is option.default:
+                value = dict[int, float]() if option.default == {} else option.default
+            else:
+                value = option.checked(value)
+            object.__setattr__(self, name, value)
+        both = [n for n in ("grammar", "json_schema", "regex") if getattr(self, n) is not None]
+        if len(both) > 1:
             raise InvalidSampling(
-                f"{' and '.join(given)} cannot be combined; give one of them", parameter=given[0]
+                f"{' and '.join(both)} cannot be combined; give one of them", parameter=both[0]
             )
 
 
@@ -522,3 +509,4 @@ OPTIONS: Final[Mapping[str, SamplingOption]] = MappingProxyType(
 Sampling.__doc__ = f"{Sampling.__doc__}\n    Attributes:\n" + "".join(
     f"        {option.name}: {option.doc}\n" for option in OPTIONS.values()
 )
+lists_options("Sampling", {name: option.default for name, option in OPTIONS.items()})(Sampling)

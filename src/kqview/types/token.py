@@ -3,7 +3,6 @@
 import codecs
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, Final, Literal, cast, overload
 
 import numpy as np
@@ -30,40 +29,35 @@ Positions = NDArray[np.int32] | tuple[NDArray[np.int32], ...]
 AnyAttention = Array | Any
 AnyPositions = NDArray[np.int32] | Any
 
-_NO_BYTES: Final[Mapping[int, bytes]] = MappingProxyType({})
 _NONE: Final = range(0)
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Context:
     """The tokens of one generation, prompt first: what the columns of its rows stand for.
 
     Shared by the tokens of the generation. Ids are only ever appended, so a token needs to know
     just how many there were before it.
 
-    Args:
-        prompt: Ids of the prompt.
+    Attributes:
+        ids: Ids of the prompt, and then those that are generated.
+        n_prompt: Number of ids of the prompt.
         n_head: Heads per layer; the largest number if layers differ.
-        bytes_of: Bytes of a token id.
+        bytes_of: Bytes of token ids.
     """
 
-    __slots__ = ("_bytes_of", "ids", "n_head", "n_prompt")
-
-    def __init__(
-        self, prompt: Sequence[int], n_head: int, bytes_of: Mapping[int, bytes] = _NO_BYTES
-    ) -> None:
-        self.ids = list(prompt)
-        self.n_prompt = len(self.ids)
-        self.n_head = n_head
-        self._bytes_of = bytes_of
+    ids: list[int]
+    n_prompt: int
+    n_head: int
+    bytes_of: Mapping[int, bytes]
 
     def branch(self, n_generated: int) -> "Context":
         """A context that goes on after *n_generated* tokens; this one keeps those after them."""
-        other = Context(self.ids[: self.n_prompt + n_generated], self.n_head, self._bytes_of)
-        other.n_prompt = self.n_prompt
-        return other
+        ids = self.ids[: self.n_prompt + n_generated]
+        return Context(ids, self.n_prompt, self.n_head, self.bytes_of)
 
     def text_of(self, token_id: int) -> str:
-        data = self._bytes_of.get(token_id)
+        data = self.bytes_of.get(token_id)
         return f"#{token_id}" if data is None else data.decode("utf-8", "replace")
 
     def texts_of(self, ids: Iterable[int]) -> list[str]:
@@ -74,7 +68,7 @@ class Context:
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         texts: list[str] = []
         for token_id in ids:
-            data = self._bytes_of.get(token_id)
+            data = self.bytes_of.get(token_id)
             texts.append(decoder.decode(data or b"") if data is not None else f"#{token_id}")
         if texts:
             texts[-1] += decoder.decode(b"", final=True)
@@ -88,14 +82,8 @@ class Context:
 
     def __reduce__(self) -> Any:
         # The texts of the whole vocabulary stay behind.
-        known = {i: self._bytes_of[i] for i in {*self.ids} & self._bytes_of.keys()}
-        return _context, (self.ids, self.n_prompt, self.n_head, known)
-
-
-def _context(ids: list[int], n_prompt: int, n_head: int, bytes_of: dict[int, bytes]) -> Context:
-    context = Context(ids, n_head, bytes_of)
-    context.n_prompt = n_prompt
-    return context
+        known = {i: self.bytes_of[i] for i in {*self.ids} & self.bytes_of.keys()}
+        return Context, (self.ids, self.n_prompt, self.n_head, known)
 
 
 @dataclass(slots=True, eq=False, repr=False, weakref_slot=True)

@@ -92,7 +92,7 @@ async def infill(call: Call, body: schema.InfillBody) -> HttpReply | Events:
         suffix=await plain(body.input_suffix),
         begun=begun,
         extra=await plain(convert.extra_texts(body, fim)),
-        bos=engine.tokenize("")[: engine.model.adds_bos],
+        bos=list(engine.model.begin_ids),
         n_ctx=call.model.max_context,
         n_predict=max(convert.first(convert.max_tokens_of(body), 0), 1),
     )
@@ -144,7 +144,7 @@ async def apply_template(call: Call, body: schema.TemplateBody) -> schema.Prompt
     """The prompt that a chat becomes."""
     ids = await _chat_ids(call, body)
     model = call.model.engine.model
-    if model.adds_bos and ids[:1] == [model.bos_token_id]:
+    if model.begin_ids and ids[:1] == [*model.begin_ids]:
         del ids[0]  # /completion begins the text with it
     return schema.Prompt(await call.model.detokenize(ids, client=call.hold.client))
 
