@@ -19,10 +19,11 @@ import numpy as np
 from kqview import Engine, Token, Usage
 from kqview.cli.serving import keep_freed_memory
 from kqview.server import create_app
-from kqview.server.models.run import GenerateRequest, Run
+from kqview.server.models.run import Run
 
 if TYPE_CHECKING:
     from kqview.server.app import App
+    from kqview.server.models.request import GenerateRequest
     from kqview.server.web.access import Caller
     from kqview.server.web.budget import Reservation
 

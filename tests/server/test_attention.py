@@ -21,7 +21,7 @@ from kqview.server.api.wire.rows import (
     shaped,
     split_json,
 )
-from kqview.server.models.attention import AttentionWanted
+from kqview.server.models.request import AttentionWanted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kqview.server.models.attention import AttentionWanted
+from kqview.server.models.request import AttentionWanted
 from kqview.server.models.row_cache import PromptText, Row, RowCache
 from kqview.server.web.budget import Budget
 

@@ -18,7 +18,7 @@ from kqview import Engine
 from kqview.cli import serving as cli_serving
 from kqview.server import Settings, create_app
 from kqview.server.errors import TimedOut, TooLarge
-from kqview.server.models.run import GenerateRequest
+from kqview.server.models.request import GenerateRequest
 from kqview.server.models.service import OFFLOAD_BYTES, Service
 from kqview.server.web.endpoint import check_values, json_in_slices
 from kqview.server.web.workers import Workers

@@ -14,14 +14,15 @@ from kqview import Engine
 from kqview.errors import ClosedError
 from kqview.server import Settings
 from kqview.server.errors import ShuttingDown, TimedOut
-from kqview.server.models.attention import AttentionWanted
-from kqview.server.models.run import GenerateRequest, Run
+from kqview.server.models.request import AttentionWanted, GenerateRequest
 from kqview.server.models.service import Service
 from kqview.types import Sampling
 from tests.support.engines import KEPT, keep_slot
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from kqview.server.models.run import Run
 
 WITHIN_S = 60.0  # until a test fails; no measure of anything
 

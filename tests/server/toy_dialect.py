@@ -16,8 +16,7 @@ import numpy as np
 
 from kqview.server import Settings, app
 from kqview.server.api.wire.rows import DATA_HERE, Dense, Encoder, shaped, split_json
-from kqview.server.models.attention import AttentionWanted
-from kqview.server.models.run import GenerateRequest, Removal, Run, Step
+from kqview.server.models.request import AttentionWanted, GenerateRequest
 from kqview.server.models.stream import Events, send_run
 from kqview.server.web import endpoint
 from kqview.server.web.endpoint import Frames, HttpReply, Operation
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
 
     from kqview import Engine
     from kqview.server.errors import Answer
+    from kqview.server.models.run import Removal, Run, Step
     from kqview.server.models.service import Call
     from kqview.server.web.sockets import Socket
 

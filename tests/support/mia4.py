@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
     import httpx
 
-    from kqview.server.models.run import GenerateRequest, Step
+    from kqview.server.models.request import GenerateRequest
+    from kqview.server.models.run import Step
     from tests.support.serving import Served
 
 Frame = tuple[str, dict[str, Any]]

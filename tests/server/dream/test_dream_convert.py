@@ -20,7 +20,7 @@ from kqview.errors import (
 )
 from kqview.server.api.dream import convert, schema
 from kqview.server.errors import NoModel, answer_of
-from kqview.server.models.attention import AttentionWanted
+from kqview.server.models.request import AttentionWanted
 from kqview.server.settings import Settings
 from kqview.types import PoolStats
 from tests.support.dream import QWEN, QWEN_IDS, SEED, golden, plan_from

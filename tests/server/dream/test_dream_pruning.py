@@ -11,7 +11,7 @@ import pytest
 from kqview.errors import RequestError
 from kqview.server.api.dream import pruning, schema
 from kqview.server.api.wire.rows import Dense, shaped
-from kqview.server.models.attention import AttentionWanted
+from kqview.server.models.request import AttentionWanted
 from tests.support.dream import QWEN, plan_from
 
 N_LAYER, N_HEAD, N_PROMPT = 3, 4, 10

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
     import httpx
 
-    from kqview.server.models.run import GenerateRequest, Run, Step
+    from kqview.server.models.request import GenerateRequest
+    from kqview.server.models.run import Run, Step
     from tests.support.serving import Serve, Served
 
 TURN = "<|im_start|>user\nWho are you?<|im_end|>\n<|im_start|>assistant\n"

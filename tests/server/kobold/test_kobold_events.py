@@ -17,7 +17,7 @@ from kqview.generation.text import TextStream
 from kqview.server.api.kobold.convert import PlainEvents, SocketFrames, TypedEvents
 from kqview.server.api.wire.attention_protocol import RowFacts
 from kqview.server.errors import answer_of
-from kqview.server.models.attention import AttentionWanted
+from kqview.server.models.request import AttentionWanted
 from kqview.server.models.run import Step
 from kqview.server.web.endpoint import EVENT_HEAD, EVENT_TAIL, NEXT_EVENT
 from kqview.stop_strings import ShownText

@@ -9,14 +9,14 @@ import contextlib
 import hashlib
 import logging
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Final
 
 from kqview.errors import RequestError
 from kqview.mods.folder import ModFolder, ModInfo
 from kqview.server.live_config import LiveConfig
+from kqview.server.models.request import ModWanted
 from kqview.server.settings import Settings
 from kqview.trace import Trace
 from kqview.trace.post import Poster, PosterStats
@@ -26,14 +26,6 @@ _MOST_QUEUED: Final = 64  # traces of long requests take tens of megabytes
 _STORED_S: Final = 10.0  # for the spool's disk to take a trace before its client hears the end
 _OWNER_CHARACTERS: Final = 16  # of the digest of a key
 _LONGEST_ID: Final = 128  # with the digest it is well below what receivers take
-
-
-@dataclass(frozen=True, slots=True)
-class ModWanted:
-    """A mod that a request names, and its options by name."""
-
-    name: str
-    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 class ModRuns:

@@ -34,8 +34,9 @@ from kqview.server.models.model_entry import OFFLOAD_ITEMS, ModelEntry, resolved
 from kqview.server.models.model_files import model_names
 from kqview.server.models.phrases import PhraseBan, Phrases
 from kqview.server.models.pool import Pool
+from kqview.server.models.request import GenerateRequest
 from kqview.server.models.row_cache import RowCache
-from kqview.server.models.run import GenerateRequest, LastRun, Run
+from kqview.server.models.run import LastRun, Run
 from kqview.server.models.sessions import Sessions, StateFiles
 from kqview.server.models.truncation import truncated
 from kqview.server.settings import Settings

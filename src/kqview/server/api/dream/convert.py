@@ -23,8 +23,7 @@ from kqview.server.api.wire.attention_protocol import (
 )
 from kqview.server.api.wire.mods_field import mods_of
 from kqview.server.errors import Answer, TooLarge
-from kqview.server.models.attention import AttentionWanted
-from kqview.server.models.run import GenerateRequest
+from kqview.server.models.request import AttentionWanted, GenerateRequest
 from kqview.server.settings import AttentionValues, Settings
 from kqview.types import ModelInfo, PoolStats
 

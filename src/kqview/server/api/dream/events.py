@@ -35,7 +35,7 @@ from kqview.server.api.wire.attention_protocol import (
 from kqview.server.api.wire.mods_field import removed, tool_calls_of
 from kqview.server.api.wire.rows import Dense, Encoder, joined_text, shaped
 from kqview.server.errors import Answer
-from kqview.server.models.attention import AttentionWanted
+from kqview.server.models.request import AttentionWanted
 from kqview.server.models.run import Removal, Run, Step, TokenLogprobs
 from kqview.server.web.budget import Reservation
 from kqview.server.web.endpoint import Frames, check_values

@@ -14,7 +14,7 @@ import numpy as np
 
 from kqview.errors import RequestError
 from kqview.server.api.dream.schema import PrunableSentence, Sentence
-from kqview.server.models.attention import AttentionWanted
+from kqview.server.models.request import AttentionWanted
 from kqview.types.token import Array, Attention
 
 

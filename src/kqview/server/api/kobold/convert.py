@@ -34,7 +34,8 @@ from kqview.server.api.wire.attention_protocol import (
 from kqview.server.api.wire.mods_field import mods_of, removed, tool_calls_of
 from kqview.server.api.wire.rows import Dense, Encoder, Shaped, shaped
 from kqview.server.errors import Answer
-from kqview.server.models.run import GenerateRequest, LastRun, Removal, Run, Step
+from kqview.server.models.request import GenerateRequest
+from kqview.server.models.run import LastRun, Removal, Run, Step
 from kqview.server.settings import AttentionValues, Settings
 from kqview.server.web.endpoint import NEXT_EVENT
 from kqview.stop_strings import ShownText

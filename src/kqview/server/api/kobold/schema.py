@@ -10,7 +10,7 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from kqview.server.api.wire.attention_protocol import AttentionFields, AttentionValues, Logprobs
-from kqview.server.models.attention import Aggregation, Format
+from kqview.server.models.request import Aggregation, Format
 from kqview.server.web.described import example
 from kqview.types.capture import DType
 

@@ -11,7 +11,7 @@ from kqview import __version__
 from kqview.chat.tool_format import knows_tools
 from kqview.server.api.llama_server.convert import generation_settings
 from kqview.server.api.wire.llama_fields import LlamaFields
-from kqview.server.models.run import GenerateRequest
+from kqview.server.models.request import GenerateRequest
 from kqview.server.settings import Settings
 from kqview.server.web.described import about
 from kqview.types import ModelInfo, Sampling, SlotStats, Usage

@@ -29,8 +29,8 @@ from kqview.server.api.wire.llama_fields import (
 )
 from kqview.server.api.wire.reasoning_cap import budget_of, cap_of_texts
 from kqview.server.errors import renamed
+from kqview.server.models.request import GenerateRequest
 from kqview.server.models.row_cache import Rows
-from kqview.server.models.run import GenerateRequest
 from kqview.server.settings import Settings
 from kqview.types import ModelInfo
 

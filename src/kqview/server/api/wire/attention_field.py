@@ -19,7 +19,7 @@ from kqview.server.api.wire.attention_protocol import (
 from kqview.server.api.wire.fields import first
 from kqview.server.api.wire.rows import Dense, Encoder, shaped
 from kqview.server.errors import TooLarge
-from kqview.server.models.attention import DEFAULT_TOP_K, Aggregation, AttentionWanted
+from kqview.server.models.request import DEFAULT_TOP_K, Aggregation, AttentionWanted
 from kqview.server.models.row_cache import PromptText, Row, RowCache
 from kqview.server.models.run import Removal, Run, Step
 from kqview.server.settings import AttentionValues, Settings

@@ -33,7 +33,7 @@ from kqview.errors import (
 from kqview.server.api.wire.mods_field import ModsField
 from kqview.server.api.wire.rows import DATA_HERE, Dense, Encoder, Shaped, Sparse, Viz, split_json
 from kqview.server.errors import renamed
-from kqview.server.models.attention import DEFAULT_TOP_K, AttentionWanted
+from kqview.server.models.request import DEFAULT_TOP_K, AttentionWanted
 from kqview.server.models.run import Run, TokenLogprobs
 from kqview.server.settings import AttentionValues, Settings
 from kqview.server.web.described import example

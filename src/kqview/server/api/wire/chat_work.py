@@ -33,8 +33,8 @@ from kqview.mods.events import Dialogue
 from kqview.server.api.wire.mods_field import calls_of, removed
 from kqview.server.api.wire.reasoning_cap import cap_of
 from kqview.server.errors import renamed
-from kqview.server.models.attention import AttentionWanted
-from kqview.server.models.run import GenerateRequest, Removal, Run
+from kqview.server.models.request import AttentionWanted, GenerateRequest
+from kqview.server.models.run import Removal, Run
 from kqview.server.settings import ReasoningFormat
 from kqview.types import Sampling
 

@@ -15,7 +15,7 @@ import msgspec
 from kqview import json_input
 from kqview.errors import RequestError
 from kqview.generation.stream import Generation
-from kqview.server.models.mod_runs import ModWanted
+from kqview.server.models.request import ModWanted
 from kqview.server.models.run import Removal
 from kqview.trace.record import cleaned_text
 

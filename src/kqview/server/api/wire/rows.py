@@ -16,7 +16,7 @@ import numpy as np
 import pybase64
 from numpy.typing import NDArray
 
-from kqview.server.models.attention import AttentionWanted
+from kqview.server.models.request import AttentionWanted
 from kqview.server.web.endpoint import EVENT_TAIL, NAMED_HEAD
 from kqview.types.capture import Kind, Span
 from kqview.types.token import Array, Attention

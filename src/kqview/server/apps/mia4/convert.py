@@ -21,9 +21,8 @@ from kqview.server.apps.mia4.answer import drops_reasoning, passport_values, spl
 from kqview.server.apps.mia4.passport import Known
 from kqview.server.apps.mia4.sampling import MAX_TOKENS, Merged, merge
 from kqview.server.errors import Answer, Unprocessable
-from kqview.server.models.attention import AttentionWanted
+from kqview.server.models.request import AttentionWanted, GenerateRequest
 from kqview.server.models.row_cache import PromptText, Rows
-from kqview.server.models.run import GenerateRequest
 from kqview.server.settings import Settings
 from kqview.types.sampling import OPTIONS
 

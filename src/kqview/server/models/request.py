@@ -1,16 +1,18 @@
-"""Attention as a request asks for it, in neutral terms, and the capture that gives it.
+"""A request for text in neutral terms: what every dialect turns its own into."""
 
-What the engine can reduce is reduced there; `kqview.server.api.wire.rows` does the rest.
-"""
-
-from dataclasses import dataclass
-from typing import Final, Literal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kqview.engine import Engine
 from kqview.errors import InvalidCapture
-from kqview.types import Capture, ModelInfo
+from kqview.mods.events import Dialogue
+from kqview.mods.steering import Forcing
+from kqview.submission import Reuse
+from kqview.types import Capture, ModelInfo, Sampling
 from kqview.types.capture import DType, Kind, Reduce, Span
 
 Format = Literal["per_layer", "aggregated", "sparse", "viz"]
@@ -113,3 +115,102 @@ class AttentionWanted:
                 parameter="layer_weights",
             )
         return np.asarray(weights / weights.sum(), np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class ModWanted:
+    """A mod that a request names, and its options by name."""
+
+    name: str
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+class ShiftOptions(TypedDict, total=False):
+    """Options of `Engine.generate` that move positions in the KV cache."""
+
+    context_shift: bool
+    n_keep: int
+    n_discard: int | None
+    reuse: Reuse
+    reuse_min_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateRequest:
+    """A dialect's request for text in neutral terms.
+
+    Attributes:
+        prompt: Text, tokenized as ``engine.generate`` does, or ids.
+        truncates: Whether a text that is too long loses its front; see `truncation.truncated`.
+        memory: Beginning of the text that stays then.
+        more_prompts: Further prompts, whose samples follow those of the first.
+        max_tokens: Most tokens to generate.
+        sampling: How they are chosen, with the dialect's defaults.
+        request_id: Name for events, logs and `Service.find`; unique among its owner's runs.
+        shares_name: Whether others of its owner may have that name; the run then gets another one,
+            and `Run.label` is what its client calls it.
+        attention: What attention to send, None for none.
+        n_samples: Texts to generate from each prompt, which is evaluated once.
+        key: A second name, for several runs of one owner (KoboldAI's ``genkey``).
+        max_context: Longest prompt that the client allows, besides the server's own limit.
+        keeps_logprobs: Whether `Run.logprobs` of the first sample are kept.
+        names: Parameter of the core -> the client's own name for it, for error messages.
+        slot: The slot of the first sample, None for any.
+        context_shift: Whether a full slot drops old tokens and goes on.
+        n_keep: Tokens at the start that it keeps, -1 for the prompt.
+        n_discard: Tokens after them that it drops, None for half.
+        n_reuse_min: Least tokens in a row to reuse by moving them, 0 for none.
+        cache_prompt: False evaluates the whole prompt; further samples share that evaluation.
+        lora: Scale of each LoRA adapter by its id, None for the engine's.
+        mods: Mods that steer it, in their order.
+        banned_phrases: Texts that it must not generate.
+        dialogue: The chat that its prompt was made of, for its mods; None without either.
+        forcing: Makes the ``forcing`` of `Engine.generate` for each text; None for none.
+    """
+
+    prompt: str | Sequence[int]
+    truncates: bool = False
+    memory: str = ""
+    more_prompts: Sequence[str | Sequence[int]] = ()
+    max_tokens: int
+    sampling: Sampling
+    request_id: str
+    shares_name: bool = False
+    attention: AttentionWanted | None = None
+    n_samples: int = 1
+    key: str = ""
+    max_context: int | None = None
+    keeps_logprobs: bool = False
+    names: Mapping[str, str] = field(default_factory=dict[str, str], compare=False)
+    slot: int | None = None
+    context_shift: bool = False
+    n_keep: int = 0
+    n_discard: int | None = None
+    n_reuse_min: int = 0
+    cache_prompt: bool = True
+    lora: Mapping[int | str, float] | None = None
+    mods: Sequence[ModWanted] = ()
+    banned_phrases: Sequence[str] = ()
+    dialogue: Dialogue | None = None
+    forcing: Callable[[Engine], Forcing] | None = None
+
+    @property
+    def n_generations(self) -> int:
+        """How many texts it makes."""
+        return self.n_samples * (1 + len(self.more_prompts))
+
+    @property
+    def shift_options(self) -> ShiftOptions:
+        """The options of `Engine.generate` that move positions."""
+        options: ShiftOptions = {}
+        if self.context_shift:
+            options["context_shift"] = True
+            options["n_keep"] = self.n_keep
+            options["n_discard"] = self.n_discard
+        if self.n_reuse_min:
+            options["reuse"] = "shift"
+            options["reuse_min_tokens"] = self.n_reuse_min
+        elif self.slot is not None:
+            # Who names a slot goes on from what it holds, however it came there.
+            options["reuse"] = "prefix"
+        return options
