@@ -16,9 +16,10 @@ import pytest
 from kqview import errors
 from tests.support.engines import KEPT, REFUSED, keep_slot
 from tests.support.rows import random_ids
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable
 
     from kqview import Engine, Generation
     from kqview.types import Token
@@ -245,12 +246,6 @@ async def test_cancelled_task_drops_its_generation(
     await until(lambda: not engine.slots[0].is_busy)
     assert engine.slots[0].tokens == PROMPT + taken[:-1]
     assert len(await collect(engine.generate(PROMPT, max_tokens=3, **GREEDY))) == 3
-
-
-async def until(is_true: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not is_true():  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
 
 
 async def test_cancelled_wait_leaves_other_waits_alone(

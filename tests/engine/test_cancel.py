@@ -22,6 +22,7 @@ from kqview.generation.source import Consumer
 from tests.support import tiny_gguf
 from tests.support.engines import KEPT, REFUSED, keep_slot
 from tests.support.rows import random_ids
+from tests.support.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -45,14 +46,6 @@ def expected(tiny_llama: Path, backend: str) -> Iterator[list[int]]:
 
 def take(generation: Generation, n: int) -> list[int]:
     return [next(generation).id for _ in range(n)]
-
-
-def wait_until(is_true: Callable[[], bool]) -> None:
-    for _ in range(4000):
-        if is_true():
-            return
-        threading.Event().wait(0.005)
-    pytest.fail("it did not come about")
 
 
 def close(generation: Generation) -> None:

@@ -15,6 +15,7 @@ import pytest
 from kqview import Capture, Engine, Generation, errors
 from tests.support.engines import KEPT, REFUSED, keep_slot
 from tests.support.rows import random_ids
+from tests.support.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -116,15 +117,6 @@ def is_busy_error(generation: Generation) -> bool:
     except errors.BusyError as error:
         return "iterate it once" in str(error)
     return False
-
-
-def wait_until(is_true: Callable[[], bool], timeout_s: float = 20) -> None:
-    done = threading.Event()
-    for _ in range(int(timeout_s / 0.005)):
-        if is_true():
-            return
-        done.wait(0.005)
-    pytest.fail("it did not come about")
 
 
 def test_read_returns_all_text_and_with_block_closes(

@@ -10,7 +10,6 @@ import re
 import signal
 import socket
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +24,7 @@ from kqview.ingest.store import Filter, Reader, Store
 from tests.support import postgres
 from tests.support.receiving import Receiving, receiving, sqlite_url
 from tests.support.serve_process import Parent, started
+from tests.support.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,13 +33,6 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.full
 
 BECOMES_WITHIN_S = 60.0
-
-
-def wait_until(condition: Any) -> None:
-    end_s = time.monotonic() + BECOMES_WITHIN_S
-    while not condition():
-        assert time.monotonic() < end_s, "the condition did not become true"
-        time.sleep(0.01)
 
 
 def trace_of(request_id: str, n_events: int = 3) -> dict[str, Any]:

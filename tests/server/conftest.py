@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING
+import json
+import logging
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from kqview.server import Settings
 from tests.support import stock, tiny_gguf
 from tests.support.serving import Serve, Served, serving
+from tests.support.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -62,3 +65,36 @@ def client(demo: Served) -> Iterator[httpx.Client]:
     """A client of the server of the demo model."""
     with demo.client() as one:
         yield one
+
+
+class AccessLines(logging.Handler):
+    """Collects the access log, from the server's thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.raw: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.raw.append(record.getMessage())
+
+    def of(self, request_id: str) -> dict[str, Any]:
+        """The one line of a request."""
+        wait_until(lambda: request_id in self.clients())
+        (line,) = (one for one in map(json.loads, self.raw) if one["request_id"] == request_id)
+        return line
+
+    def clients(self) -> dict[str, str]:
+        """The client of each request."""
+        return {one["request_id"]: one["client"] for one in map(json.loads, list(self.raw))}
+
+
+@pytest.fixture
+def lines() -> Iterator[AccessLines]:
+    """What is logged of requests."""
+    logger, handler = logging.getLogger("kqview.access"), AccessLines()
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    yield handler
+    logger.removeHandler(handler)
+    logger.setLevel(level)

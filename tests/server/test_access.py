@@ -27,6 +27,7 @@ from tests.server.toy_dialect import serving_toy
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from tests.server.conftest import AccessLines
     from tests.support.serving import Served
 
 FIELDS = {"request_id", "client", "method", "path", "status", "bytes", "whole", "ms"}
@@ -36,42 +37,6 @@ FIELDS = {"request_id", "client", "method", "path", "status", "bytes", "whole", 
 def toy() -> Iterator[Served]:
     with serving_toy(Settings(n_slots=2, n_ctx=8192, query_key=True)) as served:
         yield served
-
-
-class Lines(logging.Handler):
-    """Collects what is logged, from the server's thread."""
-
-    def __init__(self, served: Served) -> None:
-        super().__init__()
-        self._served = served
-        self.raw: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.raw.append(record.getMessage())
-
-    def of(self, request_id: str) -> dict[str, Any]:
-        """The one line of a request."""
-        found: list[dict[str, Any]] = []
-
-        def is_there() -> bool:
-            found[:] = [one for one in map(json.loads, self.raw) if one["request_id"] == request_id]
-            return bool(found)
-
-        self._served.wait_until(is_there)
-        (line,) = found
-        return line
-
-
-@pytest.fixture
-def lines(toy: Served) -> Iterator[Lines]:
-    logger = logging.getLogger("kqview.access")
-    handler = Lines(toy)
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    yield handler
-    logger.removeHandler(handler)
-    logger.setLevel(level)
 
 
 def test_path_with_parts_reaches_its_handler_and_is_counted_as_one(toy: Served):
@@ -85,7 +50,7 @@ def test_path_with_parts_reaches_its_handler_and_is_counted_as_one(toy: Served):
     assert wrong.headers["allow"] == "GET, HEAD, OPTIONS"
 
 
-def test_reply_and_log_have_one_name(toy: Served, lines: Lines):
+def test_reply_and_log_have_one_name(toy: Served, lines: AccessLines):
     with toy.client() as client:
         reply = client.post("/toy/tokenize?secret=1", json={"text": "hello"})
     line = lines.of(reply.headers["x-request-id"])
@@ -98,7 +63,7 @@ def test_reply_and_log_have_one_name(toy: Served, lines: Lines):
 
 
 @pytest.mark.parametrize("name", ["abc-123", "4f.:/+=@~_", "x" * 64])
-def test_name_that_the_client_gives_is_kept(toy: Served, lines: Lines, name: str):
+def test_name_that_the_client_gives_is_kept(toy: Served, lines: AccessLines, name: str):
     with toy.client() as client:
         reply = client.get("/nowhere", headers={"x-request-id": name})
     assert reply.headers["x-request-id"] == name
@@ -109,7 +74,7 @@ def test_name_that_the_client_gives_is_kept(toy: Served, lines: Lines, name: str
     "name",
     [b"", b"x" * 65, b"two words", b'quo"te', b"\xff\xfe", "имя".encode(), b"<b>", b"a\tb", b"a?b"],
 )
-def test_name_that_could_confuse_a_log_is_replaced(toy: Served, lines: Lines, name: bytes):
+def test_name_that_could_confuse_a_log_is_replaced(toy: Served, lines: AccessLines, name: bytes):
     with toy.client() as client:
         reply = client.get("/health", headers={b"x-request-id": name})
     assert reply.headers["x-request-id"].encode() != name
@@ -117,14 +82,14 @@ def test_name_that_could_confuse_a_log_is_replaced(toy: Served, lines: Lines, na
     assert lines.of(reply.headers["x-request-id"])["status"] == 200
 
 
-def test_failure_is_found_by_the_name_too(toy: Served, lines: Lines):
+def test_failure_is_found_by_the_name_too(toy: Served, lines: AccessLines):
     with toy.client() as client:
         reply = client.post("/toy/fail", json={}, headers={"x-request-id": "broken"})
     assert reply.headers["x-request-id"] == "broken"
     assert lines.of("broken")["status"] == 500
 
 
-def test_websocket_has_a_line_and_its_name_in_the_handshake(toy: Served, lines: Lines):
+def test_websocket_has_a_line_and_its_name_in_the_handshake(toy: Served, lines: AccessLines):
     with websocket(toy, "/toy/ws?api_key=secret", additional_headers={"x-request-id": "w1"}) as ws:
         ws.send('{"prompt":"Tom has","max_tokens":2}')
         frames, _ = read_to_close(ws)
@@ -137,7 +102,7 @@ def test_websocket_has_a_line_and_its_name_in_the_handshake(toy: Served, lines: 
     assert not any("secret" in raw for raw in lines.raw)
 
 
-def test_stream_that_its_client_left_is_not_whole(toy: Served, lines: Lines):
+def test_stream_that_its_client_left_is_not_whole(toy: Served, lines: AccessLines):
     with raw_connection(toy) as sock:
         body = {"prompt": "Tom has", "max_tokens": 8000, "attention": False}
         sock.sendall(json_request("/toy/stream", body, x_request_id="left"))
@@ -152,7 +117,7 @@ def test_stream_that_its_client_left_is_not_whole(toy: Served, lines: Lines):
     assert (line["status"], line["whole"], line["bytes"]) == (499, False, 0)
 
 
-def test_websocket_that_its_client_left_says_so(toy: Served, lines: Lines):
+def test_websocket_that_its_client_left_says_so(toy: Served, lines: AccessLines):
     for code, noted in ((1000, 1000), (4321, 499)):
         name = f"closed-{code}"
         with websocket(toy, "/toy/ws", additional_headers={"x-request-id": name}) as ws:
@@ -165,7 +130,7 @@ def test_websocket_that_its_client_left_says_so(toy: Served, lines: Lines):
     assert lines.of("vanished")["status"] in (1005, 1006)
 
 
-def test_lines_are_json_whatever_the_path(toy: Served, lines: Lines):
+def test_lines_are_json_whatever_the_path(toy: Served, lines: AccessLines):
     paths = ["/%22%0a%00", "/%ff%fe", "/%F0%9F%99%82", "/" + "x" * 5000, "//a//", "/%ed%a0%80"]
     for i, path in enumerate(paths):
         with raw_connection(toy) as sock:
@@ -176,15 +141,10 @@ def test_lines_are_json_whatever_the_path(toy: Served, lines: Lines):
         assert len(line["path"]) <= 256
 
 
-def test_log_can_be_switched_off():
+def test_log_can_be_switched_off(lines: AccessLines):
     with serving_toy(Settings(access_log=False)) as served, served.client() as client:
-        handler = Lines(served)
-        logging.getLogger("kqview.access").addHandler(handler)
-        try:
-            assert "x-request-id" in client.get("/health").headers
-        finally:
-            logging.getLogger("kqview.access").removeHandler(handler)
-    assert handler.raw == []
+        assert "x-request-id" in client.get("/health").headers
+    assert lines.raw == []
 
 
 @pytest.mark.parametrize("path", ["/health/", "/toy/tokenize///"])

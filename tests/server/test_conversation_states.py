@@ -22,6 +22,7 @@ from kqview.state import durable
 from tests.server.test_run import request
 from tests.support.conversing import OWNER, WITHIN_S, Answered, Chats, chats, config_of
 from tests.support.sessions import SeenOs
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -49,11 +50,6 @@ def folder(tmp_path: Path) -> Path:
 
 def files(folder: Path) -> list[Path]:
     return sorted(folder.iterdir())
-
-
-async def until(is_so: Callable[[], bool]) -> None:
-    while not is_so():  # noqa: ASYNC110  # nothing tells
-        await asyncio.sleep(0.001)
 
 
 async def begun(talk: Chats, session: str = NAME) -> Answered:

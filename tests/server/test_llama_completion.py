@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -298,18 +299,13 @@ def test_json_is_closed_before_its_limit_cuts_it_off(client: httpx.Client):
 def test_requests_of_several_clients_do_not_mix(client: httpx.Client, demo: Served):
     prompts = [f"{name} is a" for name in ("Anna", "Ben", "Carl", "Dora", "Eva", "Finn")]
     expected = [complete(client, prompt=one, n_predict=20)["content"] for one in prompts]
-    found: dict[int, str] = {}
 
-    def ask(i: int) -> None:
+    def ask(prompt: str) -> str:
         with demo.client() as own:
-            found[i] = complete(own, prompt=prompts[i], n_predict=20)["content"]
+            return complete(own, prompt=prompt, n_predict=20)["content"]
 
-    threads = [threading.Thread(target=ask, args=(i,)) for i in range(len(prompts))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert [found[i] for i in range(len(prompts))] == expected
+    with ThreadPoolExecutor(len(prompts)) as threads:
+        assert list(threads.map(ask, prompts)) == expected
 
 
 # ---- a stream

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -82,18 +82,12 @@ def test_scale_is_changed_for_requests_from_here_on(
 
 
 def test_requests_at_a_time_have_scales_of_their_own(served: Served, expected: dict[float, str]):
-    found: dict[float, str] = {}
-
-    def ask(scale: float) -> None:
+    def ask(scale: float) -> str:
         with served.client() as own:
-            found[scale] = complete(own, lora=[{"id": 0, "scale": scale}])["content"]
+            return complete(own, lora=[{"id": 0, "scale": scale}])["content"]
 
-    threads = [threading.Thread(target=ask, args=(scale,)) for scale in SCALES]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert found == expected
+    with ThreadPoolExecutor(len(SCALES)) as threads:
+        assert dict(zip(SCALES, threads.map(ask, SCALES), strict=True)) == expected
 
 
 def test_adapter_that_a_request_leaves_out_is_off(client: httpx.Client, expected: dict[float, str]):

@@ -7,7 +7,7 @@ import json
 import os
 import stat
 import subprocess
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -393,11 +393,8 @@ def test_many_sessions_at_a_time_are_whole(served: Served, client: httpx.Client)
             for action in ("save", "restore", "save", "remove"):
                 replies.append(session(one, action, number).status_code)
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
-    for one in threads:
-        one.start()
-    for one in threads:
-        one.join(60)
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(work, range(8)))
     assert set(replies) <= {200, 404, 507}  # two fit at a time
     assert 200 in replies
     assert saved(client) == blob

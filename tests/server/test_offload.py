@@ -27,9 +27,10 @@ from kqview.types import Sampling
 from tests.server.toy_dialect import serving_toy
 from tests.support.hostile_grammars import GRAMMARS
 from tests.support.serving import serving
+from tests.support.waiting import wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from tests.support.serving import Served
 
@@ -47,13 +48,6 @@ def engine() -> Iterator[Engine]:
 def request(request_id: str = "one", **fields: Any) -> GenerateRequest:
     fields = {"prompt": [1, 2, 3], "max_tokens": 2, "sampling": Sampling(), **fields}
     return GenerateRequest(request_id=request_id, **fields)
-
-
-def wait_until(condition: Callable[[], object]) -> None:
-    end_s = time.monotonic() + WITHIN_S
-    while not condition():
-        assert time.monotonic() < end_s
-        time.sleep(0.005)
 
 
 class Gate:

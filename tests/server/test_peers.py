@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -12,6 +10,9 @@ from kqview.server import Settings
 from kqview.server.web.peers import _FORWARDED, Peers, client_name
 from tests.server.clients import raw_connection, read_until, request_bytes, websocket
 from tests.server.toy_dialect import serving_toy
+
+if TYPE_CHECKING:
+    from tests.server.conftest import AccessLines
 
 PROXY, INNER, CLIENT, OTHER = "10.0.0.1", "10.0.0.2", "203.0.113.7", "198.51.100.9"
 
@@ -101,31 +102,8 @@ def test_clients_have_one_name_each():
 # ---- over sockets
 
 
-class Lines(logging.Handler):
-    """Clients of the access log, by request id."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.client_of: dict[str, str] = {}
-
-    def emit(self, record: logging.LogRecord) -> None:
-        line = json.loads(record.getMessage())
-        self.client_of[line["request_id"]] = line["client"]
-
-
-@pytest.fixture
-def lines() -> Any:
-    logger = logging.getLogger("kqview.access")
-    handler, level = Lines(), logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    yield handler
-    logger.removeHandler(handler)
-    logger.setLevel(level)
-
-
 @pytest.mark.parametrize("name", ["x-forwarded-for", "forwarded"])
-def test_headers_of_this_machine_forge_neither_the_log_nor_the_rate(lines: Lines, name: str):
+def test_headers_of_this_machine_forge_neither_the_log_nor_the_rate(lines: AccessLines, name: str):
     with serving_toy(Settings(rate_limit=3.0)) as served, served.client() as client:
         statuses = [
             client.post(
@@ -139,11 +117,11 @@ def test_headers_of_this_machine_forge_neither_the_log_nor_the_rate(lines: Lines
             for i in range(4)
         ]
         assert statuses == [200, 200, 200, 429]
-        served.wait_until(lambda: len(lines.client_of) == 4)
-    assert set(lines.client_of.values()) == {"127.0.0.1"}
+        served.wait_until(lambda: len(lines.raw) == 4)
+    assert set(lines.clients().values()) == {"127.0.0.1"}
 
 
-def test_named_proxy_shows_each_client_to_log_rate_and_limits(lines: Lines):
+def test_named_proxy_shows_each_client_to_log_rate_and_limits(lines: AccessLines):
     settings = Settings(rate_limit=1.0, trusted_proxies=("127.0.0.0/8",))
     with serving_toy(settings) as served, served.client() as client:
 
@@ -156,8 +134,8 @@ def test_named_proxy_shows_each_client_to_log_rate_and_limits(lines: Lines):
         headers = {"x-forwarded-for": "203.0.113.9", "x-request-id": "d"}
         with websocket(served, "/toy/ws", additional_headers=headers):
             pass
-        served.wait_until(lambda: len(lines.client_of) == 4)
-    assert lines.client_of == {"a": CLIENT, "b": CLIENT, "c": "203.0.113.8", "d": "203.0.113.9"}
+        served.wait_until(lambda: len(lines.raw) == 4)
+    assert lines.clients() == {"a": CLIENT, "b": CLIENT, "c": "203.0.113.8", "d": "203.0.113.9"}
 
 
 def test_requests_at_a_time_of_one_client_behind_a_proxy_are_bounded():

@@ -20,9 +20,10 @@ from kqview.server.models.request import GenerateRequest
 from kqview.server.models.service import Service
 from kqview.server.web.access import Caller
 from tests.support.pool import NAMES, WITHIN_S, config_of, gated, n_vocab, write_models
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable
+    from collections.abc import AsyncGenerator
     from pathlib import Path
 
     from kqview.server.models.model_entry import ModelEntry
@@ -51,12 +52,6 @@ async def use(service: Service, *names: str) -> None:
 
 def loaded(service: Service) -> set[str]:
     return {served.id for served in service.pool if served.loaded is not None}
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(WITHIN_S):
-        while not condition():  # noqa: ASYNC110 - it is of other threads as well
-            await asyncio.sleep(0.001)
 
 
 def is_waiting(service: Service, name: str) -> bool:

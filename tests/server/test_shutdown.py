@@ -26,9 +26,10 @@ from tests.server.clients import (
     upgrade_bytes,
 )
 from tests.support.serve_process import Parent
+from tests.support.waiting import wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
 GRACE_S = 20.0  # more than a loaded machine needs to end a process, less than a test may take
 SHORT_GRACE_S = 4.0
@@ -40,13 +41,6 @@ LONG = {
 PLAIN = {**LONG, "output_attentions": False, "request_id": "p"}
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="has no SIGTERM")
-
-
-def wait_until(condition: Callable[[], bool], within_s: float = 60.0) -> None:
-    end_s = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < end_s
-        time.sleep(0.01)
 
 
 class Process(Parent):

@@ -24,6 +24,7 @@ uvicorn = pytest.importorskip("uvicorn")
 from kqview.cli.serving import configured  # noqa: E402
 from kqview.server import Settings, create_app  # noqa: E402
 from kqview.server.config import Config  # noqa: E402
+from tests.support.waiting import wait_until  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
 # Until a test fails, not a measure of anything: machines that are busy with other work are slow.
 STARTS_WITHIN_S = 60.0
 ENDS_WITHIN_S = 60.0
-BECOMES_WITHIN_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -81,10 +81,7 @@ class Served:
 
     def wait_until(self, condition: Callable[[], object]) -> None:
         """Wait until *condition*, which only reads, is true; fails where it does not become so."""
-        end_s = time.monotonic() + BECOMES_WITHIN_S
-        while not condition():
-            assert time.monotonic() < end_s, "the condition did not become true"
-            time.sleep(0.005)
+        wait_until(condition)
 
     def wait_idle(self) -> None:
         """Wait until no request is known and no slot is busy."""

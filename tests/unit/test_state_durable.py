@@ -7,6 +7,7 @@ import stat
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import pytest
@@ -231,14 +232,8 @@ def test_line_that_does_not_fit_is_taken_back(
 def test_lines_of_many_writers_stay_whole(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     lines = [str(i) * 1000 for i in range(8)]
-    threads = [
-        threading.Thread(target=lambda line=line: [append_line(path, line) for _ in range(10)])
-        for line in lines
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(lambda line: append_line(path, line), lines * 10))
     assert sorted(path.read_text().splitlines()) == sorted(lines * 10)
 
 

@@ -6,7 +6,7 @@ import json
 import os
 import stat
 import struct
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -262,11 +262,8 @@ def test_unchanged_file_is_read_once(
     n_read: list[int] = []
     real = os.pread
     monkeypatch.setattr(fingerprint.os, "pread", lambda *args: (n_read.append(1), real(*args))[1])
-    threads = [threading.Thread(target=of, args=(p,)) for p in (path, link, path)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(3) as threads:
+        list(threads.map(of, (path, link, path)))
     assert len(n_read) == 5
     age(path)  # another time of change, so perhaps another content
     of(path)
