@@ -13,11 +13,11 @@ from rich.console import Console
 
 from kqview.cli.option_groups import option, with_groups
 from kqview.cli.options import (
+    ADD_SPECIAL,
+    JSON,
     CaptureChoice,
     EngineChoice,
-    JsonOption,
     PromptChoice,
-    SpecialOption,
 )
 from kqview.cli.outputs import ARRAYS, PAGE, PICTURES, check_drawn, check_output
 from kqview.errors import RequestError
@@ -56,8 +56,8 @@ def attend(
         metavar="FILE",
     ),
     capture: CaptureChoice,
-    add_special: SpecialOption = True,
-    as_json: JsonOption = False,
+    add_special: bool = ADD_SPECIAL,
+    as_json: bool = JSON,
 ) -> None:
     """Show what each token of a text attends to, without generating.
 

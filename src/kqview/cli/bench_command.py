@@ -19,9 +19,9 @@ from rich.table import Table
 
 from kqview.cli.option_groups import option, with_groups
 from kqview.cli.options import (
-    GpuLayersOption,
+    GPU_LAYERS,
+    THREADS,
     ModelChoice,
-    ThreadsOption,
     open_engine,
     parse_indices,
 )
@@ -71,8 +71,8 @@ def bench(
         dir_okay=False,
     ),
     plot: Path | None = option(None, "Draw the rows as .png, .svg or .pdf.", metavar="FILE"),
-    threads: ThreadsOption = None,
-    ngl: GpuLayersOption = -1,
+    threads: int | None = THREADS,
+    ngl: int = GPU_LAYERS,
 ) -> None:
     """Measure what capturing attention costs on this machine.
 

@@ -3,12 +3,12 @@
 import json
 import os
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Any, Final
 
 import typer
 
-from kqview.cli.option_groups import argument
-from kqview.cli.server_options import ConfigOption, ServerCommand, reader_of, with_settings
+from kqview.cli.option_groups import argument, option
+from kqview.cli.server_options import CONFIG, ServerCommand, reader_of, with_settings
 from kqview.server.settings import Settings
 from kqview.server.settings_table import rows_of
 
@@ -16,7 +16,7 @@ _HAS_ERRORS: Final = 1
 
 app = typer.Typer(help="Check, show and print configuration files of kqview serve.")
 
-JsonOption = Annotated[bool, typer.Option("--json", help="Print a JSON list of the values.")]
+JSON: Any = option(False, "Print a JSON list of the values.", "--json")
 
 
 @app.command()
@@ -59,8 +59,8 @@ def init() -> None:
 def show(
     *,
     context: typer.Context,
-    as_json: JsonOption = False,
-    config: ConfigOption = None,
+    as_json: bool = JSON,
+    config: str | None = CONFIG,
     **given: Any,
 ) -> None:
     """Print the values that kqview serve would use with these options, each with its origin.

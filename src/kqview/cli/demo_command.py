@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kqview.cli.option_groups import option
-from kqview.cli.options import DEMO, ThreadsOption, open_engine
+from kqview.cli.options import DEMO, THREADS, open_engine
 from kqview.cli.outputs import PAGE, PICTURES, check_drawn, check_output
 from kqview.cli.terminal import argument_text, show_delta
 from kqview.errors import RequestError
@@ -55,7 +55,7 @@ def demo(
         metavar="FILE",
     ),
     mods: bool = option(False, "Show mods that steer the text instead.", "--mods"),
-    threads: ThreadsOption = None,
+    threads: int | None = THREADS,
 ) -> None:
     """Generate with the bundled demo model and draw what each new token attends to.
 

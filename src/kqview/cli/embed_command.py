@@ -9,7 +9,7 @@ import numpy as np
 import typer
 
 from kqview.cli.option_groups import option, with_groups
-from kqview.cli.options import EngineChoice, JsonOption, SpecialOption, TextsChoice
+from kqview.cli.options import ADD_SPECIAL, JSON, EngineChoice, TextsChoice
 from kqview.cli.outputs import ARRAYS, check_output
 from kqview.saved import write_arrays
 from kqview.viz.terminal import label
@@ -40,8 +40,8 @@ def embed(
         "-o",
         metavar="FILE",
     ),
-    add_special: SpecialOption = True,
-    as_json: JsonOption = False,
+    add_special: bool = ADD_SPECIAL,
+    as_json: bool = JSON,
 ) -> None:
     """Compute the embedding of texts: a line of numbers for each.
 

@@ -17,9 +17,9 @@ from rich.console import Console
 
 from kqview.cli.option_groups import option, with_groups
 from kqview.cli.options import (
+    JSON,
     CaptureChoice,
     EngineChoice,
-    JsonOption,
     PromptChoice,
     SamplingChoice,
 )
@@ -53,7 +53,7 @@ def generate(
     ),
     capture: CaptureChoice,
     sampling: SamplingChoice,
-    as_json: JsonOption = False,
+    as_json: bool = JSON,
 ) -> None:
     """Continue a text; with --capture or --output, capture its attention.
 

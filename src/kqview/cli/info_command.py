@@ -12,11 +12,11 @@ from rich.text import Text
 
 from kqview.cli.option_groups import option, with_groups
 from kqview.cli.options import (
-    GpuLayersOption,
-    JsonOption,
+    ADD_SPECIAL,
+    JSON,
     ModelChoice,
     PromptChoice,
-    SpecialOption,
+    gpu_layers,
     naming_options,
     open_engine,
 )
@@ -34,8 +34,8 @@ def info(
     *,
     source: ModelChoice,
     metadata: bool = option(False, "Show the metadata of the file as well.", "--metadata"),
-    ngl: GpuLayersOption = 0,
-    as_json: JsonOption = False,
+    ngl: int = gpu_layers(0),
+    as_json: bool = JSON,
 ) -> None:
     """Show this build and its devices; or the shape, vocabulary and capture size of a model.
 
@@ -185,14 +185,14 @@ def tokenize(
     *,
     source: ModelChoice,
     prompt: PromptChoice,
-    add_special: SpecialOption = True,
+    add_special: bool = ADD_SPECIAL,
     parse_special: bool = option(
         True,
         "Treat the text of special tokens as these tokens.",
         "--parse-special/--no-parse-special",
     ),
     ids_only: bool = option(False, "Print only the ids.", "--ids"),
-    as_json: JsonOption = False,
+    as_json: bool = JSON,
 ) -> None:
     """Show the tokens of a text, one per line: id and text.
 

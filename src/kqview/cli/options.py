@@ -69,35 +69,26 @@ FLASH_ATTN: Final[Mapping[str, Literal["auto"] | bool]] = {"auto": "auto", "on":
 """Setting of `Engine` for each value of --flash-attn."""
 
 _MODEL: Final = "Model"
-ThreadsOption = Annotated[
-    int | None,
-    typer.Option(
-        "--threads",
-        "-t",
-        min=1,
-        help="Compute threads. [default: the available CPUs]",
-        rich_help_panel=_MODEL,
-    ),
-]
-GpuLayersOption = Annotated[
-    int,
-    typer.Option(
-        "--ngl",
-        "-ngl",
-        min=-1,
-        help="Layers to put on GPUs; -1 for all.",
-        rich_help_panel=_MODEL,
-    ),
-]
+
+
+def gpu_layers(default: int) -> Any:
+    """The option of layers on GPUs."""
+    return option(
+        default, "Layers to put on GPUs; -1 for all.", "--ngl", "-ngl", panel=_MODEL, min=-1
+    )
+
+
 FlashAttn = Literal["auto", "on", "off"]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
-SpecialOption = Annotated[
-    bool,
-    typer.Option(
-        "--add-special/--no-add-special",
-        help="Add the special tokens that the model expects around a text.",
-    ),
-]
+THREADS: Any = option(
+    None, "Compute threads. [default: the available CPUs]", "--threads", "-t", panel=_MODEL, min=1
+)
+GPU_LAYERS: Any = gpu_layers(-1)
+JSON: Any = option(False, "Print JSON, for scripts.", "--json")
+ADD_SPECIAL: Any = option(
+    True,
+    "Add the special tokens that the model expects around a text.",
+    "--add-special/--no-add-special",
+)
 _HOW: Final = "MODEL or -m FILE, --hf OWNER/REPO/FILE, or --demo for the bundled model"
 
 
@@ -188,8 +179,8 @@ class EngineChoice(ModelChoice):
         panel=_MODEL,
         min=0,
     )
-    threads: ThreadsOption = None
-    ngl: GpuLayersOption = -1
+    threads: int | None = THREADS
+    ngl: int = GPU_LAYERS
     flash_attn: FlashAttn = option("auto", "Flash attention.", "--flash-attn", "-fa", panel=_MODEL)
     attention_kernel: Literal["auto", "kqview", "llama.cpp"] = option(
         "auto",

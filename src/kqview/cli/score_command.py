@@ -11,7 +11,7 @@ import typer
 from numpy.typing import NDArray
 
 from kqview.cli.option_groups import option, with_groups
-from kqview.cli.options import EngineChoice, JsonOption, SpecialOption, TextsChoice
+from kqview.cli.options import ADD_SPECIAL, JSON, EngineChoice, TextsChoice
 from kqview.viz.terminal import label
 
 if TYPE_CHECKING:
@@ -28,8 +28,8 @@ def score(
     texts: TextsChoice,
     top: int = option(0, "Also show the K likeliest tokens.", min=0, max=100, metavar="K"),
     summary: bool = option(False, "Print only the totals of each text.", "--summary"),
-    add_special: SpecialOption = True,
-    as_json: JsonOption = False,
+    add_special: bool = ADD_SPECIAL,
+    as_json: bool = JSON,
 ) -> None:
     """Show how probable each token of a text is, and the perplexity of the text.
 

@@ -13,7 +13,7 @@ import typer
 from kqview.cli import hangups
 from kqview.cli.model_file import check_model_file
 from kqview.cli.options import fetch
-from kqview.cli.server_options import ConfigOption, ServerCommand, reader_of, with_settings
+from kqview.cli.server_options import CONFIG, ServerCommand, reader_of, with_settings
 from kqview.errors import RequestError
 from kqview.server.settings import Settings
 from kqview.server.settings_table import rows_of
@@ -24,7 +24,7 @@ _SUPERVISOR_MARGIN_S: Final = 5.0  # the worker's own watchdog, which knows more
 
 
 @with_settings(rows_of(Settings).values())
-def serve(*, context: typer.Context, config: ConfigOption = None, **given: Any) -> None:
+def serve(*, context: typer.Context, config: str | None = CONFIG, **given: Any) -> None:
     """Serve text with the attention of every token over HTTP and WebSockets.
 
     Every option can be set in the environment as well: --port as KQVIEW_PORT, --api-key as

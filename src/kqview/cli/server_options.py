@@ -7,7 +7,7 @@ import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import typer
 from typer.core import TyperCommand
@@ -21,13 +21,10 @@ from kqview.server.web.supervisor import ENVIRONMENT
 if TYPE_CHECKING:
     from kqview.server.config_file import Loaded
 
-ConfigOption = Annotated[
-    str | None,
-    typer.Option(
-        "--config", metavar="FILE", envvar=PREFIX + "CONFIG", show_envvar=False,
-        help="Configuration file in TOML; kqview config init prints one.",
-    ),
-]  # fmt: skip
+CONFIG: Any = option(
+    None, "Configuration file in TOML; kqview config init prints one.", "--config",
+    metavar="FILE", envvar=PREFIX + "CONFIG", show_envvar=False,
+)  # fmt: skip
 _NEGATIVE: Final = {"slot_endpoints": "--no-slots"}
 _VARIABLES: Final = "kqview.variables"  # in the context: settings that other variables gave
 

@@ -3,11 +3,11 @@
 import dataclasses
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from kqview.cli.option_groups import option
+from kqview.cli.option_groups import argument, option
 
 if TYPE_CHECKING:
     from kqview.state.files import StateReport
@@ -19,22 +19,20 @@ app = typer.Typer(
     rich_markup_mode="markdown",
 )
 
-Files = Annotated[list[Path], typer.Argument(metavar="FILE...", help="State files.")]
-JsonOption = Annotated[
-    bool, typer.Option("--json", help="Print a JSON list with one object per file.")
-]
+FILES: Any = argument(..., "State files.", metavar="FILE...")
+JSON: Any = option(False, "Print a JSON list with one object per file.", "--json")
 
 
 @app.command()
 def check(
-    files: Files,
+    files: list[Path] = FILES,
     model: Path | None = option(
         None, "GGUF file the slots should belong to.", "--model", "-m", metavar="FILE"
     ),
     lora: list[str] | None = option(
         None, "LoRA adapter the model was loaded with; repeatable.", metavar="FILE[=SCALE]"
     ),
-    as_json: JsonOption = False,
+    as_json: bool = JSON,
 ) -> None:
     """Check state files: one line each; exit status 1 if any of them is damaged.
 
@@ -62,7 +60,7 @@ def check(
 
 
 @app.command("inspect")
-def show(files: Files, as_json: JsonOption = False) -> None:
+def show(files: list[Path] = FILES, as_json: bool = JSON) -> None:
     """Show what state files contain; exit status as for check.
 
     Examples:

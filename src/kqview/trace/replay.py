@@ -12,8 +12,26 @@ Backtrack counts them.
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from kqview.trace.record import Trace, TraceAction, TraceEvent
+
+
+@dataclass(slots=True)
+class Piece:
+    """A token that is or was in the output.
+
+    Attributes:
+        id: Its id.
+        is_forced: Whether a mod wrote it.
+        is_kept: Whether it is text; what ends the text is not.
+        is_removed: Whether it was taken back.
+    """
+
+    id: int
+    is_forced: bool
+    is_kept: bool
+    is_removed: bool = False
 
 
 def final_ids(trace: Trace) -> list[int]:
@@ -21,46 +39,43 @@ def final_ids(trace: Trace) -> list[int]:
 
     The result is shorter if a limit cut off events, see `Trace.is_cut`.
     """
+    return [one.id for one in pieces(trace) if one.is_kept and not one.is_removed]
+
+
+def pieces(trace: Trace) -> list[Piece]:
+    """Return every token of *trace* in text order, including those that were taken back."""
     actions: list[list[TraceAction]] = [[] for _ in trace.events]
     for action in trace.actions:
         if action.is_applied:
             event = trace.mod_calls[action.mod_call_sequence].event_sequence_order
             actions[event].append(action)
-    tape = _Tape()
+    found: list[Piece] = []
     for event, applied in zip(trace.events, actions, strict=True):
-        if event.event_type == "Added":
-            tape.append(event.added_tokens or (), event)
+        is_added = event.event_type == "Added"
+        if is_added:
+            found += _pieces(event.added_tokens or (), event, is_forced=bool(event.forced))
         for action in applied:
+            written = _pieces(action.tokens or (), action, is_forced=True)
             match action.action_type:
                 case "Backtrack":
-                    tape.take_back(action.backtrack_steps or 0)
-                    if event.event_type == "Added":
-                        tape.append(action.tokens or (), action)
-                case "ForceTokens" if event.event_type == "Added":
-                    tape.append(action.tokens or (), action)
-                case "ForceOutput":
-                    tape = _Tape()
-                    tape.append(action.tokens or (), action)
-                    return tape.kept()
-                case "ToolCalls" | "EmitError":
-                    return []
+                    _take_back(found, action.backtrack_steps or 0)
+                    found += written if is_added else ()
+                case "ForceTokens" if is_added:
+                    found += written
+                case "ForceOutput" | "ToolCalls" | "EmitError":
+                    _take_back(found, len(found))
+                    return found + written if action.action_type == "ForceOutput" else found
                 case _:
                     pass
-    return tape.kept()
+    return found
 
 
-class _Tape:
-    """The ids so far, each with whether it is output."""
+def _pieces(ids: Iterable[int], of: TraceEvent | TraceAction, *, is_forced: bool) -> list[Piece]:
+    n_kept = (of.details or {}).get("n_kept")
+    return [Piece(one, is_forced, n_kept is None or i < n_kept) for i, one in enumerate(ids)]
 
-    def __init__(self) -> None:
-        self._ids: list[tuple[int, bool]] = []
 
-    def append(self, ids: Iterable[int], of: TraceEvent | TraceAction) -> None:
-        n_kept = (of.details or {}).get("n_kept")
-        self._ids += [(one, n_kept is None or i < n_kept) for i, one in enumerate(ids)]
-
-    def take_back(self, n: int) -> None:
-        del self._ids[max(0, len(self._ids) - n) :]
-
-    def kept(self) -> list[int]:
-        return [one for one, is_kept in self._ids if is_kept]
+def _take_back(found: list[Piece], n: int) -> None:
+    there = [piece for piece in found if not piece.is_removed]
+    for piece in there[max(0, len(there) - n) :]:
+        piece.is_removed = True
