@@ -6,23 +6,18 @@ any shape (``details``, ``top_tokens``) is kept as received and never decoded.
 """
 
 from datetime import datetime
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final
 
 import msgspec
 from msgspec import Meta, Raw
+
+from kqview.trace.record import ActionType, EventType, LogLevel
 
 I32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 RequestId = Annotated[str, Meta(min_length=1, max_length=512)]
 """No longer than an index of PostgreSQL takes; other texts may be of any length."""
 Time = Annotated[datetime, Meta(tz=True)] | int | float | None
 """RFC 3339 with an offset, or seconds since 1970; always a datetime in replies."""
-
-EventType = Literal["Prefilled", "ForwardPass", "Added", "Sampled"]
-ActionType = Literal[
-    "Noop", "AdjustedPrefill", "ForceTokens", "ForceOutput", "Backtrack", "AdjustedLogits",
-    "ToolCalls", "EmitError",
-]  # fmt: skip
-LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
 
 TIMES: Final = frozenset({"created_at", "completed_at"})
 """Fields of type `Time`, in every struct."""

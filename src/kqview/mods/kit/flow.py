@@ -16,7 +16,7 @@ from kqview.arguments import invalid
 from kqview.errors import RequestError, shown
 from kqview.mods.actions import Action, ActionBuilder
 from kqview.mods.decorator import Mod
-from kqview.mods.events import Added, Event, ForwardPass, Prefilled, RequestEnd
+from kqview.mods.events import Event, ForwardPass, Prefilled, RequestEnd
 from kqview.mods.kit.self_prompt import Asking, EraseMode, SelfPrompt, Text, tokenize
 from kqview.mods.kit.strategies import StrategyDescription
 from kqview.mods.tokenizer import ModTokenizer
@@ -296,15 +296,13 @@ class FlowRun:
 
     def handle_event(self, event: Event, actions: ActionBuilder) -> Action | None:
         """Ask, follow the answer, and take its route."""
-        match event:
-            case ForwardPass():
-                return self._on_forward_pass(event, actions)
-            case Added() if self._asking is not None:
-                action = self._asking.on_added(event, actions)
-                self._note_answer()
-                return action
-            case _:
-                return None
+        if isinstance(event, ForwardPass):
+            return self._on_forward_pass(event, actions)
+        if self._asking is None:
+            return None
+        action = self._asking.handle_event(event, actions)
+        self._note_answer()
+        return action
 
     def _on_forward_pass(self, event: ForwardPass, actions: ActionBuilder) -> Action | None:
         for _ in range(_N_ROUTES_MAX):

@@ -102,15 +102,9 @@ class SelfPrompt:
         self, event: Event, actions: ActionBuilder, tokenizer: ModTokenizer
     ) -> Action | None:
         """Handle any event."""
-        match event:
-            case Prefilled():
-                return self.handle_prefilled(event, actions, tokenizer)
-            case ForwardPass():
-                return self.handle_forward_pass(event, actions, tokenizer)
-            case Added():
-                return self.handle_added(event, actions, tokenizer)
-            case _:
-                return None
+        if isinstance(event, Prefilled):
+            return self.handle_prefilled(event, actions, tokenizer)
+        return self._asking(event.request_id, tokenizer).handle_event(event, actions)
 
     def handle_prefilled(
         self, event: Prefilled, actions: ActionBuilder, tokenizer: ModTokenizer
@@ -210,6 +204,12 @@ class Asking:
     def answer(self) -> str:
         """Text of the answer so far, without the delimiters of its strategy."""
         return self.strategy.trim_answer(self.tokenizer.decode(self.answer_ids))
+
+    def handle_event(self, event: Event, actions: ActionBuilder) -> Action | None:
+        """Handle any event."""
+        if isinstance(event, ForwardPass):
+            return self.on_forward_pass(event, actions)
+        return self.on_added(event, actions) if isinstance(event, Added) else None
 
     def on_forward_pass(self, event: ForwardPass, actions: ActionBuilder) -> Action | None:
         """Force the question, then mask the logits until the answer is complete."""
@@ -347,15 +347,10 @@ class SelfPromptMod(Mod):
     def begin(self, request_id: str, tokenizer: ModTokenizer) -> None:
         self._asking = self._question.ask(tokenizer)
 
-    def on_forward_pass(
-        self, event: ForwardPass, actions: ActionBuilder, tokenizer: ModTokenizer
+    def __call__(
+        self, event: Event, actions: ActionBuilder, tokenizer: ModTokenizer
     ) -> Action | None:
-        return self._asking.on_forward_pass(event, actions)
-
-    def on_added(
-        self, event: Added, actions: ActionBuilder, tokenizer: ModTokenizer
-    ) -> Action | None:
-        return self._asking.on_added(event, actions)
+        return self._asking.handle_event(event, actions)
 
 
 def self_prompt_mod(
