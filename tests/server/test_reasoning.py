@@ -22,7 +22,9 @@ from kqview.chat.reasoning import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from kqview.chat.reasoning import Splitter
+    from kqview.chat.reasoning import HarmonySplitter, MarkSplitter
+
+    Splitter = MarkSplitter | HarmonySplitter
 
 MARKER = "===FINAL==="
 SPLITS = {

@@ -9,7 +9,7 @@ import json
 import math
 import re
 from collections.abc import Sequence
-from typing import Any, Final, Literal, cast
+from typing import Any, Final, Literal
 
 from kqview.stop_strings import HeldText
 
@@ -52,20 +52,9 @@ def decoded(text: str, start: int = 0) -> tuple[Any, int]:
         RecursionError: It is nested too deeply.
     """
     value, end = _DECODER.raw_decode(text, start)
-    return _with_utf8(value), end
-
-
-def _with_utf8(value: Any) -> Any:
-    match value:
-        case str():
-            return _SURROGATE.sub("\ufffd", value)
-        case list():
-            return [_with_utf8(one) for one in cast("list[Any]", value)]
-        case dict():
-            items = cast("dict[str, Any]", value).items()
-            return {_with_utf8(key): _with_utf8(one) for key, one in items}
-        case _:
-            return value
+    if "\\u" in text or _SURROGATE.search(text):
+        value = json.loads(_SURROGATE.sub("\ufffd", json.dumps(value, ensure_ascii=False)))
+    return value, end
 
 
 def literal(word: str) -> str:

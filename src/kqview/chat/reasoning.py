@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Final, Literal, NamedTuple, Protocol
+from typing import Final, Literal, NamedTuple
 
 from kqview.chat.formats import CHANNEL, MESSAGE, format_of
 from kqview.stop_strings import HeldText, StopStrings
@@ -31,26 +31,6 @@ class Piece(NamedTuple):
     kind: Kind
     text: str
     name: str = ""
-
-
-class Splitter(Protocol):
-    """Takes an answer apart; `flush` ends it."""
-
-    def feed(self, text: str) -> list[Piece]:
-        """Add *text*; returns what is certain."""
-        ...
-
-    def flush(self) -> list[Piece]:
-        """What was held back."""
-        ...
-
-    @property
-    def closing(self) -> str | None:
-        """Text that ends the reasoning here and begins the answer; None outside of reasoning.
-
-        It goes on from a mark that the answer has begun to write.
-        """
-        ...
 
 
 THINK_TAGS: Final[Mapping[str, str]] = {
@@ -192,12 +172,15 @@ class MarkSplitter:
 
     @property
     def closing(self) -> str | None:
-        """See `Splitter`."""
+        """Text that ends the reasoning here and begins the answer; None outside of reasoning.
+
+        It goes on from a mark that the answer has begun to write.
+        """
         closings = self._phase.closings
         return _rest(closings, self._held) if closings else None
 
     def feed(self, text: str) -> list[Piece]:
-        """See `Splitter`."""
+        """Add *text*; returns what is certain."""
         pieces: list[Piece] = []
         if self._starts is not None:
             text = self._started(self._starts, self._start + text, pieces)
@@ -255,7 +238,7 @@ class MarkSplitter:
             pieces.append(Piece(self._phase.kind, text))
 
     def flush(self) -> list[Piece]:
-        """See `Splitter`."""
+        """What was held back, at the end of the answer."""
         pieces: list[Piece] = []
         rest = self._start or self._held.take()
         if self._begun is not None or self._starts is not None:
@@ -307,12 +290,12 @@ class HarmonySplitter:
 
     @property
     def closing(self) -> str | None:
-        """See `Splitter`."""
+        """As in `MarkSplitter`."""
         is_reasoning = not self._is_header and self._kind == "reasoning"
         return _rest([self._closing], self._marks) if is_reasoning else None
 
     def feed(self, text: str) -> list[Piece]:
-        """See `Splitter`."""
+        """As in `MarkSplitter`."""
         pieces: list[Piece] = []
         while True:
             before, mark = self._marks.feed(text)
@@ -371,7 +354,7 @@ class HarmonySplitter:
         return self._end_header()
 
     def flush(self) -> list[Piece]:
-        """See `Splitter`."""
+        """As in `MarkSplitter`."""
         return self._text(self._marks.take()) + self._end_header()
 
 
@@ -420,7 +403,7 @@ class Split:
     frames: tuple[str, ...] = ()
     has_recipients: bool = False
 
-    def splitter(self) -> Splitter:
+    def splitter(self) -> "MarkSplitter | HarmonySplitter":
         """A splitter for one answer."""
         match self.mode:
             case "none":

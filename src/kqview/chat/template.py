@@ -19,7 +19,7 @@ open.
 import json
 import re
 import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from itertools import takewhile
 from typing import Any, Final, NoReturn, cast
@@ -84,7 +84,7 @@ class ChatTemplate:
                 if isinstance(node, nodes.TemplateData):
                     node.data = self._marks.mark(node.data)
                 else:
-                    node.value = self._marks.mark_all(node.value)
+                    node.value = _with_texts(node.value, self._marks.mark, self._marks.mark)
             code = environment.compile(tree)
         except (RecursionError, MemoryError):  # the latter also from Python's own parser
             raise UnsupportedModel(
@@ -466,6 +466,25 @@ def _with_json_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**message, "tool_calls": calls}
 
 
+def _with_texts(value: Any, change: Callable[[str], str], change_key: Callable[[str], str]) -> Any:
+    """*value*, of any type, with its texts changed, and those that are keys."""
+
+    def changed(one: Any) -> Any:
+        match one:
+            case str():
+                return change(one)
+            case list() | tuple():
+                made = [changed(item) for item in cast("Iterable[Any]", one)]
+                return made if isinstance(one, list) else tuple(made)
+            case dict():
+                items = cast("dict[Any, Any]", one).items()
+                return {change_key(k) if isinstance(k, str) else k: changed(v) for k, v in items}
+            case _:
+                return one
+
+    return changed(value)
+
+
 class _Disguise:
     """Replaces the first and last characters of some special tokens in contents."""
 
@@ -485,16 +504,12 @@ class _Disguise:
         return {**self.of(message), "role": role if role in ROLES else self._hide(role)}
 
     def of(self, value: Any) -> Any:
-        match value:
-            case str():
-                return value.translate(self._signs)
-            case list():
-                return [self.of(item) for item in cast("list[Any]", value)]
-            case dict():
-                items = cast("dict[str, Any]", value).items()
-                return {key if key.isidentifier() else self.of(key): self.of(v) for key, v in items}
-            case _:
-                return value
+        """A value of any type, whose keys may be names that the template reads."""
+
+        def hide(text: str) -> str:
+            return text.translate(self._signs)
+
+        return _with_texts(value, hide, lambda key: key if key.isidentifier() else hide(key))
 
     def lift(self, parts: Iterable[Part]) -> list[Part]:
         """*parts* with the tokens they contain, and with the original characters restored."""
@@ -535,21 +550,6 @@ class _Marks:
         # Ordinary text at even places, special tokens at odd ones.
         pieces = re.split(f"({'|'.join(found)})", text)
         return "".join(self._of(piece) if i % 2 else piece for i, piece in enumerate(pieces))
-
-    def mark_all(self, value: Any) -> Any:
-        """Like `mark`, for a constant of any type."""
-        match value:
-            case str():
-                return self.mark(value)
-            case list():
-                return [self.mark_all(item) for item in cast("list[Any]", value)]
-            case tuple():
-                return tuple(self.mark_all(item) for item in cast("tuple[Any, ...]", value))
-            case dict():
-                items = cast("dict[Any, Any]", value).items()
-                return {self.mark_all(key): self.mark_all(item) for key, item in items}
-            case _:
-                return value
 
     def split(self, rendered: str) -> list[Part]:
         """Special tokens and the ordinary text between them; no text is empty, no two adjacent."""
