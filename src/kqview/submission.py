@@ -132,7 +132,8 @@ class GenerateArguments:
         given = (self.logits_processor, self.stopping, self.forcing, self.mod_time_limit_s)
         mods: object = self.mods
         has_no_mods = isinstance(mods, tuple | list) and not mods
-        is_plain = has_no_mods and self.mods_strict is False and self.trace is None
+        has_no_trace = self.trace is None or self.trace is False
+        is_plain = has_no_mods and has_no_trace and self.mods_strict is False
         return not is_plain or any(one is not None for one in given)
 
 
