@@ -9,6 +9,7 @@ import re
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import lru_cache
 from typing import Any, Final, Literal, Protocol, cast
 
@@ -392,6 +393,16 @@ class _Arguments(Protocol):
         ...
 
 
+class _Reads(Enum):
+    """What a CallReader reads, each by the method of that name."""
+
+    START = "white space before the answer"
+    TEXT = "text up to a mark"
+    HEAD = "a call up to its arguments"
+    ARGUMENTS = "the arguments"
+    TAIL = "what ends a call, behind its arguments"
+
+
 class CallReader:
     """Takes calls out of an answer's content while it comes; what is no call stays text.
 
@@ -410,7 +421,7 @@ class CallReader:
             for mark in syntax.marks:
                 self._opens.setdefault(mark, []).append(syntax)
             self._closes.update(syntax.closes)
-        self._state: _State = "start"
+        self._state = _Reads.START
         self._held: list[str] = []  # white space at the start, or all of what may be a call
         self._is_after = False  # whether only white space came since the last call
         self._marks = HeldText([*self._opens, *self._closes])
@@ -437,16 +448,16 @@ class CallReader:
         """Add text of a call in a channel of its own; the first one of each call is empty."""
         if not text:
             found = [*self.end_channel(), self.begin(name)]
-            self._state, self._value = "value", JsonText()
+            self._state, self._value = _Reads.ARGUMENTS, JsonText()
             return found
         valid, _ = self._value.feed(text)
         return [self.arguments(valid)] if valid else []
 
     def end_channel(self) -> list[str | CallDelta]:
         """End a call in a channel, if there is one."""
-        if self._form != "harmony" or self._state != "value":
+        if self._form != "harmony" or self._state != _Reads.ARGUMENTS:
             return []
-        self._state = "text"
+        self._state = _Reads.TEXT
         rest = cast("JsonText", self._value).end()
         return [self.arguments(rest)] if rest else []
 
@@ -456,29 +467,21 @@ class CallReader:
             return [text] if text else []
         found: list[str | CallDelta] = []
         for start in range(0, len(text), _AT_ONCE):
+            # What is left for the next state, None if nothing is.
             rest: str | None = text[start : start + _AT_ONCE]
             while rest is not None:
-                rest = self._step(rest, found)
+                match self._state:
+                    case _Reads.START:
+                        rest = self._start(rest)
+                    case _Reads.TEXT:
+                        rest = self._text(rest, found)
+                    case _Reads.HEAD:
+                        rest = self._find_head(rest, found)
+                    case _Reads.ARGUMENTS:
+                        rest = self._arguments(rest, found)
+                    case _Reads.TAIL:
+                        rest = self._end_call(rest)
         return found
-
-    def _step(self, text: str, found: list[str | CallDelta]) -> str | None:
-        """Read *text* in the present state; what is left for the next one, None if nothing is."""
-        match self._state:
-            case "start":
-                return self._start(text)
-            case "text":
-                return self._text(text, found)
-            case "head":
-                return self._find_head(text, found)
-            case "value":
-                valid, n = self._value.feed(text)
-                if valid:
-                    found.append(self.arguments(valid))
-                return self._end_value(text[n:]) if self._value.is_over else None
-            case "tail":
-                before, mark = self._marks.feed(text)
-                self._tail = (self._tail + before)[:HEAD_MAX]
-                return None if mark is None else self._end_call(mark)
 
     def _start(self, text: str) -> str | None:
         self._held.append(text)
@@ -486,7 +489,7 @@ class CallReader:
         if not begun:
             return None
         syntax = FORMATS[self._form]
-        self._state = "text"
+        self._state = _Reads.TEXT
         self._held[-1] = text[: len(text) - len(begun)]
         if (syntax.answer and syntax.is_list) or (syntax.bare and begun.startswith(syntax.bare)):
             self._open("", [syntax])
@@ -516,13 +519,13 @@ class CallReader:
             found.append(text)
 
     def _open(self, mark: str, syntaxes: list[Syntax]) -> None:
-        self._state, self._n_in_list = "head", 0
+        self._state, self._n_in_list = _Reads.HEAD, 0
         self._mark, self._head, self._syntaxes = mark, mark, syntaxes
         self._space, self._held = "".join(self._held), [mark]
         self._marks = HeldText([close for syntax in syntaxes for close in syntax.closes])
 
     def _leave(self, *, is_after: bool) -> None:
-        self._state, self._is_after, self._held = "text", is_after, []
+        self._state, self._is_after, self._held = _Reads.TEXT, is_after, []
         self._marks = HeldText([*self._opens, *self._closes])
 
     def _find_head(self, text: str, found: list[str | CallDelta]) -> str | None:
@@ -570,7 +573,7 @@ class CallReader:
         return rest
 
     def _begin(self, syntax: Syntax, name: str, found: list[str | CallDelta]) -> None:
-        self._syntaxes, self._state, self._held = [syntax], "value", []
+        self._syntaxes, self._state, self._held = [syntax], _Reads.ARGUMENTS, []
         found.append(self.begin(name))
         if syntax.quotes:
             self._value = Notation(syntax.quotes, is_open=True)
@@ -579,7 +582,12 @@ class CallReader:
         else:
             self._value = JsonText()
 
-    def _end_value(self, rest: str) -> str:
+    def _arguments(self, text: str, found: list[str | CallDelta]) -> str | None:
+        valid, n = self._value.feed(text)
+        if valid:
+            found.append(self.arguments(valid))
+        if not self._value.is_over:
+            return None
         [syntax] = self._syntaxes
         self._marks = HeldText([*syntax.closes, "}" if syntax.is_object and syntax.is_list else ""])
         if syntax.quotes and syntax.is_list:
@@ -587,12 +595,16 @@ class CallReader:
         elif (syntax.argument and not syntax.quotes) or not (syntax.closes or syntax.is_object):
             self._leave(is_after=True)
         else:
-            self._state = "tail"
+            self._state = _Reads.TAIL
             if not syntax.closes:
                 self._marks = HeldText(["}"])
-        return rest
+        return text[n:]
 
-    def _end_call(self, mark: str) -> str:
+    def _end_call(self, text: str) -> str | None:
+        before, mark = self._marks.feed(text)
+        self._tail = (self._tail + before)[:HEAD_MAX]
+        if mark is None:
+            return None
         rest = self._marks.take()
         if (id_ := _ID.search(self._tail)) is not None:
             self.written_ids[self._n_calls - 1] = id_[1]
@@ -605,7 +617,7 @@ class CallReader:
 
     def _go_on(self) -> None:
         """Another call of the same list may follow."""
-        self._state, self._head, self._held = "head", "", []
+        self._state, self._head, self._held = _Reads.HEAD, "", []
         self._n_in_list += 1
 
     def _no_head(self, whole: str, found: list[str | CallDelta]) -> None:
@@ -647,22 +659,19 @@ class CallReader:
         found: list[str | CallDelta] = []
         if self._form == "harmony":
             return self.end_channel()
-        if self._state == "head" and self._n_in_list:
+        if self._state == _Reads.HEAD and self._n_in_list:
             rest = "".join(self._held).lstrip(SEPARATORS)
             self._leave(is_after=True)
             self._write(rest, found)
-        elif self._state == "head":
+        elif self._state == _Reads.HEAD:
             self._no_head("".join(self._held), found)
-        elif self._state == "text":
+        elif self._state == _Reads.TEXT:
             self._write(self._marks.take(), found)
         elif isinstance(self._value, _Elements) and (rest := self._value.flush()):
             found.append(self.arguments(rest))
-        if self._state in ("start", "text") and self._held and not self._is_after:
+        if self._state in (_Reads.START, _Reads.TEXT) and self._held and not self._is_after:
             found.append("".join(self._held))
         return found
-
-
-_State = Literal["start", "text", "head", "value", "tail"]
 
 
 def parse_tool_calls(text: str, family: Format | None = None) -> Reply:
