@@ -22,8 +22,7 @@ from kqview.viz.heads import probabilities, select_head
 from kqview.viz.terminal import terminal_heatmap
 
 if TYPE_CHECKING:
-    from kqview import Capture, Engine, ModelInfo, Token
-    from kqview.types.token import Attention
+    from kqview import Capture, Engine, Token
 
 _N_TOKENS: Final = 24
 _N_MODS_TOKENS: Final = 40
@@ -86,148 +85,92 @@ def demo(
     capture = Capture(kind)
     max_tokens = max_tokens or _N_TOKENS
     with open_engine(DEMO, n_threads=threads) as engine:
-        layer_index = _find_layer(engine.model, layer)
-        if head is not None and head >= engine.model.n_head:
-            raise RequestError(f"--head is {head}, but the model has {engine.model.n_head} heads")
+        model = engine.model
+        if layer is not None and layer not in model.attention_layers:
+            known = ", ".join(map(str, model.attention_layers))
+            raise RequestError(f"--layer is {layer}; choose a layer with attention: {known}")
+        if head is not None and head >= model.n_head:
+            raise RequestError(f"--head is {head}, but the model has {model.n_head} heads")
         copied_before = engine.stats().copied_bytes
         text = PROMPT if prompt is None else argument_text(prompt)
         ids = engine.tokenize(text)
-        tokens, rows = _generate(engine, text, ids, max_tokens, capture)
-        if not rows:
+        tokens = _generate(engine, text, ids, max_tokens, capture)
+        if not tokens:
             return
         labels = [engine.token_text(i) for i in [*ids, *(token.id for token in tokens)]]
-        place = _draw(console, engine.model, rows, labels, kind, layer_index, head)
+        rows = [token.rows for token in tokens]
+        # For "probs" these are the captured views themselves.
+        weights = [probabilities(row, kind, model.attention_scale) for row in rows]
+        at = None if layer is None else model.attention_layers.index(layer)
+        i_layer, head = select_head(weights, layer=at, head=head)
+        place = f"layer {model.attention_layers[i_layer]}, head {head}"
+        console.print(
+            f"{place}: each line is a generated token, each column a token before it",
+            highlight=False,
+        )
+        drawn = [row[i_layer, head] for row in weights]
+        console.print(terminal_heatmap(drawn, labels[-len(rows) :], labels, width=console.width))
+        console.print()
         if output is not None and output.suffix.lower() == PAGE:
             to_html(output, tokens)
         elif output is not None:
-            _write_picture(output, engine.model, tokens, labels, capture, place)
+            figure = heatmap(
+                tokens, labels, layer=model.attention_layers[i_layer], head=head, kind=kind,
+                title=f"{model.name}, {place}: attention of each generated token (row)",
+            )  # fmt: skip
+            save_figure(figure, output)
         copied_bytes = engine.stats().copied_bytes - copied_before
         with notes.status(f"measuring {2 * runs} runs"):
-            rates = _measure(engine, ids, max_tokens, capture, runs)
-        console.print(_summary(engine, rows[-1], capture, rates, copied_bytes))
-
-
-def _find_layer(model: "ModelInfo", layer: int | None) -> int | None:
-    if layer is None:
-        return None
-    if layer not in model.attention_layers:
-        known = ", ".join(map(str, model.attention_layers))
-        raise RequestError(f"--layer is {layer}; choose a layer with attention: {known}")
-    return model.attention_layers.index(layer)
+            rates = _rates(engine, ids, max_tokens, (None, capture), runs)
+        last, commit = rows[-1], engine.system_info()["llama_cpp_commit"]
+        n_bytes, n_context = capture.bytes_per_token(model, last.shape[-1]), last.shape[-1]
+        table = Table(show_header=False, box=None)
+        for name, value in (
+            ("attention of the last token", f"{last.shape} {last.dtype}, {kind}"),
+            (
+                "memory of the view",
+                f"owndata {last.flags.owndata}, writeable {last.flags.writeable}",
+            ),
+            ("captured per token", f"{n_bytes:,} bytes at a context of {n_context} tokens"),
+            ("copied by Python", f"{copied_bytes:,} bytes"),
+            ("tokens/s without capture", f"{rates[0]:,.0f}"),
+            ("tokens/s with capture", f"{rates[1]:,.0f}"),
+            ("llama.cpp", str(commit)),
+        ):
+            table.add_row(name, value)
+        console.print(table)
 
 
 def _generate(
     engine: "Engine", text: str, ids: list[int], max_tokens: int, capture: "Capture"
-) -> tuple[list["Token"], list["Attention"]]:
-    """Stream the prompt and its continuation to stdout; return the tokens and their attention."""
+) -> list["Token"]:
+    """Stream the prompt and its continuation to stdout; return the tokens with attention."""
     tokens: list[Token] = []
-    rows: list[Attention] = []
     typer.echo(text, nl=False)
     with engine.generate(ids, max_tokens=max_tokens, temperature=0.0, capture=capture) as stream:
         for token in stream:
             show_delta(stream)
             if token.attention is not None:
                 tokens.append(token)
-                rows.append(token.attention)
     typer.echo("\n")
-    return tokens, rows
+    return tokens
 
 
-def _draw(
-    console: Console,
-    model: "ModelInfo",
-    rows: Sequence["Attention"],
-    labels: Sequence[str],
-    kind: Kind,
-    layer_index: int | None,
-    head: int | None,
-) -> tuple[int, int]:
-    """Print the heat map; return the indices of the layer and the head that it shows."""
-    # For "probs" these are the captured views themselves.
-    weights = [
-        [probabilities(heads, kind, model.attention_scale) for heads in layers] for layers in rows
-    ]
-    i_layer, i_head = select_head(weights, layer=layer_index, head=head)
-    console.print(
-        f"layer {model.attention_layers[i_layer]}, head {i_head}: each line is a generated token, "
-        "each column a token before it",
-        highlight=False,
-    )
-    drawn = [layers[i_layer][i_head] for layers in weights]
-    console.print(terminal_heatmap(drawn, labels[-len(rows) :], labels, width=console.width))
-    console.print()
-    return i_layer, i_head
-
-
-def _write_picture(
-    path: Path,
-    model: "ModelInfo",
-    tokens: Sequence["Token"],
-    labels: Sequence[str],
-    capture: "Capture",
-    place: tuple[int, int],
-) -> None:
-    layer, head = place
-    figure = heatmap(
-        tokens, labels, layer=model.attention_layers[layer], head=head, kind=capture.kind,
-        title=f"{model.name}, layer {model.attention_layers[layer]}, head {head}: "
-        "attention of each generated token (row)",
-    )  # fmt: skip
-    save_figure(figure, path)
-
-
-def _measure(
-    engine: "Engine", ids: list[int], max_tokens: int, capture: "Capture", runs: int
-) -> tuple[float, float]:
-    """Median tokens/s without and with capture of interleaved greedy runs after a warm-up."""
-    plans = (None, capture)
-    rates: tuple[list[float], list[float]] = ([], [])
-    for i_run in range(runs + 1):
-        for plan, measured in zip(plans, rates, strict=True):
-            rate = _decode_rate(engine, ids, max_tokens, plan)
-            if i_run > 0:
-                measured.append(rate)
-    return median(rates[0]), median(rates[1])
-
-
-def _decode_rate(
-    engine: "Engine", ids: list[int], max_tokens: int, plan: "Capture | None"
-) -> float:
-    """Tokens/s from the first token to the last."""
-    times_s: list[float] = []
-    with engine.generate(ids, max_tokens=max_tokens, temperature=0.0, capture=plan) as stream:
-        for _ in stream:
-            times_s.append(perf_counter())
-    elapsed_s = times_s[-1] - times_s[0] if times_s else 0.0
-    return (len(times_s) - 1) / elapsed_s if elapsed_s > 0 else 0.0
-
-
-def _summary(
+def _rates(
     engine: "Engine",
-    last: "Attention",
-    capture: "Capture",
-    rates: tuple[float, float],
-    copied_bytes: int,
-) -> Table:
-    table = Table(show_header=False, box=None)
-    heads = last[0]
-    n_context = heads.shape[-1]
-    if isinstance(last, tuple):
-        shape = ", ".join(str(layer.shape) for layer in last)
-    else:
-        shape = str(last.shape)
-    flags = last[0].flags if isinstance(last, tuple) else last.flags
-    without, with_capture = rates
-    n_bytes = capture.bytes_per_token(engine.model, n_context)
-    rows = [
-        ("attention of the last token", f"{shape} {heads.dtype}, {capture.kind}"),
-        ("memory of the view", f"owndata {flags.owndata}, writeable {flags.writeable}"),
-        ("captured per token", f"{n_bytes:,} bytes at a context of {n_context} tokens"),
-        ("copied by Python", f"{copied_bytes:,} bytes"),
-        ("tokens/s without capture", f"{without:,.0f}"),
-        ("tokens/s with capture", f"{with_capture:,.0f}"),
-        ("llama.cpp", str(engine.system_info()["llama_cpp_commit"])),
-    ]
-    for name, value in rows:
-        table.add_row(name, value)
-    return table
+    ids: list[int],
+    max_tokens: int,
+    plans: Sequence["Capture | None"],
+    runs: int,
+) -> list[float]:
+    """Median tokens/s, from the first to the last, of interleaved greedy runs after a warm-up."""
+    rates: list[list[float]] = [[] for _ in plans]
+    for _ in range(runs + 1):
+        for plan, measured in zip(plans, rates, strict=True):
+            with engine.generate(
+                ids, max_tokens=max_tokens, temperature=0.0, capture=plan
+            ) as stream:
+                times_s = [perf_counter() for _ in stream]
+            elapsed_s = times_s[-1] - times_s[0] if times_s else 0.0
+            measured.append((len(times_s) - 1) / elapsed_s if elapsed_s > 0 else 0.0)
+    return [median(measured[1:]) for measured in rates]

@@ -4,10 +4,9 @@ import contextlib
 import dataclasses
 import json
 import zipfile
-from collections.abc import Generator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import numpy as np
 import typer
@@ -77,7 +76,7 @@ def generate(
     with source.open(model) as engine:
         ids = engine.tokenize(text, add_special=True, parse_special=True)
         generation = engine.generate(ids, max_tokens=max_tokens, sampling=options, capture=plan)
-        with _rows(output, engine, plan, generation) as file, generation:
+        with _writing(output, engine, plan, generation) as write, generation:
             tokens: list[dict[str, Any]] = []
             n_bytes = 0
             for token in generation:
@@ -86,8 +85,7 @@ def generate(
                 else:
                     show_delta(generation)
                 n_bytes += _n_bytes(token)
-                if file is not None:
-                    file.add(token)
+                write(token)
             if not as_json:
                 show_delta(generation)
     usage = generation.usage
@@ -134,48 +132,34 @@ def _n_bytes(token: "Token") -> int:
     return sum(heads.nbytes for heads in rows) if isinstance(rows, tuple) else rows.nbytes
 
 
-class _File(Protocol):
-    def add(self, token: "Token") -> None: ...
+@contextlib.contextmanager
+def _writing(
+    path: Path | None, engine: "Engine", plan: "Capture | None", generation: "Generation"
+) -> Generator[Callable[["Token"], object]]:
+    """What takes the tokens of *generation*; their rows go into the file *path*, if there is one.
 
-
-def _rows(
-    path: Path | None,
-    engine: "Engine",
-    plan: "Capture | None",
-    generation: "Generation",
-) -> AbstractContextManager[_File | None]:
-    """What takes the rows of *generation*: a file of the format that *path* names."""
+    After an interruption the file holds the rows so far, if there are any.
+    """
     if path is None or plan is None:
-        return nullcontext()
-    if path.suffix.lower() in (".safetensors", PAGE):
-        return _SavedFile(path, generation)
-    return RowsFile(path, engine, plan, generation)
+        yield lambda _token: None
+        return
+    if path.suffix.lower() not in (".safetensors", PAGE):
+        with RowsFile(path, engine, plan, generation) as file:
+            yield file.add
+        return
+    from kqview import save
+    from kqview.viz import to_html
 
-
-class _SavedFile:
-    """Keeps the tokens and writes them at the end, also after an interruption."""
-
-    def __init__(self, path: Path, generation: "Generation") -> None:
-        self._path = path
-        self._generation = generation
-        self._tokens: list[Token] = []
-
-    def add(self, token: "Token") -> None:
-        self._tokens.append(token)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, error_type: object, *_: object) -> None:
-        from kqview import save
-        from kqview.viz import to_html
-
-        if error_type is not None and not self._tokens:
-            return
-        if self._path.suffix.lower() == PAGE:
-            to_html(self._path, self._tokens)
-        else:
-            save(self._path, self._generation, self._tokens)
+    tokens: list[Token] = []
+    is_whole = False
+    try:
+        yield tokens.append
+        is_whole = True
+    finally:
+        if (tokens or is_whole) and path.suffix.lower() == PAGE:
+            to_html(path, tokens)
+        elif tokens or is_whole:
+            save(path, generation, tokens)
 
 
 class RowsFile:
