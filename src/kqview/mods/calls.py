@@ -122,7 +122,7 @@ class ModCaller:
             return late
         if self._limit_s is None:
             return self._run(call)
-        job = self._job(lambda: self._run_elsewhere(call))
+        job = self._job(partial(self._run, call, is_elsewhere=True))
         try:
             return job.result(self._limit_s)  # an exception of the mod is in the outcome
         except TimeoutError:
@@ -144,11 +144,11 @@ class ModCaller:
         wanted: asyncio.Future[Outcome]
         if call.mod.is_async:
             job: Future[Any] = Future()
-            wanted = asyncio.ensure_future(self._arun_elsewhere(call))
+            wanted = asyncio.ensure_future(self._arun(call, is_elsewhere=True))
             wanted.add_done_callback(lambda _: job.set_result(None))
             loop = wanted.get_loop()
         else:
-            job = self._job(lambda: self._run_elsewhere(call))
+            job = self._job(partial(self._run, call, is_elsewhere=True))
             wanted = asyncio.wrap_future(job)
         try:
             done, _ = await asyncio.wait({wanted}, timeout=self._limit_s)
@@ -184,7 +184,10 @@ class ModCaller:
             self._thread.end()
             self._thread = None
 
-    def _run(self, call: EventCall) -> Outcome:
+    def _run(self, call: EventCall, *, is_elsewhere: bool = False) -> Outcome:
+        """Call a mod on this thread: the consumer's own, or one that is the mod's alone."""
+        if is_elsewhere:
+            self._note()
         started = time.perf_counter()
         try:
             with Captured(call.log):
@@ -196,35 +199,29 @@ class ModCaller:
                         f"mod {call.mod.name} returned an awaitable; declare it with async def",
                         parameter="mods",
                     )
-        except Exception as error:
-            return failure(error, _ms_since(started))
+        except BaseException as error:
+            # No signal is raised on a thread of the mod's own.
+            if is_elsewhere or isinstance(error, Exception):
+                return failure(error, _ms_since(started))
+            raise
         return Outcome(answer, _ms_since(started))
 
-    def _run_elsewhere(self, call: EventCall) -> Outcome:
-        self._note()
-        try:
-            return self._run(call)
-        except BaseException as error:  # the thread is the mod's own: no signal is raised there
-            return failure(error)
-
-    async def _arun_elsewhere(self, call: EventCall) -> Outcome:
-        self._note()
-        try:
-            return await self._arun(call)
-        except (asyncio.CancelledError, KeyboardInterrupt):
-            raise
-        except BaseException as error:
-            return failure(error)
-
-    async def _arun(self, call: EventCall) -> Outcome:
+    async def _arun(self, call: EventCall, *, is_elsewhere: bool = False) -> Outcome:
+        """Await a mod in this task: the consumer's own, or one that is the mod's alone."""
+        if is_elsewhere:
+            self._note()
         started = time.perf_counter()
         try:
             with Captured(call.log):
                 answer: object = call.mod.call(*self._arguments(call))
                 if inspect.isawaitable(answer):
                     answer = await cast("Awaitable[object]", answer)
-        except Exception as error:
-            return failure(error, _ms_since(started))
+        except (asyncio.CancelledError, KeyboardInterrupt):
+            raise
+        except BaseException as error:
+            if is_elsewhere or isinstance(error, Exception):
+                return failure(error, _ms_since(started))
+            raise
         return Outcome(answer, _ms_since(started))
 
     def _arguments(self, call: EventCall) -> tuple[Any, ...]:

@@ -87,33 +87,25 @@ class Captured:
         self._lines = _Lines(log)
 
     def __enter__(self) -> None:
+        global _n_calls, _has_factory
         self._token = _lines.set(self._lines)
-        _enter()
+        with _lock:
+            _n_calls += 1
+            if not isinstance(sys.stdout, _Router):
+                sys.stdout = cast("Any", _Router(sys.stdout))
+            if not _has_factory:
+                logging.setLogRecordFactory(_seeing(logging.getLogRecordFactory()))
+                _has_factory = True
 
     def __exit__(self, *_: object) -> None:
+        global _n_calls
         _lines.reset(self._token)
-        _leave()
+        with _lock:
+            _n_calls -= 1
+            # Whoever has replaced the router meanwhile keeps the stream.
+            if _n_calls == 0 and isinstance(sys.stdout, _Router):
+                sys.stdout = sys.stdout.stream
         self._lines.close()
-
-
-def _enter() -> None:
-    global _n_calls, _has_factory
-    with _lock:
-        _n_calls += 1
-        if not isinstance(sys.stdout, _Router):
-            sys.stdout = cast("Any", _Router(sys.stdout))
-        if not _has_factory:
-            logging.setLogRecordFactory(_seeing(logging.getLogRecordFactory()))
-            _has_factory = True
-
-
-def _leave() -> None:
-    global _n_calls
-    with _lock:
-        _n_calls -= 1
-        # Whoever has replaced the router meanwhile keeps the stream.
-        if _n_calls == 0 and isinstance(sys.stdout, _Router):
-            sys.stdout = sys.stdout.stream
 
 
 def _seeing(make: Callable[..., logging.LogRecord]) -> Callable[..., logging.LogRecord]:
