@@ -110,14 +110,6 @@ def test_required_call_is_held_by_a_grammar_in_the_format_of_the_model(engine: E
         assert answer.content == ""
 
 
-def test_named_function_is_the_one_that_is_called(engine: Engine):
-    request = chat(
-        tools=TOOLS, tool_choice="required", tool_name="stop", parallel_calls=False,
-        chat_template=shapes.QWEN,
-    )  # fmt: skip
-    assert [call.name for call in answered(engine, request).calls] == ["stop"]
-
-
 CALL = '<tool_call>\n{"name": "stop", "arguments": {}}\n</tool_call>'
 
 
@@ -163,19 +155,13 @@ def test_grammar_of_harmony_has_its_channels():
     assert [accepts(calls, one) for one in (call, thoughts + call, final)] == [True, True, False]
 
 
-def test_grammar_of_elements_and_of_deepseek_have_their_marks():
+def test_grammar_of_elements_has_those_that_are_required():
     call = XML % ("look_up", "<parameter=word>\na <b\n</parameter>\n")
     elements = grammar(Wanted(calls=TOOLS), "xml", literal)
     good = [call, XML % ("stop", ""), f"{call}\n{call}"]
     bad = [XML % ("look_up", ""), XML % ("other", ""), "text"]
     assert [accepts(elements, one) for one in good] == [True] * 3
     assert [accepts(elements, one) for one in bad] == [False] * 3
-    one = f"{ONE}stop{SEP}{{}}{ONE_END}"
-    fenced = f"{ONE}function{SEP}stop\n```json\n{{}}\n```{ONE_END}"
-    for form, text in (("deepseek", one), ("deepseek_fenced", fenced)):
-        calls = grammar(Wanted(calls=TOOLS), form, literal)
-        assert accepts(calls, f"{BEGIN}{text}{text}{END}")
-        assert not accepts(calls, text)
 
 
 def test_reasoning_that_the_prompt_opened_precedes_the_schema(engine: Engine):
@@ -273,12 +259,6 @@ def test_reasoning_of_earlier_answers_is_under_the_name_of_the_template(engine: 
     assert text == "a:b;c:;-:Who?;"
 
 
-def test_tools_are_not_shown_if_none_may_be_called(engine: Engine):
-    shown = prepare(engine, chat(tools=TOOLS, tool_choice="none"))
-    assert shown.request.prompt == prepare(engine, chat()).request.prompt
-    assert shown.reading.calls is None
-
-
 def test_last_message_of_the_assistant_is_continued(engine: Engine):
     messages = [*HELLO, {"role": "assistant", "content": "I am <|im_end|>"}]
     ids = prepare(engine, chat(messages=messages)).request.prompt
@@ -308,12 +288,6 @@ def test_last_message_of_the_assistant_is_continued(engine: Engine):
             r"messages\[0\].content\[0\] is of type image_url.*text only",
         ),
         ({"tools": [{"type": "function"}]}, RequestError, r"tools\[0\] has no function"),
-        ({"tool_choice": "required"}, RequestError, "no tools"),
-        (
-            {"tools": TOOLS, "tool_choice": "required", "tool_name": "x"},
-            RequestError,
-            "'x', which is not among the tools",
-        ),
         (
             {"tools": TOOLS, "sampling": Sampling(grammar='root ::= "a"')},
             InvalidSampling,
@@ -484,16 +458,6 @@ def test_arguments_in_a_channel_are_json(written: str, arguments: str):
     for end in ("", "<|call|>", "<|end|><|start|>assistant to=functions.g<|message|>{}"):
         answer = Reading(Split(mode="harmony")).answer(text + end)
         assert answer.calls[0].arguments.strip() == arguments
-
-
-def test_calls_of_harmony_have_channels_of_their_own():
-    text = (
-        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary "
-        'to=functions.f <|constrain|>json<|message|>{"a": 1}<|call|>'
-    )
-    answer = Reading(Split(mode="harmony")).answer(text)
-    assert (answer.reasoning, answer.content) == ("Hm.", "")
-    assert [(call.name, call.arguments) for call in answer.calls] == [("f", '{"a": 1}')]
 
 
 def test_reason_of_the_end_is_one_of_openais():

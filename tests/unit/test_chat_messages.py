@@ -122,15 +122,11 @@ def call_json(call: ToolCall, key: str = "arguments") -> str:
         (f"<tool_call>{call_json(ADD)}", Reply("", (ADD,))),  # cut at max_tokens
         (f"<tool_call>{{bad}}</tool_call> <tool_call>{call_json(ADD)}</tool_call>",
          Reply("<tool_call>{bad}</tool_call>", (ADD,))),
-        (f"[TOOL_CALLS][{call_json(ADD)}, {call_json(GET)}]", Reply("", (ADD, GET))),
         (f"Well. [TOOL_CALLS] [{call_json(ADD)}]", Reply("Well.", (ADD,))),
         ('[TOOL_CALLS][{"name": "f", "arguments": {}, "id": "abc123def"}]',
          Reply("", (ToolCall("f", {}, "abc123def"),))),
         ('[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[CALL_ID]x9[ARGS]{}',
          Reply("", (ToolCall("f", {"a": 1}), ToolCall("g", {}, "x9")))),
-        (call_json(ADD, "parameters"), Reply("", (ADD,))),
-        ("<|python_tag|>" + call_json(ADD, "parameters") + "; " + call_json(GET, "parameters"),
-         Reply("", (ADD, GET))),
         ('{"name": "f", "parameters": "{\\"a\\": 1}"}', Reply("", (ToolCall("f", {"a": 1}),))),
     ],
 )  # fmt: skip

@@ -76,16 +76,6 @@ def test_text_and_special_tokens_are_those_of_the_bare_template(
     assert len(specials_of(parts)) >= 3
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_content_with_every_special_token_adds_none(shape: str):
-    source = getattr(shapes, shape)
-    hostile = "x" + "".join(CONTROL) + "y"
-    messages = [{**HELLO[0], "content": hostile}, {**HELLO[1], "content": hostile}, HELLO[2]]
-    parts = parts_of(source, messages)
-    assert specials_of(parts) == specials_of(parts_of(source, HELLO))
-    assert text_of(parts) == rendered_without_marks(source, messages)
-
-
 TEMPLATES = {shape: ChatTemplate(getattr(shapes, shape), TOKENS, CONTROL) for shape in SHAPES}
 
 # Pieces that special tokens are made of, so that joining them anywhere can make one.
