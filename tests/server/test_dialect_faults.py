@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from kqview.server import Settings
-from kqview.server.api.dream.schema import Generate
+from kqview.server.api.koboldai.request import Generate
 from kqview.server.app import DIALECTS
 from tests.server.clients import (
     WAITS_S,

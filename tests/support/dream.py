@@ -7,20 +7,28 @@ import json
 import types
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, get_args, get_origin
+from unittest.mock import patch
 
 import msgspec
 import numpy as np
 from websockets.sync.client import connect
 
-from kqview.server.api.dream.convert import Plan, plan_of
-from kqview.server.api.dream.schema import DreamFields, Generate, GenerateBody
+from kqview.server.api.koboldai import request
+from kqview.server.api.koboldai.request import (
+    Generate,
+    GenerateBody,
+    KoboldFields,
+    KoboldPlan,
+    plan_of,
+)
 from kqview.server.settings import Settings
 from kqview.types import Capture, ModelInfo
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from kqview import Engine, Token
+    from kqview.server.models.request import AttentionWanted
 
 GOLDENS = Path(__file__).parents[1] / "server" / "dream" / "goldens"
 PROMPT = "Mirelda found a silver key near the old bridge. Then Mirel"
@@ -46,22 +54,38 @@ def golden(name: str) -> Any:
     return json.loads((GOLDENS / f"{name}.json").read_text(encoding="utf-8"))
 
 
+def entry_of(model: ModelInfo = QWEN, max_context: int | None = None) -> Any:
+    """As much of a `ModelEntry` as requests and facts are read with."""
+
+    def tokenize(text: str, *, add_special: bool, parse_special: bool = True) -> list[int]:
+        return [QWEN_IDS[text]] if parse_special and text in QWEN_IDS else [1, 2]
+
+    n_ctx = model.n_ctx_train if max_context is None else max_context
+    return types.SimpleNamespace(
+        engine=types.SimpleNamespace(model=model, tokenize=tokenize), name=model.name,
+        max_context=n_ctx, max_context_of=lambda engine: n_ctx,
+    )  # fmt: skip
+
+
 def plan_from(
     fields: dict[str, Any],
     *,
+    kind: type[KoboldFields] | None = None,
     model: ModelInfo = QWEN,
     settings: Settings | None = None,
-    control_token: Callable[[str], int | None] = QWEN_IDS.get,
-    always_logprob: bool = False,
-    unknown: Sequence[str] = (),
-) -> Plan:
+    **options: Any,
+) -> KoboldPlan:
     """The plan of a body, of a WebSocket's message where it has a type."""
-    kind: type[DreamFields] = Generate if "type" in fields else GenerateBody
-    return plan_of(
-        msgspec.convert(fields, kind), request_id="made-up", model=model,
-        max_context=model.n_ctx_train, settings=settings or Settings(), control_token=control_token,
-        seed=SEED, unknown=unknown, always_logprob=always_logprob,
-    )  # fmt: skip
+    kind = kind or (Generate if "type" in fields else GenerateBody)
+    body = msgspec.convert(fields, kind, strict=False)
+    entry = entry_of(model, options.pop("max_context", None))
+    with patch.object(request.secrets, "randbelow", lambda n: SEED):
+        return plan_of(body, entry, settings or Settings(), request_id="made-up", **options)
+
+
+def shown_of(plan: KoboldPlan) -> AttentionWanted | None:
+    """The attention that its client sees."""
+    return plan.rows and plan.rows.wanted
 
 
 def decoded(attention: dict[str, Any]) -> np.ndarray:

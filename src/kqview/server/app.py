@@ -17,8 +17,7 @@ from kqview import __version__
 from kqview.engine import Engine
 from kqview.errors import RequestError
 from kqview.server.api.anthropic import routes as anthropic
-from kqview.server.api.dream import routes as dream
-from kqview.server.api.kobold import routes as kobold
+from kqview.server.api.koboldai import routes as koboldai
 from kqview.server.api.llama_server import routes as llama_server
 from kqview.server.api.models import routes as models
 from kqview.server.api.openai import responses
@@ -36,7 +35,7 @@ from kqview.server.web.endpoint import Endpoint, Operation
 from kqview.server.web.middleware import AccessLog, EdgeMiddleware, no_route
 from kqview.server.web.sockets import SocketEndpoint
 
-DIALECTS: Final = (kobold, dream, llama_server, openai, responses, anthropic, mia4, models)
+DIALECTS: Final = (koboldai, llama_server, openai, responses, anthropic, mia4, models)
 """Modules with ``OPERATIONS``; a further dialect is one folder and one entry here."""
 
 

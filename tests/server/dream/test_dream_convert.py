@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -18,18 +19,15 @@ from kqview.errors import (
     QueueFull,
     RequestError,
 )
-from kqview.server.api.dream import convert, schema
+from kqview.server.api.koboldai import failures, routes
+from kqview.server.api.koboldai.request import GenerateBody
 from kqview.server.errors import NoModel, answer_of
 from kqview.server.models.request import AttentionWanted
 from kqview.server.settings import Settings
-from kqview.types import PoolStats
-from tests.support.dream import QWEN, QWEN_IDS, SEED, golden, plan_from
+from kqview.types import EngineStats, PoolStats
+from tests.support.dream import QWEN, SEED, entry_of, golden, plan_from, shown_of
 
 IDS = {"input_ids": [1, 2, 3, 4]}
-
-
-def body(**fields: Any) -> schema.GenerateBody:
-    return msgspec.convert(fields, schema.GenerateBody)
 
 
 @pytest.mark.parametrize("name", ["generate_request", "generate_message"])
@@ -43,7 +41,7 @@ def test_seed_request_becomes_what_it_says(name: str):
     assert sampling.repeat_penalty == 1.0
     assert sampling.stop_tokens == (151645,)
     assert sampling.banned_tokens == (151644,)
-    assert request.attention == plan.shown == AttentionWanted("probs")
+    assert request.attention == shown_of(plan) == AttentionWanted("probs")
     assert request.n_samples == 1
     expected = "uuid-1234-5678" if name == "generate_message" else "made-up"
     assert request.request_id == expected
@@ -58,14 +56,14 @@ def test_names_of_the_other_protocol_mean_the_same():
 
 
 def test_absent_and_null_fields_take_the_example_values_of_the_seed():
-    nulls = dict.fromkeys(schema.GenerateBody.__struct_fields__)
+    nulls = dict.fromkeys(GenerateBody.__struct_fields__)
     plan = plan_from({**nulls, **IDS})
     assert plan == plan_from(IDS)
     sampling = plan.request.sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.7, 0.9, 40)
     assert (sampling.repeat_penalty, sampling.min_p, sampling.seed) == (1.0, 0.0, SEED)
     assert plan.request.max_tokens == 50
-    assert plan.shown is None
+    assert shown_of(plan) is None
     assert plan.request.attention is None
 
 
@@ -73,7 +71,7 @@ def test_values_are_probabilities_unless_somebody_says_otherwise():
     asked = {**IDS, "return_attention": True}
 
     def kind(fields: dict[str, Any], settings: Settings) -> str:
-        shown = plan_from(fields, settings=settings).shown
+        shown = shown_of(plan_from(fields, settings=settings))
         assert shown is not None
         return shown.kind
 
@@ -83,11 +81,11 @@ def test_values_are_probabilities_unless_somebody_says_otherwise():
 
 
 def test_attention_fields_reach_the_capture():
-    shown = plan_from({
+    plan = plan_from({
         **IDS, "return_attention": True, "attention_format": "sparse", "attention_top_k": 9,
         "dtype": "float16", "attention_layers": [0, 3], "attention_heads": [1],
-    }).shown  # fmt: skip
-    assert shown == AttentionWanted(
+    })  # fmt: skip
+    assert shown_of(plan) == AttentionWanted(
         "probs", format="sparse", top_k=9, dtype="float16", layers=(0, 3), heads=(1,)
     )
 
@@ -95,15 +93,17 @@ def test_attention_fields_reach_the_capture():
 @pytest.mark.parametrize("name", ["sparse_top_k", "attention_top_k"])
 def test_sparse_without_positions_is_refused(name: str):
     plan = plan_from({**IDS, "return_attention": True, "attention_format": "sparse", name: 0})
-    assert plan.shown is not None
+    shown = shown_of(plan)
+    assert shown is not None
     with pytest.raises(InvalidCapture, match="top_k is 0"):
-        plan.shown.capture(QWEN)
+        shown.capture(QWEN)
 
 
 def test_stream_asks_for_the_logprob_of_every_token_and_for_more_only_if_told():
     assert plan_from(IDS).request.sampling.top_logprobs is None
-    assert plan_from(IDS, always_logprob=True).request.sampling.top_logprobs == 0
-    told = plan_from({**IDS, "top_logprobs": 3}, always_logprob=True)
+    streamed = {**IDS, "type": "generate"}
+    assert plan_from(streamed).request.sampling.top_logprobs == 0
+    told = plan_from({**streamed, "top_logprobs": 3})
     assert told.request.sampling.top_logprobs == 3
 
 
@@ -141,50 +141,20 @@ def test_prompt_that_is_missing_too_long_or_no_number_is_refused():
         plan_from({**IDS, "temperature": float("nan")})
 
 
-@pytest.mark.parametrize(
-    ("fields", "trims", "has_tokens"),
-    [
-        ({}, True, False),
-        ({"return_attention": True}, False, True),
-        ({"output_attentions": True}, False, True),
-        ({"return_attention": False}, True, True),
-        ({"return_attention": True, "trim_stop": True}, True, True),
-        ({"trim_stop": False}, False, False),
-    ],
-)
-def test_stop_text_and_own_fields_follow_what_was_asked(
-    fields: dict[str, Any], trims: bool, has_tokens: bool
-):
-    assert convert.trims_stop(body(**fields)) is trims
-    assert convert.asks_for_tokens(body(**fields)) is has_tokens
-
-
-@pytest.mark.parametrize(
-    ("reason", "word"),
-    [("length", "length"), ("stop", "stop"), ("stop_token", "stop"), ("stop_sequence", "stop"),
-     ("cancelled", "stop")],
-)  # fmt: skip
-def test_kobold_clients_hear_two_reasons(reason: str, word: str):
-    assert convert.kobold_reason(reason) == word
-
-
 # ---- the model
 
 
-def info(**changes: Any) -> Any:
-    model = replace(QWEN, **changes)
-    reply = convert.model_info_of(
-        model, name="Qwen/Qwen2.5-7B-Instruct", max_context=32768, control_token=QWEN_IDS.get
-    )
+async def info(**changes: Any) -> Any:
+    reply = await routes.show_model_info(SimpleNamespace(model=entry_of(replace(QWEN, **changes))))
     return msgspec.json.decode(msgspec.json.encode(reply))
 
 
-def test_model_info_is_the_seeds():
-    assert info() == golden("model_info")
+async def test_model_info_is_the_seeds():
+    assert await info() == golden("model_info")
 
 
-def test_model_info_invents_nothing():
-    bare = info(
+async def test_model_info_invents_nothing():
+    bare = await info(
         metadata={}, special_tokens={}, bos_token_id=None, eos_token_id=None, chat_template=None,
         architecture="",
     )  # fmt: skip
@@ -193,33 +163,25 @@ def test_model_info_invents_nothing():
     assert bare["chat_template"] is None
     assert bare["bos_token_id"] is bare["eos_token_id"] is None
     assert bare["special_tokens"]["bos_token"] is None
-    without = convert.model_info_of(
-        QWEN, name="x", max_context=1, control_token=lambda text: None
-    ).special_tokens
-    assert set(without) == {"bos_token", "eos_token", "pad_token"}
-
-
-def test_load_takes_a_name_and_numbers_in_range():
-    load = msgspec.convert({"model": "b.gguf", "n_ctx": 512}, schema.LoadBody)
-    assert convert.load_options(load) == {"n_ctx": 512, "n_slots": None, "n_gpu_layers": None}
-    for wrong in ({"model": ""}, {"model": "b", "n_ctx": 0}, {"model": "b", "n_gpu_layers": -2}):
-        with pytest.raises(RequestError):
-            convert.load_options(msgspec.convert(wrong, schema.LoadBody))
 
 
 # ---- errors
 
 
-def figures(error: Exception, n_prompt: int | None = 5) -> dict[str, int]:
-    devices = [
-        {"type": "CPU", "memory_total_bytes": 99 * 2**30, "memory_free_bytes": 2**30},
-        {"type": "GPU", "memory_total_bytes": 24576 * 2**20, "memory_free_bytes": 1120 * 2**20},
-    ]
-    pool = PoolStats(budget_bytes=2**30, leased_bytes=2**29)
-    return convert.figures_of(
-        error, max_context=8192, n_vocab=151936, n_prompt=n_prompt,
-        memory=lambda: convert.memory_figures(pool, devices),
-    )  # fmt: skip
+def figures(error: Exception, n_prompt: int | None = 5, *, has_gpu: bool = True) -> dict[str, int]:
+    devices = [{"type": "CPU", "memory_total_bytes": 99 * 2**30, "memory_free_bytes": 2**30}]
+    if has_gpu:
+        memory = {"memory_total_bytes": 24576 * 2**20, "memory_free_bytes": 1120 * 2**20}
+        devices.append({"type": "GPU", **memory})
+    engine = SimpleNamespace(
+        model=QWEN,
+        stats=lambda: EngineStats(pool=PoolStats(budget_bytes=2**30, leased_bytes=2**29)),
+        system_info=lambda: {"devices": devices},
+    )
+    model: Any = SimpleNamespace(
+        loaded=engine, is_closing=False, max_context_of=lambda engine: 8192
+    )
+    return dict(failures.answer_for(model, error, n_prompt=n_prompt).figures)
 
 
 def test_errors_have_the_figures_that_belong_to_them():
@@ -231,15 +193,13 @@ def test_errors_have_the_figures_that_belong_to_them():
             "context_length": 8192, "prompt_tokens": 5, "attention_used_mb": 512,
             "attention_budget_mb": 1024, "vram_used_mb": 23456, "vram_total_mb": 24576,
         }  # fmt: skip
-    too_large = convert.ReplyTooLarge("x", reply_bytes=9)
+    too_large = failures.ReplyTooLarge("x", reply_bytes=9)
     assert figures(too_large) == {"reply_bytes": 9}
     assert figures(QueueFull("x")) == {}
 
 
 def test_memory_of_gpus_is_left_out_where_there_are_none():
-    assert convert.memory_figures(PoolStats(), []) == {
-        "attention_used_mb": 0, "attention_budget_mb": 0
-    }  # fmt: skip
+    assert "vram_used_mb" not in figures(OutOfMemory("x"), has_gpu=False)
 
 
 @pytest.mark.parametrize(
@@ -252,7 +212,7 @@ def test_memory_of_gpus_is_left_out_where_there_are_none():
 )
 def test_error_bodies_have_the_seeds_fields(error: Exception, code: str, i: int):
     expected = golden("error_events")[i]
-    made = convert.error_body(answer_of(error, **figures(error)))
+    made = msgspec.to_builtins(failures.error_body(answer_of(error, **figures(error))))
     assert made["type"] == "error"
     assert made["error_code"] == code == expected["error_code"]
     assert expected.keys() - {"request_id"} <= made.keys()

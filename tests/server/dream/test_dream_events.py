@@ -12,23 +12,16 @@ import numpy as np
 import pytest
 
 from kqview.errors import OutOfMemory, RequestError
-from kqview.server.api.dream import schema
-from kqview.server.api.dream.convert import ReplyTooLarge
-from kqview.server.api.dream.events import (
-    EventRenderer,
-    ReplyBuilder,
-    check_reply,
-    error_frame,
-    message_of,
-    name_in,
-    reply_bytes,
-)
-from kqview.server.api.wire.attention_protocol import with_lists
+from kqview.server.api.koboldai.events import DreamEvents, packed
+from kqview.server.api.koboldai.failures import ReplyTooLarge, error_body
+from kqview.server.api.koboldai.reply import GenerateReply, ReplyBuilder, check_size
+from kqview.server.api.koboldai.request import Cancel, Generate, GenerateBody, KoboldPlan
+from kqview.server.api.koboldai.stream import message_of, name_in
 from kqview.server.errors import Answer, answer_of
 from kqview.server.models.run import Run, Step
 from kqview.server.web.budget import Budget
 from kqview.types import PromptBlock, Token, Usage
-from tests.support.dream import QWEN, SEED, decoded, golden, plan_from
+from tests.support.dream import QWEN, SEED, decoded, golden, plan_from, shown_of
 
 TEXTS = {40: "I", 791: "The"}
 copied: list[int] = []
@@ -38,7 +31,13 @@ def run_of(**known: Any) -> Run:
     """As much of a Run as a renderer reads."""
     copied.clear()
     generations = [SimpleNamespace(finish_reason=known.get("finish_reason"), tool_calls=None)]
-    facts = {"error": None, "count_copied": copied.append, "generations": generations, **ENDED}
+    facts = {
+        "error": None,
+        "count_copied": copied.append,
+        "label": "uuid-1234-5678",
+        "generations": generations,
+        **ENDED,
+    }
     return cast("Run", SimpleNamespace(**{**facts, **known}))
 
 
@@ -48,10 +47,10 @@ ENDED = {
 }  # fmt: skip
 
 
-def renderer_of(*, packs: bool = False, **changes: Any) -> EventRenderer:
-    plan = plan_from({**golden("generate_message"), **changes}, always_logprob=True)
-    return EventRenderer(
-        plan, lambda id_: TEXTS[id_], lambda error: answer_of(error, context_length=8192),
+def renderer_of(*, packs: bool = False, **changes: Any) -> DreamEvents:
+    plan = plan_from({**golden("generate_message"), **changes})
+    return DreamEvents(
+        plan, lambda id_: TEXTS[id_].encode(), lambda error: answer_of(error, context_length=8192),
         packs=packs,
     )  # fmt: skip
 
@@ -200,7 +199,7 @@ def test_error_event_names_the_request_and_has_the_figures(packs: bool):
 
 def test_error_event_without_a_name_has_none():
     answer = Answer(400, "INVALID_REQUEST", "wrong")
-    assert json.loads(error_frame(answer, None, packs=False)) == {
+    assert json.loads(packed(error_body(answer), packs=False)) == {
         "type": "error", "error": "wrong", "error_code": "INVALID_REQUEST"
     }  # fmt: skip
 
@@ -211,13 +210,13 @@ def test_error_event_without_a_name_has_none():
 def test_message_of_the_seed_is_read_from_json_and_messagepack():
     message = golden("generate_message")
     from_json, unknown = message_of(json.dumps(message | {"toop_k": 1}), packs=False)
-    assert isinstance(from_json, schema.Generate)
+    assert isinstance(from_json, Generate)
     assert from_json.input_ids == message["input_ids"]
     assert unknown == ("toop_k",)
     assert message_of(msgspec.msgpack.encode(message), packs=True) == (from_json, ())
     assert message_of(json.dumps(message), packs=True) == (from_json, ())
     cancel, _ = message_of('{"type": "cancel", "request_id": "x"}', packs=False)
-    assert cancel == schema.Cancel(request_id="x")
+    assert cancel == Cancel(request_id="x")
 
 
 @pytest.mark.parametrize(
@@ -268,17 +267,19 @@ def run_of_reply(**known: Any) -> Run:
     return cast("Run", SimpleNamespace(**facts))
 
 
-def built(run: Run, *, rows: list[np.ndarray] | None = None, **options: Any) -> bytes:
-    fields = options.pop("fields", golden("generate_request"))
+def built(
+    run: Run, *, rows: list[np.ndarray] | None = None, packs: bool = False, **changes: Any
+) -> bytes:
+    fields = {**golden("generate_request"), **changes}
     plan = plan_from(fields)
-    options = {"packs": False, "has_tokens": True, "has_logprobs": False, "trims_stop": False,
-               **options}  # fmt: skip
-    builder = ReplyBuilder(plan, lambda id_: b"%d" % id_, Budget(2**30).hold(""), **options)
+    has_logprobs = plan.request.sampling.top_logprobs is not None
+    body = msgspec.convert(fields, GenerateBody)
+    builder = ReplyBuilder(plan, body, b"%d".__mod__, Budget(2**30).hold(""), packs=packs)
     for sample in range(plan.request.n_samples):
         for i, (id_, text) in enumerate(TOKENS):
             row = rows[i] if rows is not None else None
-            logprob = -0.5 if options["has_logprobs"] else None
-            top = [(id_, -0.5)] if options["has_logprobs"] else None
+            logprob = -0.5 if has_logprobs else None
+            top = [(id_, -0.5)] if has_logprobs else None
             builder.token(run, Step(sample, Token(id_, text, i, logprob, top, row)))
     return builder.body(run)
 
@@ -313,13 +314,13 @@ def test_reply_is_the_seeds_behind_the_results():
 
 @pytest.mark.parametrize("packs", [False, True])
 def test_reply_fits_its_description(packs: bool):
-    raw = built(run_of_reply(), rows=rows_of_reply(2, 3, 4), packs=packs, has_logprobs=True)
+    raw = built(run_of_reply(), rows=rows_of_reply(2, 3, 4), packs=packs, top_logprobs=1)
     decode = msgspec.msgpack.decode if packs else msgspec.json.decode
     whole = decode(raw)
     if packs:  # where JSON has base64
         for one in whole["attention_data"]:
             one["attention"]["data"] = base64.b64encode(one["attention"]["data"]).decode()
-    reply = msgspec.convert(whole, schema.GenerateReply)
+    reply = msgspec.convert(whole, GenerateReply)
     assert isinstance(reply.attention_data, list)
     assert isinstance(reply.generated_tokens, list)
     assert len(reply.attention_data) == len(reply.generated_tokens) == len(TOKENS)
@@ -340,45 +341,33 @@ def test_reply_in_messagepack_is_the_same_object_with_raw_bytes():
 
 
 def test_plain_reply_has_results_alone_and_no_stop_text():
-    fields = {"input_ids": [1, 2], "stop_sequence": ["END"]}
+    fields = {"input_ids": [1, 2], "stop_sequence": ["END"], "return_attention": None}
     run = run_of_reply(stop_match="END")
-    plain = {"fields": fields, "has_tokens": False}
-    trimmed = json.loads(built(run, **plain, trims_stop=True))
+    trimmed = json.loads(built(run, **fields))
     assert trimmed.keys() == {"results", "details"}
     assert trimmed["results"][0]["text"] == "I'm doing"
-    whole = json.loads(built(run, **plain, trims_stop=False))
+    whole = json.loads(built(run, **fields, trim_stop=False))
     assert whole["results"][0]["text"] == "I'm doingEND"
 
 
 def test_binary_frames_have_no_place_in_a_reply_so_values_are_base64():
-    fields = {**golden("generate_request"), "encoding": "binary"}
     rows = rows_of_reply(2, 3, 4)
-    reply = json.loads(built(run_of_reply(), rows=rows, fields=fields))
+    reply = json.loads(built(run_of_reply(), rows=rows, encoding="binary"))
     np.testing.assert_array_equal(decoded(reply["attention_data"][0]["attention"]), rows[0])
 
 
 def test_samples_have_a_result_each_and_entries_with_their_number():
-    fields = {**golden("generate_request"), "num_samples": 2}
-    reply = json.loads(built(run_of_reply(n=2), rows=rows_of_reply(2, 2, 3), fields=fields))
+    reply = json.loads(built(run_of_reply(n=2), rows=rows_of_reply(2, 2, 3), num_samples=2))
     assert len(reply["results"]) == 2
     for name in ("generated_tokens", "attention_data"):
         assert [entry["sample"] for entry in reply[name]] == [0, 0, 0, 1, 1, 1]
 
 
-@pytest.mark.parametrize("n", [0, 1, 15, 16, 70_000])
-def test_lists_of_encoded_elements_become_one_object(n: int):
-    values = [{"i": i, "text": 'a"b'} for i in range(n)]
-    for packs, module in ((False, msgspec.json), (True, msgspec.msgpack)):
-        elements = [module.encode(value) for value in values]
-        raw = with_lists(
-            {"x": 1, "y": [2]}, [("first", elements), ("second", elements[:1])], packs=packs
-        )
-        assert module.decode(raw) == {
-            "x": 1, "y": [2], "first": values, "second": values[:1]
-        }  # fmt: skip
-
-
 # ---- the bound
+
+
+def bound(plan: KoboldPlan, *, limit: int = 2**50, packs: bool = False, **sizes: int) -> int:
+    return check_size(plan, QWEN, limit, packs=packs, **sizes)
 
 
 @pytest.mark.parametrize("packs", [False, True])
@@ -402,7 +391,7 @@ def test_bound_is_above_the_reply_and_not_far(changes: dict[str, Any], packs: bo
     fields = {**golden("generate_request"), "max_new_tokens": len(TOKENS), **changes}
     plan = plan_from(fields)
     rng = np.random.default_rng(0)
-    shown = plan.shown
+    shown = shown_of(plan)
     rows = None
     if shown is not None:
         n_layers = 28 if shown.layers is None else len(shown.layers)
@@ -419,30 +408,33 @@ def test_bound_is_above_the_reply_and_not_far(changes: dict[str, Any], packs: bo
             for i in range(len(TOKENS))
         ]
     n_samples = plan.request.n_samples
-    actual = len(built(run_of_reply(n=n_samples), rows=rows, fields=fields, packs=packs))
-    most = reply_bytes(plan, QWEN, n_prompt=267, n_ctx=4096, packs=packs)
+    actual = len(built(run_of_reply(n=n_samples), rows=rows, packs=packs, **fields))
+    most = bound(plan, n_prompt=267, n_ctx=4096, packs=packs)
     assert actual <= most
     assert most <= 4 * actual + 4096
 
 
 def test_bound_counts_no_more_tokens_than_the_slot_holds():
     plan = plan_from({**golden("generate_request"), "max_new_tokens": 10**9})
-    few = reply_bytes(plan, QWEN, n_prompt=100, n_ctx=110, packs=False)
+    few = bound(plan, n_prompt=100, n_ctx=110)
     assert few < 12 * (28 * 28 * 111 * 16 // 3 + 1024)
 
 
 def test_bound_counts_the_rows_of_the_prompt():
     asks = golden("generate_request")
     plain, with_prompt = (
-        reply_bytes(plan_from({**asks, **more}), QWEN, n_prompt=300, n_ctx=4096, packs=True)
+        bound(plan_from({**asks, **more}), n_prompt=300, n_ctx=4096, packs=True)
         for more in ({}, {"prompt_attention": True})
     )
     assert with_prompt - plain >= 28 * 28 * 300 * 300 * 4
 
 
 def test_reply_above_the_limit_is_refused_with_both_numbers():
-    check_reply(10, 10, n_prompt=3)
+    plan = plan_from({**golden("generate_request"), "max_new_tokens": 3})
+    most = bound(plan, n_prompt=3, n_ctx=4096)
     with pytest.raises(ReplyTooLarge) as caught:
-        check_reply(11, 10, n_prompt=3)
-    assert caught.value.figures == {"reply_bytes": 11, "limit_bytes": 10, "prompt_tokens": 3}
+        bound(plan, limit=most - 1, n_prompt=3, n_ctx=4096)
+    assert caught.value.figures == {
+        "reply_bytes": most, "limit_bytes": most - 1, "prompt_tokens": 3
+    }  # fmt: skip
     assert "attention_format" in str(caught.value)

@@ -12,7 +12,8 @@ import pytest
 
 from kqview import Capture
 from kqview.server import Settings
-from kqview.server.api.dream import schema
+from kqview.server.api.koboldai import schema
+from kqview.server.api.koboldai.request import Generate, GenerateBody
 from tests.support.dream import (
     PROMPT,
     DreamSocket,
@@ -422,7 +423,7 @@ def test_request_that_cannot_work_is_refused_before_it_begins(
     demo.wait_idle()
 
 
-FIELDS = get_type_hints(schema.GenerateBody)
+FIELDS = get_type_hints(GenerateBody)
 
 
 @pytest.mark.parametrize("field", FIELDS)
@@ -472,7 +473,7 @@ def test_mistakes_are_events_and_the_socket_stays_usable(demo: Served, ids: list
 
 
 def test_field_of_a_message_of_another_type_is_refused_by_name(demo: Served, ids: list[int]):
-    fields = get_type_hints(schema.Generate)
+    fields = get_type_hints(Generate)
     with DreamSocket(demo.ws_url) as socket:
         for name, kind in fields.items():
             socket.socket.send(

@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 
 from kqview.errors import RequestError
-from kqview.server.api.dream import pruning, schema
+from kqview.server.api.koboldai import pruning
 from kqview.server.api.wire.rows import Dense, shaped
 from kqview.server.models.request import AttentionWanted
 from tests.support.dream import QWEN, plan_from
 
 N_LAYER, N_HEAD, N_PROMPT = 3, 4, 10
 SENTENCES = [
-    schema.Sentence(1, 1, 0, 4),
-    schema.Sentence(1, 2, 4, 7),
-    schema.Sentence("b", "c", 7, 10),
+    pruning.Sentence(1, 1, 0, 4),
+    pruning.Sentence(1, 2, 4, 7),
+    pruning.Sentence("b", "c", 7, 10),
 ]
 
 
@@ -139,6 +139,6 @@ def test_sentences_that_cannot_be_watched_are_refused(fields: dict[str, Any], sa
 
 def test_watching_needs_no_attention_in_the_reply():
     plan = plan_from({**IDS, "sentences": [ONE]})
-    assert plan.shown is None
+    assert plan.rows is None
     assert plan.request.attention == AttentionWanted("probs", format="aggregated")
     assert msgspec.to_builtins(plan.scores.prunable() if plan.scores else None) == []

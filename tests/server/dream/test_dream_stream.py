@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,8 +14,10 @@ from websockets.exceptions import ConnectionClosed
 
 from kqview import Capture, Engine
 from kqview.server import Settings
-from kqview.server.api.dream.routes import Session
+from kqview.server.api.koboldai.stream import DreamSession
 from kqview.server.models.service import Service
+from kqview.server.web.access import ANYONE
+from kqview.server.web.budget import uncounted
 from kqview.server.web.sockets import Disconnected, Socket
 from tests.support.dream import PROMPT, WITHIN_S, DreamSocket, clear, decoded, reference
 
@@ -331,9 +334,10 @@ async def test_generation_asked_for_while_done_is_being_sent_is_not_refused():
         generate = {"type": "websocket.receive", "text": json.dumps(ask)}
         await messages.put(generate)
         socket = Socket(service, messages.get, send, subprotocol=None)
+        call: Any = SimpleNamespace(service=service, caller=ANYONE, hold=uncounted())
         with pytest.raises(Disconnected):
             async with asyncio.timeout(WITHIN_S):
-                await Session(service, socket).serve()
+                await DreamSession(call, socket).serve()
         assert [event["type"] for event in events] == ["token", "token", "done"] * 2
         await service.close()
 

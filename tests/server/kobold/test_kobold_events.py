@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from kqview.errors import PoolExhausted
 from kqview.generation.text import TextStream
-from kqview.server.api.kobold.convert import PlainEvents, SocketFrames, TypedEvents
-from kqview.server.api.wire.attention_protocol import RowFacts
+from kqview.server.api.koboldai.events import KoboldEvents, KoboldFrames, PlainEvents
+from kqview.server.api.koboldai.request import KoboldPlan
+from kqview.server.api.wire.event_parts import RowWriter
 from kqview.server.errors import answer_of
 from kqview.server.models.request import AttentionWanted
 from kqview.server.models.run import Step
@@ -52,14 +53,23 @@ def step(id_: int = 7, text: str = "x", rows: Any = None, **more: Any) -> Step:
     return Step(0, Token(id_, text, 0, attention=rows, **more))
 
 
-def facts_of(wanted: AttentionWanted | None = LOGITS, layers: Any = None) -> RowFacts | None:
-    return None if wanted is None else RowFacts(wanted, layers, 2, 3, has_sinks=False)
+def facts_of(wanted: AttentionWanted | None = LOGITS, layers: Any = None) -> RowWriter | None:
+    return None if wanted is None else RowWriter(wanted, layers, 2, 3, has_sinks=False)
 
 
 def typed(
     wanted: AttentionWanted | None = LOGITS, layers: Any = None, *more: Any, **options: Any
-) -> TypedEvents:
-    return TypedEvents(facts_of(wanted, layers), lambda id_: f"<{id_}>", *more, **options)
+) -> KoboldEvents:
+    return KoboldEvents(plan_of(facts_of(wanted, layers), *more, **options), b"<%d>".__mod__)
+
+
+def plan_of(rows: RowWriter | None, ignored: Sequence[str] = (), **options: Any) -> KoboldPlan:
+    request: Any = SimpleNamespace(n_samples=1)
+    return KoboldPlan(request=request, rows=rows, ignored=ignored, **options)
+
+
+def frames_of(rows: RowWriter | None, **options: Any) -> KoboldFrames:
+    return KoboldFrames(plan_of(rows, **options), bytes)
 
 
 def joined(pieces: Any) -> Any:
@@ -197,7 +207,7 @@ def test_start_event_of_a_stream_without_tokens_precedes_its_end():
 
 
 def test_start_frame_has_no_binary_one():
-    frames = SocketFrames(facts_of(), has_start=True)
+    frames = frames_of(facts_of(), has_start=True)
     start, token, binary = frames.token(ended(), step(rows=ROWS))
     assert isinstance(binary, bytes)
     assert msgspec.json.decode(start)["type"] == "start"
@@ -219,17 +229,19 @@ def test_start_frame_has_no_binary_one():
 def test_start_event_says_what_the_rows_are(
     wanted: AttentionWanted, has_sinks: bool, says: dict[str, Any]
 ):
-    described = RowFacts(wanted, None, 2, 3, has_sinks).described
+    described = RowWriter(wanted, None, 2, 3, has_sinks).described()
+    described = msgspec.to_builtins(described)
     assert {name: described[name] for name in says} == says
     assert ("shape" in described) is (wanted.format in ("per_layer", "aggregated"))
 
 
 def test_rows_of_a_model_with_sinks_say_so():
-    facts = RowFacts(AttentionWanted("probs"), None, 2, 3, has_sinks=True)
-    event = joined(TypedEvents(facts, str).token(ended(), step(rows=ROWS)))
+    facts = RowWriter(AttentionWanted("probs"), None, 2, 3, has_sinks=True)
+    event = joined(KoboldEvents(plan_of(facts), bytes).token(ended(), step(rows=ROWS)))
     assert event["attention"]["sinks"] is True
-    assert facts.row_sum is not None
-    assert facts.row_sum.startswith("less than 1")
+    row_sum = facts.described().row_sum
+    assert row_sum is not None
+    assert row_sum.startswith("less than 1")
 
 
 def test_end_tells_the_true_reason_and_what_was_left_out():
@@ -321,15 +333,15 @@ def test_frames_are_the_documents():
     run = ended(reason=case["finish_reason"], n_tokens=case["n_tokens"])
     rows = np.array(case["rows"], np.float32)
     token = step(case["token"]["id"], case["token"]["text"], rows)
-    text, binary = SocketFrames(facts_of(LOGITS, None)).token(run, token)
+    text, binary = frames_of(facts_of(LOGITS, None)).token(run, token)
     assert msgspec.json.decode(text) == case["text_frame"]
     assert binary == bytes.fromhex(case["binary_frame_hex"])
-    (done,) = SocketFrames(facts_of(LOGITS, None)).done(run)
+    (done,) = frames_of(facts_of(LOGITS, None)).done(run)
     assert msgspec.json.decode(done) == case["final_frame"] | golden("additions")["done"]
 
 
 def test_token_without_attention_has_an_empty_binary_frame():
-    text, binary = SocketFrames(facts_of(None, None)).token(ended(), step())
+    text, binary = frames_of(facts_of(None, None)).token(ended(), step())
     assert msgspec.json.decode(text) == {"type": "token", "token_id": 7, "text": "x"}
     assert binary == b""
 
@@ -348,7 +360,7 @@ def test_token_without_attention_has_an_empty_binary_frame():
 def test_unusual_rows_say_what_they_are(
     wanted: AttentionWanted, layers: Any, rows: Any, says: dict[str, Any]
 ):
-    text, binary = SocketFrames(facts_of(wanted, layers)).token(ended(), step(rows=rows))
+    text, binary = frames_of(facts_of(wanted, layers)).token(ended(), step(rows=rows))
     attention = msgspec.json.decode(text)["attention"]
     assert {name: attention[name] for name in says} == says
     assert "data" not in attention
@@ -358,6 +370,6 @@ def test_unusual_rows_say_what_they_are(
 
 def test_format_without_an_array_stands_in_the_text_frame():
     wanted = AttentionWanted("probs", "viz")
-    text, binary = SocketFrames(facts_of(wanted, None)).token(ended(), step(rows=ROWS))
+    text, binary = frames_of(facts_of(wanted, None)).token(ended(), step(rows=ROWS))
     assert len(msgspec.json.decode(text)["attention"]["mean_by_layer"]) == 2
     assert binary == b""

@@ -312,7 +312,8 @@ class SocketEndpoint:
 
     async def _refuse(self, socket: Socket, error: Exception) -> None:
         answer = answer_of(error)
-        await socket.send_json({"type": "error", **self._operation.error_body(answer)})
+        body = msgspec.to_builtins(self._operation.error_body(answer))
+        await socket.send_json({"type": "error", **body})
         code = CLOSE_POLICY if answer.status < 500 else close_code(error)
         await socket.close(CLOSE_TOO_BIG if isinstance(error, TooLarge) else code, answer.message)
 

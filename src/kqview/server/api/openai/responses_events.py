@@ -9,9 +9,10 @@ from kqview.chat.turn import AnswerReader, Delta, Reading
 from kqview.server.api.openai import responses_schema as schema
 from kqview.server.api.openai.responses_items import Items
 from kqview.server.api.wire.attention_field import AttentionWriter
-from kqview.server.api.wire.attention_protocol import LOGPROB_BYTES
 from kqview.server.api.wire.chat_work import mod_calls, taken_back
+from kqview.server.api.wire.event_parts import AttentionObject
 from kqview.server.api.wire.llama_fields import Clock, Timings, prompt_progress, timings_of
+from kqview.server.api.wire.logprobs import LOGPROB_BYTES
 from kqview.server.api.wire.rows import named_events
 from kqview.server.errors import Answer
 from kqview.server.models.run import Removal, Run, Step
@@ -101,7 +102,7 @@ class ResponseWriter:
         events = prompt_progress(spent)
         return self._numbered([{**event, "prompt_progress": one} for one, _ in events])
 
-    def row(self, kind: str, fields: Object) -> list[Object]:
+    def row(self, kind: str, fields: AttentionObject) -> list[Object]:
         """The event of an attention object, which is ours."""
         return self._numbered([{"type": f"response.{kind}", "attention": fields}])
 

@@ -9,10 +9,10 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from kqview.server.api.wire.attention_field import Attention
-from kqview.server.api.wire.attention_protocol import TokenLogprob
 from kqview.server.api.wire.chat_message import MessageObject, ToolObject
 from kqview.server.api.wire.event_parts import ModCall, PromptAttention, TokenAttention
 from kqview.server.api.wire.llama_fields import LlamaFields, Timings
+from kqview.server.api.wire.logprobs import TokenLogprob
 from kqview.server.web.described import example
 
 Object = dict[str, Any]

@@ -7,26 +7,26 @@ import msgspec
 from msgspec import Struct
 
 from kqview.errors import RequestError
-from kqview.server.api.wire.attention_protocol import (
-    Indices,
-    RowFacts,
-    Spans,
-    Weights,
-    attention_frame,
-    attention_object,
+from kqview.server.api.wire.event_parts import (
+    AttentionObject,
+    PromptAttention,
+    RowWriter,
+    TokenAttention,
     event_pieces,
 )
-from kqview.server.api.wire.fields import first
-from kqview.server.api.wire.rows import Dense, Encoder, shaped
+from kqview.server.api.wire.fields import Indices, Spans, Weights, first, tuple_of
 from kqview.server.errors import TooLarge
-from kqview.server.models.request import DEFAULT_TOP_K, Aggregation, AttentionWanted
+from kqview.server.models.request import (
+    DEFAULT_TOP_K,
+    Aggregation,
+    AttentionWanted,
+)
 from kqview.server.models.row_cache import PromptText, Row, RowCache
 from kqview.server.models.run import Removal, Run, Step
 from kqview.server.settings import AttentionValues, Settings
 from kqview.server.web.budget import Reservation
 from kqview.server.web.described import example
 from kqview.types import ModelInfo, PromptBlock
-from kqview.types.token import Attention as Rows
 
 Object = dict[str, Any]
 
@@ -132,10 +132,10 @@ def attention_of(wanted: Attention | bool | None, settings: Settings) -> Attenti
         aggregation="mean" if reduces_heads else cast("Aggregation", given.reduce or "mean"),
         top_k=first(given.top_k, DEFAULT_TOP_K),
         dtype=given.dtype or "float32",
-        layers=_tuple(given.layers),
-        heads=_tuple(given.heads),
-        spans=_tuple(given.spans),
-        layer_weights=_tuple(given.layer_weights),
+        layers=tuple_of(given.layers),
+        heads=tuple_of(given.heads),
+        spans=tuple_of(given.spans),
+        layer_weights=tuple_of(given.layer_weights),
         prompt=bool(given.prompt),
     )
 
@@ -143,10 +143,6 @@ def attention_of(wanted: Attention | bool | None, settings: Settings) -> Attenti
 def keeps(wanted: Attention | bool | None) -> bool:
     """Whether attention is kept for ``GET /v1/attention/{id}/{n}`` instead of sent."""
     return isinstance(wanted, Attention) and wanted.delivery == "id"
-
-
-def _tuple(values: list[Any] | None) -> tuple[Any, ...] | None:
-    return None if values is None else tuple(values)
 
 
 # ---- replies
@@ -165,7 +161,7 @@ class AttentionWriter:
     ) -> None:
         """Keep rows in *kept*, if it is given, instead of writing them; the others are as there."""
         wanted = run.request.attention
-        self._facts = None if wanted is None else RowFacts.of(wanted, model)
+        self._rows = None if wanted is None else RowWriter.of(wanted, model)
         self._kept = kept
         if wanted is not None and kept is not None:
             layers = model.attention_layers if wanted.layers is None else wanted.layers
@@ -174,45 +170,35 @@ class AttentionWriter:
                 n_choices=len(run.generations), prompt=prompt, hidden=hidden,
             )  # fmt: skip
 
-    def token(self, run: Run, step: Step) -> tuple[Object | None, bytes | None]:
+    def token(self, run: Run, step: Step) -> tuple[AttentionObject | None, bytes | None]:
         """The attention object of a token, and the base64 that belongs at its `DATA_HERE`."""
-        rows = step.token.attention
-        if self._facts is None or rows is None:
+        token, rows = step.token, step.token.attention
+        if self._rows is None or rows is None:
             return None, None
-        if self._kept is not None:
-            row = self._row(run, self._facts, step, rows)
-            self._kept.add(run.owner, run.request_id, step.sample, step.token.index, row)
-            return None, None
-        named = {"n": step.token.index, "token_id": step.token.id}
-        return self._object(run, self._facts, named, rows)
+        if self._kept is None:
+            return self._rows.write(
+                rows, run.count_copied, TokenAttention, n=token.index, token_id=token.id
+            )
+        shown, data = self._rows.write(rows, run.count_copied, data="binary")
+        if data is None:
+            row = Row(token.id, token.text, (), msgspec.json.encode(shown), "application/json")
+        else:
+            row = Row(token.id, token.text, cast("tuple[int, ...]", shown.shape), data)
+        self._kept.add(run.owner, run.request_id, step.sample, token.index, row)
+        return None, None
 
     def removed(self, run: Run, removal: Removal) -> None:
         """Forget kept rows of tokens that mods have taken back."""
         if self._kept is not None:
             self._kept.take_back(run.owner, run.request_id, removal.sample, removal.n_left)
 
-    def prompt(self, run: Run, block: PromptBlock) -> tuple[Object | None, bytes | None]:
+    def prompt(self, run: Run, block: PromptBlock) -> tuple[AttentionObject | None, bytes | None]:
         """The attention object of rows of the prompt."""
-        if self._facts is None or block.rows is None:
+        if self._rows is None or block.rows is None:
             return None, None
-        named = {"start": block.start, "rows": block.n_rows}
-        return self._object(run, self._facts, named, block.rows)
-
-    def _object(
-        self, run: Run, facts: RowFacts, named: Object, rows: Rows
-    ) -> tuple[Object | None, bytes | None]:
-        fields, data = attention_object(
-            shaped(facts.wanted, rows), Encoder(run.count_copied), facts=facts
+        return self._rows.write(
+            block.rows, run.count_copied, PromptAttention, start=block.start, rows=block.n_rows
         )
-        return {**named, **fields}, data
-
-    def _row(self, run: Run, facts: RowFacts, step: Step, rows: Rows) -> Row:
-        values, token = shaped(facts.wanted, rows), step.token
-        if isinstance(values, Dense):
-            _, data = attention_frame(values, Encoder(run.count_copied), facts=facts)
-            return Row(token.id, token.text, values.values.shape, data)
-        fields, _ = attention_object(values, Encoder(run.count_copied), facts=facts)
-        return Row(token.id, token.text, (), msgspec.json.encode(fields), "application/json")
 
 
 class Lists:

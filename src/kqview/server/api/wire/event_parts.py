@@ -1,14 +1,29 @@
-"""What events and replies of several dialects are made of: attention objects, and mods' doings.
+"""What events and replies of several dialects are made of, each encoded as it is. Pure.
 
-Types for the description of the API; `attention_protocol` and `mods_field` write such objects, and
-a test compares what is sent with these types.
+The values of an attention object may be megabytes of base64, so they stay a separate piece from the
+encoder to the transport: `event_pieces` assembles an event without joining them.
 """
 
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, Literal, TypeVar, cast
 
+import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
+from kqview.server.api.wire.rows import DATA_HERE, Dense, Encoder, Sparse, shaped, split_json
+from kqview.server.models.request import AttentionWanted
+from kqview.server.settings import AttentionValues
 from kqview.server.web.described import example
+from kqview.types import ModelInfo
+from kqview.types.token import Attention
+
+Format = Literal["per_layer", "aggregated", "sparse", "viz"]
+ROW: Final = {
+    "format": "per_layer", "shape": [4, 8, 7], "context_length": 7, "encoding": "base64",
+    "dtype": "float32", "values": "probs", "data": "…",
+}  # fmt: skip
+"""An attention object of the description."""
 
 
 class AttentionObject(Struct, kw_only=True):
@@ -38,15 +53,17 @@ class AttentionObject(Struct, kw_only=True):
         entropy: Of "viz": entropy in nats of the mean row over layers and heads.
     """
 
-    format: Literal["per_layer", "aggregated", "sparse", "viz"]
-    shape: Annotated[list[int] | UnsetType, example([4, 8, 6])] = UNSET
+    format: Format
+    shape: Annotated[tuple[int, ...] | UnsetType, example([4, 8, 6])] = UNSET
     context_length: Annotated[int | UnsetType, example(6)] = UNSET
-    spans: Annotated[list[tuple[int, int | None]] | UnsetType, example([[0, 5], [5, None]])] = UNSET
-    heads_by_layer: Annotated[list[int] | UnsetType, example([8, 4])] = UNSET
-    layers: Annotated[list[int] | UnsetType, example([0, 3])] = UNSET
+    spans: Annotated[Sequence[tuple[int, int | None]] | UnsetType, example([[0, 5], [5, None]])] = (
+        UNSET
+    )
+    heads_by_layer: Annotated[Sequence[int] | UnsetType, example([8, 4])] = UNSET
+    layers: Annotated[Sequence[int] | UnsetType, example([0, 3])] = UNSET
     encoding: Literal["base64", "binary"] | UnsetType = UNSET
     dtype: Annotated[str | UnsetType, example("float32")] = UNSET
-    values: Annotated[Literal["logits", "scores", "probs"], example("probs")]
+    values: Annotated[AttentionValues, example("probs")]
     sinks: bool | UnsetType = UNSET
     data: Annotated[str | list[Any] | UnsetType, example("AACAPw==")] = UNSET
     top_k: Annotated[int | UnsetType, example(10)] = UNSET
@@ -93,84 +110,130 @@ class RowsDescribed(Struct, kw_only=True):
         columns: What the columns are.
     """
 
-    format: Annotated[Literal["per_layer", "aggregated", "sparse", "viz"], example("per_layer")]
-    values: Annotated[Literal["logits", "scores", "probs"], example("probs")]
+    format: Annotated[Format, example("per_layer")]
+    values: Annotated[AttentionValues, example("probs")]
     row_sum: Annotated[str | None, example("1")]
     sinks: bool | UnsetType = UNSET
     dtype: Annotated[str | UnsetType, example("float32")] = UNSET
-    shape: Annotated[list[int | None] | UnsetType, example([4, 8, None])] = UNSET
+    shape: Annotated[Sequence[int | None] | UnsetType, example([4, 8, None])] = UNSET
     aggregation_mode: Annotated[str | UnsetType, example("mean")] = UNSET
     columns: Annotated[str | UnsetType, example("the prompt, then the tokens before this one")] = (
         UNSET
     )
 
 
-class LeftOut(Struct, kw_only=True):
-    """What the server left out of a request.
+_Object = TypeVar("_Object", bound=AttentionObject)
+
+
+@dataclass(frozen=True, slots=True)
+class RowWriter:
+    """Writes rows of one request as attention objects.
 
     Attributes:
-        truncated_tokens: Tokens at the front of a text that was too long.
-        ignored: Names in the request that had no effect.
+        wanted: As the request asks for them.
+        layers: Layers in the order of the layer axis; None if that says nothing new. It does if
+            there is such an axis and the layers are not all of the model's.
+        n_layers: How many there are.
+        n_heads: Heads of each layer.
+        has_sinks: Whether part of each softmax goes to attention sinks.
     """
 
-    truncated_tokens: Annotated[int | UnsetType, example(120)] = UNSET
-    ignored: Annotated[list[str] | UnsetType, example(["max_lenght"])] = UNSET
+    wanted: AttentionWanted
+    layers: tuple[int, ...] | None
+    n_layers: int
+    n_heads: int
+    has_sinks: bool
+
+    @classmethod
+    def of(cls, wanted: AttentionWanted, model: ModelInfo) -> "RowWriter":
+        """That of *wanted* from *model*."""
+        layers = model.attention_layers if wanted.layers is None else wanted.layers
+        is_usual = wanted.format == "aggregated" or layers == tuple(range(model.n_layer))
+        return cls(
+            wanted,
+            None if is_usual else layers,
+            len(layers),
+            model.n_head if wanted.heads is None else len(wanted.heads),
+            model.has_attention_sinks and wanted.kind == "probs",
+        )
+
+    def described(self) -> RowsDescribed:
+        """What a start event says of all rows of the request."""
+        wanted, is_dense = self.wanted, self.wanted.format in ("per_layer", "aggregated")
+        row_sum = None
+        if wanted.kind == "probs":
+            row_sum = "less than 1: the rest goes to attention sinks" if self.has_sinks else "1"
+        sizes = [self.n_layers, self.n_heads] if wanted.format == "per_layer" else []
+        columns = None if wanted.spans is None else len(wanted.spans)
+        return RowsDescribed(
+            format=wanted.format,
+            values=cast("AttentionValues", wanted.kind),
+            row_sum=row_sum,
+            sinks=self.has_sinks or UNSET,
+            dtype=wanted.dtype if is_dense else UNSET,
+            shape=[*sizes, columns] if is_dense else UNSET,
+            aggregation_mode=wanted.aggregation if wanted.format == "aggregated" else UNSET,
+            columns="the prompt, then the tokens before this one" if columns is None else UNSET,
+        )
+
+    def write(
+        self,
+        attention: Attention,
+        count_copied: Callable[[int], None],
+        kind: type[_Object] = AttentionObject,
+        *,
+        data: Literal["base64", "binary", "list"] = "base64",
+        **more: Any,
+    ) -> tuple[_Object, bytes | None]:
+        """The object of *attention*, and its values if they are bytes.
+
+        Args:
+            attention: Rows of a token, or a block of the prompt, as captured.
+            count_copied: The run's.
+            kind: Type of the object.
+            data: "base64" belongs at the object's `DATA_HERE`; "binary" is little-endian, for a
+                frame of its own; "list" is base64, but numbers in the object for "aggregated".
+            **more: Further fields of *kind*.
+        """
+        more["values"] = self.wanted.kind
+        if self.has_sinks:
+            more["sinks"] = True
+        if self.layers is not None:
+            more["layers"] = self.layers
+        found, encoder = shaped(self.wanted, attention), Encoder(count_copied)
+        if isinstance(found, Dense):
+            values = found.values
+            more |= {"format": found.format, "shape": values.shape}
+            if found.spans is None:
+                more["context_length"] = values.shape[-1]
+            else:
+                more["spans"] = found.spans
+            if found.heads_by_layer is not None:
+                more["heads_by_layer"] = found.heads_by_layer
+            if data == "list" and found.format == "aggregated":
+                return kind(data=encoder.numbers(values), **more), None
+            more["dtype"] = self.wanted.dtype
+            if data == "binary":
+                return kind(encoding="binary", **more), encoder.raw(values)
+            here = cast("str", DATA_HERE)
+            return kind(encoding="base64", data=here, **more), encoder.base64(values)
+        more["context_length"] = found.n_context
+        if isinstance(found, Sparse):
+            positions = found.positions.tolist()
+            by_layer = encoder.numbers(found.by_layer)
+            weights = [
+                {"position": position, "layers": layers}
+                for position, layers in zip(positions, by_layer, strict=True)
+            ]
+            return kind(format="sparse", top_k=len(positions), data=weights, **more), None
+        more["mean_by_layer"] = encoder.numbers(found.mean_by_layer)
+        more["max_by_layer"] = encoder.numbers(found.max_by_layer)
+        return kind(format="viz", entropy=found.entropy, **more), None
 
 
-class StartEvent(LeftOut, kw_only=True):
-    """What follows, with ``start_event``.
-
-    Attributes:
-        type: Always "start".
-        request_id: Label of the request.
-        prompt_tokens: Tokens of the prompt.
-        cached_tokens: Those of them that were in a cache; the others were evaluated.
-        prompt_ids: Their ids, as they are evaluated.
-        seed: The seed that is used, also if the request gave none.
-        attention: What the rows are, if some were asked for.
-    """
-
-    type: Literal["start"]
-    request_id: Annotated[str, example("r1")]
-    prompt_tokens: Annotated[int, example(7)]
-    cached_tokens: Annotated[int, example(0)]
-    prompt_ids: Annotated[list[int], example([0, 35, 444])]
-    seed: Annotated[int, example(2531011)]
-    attention: RowsDescribed | UnsetType = UNSET
-
-
-class RunDetails(LeftOut, kw_only=True):
-    """What the end tells of a request; times and counts are of its first sample.
-
-    Attributes:
-        seed: The seed that was used, also if the request gave none.
-        prompt_tokens: Tokens of the prompt.
-        cached_tokens: Those of them that were in a cache; the others were evaluated.
-        queue_ms: Milliseconds that it waited for a slot.
-        prompt_ms: Milliseconds from then to the first token.
-        generation_ms: Milliseconds from the first token to the last.
-    """
-
-    seed: Annotated[int, example(2531011)]
-    prompt_tokens: Annotated[int, example(7)]
-    cached_tokens: Annotated[int, example(0)]
-    queue_ms: Annotated[float, example(0.1)]
-    prompt_ms: Annotated[float, example(4.2)]
-    generation_ms: Annotated[float, example(1.7)]
-
-
-class LikelyToken(Struct):
-    """One of the most probable tokens at a place.
-
-    Attributes:
-        token_id: Its id.
-        text: Its text.
-        logprob: Its logprob before bias, grammar and samplers.
-    """
-
-    token_id: Annotated[int, example(354)]
-    text: Annotated[str, example(" the")]
-    logprob: Annotated[float, example(-1.5)]
+def event_pieces(event: Any, data: bytes | None = None) -> list[bytes]:
+    """JSON of *event* in pieces, with *data* at its `DATA_HERE`."""
+    return [msgspec.json.encode(event)] if data is None else split_json(event, data)
 
 
 class Removed(Struct, kw_only=True):

@@ -119,6 +119,11 @@ def first(*values: Any) -> Any:
     return next((value for value in values if value is not None), None)
 
 
+def tuple_of(values: list[Any] | None) -> tuple[Any, ...] | None:
+    """*values* as a tuple, None if there are none."""
+    return None if values is None else tuple(values)
+
+
 def _given(body: Struct, names: tuple[str, ...]) -> str:
     for name in names:
         if getattr(body, name) is not None:

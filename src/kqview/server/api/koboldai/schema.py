@@ -1,7 +1,7 @@
-"""Bodies of the KoboldAI API with attention: typed requests and replies, field for field.
+"""Bodies of the KoboldAI API besides those of generations, field for field.
 
-Requests accept every name that this protocol, its forks and the dream protocol use for the same
-thing. Unknown names are ignored.
+Requests accept every name that the dialects and their forks use for the same thing. Unknown names
+are ignored.
 """
 
 from typing import Annotated, Final
@@ -9,28 +9,13 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
-from kqview.server.api.wire.attention_protocol import AttentionFields, AttentionValues, Logprobs
-from kqview.server.models.request import Aggregation, Format
+from kqview.server.api.wire.logprobs import Logprobs
 from kqview.server.web.described import example
-from kqview.types.capture import DType
 
 API_VERSION: Final = "1.2.5"
 """Version of the KoboldAI United API, by which clients decide what to send."""
 KOBOLDCPP_VERSION: Final = "1.101"
 """The KoboldCpp whose routes these are."""
-
-
-class StreamBody(AttentionFields):
-    """A generation that is streamed; see `AttentionFields`."""
-
-
-class QueryFields(Struct, kw_only=True):
-    """Fields of `StreamBody` that the URL's query may give if the body does not."""
-
-    attention_format: Format | None = None
-    attention_values: AttentionValues | None = None
-    aggregation_mode: Aggregation | None = None
-    dtype: DType | None = None
 
 
 # ---- text and ids
@@ -188,6 +173,77 @@ class Model(Struct, kw_only=True):
     rope_freq_base: Annotated[float, example(10000.0)]
     rope_freq_scale: Annotated[float, example(1.0)]
     attention_layers: Annotated[tuple[int, ...] | UnsetType, example([3, 7])] = UNSET
+
+
+class ModelInfoReply(Struct, kw_only=True):
+    """Reply of ``GET /api/v1/model/info``; null is what the model's file does not say.
+
+    Attributes:
+        model_name: Its name.
+        architecture: Its architecture.
+        vocab_size: Tokens of the vocabulary.
+        num_layers: Layers.
+        num_attention_heads: Heads of each.
+        num_key_value_heads: Heads with keys and values of their own.
+        hidden_size: Numbers for each token between layers.
+        max_position_embeddings: Tokens that it was trained with.
+        rope_theta: Base frequency of its positions.
+        bos_token_id: Id that begins a text.
+        eos_token_id: Id that ends one.
+        special_tokens: Texts and ids of special tokens.
+        chat_template: Its chat template.
+        torch_dtype: Always null.
+        context_length: Longest prompt in tokens that is allowed.
+        attention_layers: Layers that rows come from, in the order of the rows' first axis.
+    """
+
+    model_name: Annotated[str, example("demo")]
+    architecture: Annotated[str | None, example("llama")]
+    vocab_size: Annotated[int, example(1024)]
+    num_layers: Annotated[int, example(4)]
+    num_attention_heads: Annotated[int, example(8)]
+    num_key_value_heads: Annotated[int, example(4)]
+    hidden_size: Annotated[int, example(256)]
+    max_position_embeddings: Annotated[int, example(512)]
+    rope_theta: Annotated[float | None, example(10000.0)]
+    bos_token_id: Annotated[int | None, example(1)]
+    eos_token_id: Annotated[int | None, example(2)]
+    special_tokens: Annotated[dict[str, str | int | None], example({"eos_token": "</s>"})]
+    chat_template: Annotated[str | None, example("{{ messages }}")]
+    torch_dtype: Annotated[None, example(None)]
+    context_length: Annotated[int, example(2048)]
+    attention_layers: Annotated[list[int], example([0, 1, 2, 3])]
+
+
+class LoadBody(Struct, kw_only=True):
+    """Body of ``POST /api/v1/model/load``; the numbers override the server's settings.
+
+    Attributes:
+        model: Name of the file, as ``GET /api/v1/models`` lists it.
+        n_ctx: Tokens that a slot holds.
+        n_slots: Requests that run at the same time.
+        n_gpu_layers: Layers on the GPU.
+    """
+
+    model: Annotated[str, example("model.gguf")]
+    n_ctx: Annotated[int | None, example(4096)] = None
+    n_slots: Annotated[int | None, example(2)] = None
+    n_gpu_layers: Annotated[int | None, example(99)] = None
+
+
+class ModelsReply(Struct):
+    """Reply of ``GET /api/v1/models``: what may be loaded, and what is.
+
+    Attributes:
+        models: Names for ``POST /api/v1/model/load``.
+        loaded: The one of them that is loaded; the model's own name if it is none of them, null
+            without one.
+        model_name: The loaded model's name, as in ``/api/v1/model/info``.
+    """
+
+    models: Annotated[list[str], example(["model.gguf"])]
+    loaded: Annotated[str | None, example("model.gguf")]
+    model_name: Annotated[str | None, example("demo")]
 
 
 class Result(Struct):

@@ -9,13 +9,45 @@ row were uniform.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Annotated
 
 import numpy as np
+from msgspec import Struct
 
 from kqview.errors import RequestError
-from kqview.server.api.dream.schema import PrunableSentence, Sentence
 from kqview.server.models.request import AttentionWanted
+from kqview.server.web.described import example
 from kqview.types.token import Array, Attention
+
+
+class Sentence(Struct):
+    """A range of the prompt whose attention is watched.
+
+    Attributes:
+        turn_id: The client's; it is returned unchanged.
+        sentence_id: The same.
+        start: Position in ``input_ids`` where it begins.
+        end: Position before which it ends.
+    """
+
+    turn_id: Annotated[int | str, example(1)]
+    sentence_id: Annotated[int | str, example(2)]
+    start: Annotated[int, example(0)]
+    end: Annotated[int, example(5)]
+
+
+class PrunableSentence(Struct):
+    """A sentence that got little attention from the generated tokens.
+
+    Attributes:
+        turn_id: That of the request.
+        sentence_id: That of the request.
+        max_attention: The most that it got from a token.
+    """
+
+    turn_id: Annotated[int | str, example(1)]
+    sentence_id: Annotated[int | str, example(2)]
+    max_attention: Annotated[float, example(0.004)]
 
 
 def check_sentences(

@@ -1,0 +1,596 @@
+"""Events of the KoboldAI API: what is sent of a run, each encoded as it is. Pure.
+
+Four streams have them: typed events and KoboldAI's plain ones over SSE, the frames of kobold's
+WebSocket, and those of dream's. Their renderers keep nothing but counts, and the text of a plain
+stream that may still turn out to be a stop sequence.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, cast
+
+import msgspec
+from msgspec import UNSET, Struct, UnsetType
+
+from kqview.server.api.koboldai.failures import error_body, kobold_error_body
+from kqview.server.api.koboldai.pruning import PrunableSentence, mean_row, reduced
+from kqview.server.api.koboldai.request import KoboldPlan
+from kqview.server.api.wire.event_parts import (
+    ROW,
+    AttentionObject,
+    ModCall,
+    Removed,
+    RowsDescribed,
+    event_pieces,
+)
+from kqview.server.api.wire.mods_field import removed, tool_calls_of
+from kqview.server.api.wire.rows import joined_text
+from kqview.server.errors import Answer
+from kqview.server.models.run import Removal, Run, Step
+from kqview.server.web.described import example
+from kqview.server.web.endpoint import NEXT_EVENT, Frames
+from kqview.stop_strings import ShownText
+from kqview.types import PromptBlock, Token
+from kqview.types.token import Attention
+
+
+class LeftOut(Struct, kw_only=True):
+    """What the server left out of a request.
+
+    Attributes:
+        truncated_tokens: Tokens at the front of a text that was too long.
+        ignored: Names in the request that had no effect.
+    """
+
+    truncated_tokens: Annotated[int | UnsetType, example(120)] = UNSET
+    ignored: Annotated[Sequence[str] | UnsetType, example(["max_lenght"])] = UNSET
+
+
+class StartEvent(LeftOut, kw_only=True, tag_field="type", tag="start"):
+    """What follows, with ``start_event``.
+
+    Attributes:
+        request_id: Label of the request.
+        prompt_tokens: Tokens of the prompt.
+        cached_tokens: Those of them that were in a cache; the others were evaluated.
+        prompt_ids: Their ids, as they are evaluated.
+        seed: The seed that is used, also if the request gave none.
+        attention: What the rows are, if some were asked for.
+    """
+
+    request_id: Annotated[str, example("r1")]
+    prompt_tokens: Annotated[int, example(7)]
+    cached_tokens: Annotated[int, example(0)]
+    prompt_ids: Annotated[Sequence[int], example([0, 35, 444])]
+    seed: Annotated[int, example(2531011)]
+    attention: RowsDescribed | UnsetType = UNSET
+
+
+class LikelyToken(Struct):
+    """One of the most probable tokens at a place.
+
+    Attributes:
+        token_id: Its id.
+        text: Its text.
+        logprob: Its logprob before bias, grammar and samplers.
+    """
+
+    token_id: Annotated[int, example(354)]
+    text: Annotated[str, example(" the")]
+    logprob: Annotated[float, example(-1.5)]
+
+
+def left_out(run: Run, ignored: Sequence[str]) -> dict[str, Any]:
+    """`LeftOut` of a run; *ignored* are the names of what had no effect."""
+    return {"truncated_tokens": run.n_truncated or UNSET, "ignored": ignored or UNSET}
+
+
+def details_of(run: Run, ignored: Sequence[str]) -> dict[str, Any]:
+    """What the end of a reply tells of a run, whatever the reply."""
+    usage = run.usage
+    return {
+        "seed": run.request.sampling.seed,
+        "prompt_tokens": usage.prompt_tokens,
+        "cached_tokens": usage.cached_tokens,
+        "queue_ms": round(1000 * usage.queue_s, 3),
+        "prompt_ms": round(1000 * usage.prefill_s, 3),
+        "generation_ms": round(1000 * usage.decode_s, 3),
+        **left_out(run, ignored),
+    }
+
+
+class KoboldToken(Struct, kw_only=True):
+    """A token that was generated.
+
+    Attributes:
+        token_id: Its id.
+        text: The text that it completes; "" inside a character of several ids.
+        logprob: Its logprob before bias, grammar and samplers, if asked for.
+        top_logprobs: The most probable tokens at its place, if asked for.
+        sample: In a reply that is not streamed: index of the sample, if there are several.
+    """
+
+    token_id: Annotated[int, example(354)]
+    text: Annotated[str, example(" teac")]
+    logprob: Annotated[float | UnsetType, example(-0.6)] = UNSET
+    top_logprobs: list[LikelyToken] | UnsetType = UNSET
+    sample: Annotated[int | UnsetType, example(0)] = UNSET
+
+
+class KoboldTokenEvent(Struct, kw_only=True, tag_field="type", tag="token"):
+    """A token, with its attention.
+
+    Attributes:
+        token: The token.
+        request_id: Name of the request.
+        sample: Index of the sample, if there are several.
+        attention: Its attention; null over SSE and absent over the WebSocket if none was asked for.
+    """
+
+    token: KoboldToken
+    request_id: Annotated[str, example("r1")]
+    sample: Annotated[int | UnsetType, example(0)] = UNSET
+    attention: Annotated[AttentionObject | UnsetType | None, example(ROW)] = UNSET
+
+
+class KoboldTokenFrame(Struct, kw_only=True, tag_field="type", tag="token"):
+    """A token; a binary frame with its row follows.
+
+    Attributes:
+        token_id: Its id.
+        text: The text that it completes.
+        attention: What the row is, if it is anything but float32 of all layers and heads; formats
+            that are not arrays are here completely.
+    """
+
+    token_id: Annotated[int, example(354)]
+    text: Annotated[str, example(" teac")]
+    attention: AttentionObject | UnsetType | None = UNSET
+
+
+class KoboldPromptEvent(Struct, kw_only=True, tag_field="type", tag="prompt_attention"):
+    """Rows of the prompt, with ``prompt_attention``.
+
+    Attributes:
+        request_id: Name of the request; absent in kobold's frames.
+        start: Position of their first token.
+        rows: How many tokens they are of.
+        attention: Their attention.
+    """
+
+    request_id: Annotated[str | UnsetType, example("r1")] = UNSET
+    start: Annotated[int, example(0)]
+    rows: Annotated[int, example(7)]
+    attention: Annotated[
+        AttentionObject | UnsetType | None, example({**ROW, "shape": [4, 8, 7, 7]})
+    ] = UNSET
+
+
+class KoboldRemovedEvent(Removed, kw_only=True, tag_field="type", tag="removed"):
+    """What mods took back, which a client drops; no binary frame follows.
+
+    Attributes:
+        request_id: Name of the request; absent in kobold's frames.
+        sample: Index of the sample, if there are several.
+    """
+
+    request_id: Annotated[str | UnsetType, example("r1")] = UNSET
+    sample: Annotated[int | UnsetType, example(0)] = UNSET
+
+
+class PruningEvent(Struct, kw_only=True, tag_field="type", tag="pruning_suggestion"):
+    """Sentences that got little attention, before the end, if there were ``sentences``.
+
+    Attributes:
+        request_id: Name of the request.
+        prunable_sentences: The sentences, the one with the least attention first.
+    """
+
+    request_id: Annotated[str, example("r1")]
+    prunable_sentences: list[PrunableSentence]
+
+
+class SampleEnd(Struct, kw_only=True):
+    """The end of a sample.
+
+    Attributes:
+        sample: Its index.
+        finish_reason: Why it ended.
+        total_tokens: Tokens that were generated.
+    """
+
+    sample: Annotated[int, example(0)]
+    finish_reason: Annotated[str | None, example("length")]
+    total_tokens: Annotated[int, example(2)]
+
+
+class KoboldDoneEvent(Struct, kw_only=True, tag_field="type", tag="done"):
+    """The end, with the figures of the request; times and counts are of its first sample.
+
+    Attributes:
+        finish_reason: Why it ended: of kobold "stop" or "length", of dream the exact reason.
+        total_tokens: Tokens that were generated.
+        request_id: Name of the request; absent in kobold's frames.
+        reason: Of kobold, why it ended exactly: "stop" if the model ended the text, "stop_token",
+            "stop_sequence", "length", "cancelled" or "tool_calls".
+        generation_time_ms: Of dream, milliseconds from admission to the end.
+        seed: The seed that was used, also if the request gave none.
+        prompt_tokens: Tokens of the prompt.
+        cached_tokens: Those of them that were in a cache; the others were evaluated.
+        queue_ms: Milliseconds that it waited for a slot.
+        prompt_ms: Milliseconds from then to the first token.
+        generation_ms: Milliseconds from the first token to the last.
+        truncated_tokens: Tokens at the front of a text that was too long.
+        ignored: Names in the request that had no effect.
+        tool_calls: Calls that a mod made.
+        samples: Of dream, the end of each sample, if there are several.
+        text: Of kobold, text that no token completed, if the model ended inside a character.
+    """
+
+    finish_reason: Annotated[str, example("length")]
+    total_tokens: Annotated[int, example(2)]
+    request_id: Annotated[str | UnsetType, example("r1")] = UNSET
+    reason: Annotated[str | UnsetType, example("length")] = UNSET
+    generation_time_ms: Annotated[int | UnsetType, example(4)] = UNSET
+    seed: Annotated[int, example(2531011)]
+    prompt_tokens: Annotated[int, example(7)]
+    cached_tokens: Annotated[int, example(0)]
+    queue_ms: Annotated[float, example(0.1)]
+    prompt_ms: Annotated[float, example(4.2)]
+    generation_ms: Annotated[float, example(1.7)]
+    truncated_tokens: Annotated[int | UnsetType, example(120)] = UNSET
+    ignored: Annotated[Sequence[str] | UnsetType, example(["max_lenght"])] = UNSET
+    tool_calls: list[ModCall] | UnsetType = UNSET
+    samples: list[SampleEnd] | UnsetType = UNSET
+    text: Annotated[str | UnsetType, example("�")] = UNSET
+
+
+class PlainEvent(LeftOut, kw_only=True):
+    """Text in KoboldAI's form, for requests without attention and ``request_id``.
+
+    Attributes:
+        token: Text that is new.
+        finish_reason: Why it ended: "length" or "stop"; null before the end.
+        removed: What mods took back.
+        tool_calls: Calls that a mod made.
+    """
+
+    token: Annotated[str, example(" t")]
+    finish_reason: Annotated[str | None, example(None)]
+    removed: Removed | UnsetType = UNSET
+    tool_calls: list[ModCall] | UnsetType = UNSET
+
+
+# ---- renderers
+
+
+def kobold_reason(reason: str) -> str:
+    """ "stop" or "length": KoboldAI's clients know no other good end."""
+    return "length" if reason == "length" else "stop"
+
+
+def likely_tokens(token: Token, token_bytes: Callable[[int], bytes]) -> list[LikelyToken]:
+    """The most probable tokens at the place of *token*."""
+    return [
+        LikelyToken(id_, token_bytes(id_).decode("utf-8", "replace"), logprob)
+        for id_, logprob in token.top_logprobs or ()
+    ]
+
+
+class TypedEvents:
+    """What the three streams of typed events do alike."""
+
+    def __init__(self, plan: KoboldPlan, token_bytes: Callable[[int], bytes]) -> None:
+        """Write what *plan* shows; *token_bytes* gives the bytes of an id, for logprobs."""
+        self._plan = plan
+        self._token_bytes = token_bytes
+        self._has_start = plan.has_start
+        self._n_shown = 0  # characters
+        self._n_tokens = [0] * plan.request.n_samples
+
+    def prompt(self, run: Run, block: PromptBlock) -> Frames:
+        """Rows of the prompt's tokens from ``start`` on: an axis of rows before the columns."""
+        event = KoboldPromptEvent(
+            request_id=self._request_id(run), start=block.start, rows=block.n_rows
+        )
+        return self._first(run, self._with_rows(run, event, block.rows))
+
+    def token(self, run: Run, step: Step) -> Frames:
+        """One id with its row."""
+        self._n_shown += len(step.token.text)
+        self._n_tokens[step.sample] += 1
+        return self._first(run, self._with_rows(run, self._event(run, step), step.token.attention))
+
+    def removed(self, run: Run, removal: Removal) -> Frames:
+        """What a client is to drop: so many of the last ids and characters."""
+        self._n_shown -= removal.n_characters
+        self._n_tokens[removal.sample] -= removal.n_tokens
+        event = KoboldRemovedEvent(
+            request_id=self._request_id(run),
+            tokens=removal.n_tokens,
+            characters=removal.n_characters,
+            sample=self._sample(removal.sample),
+        )
+        return [self._encoded(event)]
+
+    def done(self, run: Run) -> Frames:
+        """The end; the model may be used again when it is sent."""
+        return self._first(run, self._end(run))
+
+    def _first(self, run: Run, frames: Frames) -> Frames:
+        """*frames* with the start event before them, if it is wanted and they are the first."""
+        if not self._has_start:
+            return frames
+        self._has_start = False
+        rows = self._plan.rows
+        start = StartEvent(
+            request_id=run.label,
+            prompt_tokens=run.usage.prompt_tokens,
+            cached_tokens=run.usage.cached_tokens,
+            prompt_ids=run.generations[0].prompt_ids,
+            seed=cast("int", run.request.sampling.seed),
+            attention=UNSET if rows is None else rows.described(),
+            **left_out(run, self._plan.ignored),
+        )
+        return [self._encoded(start), *self._separator, *frames]
+
+    _separator: Sequence[bytes] = ()
+    """Stands between two events of one call."""
+
+    def _sample(self, sample: int) -> int | UnsetType:
+        return sample if len(self._n_tokens) > 1 else UNSET
+
+    # ---- what differs
+
+    def _request_id(self, run: Run) -> str | UnsetType:
+        return run.label
+
+    def _event(self, run: Run, step: Step) -> Any:
+        """The event of a token."""
+        raise NotImplementedError
+
+    def _with_rows(self, run: Run, event: Any, rows: Attention | None) -> Frames:
+        """*event* with *rows* as its attention."""
+        raise NotImplementedError
+
+    def _end(self, run: Run) -> Frames:
+        raise NotImplementedError
+
+    def _encoded(self, event: Struct) -> bytes | str:
+        """*event*, which has no rows, as a frame."""
+        return msgspec.json.encode(event).decode()
+
+
+class KoboldEvents(TypedEvents):
+    """Typed events over SSE; rows are base64 in the JSON."""
+
+    _separator = (NEXT_EVENT,)
+
+    def _event(self, run: Run, step: Step) -> Any:
+        token = step.token
+        shown = KoboldToken(token_id=token.id, text=token.text)
+        if token.logprob is not None:
+            shown.logprob = token.logprob
+            shown.top_logprobs = likely_tokens(token, self._token_bytes)
+        return KoboldTokenEvent(request_id=run.label, token=shown)
+
+    def _with_rows(self, run: Run, event: Any, rows: Attention | None) -> Frames:
+        event.attention, data = None, None
+        if rows is not None and self._plan.rows is not None:
+            event.attention, data = self._plan.rows.write(rows, run.count_copied)
+        return event_pieces(event, data)
+
+    def _end(self, run: Run) -> Frames:
+        event = KoboldDoneEvent(
+            finish_reason=kobold_reason(run.finish_reason),
+            total_tokens=run.n_tokens,
+            request_id=self._request_id(run),
+            reason=run.finish_reason,
+            text=run.text[self._n_shown :] or UNSET,
+            **details_of(run, self._plan.ignored),
+            **tool_calls_of(run.generations[0]),
+        )
+        return [self._encoded(event)]
+
+    def _encoded(self, event: Struct) -> bytes | str:
+        return msgspec.json.encode(event)
+
+    def error(self, run: Run | None, answer: Answer) -> Frames:
+        """What went wrong."""
+        return [self._encoded(kobold_error_body(answer, run))]
+
+
+class KoboldFrames(KoboldEvents):
+    """For each id a text frame and a binary frame with its row; the binary one is never left out.
+
+    Rows are float32 of shape ``(num_layers, num_attention_heads, n_context)``, as the seed's client
+    expects. If the request or the model makes them anything else, the text frame describes them in
+    ``attention``; formats that are not arrays are there completely.
+    """
+
+    _separator = ()
+
+    def _request_id(self, run: Run) -> str | UnsetType:
+        return UNSET
+
+    def _event(self, run: Run, step: Step) -> Any:
+        return KoboldTokenFrame(token_id=step.token.id, text=step.token.text)
+
+    def _with_rows(self, run: Run, event: Any, rows: Attention | None) -> Frames:
+        data = None
+        writer = self._plan.rows
+        if rows is not None and writer is not None:
+            attention, data = writer.write(rows, run.count_copied, data="binary")
+            wanted = writer.wanted
+            is_usual = (
+                isinstance(event, KoboldTokenFrame)
+                and (wanted.format, wanted.dtype) == ("per_layer", "float32")
+                and wanted.heads is wanted.spans is writer.layers is None
+                and attention.heads_by_layer is UNSET
+            )
+            event.attention = UNSET if is_usual else attention
+        return [self._encoded(event), data or b""]
+
+    def _encoded(self, event: Struct) -> bytes | str:
+        return msgspec.json.encode(event).decode()
+
+
+class DreamEvents(TypedEvents):
+    """Events of dream's WebSocket: JSON texts, or MessagePack.
+
+    An event whose attention has ``"encoding": "binary"`` and no ``data`` is followed by a binary
+    frame with the values; in MessagePack the values are inside the event.
+    """
+
+    def __init__(
+        self,
+        plan: KoboldPlan,
+        token_bytes: Callable[[int], bytes],
+        answer: Callable[[BaseException], Answer],
+        *,
+        packs: bool,
+    ) -> None:
+        """Render *plan*.
+
+        Args:
+            plan: The request's.
+            token_bytes: As in `TypedEvents`.
+            answer: What to tell about an error, with its figures.
+            packs: MessagePack instead of JSON.
+        """
+        super().__init__(plan, token_bytes)
+        self._answer = answer
+        self._packs = packs
+
+    def _event(self, run: Run, step: Step) -> Any:
+        watch(self._plan, step.token)
+        token = dream_token(step.token, self._token_bytes)
+        return KoboldTokenEvent(request_id=run.label, token=token, sample=self._sample(step.sample))
+
+    def _with_rows(self, run: Run, event: Any, rows: Attention | None) -> Frames:
+        if rows is None or self._plan.rows is None:
+            return [self._encoded(event)]
+        event.attention, data = dream_rows(self._plan, rows, run.count_copied, packs=self._packs)
+        if self._packs or data is None:
+            return [self._encoded(event)]
+        if event.attention.encoding == "binary":
+            return [self._encoded(event), data]
+        return [joined_text(event_pieces(event, data))]
+
+    def _end(self, run: Run) -> Frames:
+        samples: list[SampleEnd] | UnsetType = UNSET
+        if len(self._n_tokens) > 1:
+            samples = [
+                SampleEnd(sample=i, finish_reason=one.finish_reason, total_tokens=n)
+                for i, (one, n) in enumerate(zip(run.generations, self._n_tokens, strict=True))
+            ]
+        event = KoboldDoneEvent(
+            request_id=run.label,
+            finish_reason=run.finish_reason,
+            total_tokens=run.n_tokens,
+            generation_time_ms=round(run.elapsed_s * 1000),
+            samples=samples,
+            **details_of(run, self._plan.ignored),
+            **tool_calls_of(run.generations[0]),
+        )
+        if self._plan.scores is None:
+            return [self._encoded(event)]
+        found = PruningEvent(request_id=run.label, prunable_sentences=self._plan.scores.prunable())
+        return [self._encoded(found), self._encoded(event)]
+
+    def _encoded(self, event: Struct) -> bytes | str:
+        return packed(event, packs=self._packs)
+
+    def error(self, run: Run | None, answer: Answer) -> Frames:
+        """What went wrong, with the figures that only the run's own error has."""
+        if run is not None and run.error is not None:
+            answer = self._answer(run.error)
+        return [self._encoded(error_body(answer, self._plan.request.request_id))]
+
+
+def dream_token(token: Token, token_bytes: Callable[[int], bytes], **more: Any) -> KoboldToken:
+    """A token; ``top_logprobs`` is there if more than its own logprob was asked for."""
+    return KoboldToken(
+        token_id=token.id,
+        text=token.text,
+        logprob=UNSET if token.logprob is None else token.logprob,
+        top_logprobs=likely_tokens(token, token_bytes) or UNSET,
+        **more,
+    )
+
+
+def dream_rows(
+    plan: KoboldPlan, rows: Attention, count_copied: Callable[[int], None], *, packs: bool
+) -> tuple[AttentionObject, bytes | None]:
+    """The attention object of *rows*, and their values if they are not in it.
+
+    They are in it with *packs*; otherwise they are base64 for `DATA_HERE`, or for a frame of their
+    own if the object says that they are binary.
+    """
+    assert plan.rows is not None
+    assert plan.request.attention is not None
+    shown = reduced(plan.rows.wanted, plan.request.attention, rows)
+    is_binary = packs or plan.encoding == "binary"
+    data = "binary" if is_binary else "base64" if plan.encoding == "base64" else "list"
+    attention, values = plan.rows.write(shown, count_copied, data=data)
+    if packs and values is not None:
+        attention.data = cast("Any", values)
+        return attention, None
+    return attention, values
+
+
+def watch(plan: KoboldPlan, token: Token) -> None:
+    """Add *token* to the sentences' scores."""
+    if plan.scores is not None and token.attention is not None:
+        assert plan.request.attention is not None
+        plan.scores.add(mean_row(plan.request.attention, token.attention))
+
+
+def packed(event: Struct, *, packs: bool) -> bytes | str:
+    """*event* as a frame: MessagePack, or a text of JSON."""
+    return msgspec.msgpack.encode(event) if packs else msgspec.json.encode(event).decode()
+
+
+class PlainEvents:
+    """``{"token": text, "finish_reason": null}``, and the reason in an event of its own at the end.
+
+    Text that may begin a stop sequence is held back until that is clear, because the stop sequence
+    itself is not shown. The last event also says what the server left out of the request.
+    """
+
+    def __init__(self, stops: Sequence[str], ignored: Sequence[str] = (), *, trims: bool) -> None:
+        """Hold back *stops* if *trims*; otherwise they are shown. The end tells of *ignored*."""
+        self._shown = ShownText(stops if trims else ())
+        self._ignored = ignored
+        self._trims = trims
+
+    def prompt(self, run: Run, block: PromptBlock) -> Frames:
+        """Nothing."""
+        return []
+
+    def token(self, run: Run, step: Step) -> Frames:
+        """The text that is clear now; nothing if there is none."""
+        text = self._shown.feed(step.token.text)
+        return event_pieces(PlainEvent(token=text, finish_reason=None)) if text else []
+
+    def removed(self, run: Run, removal: Removal) -> Frames:
+        """What a client is to drop, beside an empty text."""
+        lost = Removed(**removed(removal, self._shown.take_back(removal.text)))
+        return event_pieces(PlainEvent(token="", finish_reason=None, removed=lost))
+
+    def done(self, run: Run) -> Frames:
+        """What was held back, then the reason."""
+        last = PlainEvent(
+            token="",
+            finish_reason=kobold_reason(run.finish_reason),
+            **left_out(run, self._ignored),
+            **tool_calls_of(run.generations[0]),
+        )
+        rest = self._shown.rest(run.generations[0].text if self._trims else run.text)
+        held = PlainEvent(token=rest, finish_reason=None)
+        return (
+            [*event_pieces(held), NEXT_EVENT, *event_pieces(last)] if rest else event_pieces(last)
+        )
+
+    def error(self, run: Run | None, answer: Answer) -> Frames:
+        """What went wrong."""
+        return event_pieces(kobold_error_body(answer, run))

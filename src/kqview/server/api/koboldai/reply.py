@@ -1,0 +1,312 @@
+"""The reply of ``POST /api/v1/generate``, which both dialects have.
+
+Each token's attention is encoded when the token arrives, so that the engine gets its memory back;
+the encoded pieces are joined once, at the end.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Annotated, Any, Final
+
+import msgspec
+from msgspec import UNSET, Struct, UnsetType
+
+from kqview.generation.stream import Generation
+from kqview.server.api.koboldai.events import (
+    KoboldToken,
+    LeftOut,
+    details_of,
+    dream_rows,
+    dream_token,
+    kobold_reason,
+    watch,
+)
+from kqview.server.api.koboldai.failures import ReplyTooLarge
+from kqview.server.api.koboldai.pruning import PrunableSentence
+from kqview.server.api.koboldai.request import GenerateBody, KoboldPlan
+from kqview.server.api.wire.event_parts import AttentionObject, ModCall, event_pieces
+from kqview.server.api.wire.fields import first
+from kqview.server.api.wire.logprobs import Logprobs, LogprobsWriter
+from kqview.server.api.wire.mods_field import tool_calls_of
+from kqview.server.models.run import Run, Step, TokenLogprobs
+from kqview.server.web.budget import Reservation
+from kqview.server.web.described import example
+from kqview.types import ModelInfo, PromptBlock
+from kqview.types.token import Attention
+
+_NUMBER_BYTES: Final = 26  # the longest float in JSON, with its comma
+_ENTRY_BYTES: Final = 512  # names, shape and text of a token
+_LOGPROB_BYTES: Final = 192  # one of top_logprobs, in all lists together
+
+
+class AttentionEntry(Struct):
+    """A token with its attention object.
+
+    Attributes:
+        token_id: Id of the token.
+        text: The text that it completes.
+        attention: Its attention.
+        sample: Index of the sample, if there are several.
+    """
+
+    token_id: Annotated[int, example(259)]
+    text: Annotated[str, example(" t")]
+    attention: AttentionObject
+    sample: Annotated[int | UnsetType, example(0)] = UNSET
+
+
+class PromptEntry(Struct):
+    """Rows of the prompt.
+
+    Attributes:
+        start: Position of the first token.
+        rows: How many tokens.
+        attention: Their attention, with an axis for the rows before that of the columns.
+    """
+
+    start: Annotated[int, example(0)]
+    rows: Annotated[int, example(6)]
+    attention: AttentionObject
+
+
+class SampleResult(Struct):
+    """One sample, as KoboldAI's clients expect it.
+
+    Attributes:
+        text: The text.
+        finish_reason: Why it ended: "stop" or "length".
+        prompt_tokens: Tokens of the prompt.
+        completion_tokens: Tokens that were generated.
+        logprobs: Those of its tokens, if asked for.
+    """
+
+    text: Annotated[str, example(" teacher.")]
+    finish_reason: Annotated[str, example("length")]
+    prompt_tokens: Annotated[int, example(6)]
+    completion_tokens: Annotated[int, example(2)]
+    logprobs: Logprobs | UnsetType | None = UNSET
+
+
+class Details(LeftOut, kw_only=True):
+    """What a reply tells of its request; times and counts are of its first sample.
+
+    Attributes:
+        reason: Why that ended exactly: "stop" if the model ended the text, "stop_token",
+            "stop_sequence", "length", "cancelled" or "tool_calls".
+        seed: The seed that was used, also if the request gave none.
+        prompt_tokens: Tokens of the prompt.
+        cached_tokens: Those of them that were in a cache; the others were evaluated.
+        queue_ms: Milliseconds that it waited for a slot.
+        prompt_ms: Milliseconds from then to the first token.
+        generation_ms: Milliseconds from the first token to the last.
+    """
+
+    reason: Annotated[str, example("length")]
+    seed: Annotated[int, example(2531011)]
+    prompt_tokens: Annotated[int, example(7)]
+    cached_tokens: Annotated[int, example(0)]
+    queue_ms: Annotated[float, example(0.1)]
+    prompt_ms: Annotated[float, example(4.2)]
+    generation_ms: Annotated[float, example(1.7)]
+
+
+class GenerateReply(Struct, kw_only=True):
+    """Reply of ``POST /api/v1/generate``; all but ``results`` and ``details`` only if asked for.
+
+    Attributes:
+        results: Each sample.
+        details: Figures of the request, and what had no effect.
+        generated_text: Text of the first sample.
+        finish_reason: Why the first sample ended.
+        tool_calls: Calls that a mod made.
+        prunable_sentences: Sentences that got little attention, if there were ``sentences``.
+        generated_tokens: Every token.
+        prompt_attention: Rows of the prompt, with ``prompt_attention``.
+        attention_data: Every token with its attention.
+    """
+
+    results: list[SampleResult]
+    details: Details
+    generated_text: Annotated[str | UnsetType, example(" teacher.")] = UNSET
+    finish_reason: Annotated[str | UnsetType, example("length")] = UNSET
+    tool_calls: list[ModCall] | UnsetType = UNSET
+    prunable_sentences: list[PrunableSentence] | UnsetType = UNSET
+    generated_tokens: list[KoboldToken] | UnsetType = UNSET
+    prompt_attention: list[PromptEntry] | UnsetType = UNSET
+    attention_data: list[AttentionEntry] | UnsetType = UNSET
+
+
+def check_size(
+    plan: KoboldPlan,
+    model: ModelInfo,
+    limit_bytes: int,
+    *,
+    n_prompt: int,
+    n_ctx: int,
+    packs: bool,
+) -> int:
+    """Most bytes that the reply to *plan* may have.
+
+    Args:
+        plan: The request's.
+        model: The model that answers.
+        limit_bytes: The most that are allowed.
+        n_prompt: Tokens in the prompt.
+        n_ctx: Tokens that a slot holds.
+        packs: MessagePack instead of JSON.
+
+    Raises:
+        ReplyTooLarge: They are more than *limit_bytes*.
+    """
+    n_tokens = max(1, min(plan.request.max_tokens, n_ctx - n_prompt + 1))
+    total = (_ENTRY_BYTES + (plan.request.sampling.top_logprobs or 0) * _LOGPROB_BYTES) * n_tokens
+    if plan.rows is not None:
+        # Linear in the columns, so the mean of the first and last row is the mean of all.
+        ends = [
+            _row_bytes(plan, model, n, packs=packs) for n in (n_prompt, n_prompt + n_tokens - 1)
+        ]
+        total += n_tokens * sum(ends) // 2
+    total *= plan.request.n_samples
+    if plan.rows is not None and plan.rows.wanted.prompt:
+        total += n_prompt * (_row_bytes(plan, model, n_prompt, packs=packs) + _ENTRY_BYTES)
+    if total > limit_bytes:
+        raise ReplyTooLarge(
+            f"the reply may have {total} bytes, the limit is {limit_bytes}; generate "
+            "fewer tokens, ask for less attention (attention_format, attention_layers, dtype), or "
+            "use the WebSocket /api/v1/generate/stream",
+            reply_bytes=total,
+            limit_bytes=limit_bytes,
+            prompt_tokens=n_prompt,
+        )
+    return total
+
+
+def _row_bytes(plan: KoboldPlan, model: ModelInfo, n_context: int, *, packs: bool) -> int:
+    assert plan.rows is not None
+    shown = plan.rows.wanted
+    n_layers, n_heads = plan.rows.n_layers, plan.rows.n_heads
+    if shown.format == "viz":
+        return 2 * n_layers * _NUMBER_BYTES
+    if shown.format == "sparse":
+        return min(shown.top_k, n_context) * (n_layers + 2) * _NUMBER_BYTES
+    n_columns = n_context if shown.spans is None else len(shown.spans)
+    n_values = n_columns * (n_layers * n_heads if shown.format == "per_layer" else 1)
+    if shown.format == "aggregated" and plan.encoding is None and not packs:
+        return n_values * _NUMBER_BYTES
+    n_bytes = n_values * (2 if shown.dtype == "float16" else 4)
+    return n_bytes if packs else -(-n_bytes // 3) * 4
+
+
+class ReplyBuilder:
+    """Builds the reply's body from what a run yields; one thread at a time."""
+
+    def __init__(
+        self,
+        plan: KoboldPlan,
+        body: GenerateBody,
+        token_bytes: Callable[[int], bytes],
+        hold: Reservation,
+        *,
+        packs: bool,
+    ) -> None:
+        """Answer *plan*.
+
+        Args:
+            plan: The request's.
+            body: The request.
+            token_bytes: Bytes of a token by its id.
+            hold: Counts the memory of the reply while it is built.
+            packs: MessagePack instead of JSON.
+        """
+        # A body has no separate frames.
+        self._plan = plan if plan.encoding != "binary" else replace(plan, encoding="base64")
+        self._token_bytes = token_bytes
+        self._hold = hold
+        self._packs = packs
+        self._encode = msgspec.msgpack.encode if packs else msgspec.json.encode
+        shows = first(body.return_attention, body.output_attentions)
+        # Dream's own fields follow the results of those who know either field.
+        self._has_tokens = shows is not None
+        self._has_logprobs = plan.request.sampling.top_logprobs is not None
+        # With attention the text keeps its stop sequence, as its tokens do.
+        self._trims_stop = first(body.trim_stop, not shows)
+        n_samples = range(plan.request.n_samples)
+        self._logprobs = [LogprobsWriter(packs=packs) for _ in n_samples]
+        self._tokens: list[list[msgspec.Raw]] = [[] for _ in n_samples]
+        self._entries: list[list[msgspec.Raw]] = [[] for _ in n_samples]
+        self._blocks: list[msgspec.Raw] = []
+        self.n_bytes = 0
+        """Bytes encoded so far."""
+
+    def prompt(self, run: Run, block: PromptBlock) -> None:
+        """Rows of the prompt."""
+        assert block.rows is not None
+        entry = self._entry(run, block.rows, PromptEntry, start=block.start, rows=block.n_rows)
+        self._blocks.append(entry)
+
+    def token(self, run: Run, step: Step) -> None:
+        """One token."""
+        token, sample = step.token, step.sample
+        number = sample if len(self._tokens) > 1 else UNSET
+        watch(self._plan, token)
+        if self._has_logprobs and token.logprob is not None:
+            top = tuple(token.top_logprobs or ())
+            one = TokenLogprobs(token.id, token.logprob, top)
+            self._count(self._logprobs[sample].add(one, self._token_bytes))
+        if self._has_tokens:
+            shown = dream_token(token, self._token_bytes, sample=number)
+            self._tokens[sample].append(msgspec.Raw(self._encode(shown)))
+            self._count(len(self._tokens[sample][-1]))
+        if self._plan.rows is not None and token.attention is not None:
+            entry = self._entry(
+                run, token.attention, AttentionEntry,
+                token_id=token.id, text=token.text, sample=number,
+            )  # fmt: skip
+            self._entries[sample].append(entry)
+
+    def body(self, run: Run) -> bytes:
+        """The whole reply of a run that is over."""
+        plan = self._plan
+        results = [self._result(run.generations[i], i) for i in range(len(self._tokens))]
+        details = Details(reason=run.finish_reason, **details_of(run, plan.ignored))
+        lists: dict[str, Any] = {}
+        if plan.scores is not None:
+            lists["prunable_sentences"] = plan.scores.prunable()
+        if self._has_tokens:
+            lists["generated_text"] = results[0].text
+            lists["finish_reason"] = run.finish_reason
+            lists |= tool_calls_of(run.generations[0])
+            lists["generated_tokens"] = [one for tokens in self._tokens for one in tokens]
+        if plan.rows is not None:
+            if plan.rows.wanted.prompt:
+                lists["prompt_attention"] = self._blocks
+            lists["attention_data"] = [one for entries in self._entries for one in entries]
+        self._hold.take(self.n_bytes)  # the pieces and the whole at the same time
+        whole = self._encode(GenerateReply(results=results, details=details, **lists))
+        self._logprobs, self._tokens, self._entries, self._blocks = [], [], [], []
+        self._hold.take(-2 * self.n_bytes)
+        return whole
+
+    def _result(self, generation: Generation, sample: int) -> SampleResult:
+        stop = "" if self._trims_stop else generation.stop_match or ""
+        return SampleResult(
+            generation.text + stop,
+            kobold_reason(generation.finish_reason or "cancelled"),
+            generation.usage.prompt_tokens,
+            generation.usage.completion_tokens,
+            self._logprobs[sample].whole() if self._has_logprobs else UNSET,
+        )
+
+    def _entry(self, run: Run, values: Attention, kind: type[Struct], **fields: Any) -> msgspec.Raw:
+        attention, data = dream_rows(self._plan, values, run.count_copied, packs=self._packs)
+        entry = kind(attention=attention, **fields)
+        if self._packs:
+            encoded = msgspec.msgpack.encode(entry)
+        else:
+            encoded = b"".join(event_pieces(entry, data))
+        self._count(len(encoded))
+        return msgspec.Raw(encoded)
+
+    def _count(self, n_bytes: int) -> None:
+        self._hold.take(n_bytes)
+        self.n_bytes += n_bytes

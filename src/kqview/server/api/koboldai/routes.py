@@ -1,0 +1,586 @@
+"""Routes of the KoboldAI API: KoboldCpp's, those with attention, and those of the dream dialect."""
+
+import asyncio
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from kqview import __version__
+from kqview.engine import Engine
+from kqview.errors import KqviewError, RequestError
+from kqview.server.api.koboldai import events, failures, schema
+from kqview.server.api.koboldai.reply import GenerateReply, ReplyBuilder, check_size
+from kqview.server.api.koboldai.request import (
+    Cancel,
+    Generate,
+    GenerateBody,
+    KoboldFields,
+    KoboldPlan,
+    QueryFields,
+    StreamBody,
+    control_token,
+    plan_of,
+)
+from kqview.server.api.koboldai.stream import SUBPROTOCOL, DreamSession
+from kqview.server.api.wire.fields import first
+from kqview.server.api.wire.logprobs import LOGPROB_BYTES, logprobs_of, token_bytes_of
+from kqview.server.models.model_entry import ModelEntry, resolved
+from kqview.server.models.model_files import name_in
+from kqview.server.models.run import LastRun, Run
+from kqview.server.models.service import Call
+from kqview.server.models.stream import Events, send_run
+from kqview.server.web.endpoint import (
+    Handler,
+    HttpReply,
+    Operation,
+    Sample,
+    decoded_with_unknown,
+    empty,
+    error_reply,
+    json_in_slices,
+)
+from kqview.server.web.lenient import LenientDecoder
+from kqview.server.web.sockets import Socket
+
+_STREAM_DECODER: Final = LenientDecoder(StreamBody)
+_PACK_TYPES: Final = ("application/msgpack", "application/x-msgpack", "application/vnd.msgpack")
+_STOP_CODES: Final = {"length": 0, "stop": 1, "stop_token": 2, "stop_sequence": 2}
+
+# ---- text and ids
+
+
+async def tokenize(call: Call, body: schema.TokenizeBody) -> HttpReply:
+    """Ids and texts of a text."""
+    text = first(body.text, body.content)
+    if text is None:
+        raise RequestError("text is missing; send text or content")
+    add_special = first(body.add_special_tokens, body.add_special, False)
+    pieces = await call.model.tokenize(text, add_special=add_special, hold=call.hold)
+
+    def written() -> bytes:
+        tokens = [
+            schema.TokenText(id_) if body.with_pieces is False else schema.TokenText(id_, piece)
+            for id_, piece in pieces
+        ]
+        reply = schema.Tokenized(tokens, [id_ for id_, _ in pieces], len(pieces))
+        empty(pieces)
+        return json_in_slices(reply)
+
+    return HttpReply(await call.service.converted(call.n_body_bytes, call.hold, written))
+
+
+async def detokenize(call: Call, body: schema.DetokenizeBody) -> schema.Detokenized:
+    """Text of ids."""
+    ids = first(body.token_ids, body.tokens)
+    if ids is None:
+        raise RequestError("token_ids is missing; send token_ids or tokens")
+    name = "tokens" if body.token_ids is None else "token_ids"
+    return schema.Detokenized(await call.model.detokenize(ids, name=name, client=call.hold.client))
+
+
+async def token_count(call: Call, body: schema.TokenCountBody) -> HttpReply:
+    """How many tokens a prompt has."""
+    text = body.prompt or ""
+    ids = await call.model.ids(text, add_special=body.special, hold=call.hold)
+    counted = schema.TokenCount(len(ids), ids)
+    return HttpReply(
+        await call.service.converted(call.n_body_bytes, call.hold, json_in_slices, counted)
+    )
+
+
+async def extra_detokenize(call: Call, body: schema.ExtraDetokenizeBody) -> schema.ExtraDetokenized:
+    """Text of ids, as KoboldCpp answers it."""
+    text = await call.model.detokenize(body.ids, client=call.hold.client)
+    return schema.ExtraDetokenized(text, success=True)
+
+
+# ---- generation
+
+
+async def generate(call: Call, body: GenerateBody) -> HttpReply:
+    """``POST /api/v1/generate``: everything in one reply."""
+    # MessagePack if the client asks for it by name; ``*/*`` is JSON.
+    accepted = call.headers.get("accept", "").lower().split(",")
+    packs = any(kind.partition(";")[0].strip() in _PACK_TYPES for kind in accepted)
+    service, engine = call.service, call.model.engine
+    try:
+        plan = await _plan(call, body, call.n_body_bytes, call.unknown)
+        run = await service.start(plan.request, call.caller, call.hold, model=call.model)
+        async with run:
+            most = check_size(
+                plan, engine.model, service.settings.max_reply_bytes,
+                n_prompt=run.usage.prompt_tokens, n_ctx=engine.n_ctx, packs=packs,
+            )  # fmt: skip
+            builder = ReplyBuilder(plan, body, token_bytes_of(engine), call.hold, packs=packs)
+            async for block in run.prompt_blocks():
+                await service.offload(most, builder.prompt, run, block)
+                del block  # the pool wants its memory back
+            async for step in run.final_steps():
+                await service.offload(step.n_bytes, builder.token, run, step)
+                del step
+        data = await service.offload(builder.n_bytes, builder.body, run)
+    except KqviewError as error:
+        answer = failures.answer_for(call.model, error, body)
+        if not answer.figures:
+            raise
+        return error_reply(answer, failures.generate_error_body)
+    media_type = _PACK_TYPES[0] if packs else "application/json"
+    return HttpReply(data, media_type, gzips=body.compression == "gzip", headers={"vary": "Accept"})
+
+
+async def stream(call: Call, body: StreamBody) -> Events:
+    """Tokens as Server-Sent Events; typed ones for clients that can know them."""
+    body = _with_query(call, body)
+    plan = await _plan(call, body, call.n_body_bytes, call.unknown)
+    run = await call.service.start(plan.request, call.caller, call.hold, model=call.model)
+    asked = first(body.output_attentions, body.return_attention, body.request_id)
+    if asked is not None or plan.has_start:
+        return Events(run, events.KoboldEvents(plan, token_bytes_of(call.model.engine)))
+    trims = body.trim_stop is not False
+    return Events(run, events.PlainEvents(run.request.sampling.stop, plan.ignored, trims=trims))
+
+
+async def stream_frames(call: Call, socket: Socket) -> None:
+    """Tokens as pairs of a text and a binary frame; one request a socket."""
+    service = call.service
+    raw = await socket.receive(timeout_s=service.settings.idle_timeout_s)
+    body, unknown = await service.converted(
+        len(raw), call.hold, decoded_with_unknown, _STREAM_DECODER, raw
+    )
+    body = _with_query(call, body)
+    async with service.pool.using(body.model or call.query.get("model")) as model:
+        call = replace(call, served=model)
+        plan = await _plan(call, resolved(body, model), len(raw), unknown, asked=True)
+        run = await service.start(plan.request, call.caller, call.hold, model=model)
+        frames = events.KoboldFrames(plan, token_bytes_of(model.engine))
+        await socket.alone(send_run(socket, run, frames))
+
+
+async def stream_events(call: Call, socket: Socket) -> None:
+    """``WS /api/v1/generate/stream``."""
+    await DreamSession(call, socket).serve()
+
+
+async def _plan(
+    call: Call, body: KoboldFields, n_bytes: int, unknown: tuple[str, ...], *, asked: bool = False
+) -> KoboldPlan:
+    return await call.service.converted(
+        n_bytes, call.hold, plan_of, body, call.model, call.service.settings,
+        request_id=call.request_id, unknown=unknown, asked=asked,
+    )  # fmt: skip
+
+
+def _with_query(call: Call, body: StreamBody) -> StreamBody:
+    """*body*, with what the URL's query says about attention if *body* does not."""
+    names = QueryFields.__struct_fields__
+    given = {name: call.query[name] for name in names if name in call.query}
+    if not given:
+        return body
+    try:
+        checked = msgspec.convert(given, QueryFields)
+    except msgspec.ValidationError as error:
+        raise RequestError(f"the URL's query cannot be read: {error}; correct it") from None
+    missing = {name: getattr(checked, name) for name in given if getattr(body, name) is None}
+    return msgspec.structs.replace(body, **missing)
+
+
+# ---- generations that run
+
+
+async def abort(call: Call, body: schema.RunBody) -> schema.Aborted:
+    """End the generation of a key or a name; without either, the only one without a key."""
+    runs = _meant(call, body)
+    is_named = bool(body.genkey or body.request_id)
+    is_known = bool(runs) if is_named else len(runs) <= 1
+    ended = runs if is_known else []
+    for run in ended:
+        run.end()
+    return schema.Aborted(
+        success="true" if ended else "false", done="true" if is_known else "false"
+    )
+
+
+async def check(call: Call, body: schema.RunBody) -> schema.Texts:
+    """Text so far of the generation of a key or a name; "" if there is none."""
+    runs = _meant(call, body)
+    return schema.Texts([schema.ResultText(runs[-1].text if runs else "")])
+
+
+async def last_logprobs(call: Call, body: schema.RunBody) -> schema.LastLogprobs:
+    """Logprobs of the caller's generation that ended last, if it asked for some."""
+    last = call.service.last_of(call.caller, key=body.genkey or "")
+    if last.model_id != call.model.id:  # its ids would be other texts here
+        last = LastRun()
+    bytes_of = call.model.engine.token_bytes
+    n_bytes = LOGPROB_BYTES * len(last.logprobs)
+    return schema.LastLogprobs(
+        await call.service.converted(n_bytes, call.hold, logprobs_of, last.logprobs, bytes_of)
+    )
+
+
+def _meant(call: Call, body: schema.RunBody) -> list[Run]:
+    return call.service.find(call.caller, key=body.genkey or "", request_id=body.request_id or None)
+
+
+def _by_query(handler: Handler) -> Handler:
+    """*handler* for GET: the URL names the generation."""
+
+    async def handle(call: Call) -> Any:
+        return await handler(call, schema.RunBody(genkey=call.query.get("genkey")))
+
+    return handle
+
+
+# ---- models
+
+
+async def model(call: Call) -> schema.Model:
+    """The model's facts; -1 stands for a token that it does not have."""
+    info, name = call.model.engine.model, f"koboldcpp/{call.model.name}"
+    is_whole = info.attention_layers == tuple(range(info.n_layer))
+    return schema.Model(
+        result=name,
+        model_name=name,
+        vocab_size=info.n_vocab,
+        num_layers=info.n_layer,
+        num_attention_heads=info.n_head,
+        num_key_value_heads=info.n_head_kv,
+        embedding_size=info.n_embd,
+        max_context_length=call.model.max_context,
+        max_trained_context=info.n_ctx_train,
+        bos_token_id=first(info.bos_token_id, -1),
+        eos_token_id=first(info.eos_token_id, -1),
+        eot_token_id=first(info.eot_token_id, -1),
+        rope_freq_base=info.rope_freq_base,
+        rope_freq_scale=info.rope_freq_scale,
+        attention_layers=msgspec.UNSET if is_whole else info.attention_layers,
+    )
+
+
+async def show_model_info(call: Call) -> schema.ModelInfoReply:
+    """``GET /api/v1/model/info``."""
+    return _info_of(call.model, call.model.engine, call.model.name)
+
+
+def _info_of(entry: ModelEntry, engine: Engine, name: str) -> schema.ModelInfoReply:
+    """What ``GET /api/v1/model/info`` says if *engine* is *entry*'s and is called *name*."""
+    info = engine.model
+    roles = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding"}
+    special: dict[str, str | int | None] = {
+        key: info.special_tokens.get(role) for key, role in roles.items()
+    }
+    for key in ("im_start", "im_end"):
+        if (found := control_token(engine, f"<|{key}|>")) is not None:
+            special[f"{key}_id"] = found
+    try:  # llama.cpp has a default if the file is silent; this is what the file says
+        rope_theta = float(info.metadata.get(f"{info.architecture}.rope.freq_base", ""))
+    except ValueError:
+        rope_theta = None
+    return schema.ModelInfoReply(
+        model_name=name,
+        architecture=info.architecture or None,
+        vocab_size=info.n_vocab,
+        num_layers=info.n_layer,
+        num_attention_heads=info.n_head,
+        num_key_value_heads=info.n_head_kv,
+        hidden_size=info.n_embd,
+        max_position_embeddings=info.n_ctx_train,
+        rope_theta=rope_theta,
+        bos_token_id=info.bos_token_id,
+        eos_token_id=info.eos_token_id,
+        special_tokens=special,
+        chat_template=info.chat_template,
+        torch_dtype=None,  # a GGUF has no such thing: each tensor has its own type
+        context_length=entry.max_context_of(engine),
+        attention_layers=list(info.attention_layers),
+    )
+
+
+async def list_models(call: Call) -> schema.ModelsReply:
+    """``GET /api/v1/models``."""
+    pool = call.service.pool
+    names = await call.service.models()
+    if pool.has_several:
+        names = [*(one.id for one in pool), *names]
+    if pool.default.loaded is None:
+        return schema.ModelsReply(list(dict.fromkeys(names)), None, None)
+    name = pool.default.name
+    folder, path = call.service.settings.models_dir, pool.default.path
+    file = None if pool.has_several else await asyncio.to_thread(name_in, folder, path)
+    return schema.ModelsReply(list(dict.fromkeys(names)), file or name, name)
+
+
+async def load_model(call: Call, body: schema.LoadBody) -> schema.ModelInfoReply:
+    """``POST /api/v1/model/load``."""
+    if not body.model:
+        raise RequestError("model is empty; take a name from /api/v1/models")
+    options = {"n_ctx": body.n_ctx, "n_slots": body.n_slots, "n_gpu_layers": body.n_gpu_layers}
+    for name, value in options.items():
+        least = -1 if name == "n_gpu_layers" else 1
+        if value is not None and not least <= value < 2**31:
+            raise RequestError(f"{name} is {value}, the least is {least}")
+    pool = call.service.pool
+    engine = await pool.switch(body.model, options)
+    name = engine.model.name or Path(body.model).stem
+    return _info_of(pool.default, engine, pool.default.id if pool.has_several else name)
+
+
+# ---- what runs
+
+
+async def max_context_length(call: Call) -> schema.Number:
+    """Most tokens of a prompt."""
+    return schema.Number(call.model.max_context)
+
+
+async def max_length(call: Call) -> schema.Number:
+    """Most tokens that a request may generate."""
+    return schema.Number(min(call.service.settings.max_tokens, call.model.engine.n_ctx))
+
+
+async def perf(call: Call) -> schema.Perf:
+    """Figures of the caller's last generation, and how busy the server is."""
+    service, now_s = call.service, time.monotonic()
+    last, n_running = service.last_of(call.caller), len(service.runs)
+    usage = last.usage
+    n_evaluated = usage.prompt_tokens - usage.cached_tokens
+    n_decoded = usage.completion_tokens - 1
+    since_s = service.started_s if last.ended_s is None else last.ended_s
+    return schema.Perf(
+        last_process=1000 * usage.prefill_s / n_evaluated if n_evaluated > 0 else 0.0,
+        last_eval=1000 * usage.decode_s / n_decoded if n_decoded > 0 else 0.0,
+        last_token_count=usage.completion_tokens,
+        last_input_count=usage.prompt_tokens,
+        last_process_time=usage.prefill_s,
+        last_eval_time=usage.decode_s,
+        last_process_speed=usage.prefill_tokens_per_s,
+        last_eval_speed=usage.tokens_per_s,
+        last_seed=-1 if last.seed is None else last.seed,
+        total_gens=service.n_runs_of(call.caller),
+        stop_reason=_STOP_CODES.get(last.finish_reason, -1),
+        queue=call.model.engine.stats().n_queued,
+        idle=0 if n_running else 1,
+        uptime=now_s - service.started_s,
+        idletime=0.0 if n_running else now_s - since_s,
+    )
+
+
+async def extra_version(call: Call) -> schema.Version:
+    """Which KoboldCpp this answers as."""
+    return schema.Version(protected=bool(call.service.settings.api_keys))
+
+
+async def service_info(call: Call) -> schema.ServiceInfo:
+    """Which APIs are here, as KoboldAI's services tell each other."""
+    koboldai = schema.Api(
+        name="KoboldAI API", rel_url="/api", documentation="/docs", version=schema.API_VERSION
+    )
+    return schema.ServiceInfo(
+        version="0.2",
+        software=schema.Software("kqview", __version__),
+        api=schema.Apis(koboldai),
+    )
+
+
+def _always(reply: Any) -> Handler:
+    async def handle(call: Call) -> Any:
+        return reply
+
+    return handle
+
+
+# ---- the table
+
+
+def _operation(method: Any, path: str, handler: Handler, summary: str, **more: Any) -> Operation:
+    known: dict[str, Any] = {
+        "tag": "kobold", "error_body": failures.kobold_error_body,
+        "failure": failures.KoboldFailure,
+    }  # fmt: skip
+    return Operation(method=method, path=path, handler=handler, summary=summary, **(known | more))
+
+
+def _get(path: str, handler: Handler, summary: str, reply: Any = None, **more: Any) -> Operation:
+    return _operation("GET", path, handler, summary, reply=reply, **more)
+
+
+def _post(
+    path: str, handler: Handler, summary: str, body: Any, reply: Any = None, **more: Any
+) -> Operation:
+    more = {"is_lenient": True, **more}
+    return _operation("POST", path, handler, summary, body=body, reply=reply, **more)
+
+
+def _v1(name: str) -> dict[str, Any]:
+    """Path of an operation that is at two places."""
+    return {"path": f"/api/v1/{name}", "also": (f"/api/latest/{name}",)}
+
+
+_DREAM: Final[dict[str, Any]] = {"tag": "dream", "error_body": failures.error_body}
+_GENERATE: Final[dict[str, Any]] = {"tag": "dream", "error_body": failures.generate_error_body}
+_GENKEY: Final = {"genkey": 'KoboldAI\'s name of the request, such as "KCPP1234".'}
+_EXAMPLE: Final[dict[str, Any]] = {
+    "prompt": "Anna is a", "max_length": 2, "temperature": 0, "output_attentions": True,
+}  # fmt: skip
+
+
+def _sent(about: str, kind: Any, **shown: Any) -> Sample:
+    return Sample("server", about, shown, type=kind)
+
+
+_START: Final = _sent("With start_event: what follows; no row does", events.StartEvent)
+_PROMPT: Final = _sent(
+    "Rows of the prompt, with prompt_attention", events.KoboldPromptEvent,
+    attention={**events.ROW, "shape": [4, 8, 7, 7]},
+)  # fmt: skip
+_TOKEN: Final = _sent("Each token, with its row", events.KoboldTokenEvent, attention=events.ROW)
+_REMOVED: Final = _sent("Tokens that a mod took back", events.KoboldRemovedEvent)
+_DONE: Final = _sent("The end", events.KoboldDoneEvent)
+_FAILED: Final = _sent("A failure, in place of the end", failures.KoboldFailure, type="error")
+_EVENTS: Final = (
+    _START, _PROMPT, _TOKEN, _REMOVED, _DONE, _FAILED,
+    _sent(
+        "Without output_attentions and request_id: text that is new, and at last the reason of the "
+        "end",
+        events.PlainEvent,
+    ),
+)  # fmt: skip
+_FRAMES: Final = (
+    Sample("client", "The request", _EXAMPLE, type=StreamBody),
+    _START, _sent(_PROMPT.about, events.KoboldPromptEvent),
+    Sample("server", "Their values", "float32 values, layers × heads × rows × tokens"),
+    _sent("Each token", events.KoboldTokenFrame),
+    Sample("server", "Its row", "float32 values, layers × heads × tokens before it"),
+    _REMOVED, _DONE, _FAILED,
+)  # fmt: skip
+_MESSAGES: Final = (
+    Sample("client", "A request; another one may follow its end", _EXAMPLE, type=Generate),
+    _START, _PROMPT,
+    Sample("server", "Their values, if encoding is binary", "values in C order, little-endian"),
+    _TOKEN,
+    Sample("server", "Its row, if encoding is binary", "values in C order, little-endian"),
+    _REMOVED,
+    Sample("client", "Ends the request early", type=Cancel),
+    _sent("With sentences: those that got little attention", events.PruningEvent),
+    _DONE, _FAILED,
+)  # fmt: skip
+
+OPERATIONS: Final[list[Operation]] = [
+    _post(
+        "/api/v1/tokenize", tokenize, "Ids of a text, with the text of each.",
+        schema.TokenizeBody, schema.Tokenized, model="named",
+    ),
+    _post(
+        "/api/v1/detokenize", detokenize, "Text of ids.", schema.DetokenizeBody,
+        schema.Detokenized, model="named",
+    ),
+    _get(
+        handler=model, summary="Facts about the model.", reply=schema.Model, model="named",
+        **_v1("model"),
+    ),
+    _post(
+        handler=generate, body=GenerateBody, reply=GenerateReply, model="named",
+        summary="Text in one reply, with the attention of every token if asked for.",
+        example=_EXAMPLE, **_v1("generate"), **_GENERATE,
+    ),
+    _post(
+        "/api/extra/generate/stream", stream,
+        "Generate, streamed. Events have a type and attention where output_attentions or "
+        "request_id is given; else they are KoboldAI's.",
+        StreamBody, streams=True, model="named", example=_EXAMPLE, samples=_EVENTS,
+    ),
+    _operation(
+        "WS", "/api/extra/generate/stream/ws", stream_frames,
+        "Generate: send the body of /api/extra/generate/stream as the first message; each token is "
+        "a text frame and a binary frame of float32.",
+        samples=_FRAMES,
+    ),
+    _operation(
+        "WS", handler=stream_events, subprotocols=(SUBPROTOCOL,),
+        summary="Text token by token with its attention; JSON, or MessagePack as subprotocol.",
+        samples=_MESSAGES, **_v1("generate/stream"), **_DREAM,
+    ),
+    _post("/api/extra/abort", abort, "End a generation.", schema.RunBody, schema.Aborted),
+    *(
+        make("/api/extra/generate/check", handler, "Text so far of a generation that runs.", **more)
+        for make, handler, more in (
+            (_post, check, {"body": schema.RunBody, "reply": schema.Texts}),
+            (_get, _by_query(check), {"reply": schema.Texts, "parameters": _GENKEY}),
+        )
+    ),
+    *(
+        make(
+            "/api/extra/last_logprobs", handler, "Logprobs of the generation that ended last.",
+            reply=schema.LastLogprobs, model="named", **more,
+        )
+        for make, handler, more in (
+            (_post, last_logprobs, {"body": schema.RunBody}),
+            (_get, _by_query(last_logprobs), {"parameters": _GENKEY}),
+        )
+    ),
+    _post(
+        "/api/extra/tokencount", token_count, "How many tokens a text has.",
+        schema.TokenCountBody, schema.TokenCount, also=("/api/extra/tokenize",),
+        error_body=failures.count_error_body, failure=failures.CountFailure, model="named",
+    ),
+    _post(
+        "/api/extra/detokenize", extra_detokenize, "Text of ids.",
+        schema.ExtraDetokenizeBody, schema.ExtraDetokenized,
+        error_body=failures.text_error_body, failure=failures.TextFailure, model="named",
+    ),
+    _get(
+        handler=show_model_info, reply=schema.ModelInfoReply, model="named",
+        summary="Architecture, sizes, special tokens and chat template of the model.",
+        **_v1("model/info"), **_DREAM,
+    ),
+    _get(
+        "/api/v1/models", list_models, "Models that may be loaded, and the one that is.",
+        schema.ModelsReply, **_DREAM,
+    ),
+    _post(
+        "/api/v1/model/load", load_model,
+        "Unload the model and load another one; running requests end with MODEL_CHANGED.",
+        schema.LoadBody, schema.ModelInfoReply, access="admin", is_lenient=False, **_DREAM,
+    ),
+    _get(
+        handler=max_context_length, summary="Most tokens of a prompt.", reply=schema.Number,
+        path="/api/v1/config/max_context_length",
+        also=("/api/latest/config/max_context_length", "/api/extra/true_max_context_length"),
+        model="named",
+    ),
+    _get(
+        handler=max_length, summary="Most tokens that a request may generate.",
+        reply=schema.Number, model="named", **_v1("config/max_length"),
+    ),
+    _get(
+        handler=_always(schema.Word("")), summary="There is no soft prompt.", reply=schema.Word,
+        **_v1("config/soft_prompt"),
+    ),
+    _get(
+        handler=_always(schema.Words([])), summary="There are no soft prompts.",
+        reply=schema.Words, **_v1("config/soft_prompts_list"),
+    ),
+    _get(
+        handler=_always(schema.Result(schema.API_VERSION)), summary="Version of KoboldAI's API.",
+        reply=schema.Result, access="open", **_v1("info/version"),
+    ),
+    _get(
+        "/api/extra/version", extra_version, "Version of KoboldCpp whose routes these are.",
+        schema.Version, access="open",
+    ),
+    _get("/api/extra/perf", perf, "Figures of the last generation.", schema.Perf, model="named"),
+    _get("/api/extra/preloadstory", _always(schema.EMPTY), "There is no story."),
+    _get("/ping", _always(schema.Status("ok")), "Whether it runs.", schema.Status, access="open"),
+    _get(
+        "/.well-known/serviceinfo", service_info, "Which APIs are here.", schema.ServiceInfo,
+        access="open",
+    ),
+    _get(
+        "/api", _always(HttpReply(b"", "text/plain", 307, headers={"location": "docs"})),
+        "Leads to /docs.", access="open",
+    ),
+]  # fmt: skip
+"""Rows of the route table."""

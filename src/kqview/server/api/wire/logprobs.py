@@ -1,0 +1,137 @@
+"""Logprobs as KoboldAI's and OpenAI's clients expect them. Pure."""
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from itertools import accumulate
+from typing import Annotated, Any, Final, cast
+
+import msgspec
+from msgspec import Struct
+
+from kqview.engine import Engine
+from kqview.errors import KqviewError
+from kqview.server.models.run import TokenLogprobs
+from kqview.server.web.described import example
+
+LOGPROB_BYTES: Final = 2048
+"""About the size of the JSON of a token's logprobs, with as many as a run keeps."""
+
+
+class TopLogprob(Struct):
+    """A token that could have been chosen.
+
+    Attributes:
+        token: Its text; U+FFFD for bytes that are not UTF-8.
+        logprob: Its logprob before bias, grammar and samplers.
+        bytes: Its bytes.
+    """
+
+    token: Annotated[str, example(" the")]
+    logprob: Annotated[float, example(-1.5)]
+    bytes: Annotated[list[int], example([32, 116, 104, 101])]
+
+
+class TokenLogprob(Struct, kw_only=True):
+    """A token that was chosen, and those that could have been.
+
+    Attributes:
+        token: Its text; U+FFFD for bytes that are not UTF-8.
+        logprob: Its logprob before bias, grammar and samplers.
+        bytes: Its bytes.
+        top_logprobs: The most probable tokens at its place, the most probable first.
+    """
+
+    token: Annotated[str, example(" a")]
+    logprob: Annotated[float, example(-0.6)]
+    bytes: Annotated[list[int], example([32, 97])]
+    top_logprobs: list[TopLogprob]
+
+
+class Logprobs(Struct, kw_only=True):
+    """Logprobs of a generation as KoboldCpp sends them, in both of OpenAI's forms.
+
+    Attributes:
+        content: Each token with those that could have been, as in chat completions.
+        tokens: Text of each token.
+        token_logprobs: Logprob of each.
+        top_logprobs: The most probable tokens at each place by their texts.
+        text_offset: Character of the text at which each token begins.
+    """
+
+    content: list[TokenLogprob]
+    tokens: Annotated[list[str], example([" a"])]
+    token_logprobs: Annotated[list[float], example([-0.6])]
+    top_logprobs: Annotated[list[dict[str, float]], example([{" a": -0.6, " the": -1.5}])]
+    text_offset: Annotated[list[int], example([0])]
+
+
+def logprobs_of(
+    tokens: Sequence[TokenLogprobs], bytes_of: Callable[[int], bytes]
+) -> Logprobs | None:
+    """Logprobs of a generation's tokens; None if none were asked for."""
+    if not tokens:
+        return None
+    content = [token_logprob(one, bytes_of) for one in tokens]
+    ends = accumulate((len(one.token) for one in content), initial=0)
+    return Logprobs(
+        content=content,
+        tokens=[one.token for one in content],
+        token_logprobs=[one.logprob for one in content],
+        top_logprobs=[{top.token: top.logprob for top in one.top_logprobs} for one in content],
+        text_offset=list(ends)[:-1],
+    )
+
+
+class LogprobsWriter:
+    """`logprobs_of` while the tokens come; keeps the bytes of the reply, no objects."""
+
+    def __init__(self, *, packs: bool) -> None:
+        """Write JSON, or MessagePack if *packs*."""
+        self._encode = msgspec.msgpack.encode if packs else msgspec.json.encode
+        self._lists: dict[str, Any] = {name: [] for name in Logprobs.__struct_fields__}
+        self._offset = 0
+
+    def add(self, one: TokenLogprobs, bytes_of: Callable[[int], bytes]) -> int:
+        """Write one token's logprobs; returns their size in bytes."""
+        found = cast("Logprobs", logprobs_of([one], bytes_of))
+        found.text_offset[0] = self._offset
+        self._offset += len(found.tokens[0])
+        n_bytes = 0
+        for name, elements in self._lists.items():
+            elements.append(msgspec.Raw(self._encode(getattr(found, name)[0])))
+            n_bytes += len(elements[-1])
+        return n_bytes
+
+    def whole(self) -> Logprobs | None:
+        """What `logprobs_of` returns; the elements are encoded."""
+        return Logprobs(**self._lists) if self._lists["tokens"] else None
+
+
+def token_logprob(one: TokenLogprobs, bytes_of: Callable[[int], bytes]) -> TokenLogprob:
+    """Logprobs of one token with the texts; *bytes_of* gives the bytes of an id."""
+
+    def written(id_: int) -> tuple[str, list[int]]:
+        data = bytes_of(id_)
+        return data.decode("utf-8", "replace"), list(data)
+
+    def top(id_: int, logprob: float) -> TopLogprob:
+        text, data = written(id_)
+        return TopLogprob(text, logprob, data)
+
+    text, data = written(one.token_id)
+    return TokenLogprob(
+        token=text, logprob=one.logprob, bytes=data, top_logprobs=[top(*pair) for pair in one.top]
+    )
+
+
+def token_bytes_of(engine: Engine) -> Callable[[int], bytes]:
+    """A function for the bytes of an id of *engine*, b"" once it is closed; any thread."""
+
+    @cache  # of a vocabulary's size at most
+    def token_bytes(id_: int) -> bytes:
+        try:
+            return engine.token_bytes(id_)
+        except KqviewError:
+            return b""
+
+    return token_bytes
