@@ -39,7 +39,6 @@ from kqview.submission import (
     PlainGenerateOptions,
     Submission,
     arguments_of,
-    schema_of,
 )
 from kqview.types import ChatPrompt, ModelInfo
 from kqview.types.sampling import OPTIONS
@@ -175,7 +174,8 @@ class Conversation:
     ) -> tuple[str | None, Mapping[str, Any]]:
         """The JSON schema of the answer, and *options* with what makes the answer follow it."""
         _, sampling = arguments_of("chat", options)
-        schema, form = schema_of(sampling), format_of(source)
+        schema: Any = sampling.json_schema
+        form = format_of(source)
         # A model that may reason or not does not if its answer is JSON.
         is_plain = not FORMATS[form].answer and reasoning.how != "open"
         if choice.needs_call or (schema is not None and (choice.tools or not is_plain)):

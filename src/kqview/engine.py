@@ -16,7 +16,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Container, Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final, Literal, Self, SupportsIndex, TypedDict, Unpack, overload
+from typing import Any, Final, Literal, Never, Self, SupportsIndex, TypedDict, Unpack, overload
 
 from kqview import _core
 from kqview.arguments import checked_id, seconds
@@ -40,7 +40,7 @@ from kqview.hub import check_is_path, fetch_model
 from kqview.lora import EngineLora, LoraAdapter, LoraScales
 from kqview.machine import capture_path, system_info
 from kqview.many import Many, OnError, Prompt, Saved
-from kqview.option_names import NamesMethods, lists_options, names_options
+from kqview.option_names import NamesMethods, lists_options, names_options, unknown_option
 from kqview.scoring import ScoreOptions, Scoring
 from kqview.slot import Slot
 from kqview.state.files import StateFacts
@@ -268,6 +268,12 @@ class Engine(NamesMethods):
         run_ahead: Number of tokens computed before they are requested; 0 computes each on demand.
         progress: Called with the loaded fraction, 0 to 1; True prints it.
 
+    Attributes:
+        model: Facts about the model.
+        slots: The slots, each of which holds one sequence.
+        n_ctx: Maximum number of tokens in a slot.
+        n_threads: Number of threads that compute a step, the engine's own among them.
+
     Raises:
         ModelLoadError: A file or an RPC server is missing or cannot be used.
         OutOfMemory: The context does not fit into memory, or a device has no room for its layers;
@@ -307,12 +313,13 @@ class Engine(NamesMethods):
             self._core = _core.Engine.open(self._model, needs)
         finally:
             _forward_log()
-        self._n_threads = needs.n_threads
-        self._info = _model_info(self._model, self._core)
-        template = given["chat_template"]
+        core, facts, template = self._core, self._model, given["chat_template"]
+        info = _model_info(facts, core)
         if template is not None:
-            self._info = replace(self._info, chat_template=template)
-        core, facts, info = self._core, self._model, self._info
+            info = replace(info, chat_template=template)
+        self.model: Final = info
+        self.n_ctx: Final = core.n_ctx
+        self.n_threads: Final = needs.n_threads
         self._vocabulary = Vocabulary(core, facts)
         self._submission = Submission(
             core,
@@ -337,7 +344,7 @@ class Engine(NamesMethods):
         )
         self._embedding = Embedding(core, facts, info, self._submission)
         self._scoring = Scoring(core, facts, info, self._submission)
-        self._slots = tuple(
+        self.slots: Final = tuple(
             Slot(
                 core,
                 i,
@@ -383,26 +390,6 @@ class Engine(NamesMethods):
         return cls(fetch_model(repo, file, revision=revision), **options)
 
     # ---- facts
-
-    @property
-    def model(self) -> ModelInfo:
-        """Facts about the model."""
-        return self._info
-
-    @property
-    def slots(self) -> tuple[Slot, ...]:
-        """The slots, each of which holds one sequence."""
-        return self._slots
-
-    @property
-    def n_ctx(self) -> int:
-        """Maximum number of tokens in a slot."""
-        return self._core.n_ctx
-
-    @property
-    def n_threads(self) -> int:
-        """Number of threads that compute a step, the engine's own among them."""
-        return self._n_threads
 
     @property
     def attention_kernel(self) -> Literal["kqview", "llama.cpp"]:
@@ -492,7 +479,7 @@ class Engine(NamesMethods):
         ]
         return {
             **info, "capture": capture, "zero_copy": capture == "zero-copy",
-            "n_threads": self._n_threads, "rpc_servers": servers,
+            "n_threads": self.n_threads, "rpc_servers": servers,
         }  # fmt: skip
 
     def _state_facts(self) -> StateFacts:
@@ -553,8 +540,13 @@ class Engine(NamesMethods):
         """
         return self._vocabulary.tokenize(text, add_special, parse_special, offsets)
 
-    @names_options("detokenize")
-    def detokenize(self, ids: Iterable[SupportsIndex], *, skip_special_tokens: bool = False) -> str:
+    def detokenize(
+        self,
+        ids: Iterable[SupportsIndex],
+        *,
+        skip_special_tokens: bool | None = False,
+        **unknown: Never,
+    ) -> str:
         """Convert *ids* to text, including special tokens; bytes that are not UTF-8 become U+FFFD.
 
         If *ids* are split between characters, the texts of the parts join to the text of the whole,
@@ -570,7 +562,9 @@ class Engine(NamesMethods):
             InvalidToken: An id is not in the vocabulary.
             UnsupportedModel: The model file has no vocabulary.
         """
-        return self._vocabulary.detokenize(ids, skip_special_tokens)
+        for name in unknown:
+            raise unknown_option("detokenize", name, ["skip_special_tokens"])
+        return self._vocabulary.detokenize(ids, skip_special_tokens or False)
 
     def token_bytes(self, id: SupportsIndex) -> bytes:
         """Bytes of one token; a character may span several tokens.
@@ -740,7 +734,7 @@ class Engine(NamesMethods):
             ClosedError: The engine is closed.
             KqviewError: While iterating: what `generate` and iterating its result raise.
         """
-        return Many(self._core, self._info, self.generate, self.chat).map(
+        return Many(self._core, self.model, self.generate, self.chat).map(
             prompts, progress, skip, on_error, options
         )
 
@@ -1234,9 +1228,9 @@ class Engine(NamesMethods):
         slots = self.stats().slots
         states = ", ".join(f"{slot.id}: {slot.state}, {slot.n_tokens} tokens" for slot in slots)
         context = "closed" if self._core.is_closed else f"{self.n_ctx} tokens per slot"
-        rows = {**self._info.summary(), "context": context, "slots": states}
-        return table(f"Engine: {self._info.name or self._info.architecture}", rows)
+        rows = {**self.model.summary(), "context": context, "slots": states}
+        return table(f"Engine: {self.model.name or self.model.architecture}", rows)
 
     def __repr__(self) -> str:
         state = "closed" if self._core.is_closed else f"n_ctx={self.n_ctx}"
-        return f"Engine({self._info.name or self._info.architecture!r}, {state})"
+        return f"Engine({self.model.name or self.model.architecture!r}, {state})"

@@ -126,16 +126,11 @@ class GenerateArguments:
     add_special: Any = True
     parse_special: Any = True
 
-    @property
-    def may_steer(self) -> bool:
-        """Whether anything is given that steers, or belongs to what does."""
-        given = (self.logits_processor, self.stopping, self.forcing, self.mod_time_limit_s)
-        mods: object = self.mods
-        has_no_mods = isinstance(mods, tuple | list) and not mods
-        has_no_trace = self.trace is None or self.trace is False
-        is_plain = has_no_mods and has_no_trace and self.mods_strict is False
-        return not is_plain or any(one is not None for one in given)
 
+_STEERING: Final = (
+    "mods", "logits_processor", "stopping", "forcing", "mod_time_limit_s", "mods_strict", "trace",
+)  # fmt: skip
+_PLAIN: Final = {name: getattr(GenerateArguments(), name) for name in _STEERING}
 
 GENERATE_DEFAULTS: Final[Mapping[str, Any]] = MappingProxyType(
     {one.name: one.default for one in fields(GenerateArguments)} | {name: None for name in OPTIONS}
@@ -146,14 +141,21 @@ GENERATE_DEFAULTS: Final[Mapping[str, Any]] = MappingProxyType(
 _owner: Final = ContextVar("kqview_owner", default="")
 
 
+_unwanted: ContextVar[_core.StopFlag | None] = ContextVar("unwanted", default=None)
+
+
 @contextlib.contextmanager
-def owned_by(owner: str) -> Generator[None]:
-    """Give requests made inside the context this owner; those of several owners take turns."""
-    token = _owner.set(owner)
+def owned_by(owner: str, unwanted: _core.StopFlag | None = None) -> Generator[None]:
+    """Give requests made inside the context this owner; those of several owners take turns.
+
+    Once *unwanted* is set, those that are still being compiled raise InvalidSampling.
+    """
+    tokens = _owner.set(owner), _unwanted.set(unwanted)
     try:
         yield
     finally:
-        _owner.reset(token)
+        _owner.reset(tokens[0])
+        _unwanted.reset(tokens[1])
 
 
 class Submission:
@@ -202,19 +204,18 @@ class Submission:
             raise UnsupportedModel(
                 f"{self._info.architecture} models do not generate token by token"
             )
+        steers = {name: getattr(given, name) for name in _STEERING}
+        # A request without mods passes no file of theirs.
         steering = None
-        if given.may_steer:
-            steering = SteeringOptions.of(
-                mods=given.mods,
-                logits_processor=given.logits_processor,
-                stopping=given.stopping,
-                forcing=given.forcing,
-                mod_time_limit_s=given.mod_time_limit_s,
-                mods_strict=given.mods_strict,
-                trace=given.trace,
-            )
+        if not all(
+            one is _PLAIN[name] or (name == "trace" and one is False)
+            for name, one in steers.items()
+        ):
+            steering = SteeringOptions.of(**steers)
         ids = self.prompt_ids(prompt, given.add_special, given.parse_special)
-        capture = Capture.of(given.capture)
+        capture = given.capture
+        if capture is not None and not isinstance(capture, Capture):
+            capture = Capture.of(capture)
         if steering is not None:
             check_capture(steering.mods, capture)
         request = self.request(
@@ -242,7 +243,7 @@ class Submission:
         if steering is not None:
             return self._steer(request, steering, ids, sampling, given.request_id, capture)
         return self.submit(
-            "generate", request, ids, given.request_id, capture, sampling.stop, schema_of(sampling)
+            "generate", request, ids, given.request_id, capture, sampling.stop, sampling.json_schema
         )
 
     def prompt_ids(
@@ -396,7 +397,7 @@ class Submission:
         request_id: str | None = None,
         capture: Capture | None = None,
         stop: Sequence[str] = (),
-        schema: str | None = None,
+        schema: object = None,
     ) -> Generation:
         """Queue a request; raises the errors of the core.
 
@@ -417,7 +418,7 @@ class Submission:
             request_id=request_id,
             model=self._info,
             fingerprint=self._fingerprint,
-            schema=schema,
+            schema=cast("str | None", schema),  # as Sampling stores it
         )
 
     def _source(
@@ -573,7 +574,7 @@ class Submission:
             request_id=request_id,
             model=self._info,
             fingerprint=self._fingerprint,
-            schema=schema_of(sampling),
+            schema=cast("str | None", sampling.json_schema),
         )
 
     @cached_property
@@ -659,11 +660,6 @@ def arguments_of(who: str, options: Mapping[str, Any]) -> tuple[GenerateArgument
     return arguments, arguments.sampling
 
 
-def schema_of(sampling: Sampling) -> str | None:
-    """Text of the JSON schema that the text follows, None without one."""
-    return cast("str | None", sampling.json_schema)  # as Sampling stores it
-
-
 def set_sampling(options: _core.RequestOptions, sampling: Sampling, n_vocab: int) -> None:
     """Fill in how tokens are chosen and which ones end the generation.
 
@@ -713,20 +709,6 @@ def _constraint_command() -> list[str]:
 
 
 _CONSTRAINT_CHILD: Final = str(Path(__file__).with_name("constraint_child.py"))
-_unwanted: ContextVar[_core.StopFlag | None] = ContextVar("unwanted", default=None)
-
-
-@contextlib.contextmanager
-def unless(unwanted: _core.StopFlag) -> Generator[None]:
-    """End requests that are submitted inside the context once *unwanted* is set.
-
-    They raise InvalidSampling then, if they were still being compiled.
-    """
-    token = _unwanted.set(unwanted)
-    try:
-        yield
-    finally:
-        _unwanted.reset(token)
 
 
 LARK_MARK: Final = "%llguidance"

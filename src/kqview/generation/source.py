@@ -273,10 +273,11 @@ class Transcript:
         return None
 
     def end(self, reason: str) -> None:
-        """The generation has ended."""
-        self.reason = reason
-        self.text.flush()
-        self._on_end()
+        """The generation has ended, unless it had before."""
+        if self.reason is None:
+            self.reason = reason
+            self.text.flush()
+            self._on_end()
 
     def held_tokens(self) -> list[Token]:
         """The tokens with attention that were handed out and that something still holds."""
@@ -311,7 +312,7 @@ class PlainSource:
         consumers: Consumers,
         waker: Callable[[], LoopWaker],
     ) -> None:
-        """Take from *handle*; None if `follow` will say from which."""
+        """Take from *handle*; None if it is set later."""
         self.handle = handle or cast("_core.Generation", _Unsubmitted())
         self.consumer = Consumer(request_id)
         self.transcript = transcript
@@ -321,12 +322,7 @@ class PlainSource:
 
     def begin(self, generation: object) -> None:
         """Be the source of *generation*, which is not kept alive."""
-        self.follow(self.handle, generation)
-
-    def follow(self, handle: _core.Generation, generation: object) -> None:
-        """Take from *handle*, which belongs to *generation*."""
-        self.handle = handle
-        self._consumers.add(handle.id, generation, self.consumer)
+        self._consumers.add(self.handle.id, generation, self.consumer)
 
     def check_sync(self) -> None:
         """Refuse to be taken from without an event loop, where that cannot be."""
@@ -350,7 +346,7 @@ class PlainSource:
                 self.stop("stop_sequence")  # the engine rolls the slot back to this token
             elif event.end is not None:
                 token.text += transcript.text.flush()
-                self.end(event.end.finish_reason)
+                self.transcript.end(event.end.finish_reason)
             return token
         if isinstance(event, _core.PromptEvent):
             embedding = event.embedding
@@ -359,7 +355,7 @@ class PlainSource:
                 event.hidden if embedding is None else embedding, event.scores,
             )  # fmt: skip
         assert isinstance(event, _core.EndEvent)  # nothing steers it
-        self.end(event.finish_reason)
+        self.transcript.end(event.finish_reason)
         return None
 
     def peek(self, within_s: float) -> Token | PromptBlock | None:
@@ -374,11 +370,6 @@ class PlainSource:
         """End it at the engine's next step; any thread."""
         if self.transcript.reason is None:
             self.handle.cancel()
-            self.end(reason)
-
-    def end(self, reason: str) -> None:
-        """It has ended."""
-        if self.transcript.reason is None:
             self.transcript.end(reason)
 
     @property

@@ -261,8 +261,8 @@ class SteeredSource:
             if decision.prompt != self.transcript.context.ids:
                 self.transcript.context = self._context_of(decision.prompt)
             if decision.end is None:
-                handle = self._submit(decision.prompt, decision.max_tokens)
-                self._plain.follow(handle, self._generation())
+                self._plain.handle = self._submit(decision.prompt, decision.max_tokens)
+                self._plain.begin(self._generation())
                 return
         elif not self._answer(event, decision):
             return  # the next event says why
@@ -321,7 +321,7 @@ class SteeredSource:
 
     def _end(self, reason: str, error: BaseException | None = None) -> None:
         if self.transcript.reason is None:
-            self._plain.end(reason)
+            self.transcript.end(reason)
             self._steering.finish(reason, usage=self.usage, error=error)
 
     # ---- facts

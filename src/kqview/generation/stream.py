@@ -93,7 +93,8 @@ class Generation(NamesResults, Generic[Parsed]):
 
     def _take(self) -> Token | PromptBlock | None:
         """What comes next, None at the end; waits."""
-        self._check_alone()
+        if self._is_awaited:
+            raise self._busy()
         self._source.check_sync()
         try:
             return self._source.take()
@@ -119,7 +120,8 @@ class Generation(NamesResults, Generic[Parsed]):
 
     async def _atake(self) -> Token | PromptBlock | None:
         """Like `_take`, without blocking the event loop."""
-        self._check_alone()
+        if self._is_awaited:
+            raise self._busy()
         self._is_awaited = True
         try:
             return await self._source.atake()
@@ -131,11 +133,10 @@ class Generation(NamesResults, Generic[Parsed]):
         finally:
             self._is_awaited = False
 
-    def _check_alone(self) -> None:
-        if self._is_awaited:
-            raise BusyError(
-                f"a task already waits for the next token of {self._request_id}; iterate it once"
-            )
+    def _busy(self) -> BusyError:
+        return BusyError(
+            f"a task already waits for the next token of {self._request_id}; iterate it once"
+        )
 
     def _store(self, received: Token | PromptBlock) -> None:
         if isinstance(received, Token):

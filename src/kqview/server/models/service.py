@@ -46,7 +46,7 @@ from kqview.server.web.budget import Budget, Reservation, uncounted
 from kqview.server.web.endpoint import DECODED_TIMES, Operation
 from kqview.server.web.sockets import SocketHost
 from kqview.server.web.workers import Workers
-from kqview.submission import owned_by, unless
+from kqview.submission import owned_by
 from kqview.types import Score
 
 _T = TypeVar("_T")
@@ -348,7 +348,7 @@ class Service(SocketHost):
                 with_mods = (
                     _for_mods(request.dialogue) if "mods" in options else contextlib.nullcontext()
                 )
-                with with_mods, owned_by(owner), unless(is_gone):
+                with with_mods, owned_by(owner, is_gone):
                     generation = engine.generate(
                         prompts[i_prompt],
                         max_tokens=min(request.max_tokens, self.settings.max_tokens),
