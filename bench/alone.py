@@ -1,6 +1,6 @@
 """What does the attention of a decoded token cost alone, against reading its keys and values once?
 
-A program runs it without a model (tests/native/attend_speed.cpp, built here once): 24 layers of 16
+A program runs it without a model (attend_speed.cpp, built here once): 24 layers of 16
 heads, 4 KV heads and head size 64 in one graph, kqview's op, llama.cpp's flash attention and a
 plain read of the same bytes in turn, all by ggml's threads. Nothing else of a token is in the way.
 """

@@ -98,7 +98,7 @@ def test_interpreter_exits_while_daemon_threads_wait_and_iterate(tiny_llama: Pat
         while not other.stats().n_tokens:
             time.sleep(0)
     """
-    for _ in range(5):
+    for _ in range(2):
         run(script, tiny_llama)
 
 
