@@ -230,18 +230,6 @@ def test_embed_prints_and_writes_what_the_engine_returns(tmp_path: Path) -> None
 # ---- generate
 
 
-def test_generate_saves_a_file_that_kqview_loads(tmp_path: Path) -> None:
-    pytest.importorskip("safetensors")
-    path = tmp_path / "rows.safetensors"
-    words = ("--reduce", "mean_heads", "--dtype", "float16", "--temp", "0")
-    text = run("generate", TEXT, "-n", "4", *words, "--output", path).stdout
-    saved = kqview.load(path)
-    assert f"{saved.text}\n" == text
-    assert isinstance(saved.rows, np.ndarray)
-    assert saved.rows.shape == (4, 4, len(saved.prompt_ids) + 3)
-    assert saved.rows.dtype == np.float16
-
-
 def test_generate_writes_a_page(tmp_path: Path) -> None:
     page = tmp_path / "rows.html"
     result = run("generate", TEXT, "-n", "4", "-o", page)

@@ -136,23 +136,6 @@ def test_request_with_a_scale_equals_an_engine_opened_with_it(
     assert len(list(beside)) == 40
 
 
-def test_cache_of_other_scales_is_not_reused(
-    make_engine: MakeEngine, tiny_llama: Path, adapter: Path
-) -> None:
-    engine = make_engine(tiny_llama, lora=adapter, **EXACT)
-    cached: list[int] = []
-    for lora in (None, None, {0: 0.5}, {str(adapter): 0.5}, {}, {0: 1.0}):
-        generation = engine.generate(PROMPT, lora=lora, **OPTIONS)
-        generation.read()
-        cached.append(generation.usage.cached_tokens)
-    n_reused = len(PROMPT) - 1
-    assert cached == [0, n_reused, 0, n_reused, 0, 0]
-    engine.set_lora_scales({"lora": 1.0})
-    generation = engine.generate(PROMPT, **OPTIONS)
-    generation.read()
-    assert generation.usage.cached_tokens == n_reused
-
-
 def test_default_scales_change_between_requests(
     make_engine: MakeEngine, tiny_llama: Path, adapter: Path
 ) -> None:
@@ -169,24 +152,6 @@ def test_default_scales_change_between_requests(
     assert [one.scale for one in engine.lora] == [0.0, -0.5]
     assert_alike(list(running)[: len(before)], before)
     assert_alike(list(engine.generate(PROMPT, **OPTIONS)), want)
-
-
-def test_saved_slot_keeps_its_scales(
-    make_engine: MakeEngine, tiny_llama: Path, adapter: Path, tmp_path: Path
-) -> None:
-    engine = make_engine(tiny_llama, lora=adapter, **EXACT)
-    slot = engine.slots[0]
-    engine.generate(PROMPT, lora={0: 0.5}, **OPTIONS).read()
-    slot.save_file(tmp_path / "half.ses1")
-    slot.clear()
-    for lora, n_reused in (({0: 0.5}, len(PROMPT) - 1), (None, 0)):
-        slot.restore_file(tmp_path / "half.ses1")
-        generation = engine.generate(PROMPT, lora=lora, **OPTIONS)
-        generation.read()
-        assert generation.usage.cached_tokens == n_reused
-    other = make_engine(tiny_llama, **EXACT)
-    with pytest.raises(errors.StateMismatch):
-        other.slots[0].restore_file(tmp_path / "half.ses1")
 
 
 @pytest.mark.parametrize(

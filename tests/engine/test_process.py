@@ -116,19 +116,6 @@ def late():
     assert output_of(start(script, tiny_llama, before=before)) == "5"
 
 
-def test_engine_thread_does_not_keep_the_interpreter_alive(tiny_llama: Path) -> None:
-    process = start(
-        """
-        generation = open_engine(n_ctx=2048).generate(PROMPT, max_tokens=2000, **GREEDY)
-        print(threading.active_count())
-        """,
-        tiny_llama,
-    )
-    began = time.monotonic()
-    assert output_of(process) == "1"
-    assert time.monotonic() - began < 20
-
-
 def test_ordinary_use_is_clean_under_development_mode(tiny_llama: Path) -> None:
     script = """
         import asyncio

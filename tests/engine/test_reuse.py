@@ -517,28 +517,6 @@ def test_penalties_see_the_pruned_prompt(make_engine: MakeEngine, tiny_llama: Pa
     assert len(set(tokens)) == 5
 
 
-def test_chat_takes_the_option(demo_engine: Engine) -> None:
-    system = {"role": "system", "content": "You tell stories about animals and the forest."}
-    turns = [
-        {"role": "user", "content": "Tell me about the old owl near the river."},
-        {"role": "assistant", "content": "The owl lived in a tall tree and saw everything."},
-        {"role": "user", "content": "And what did the fox find behind the wooden bridge?"},
-    ]
-    demo_engine.chat([system, *turns], max_tokens=1).read()
-    n_prompt = len(demo_engine.apply_chat_template([system, turns[2]]))
-    generation = demo_engine.chat([system, turns[2]], max_tokens=4, reuse="shift")
-    generation.read()
-    assert generation.usage.cached_tokens == n_prompt - 1
-
-
-@pytest.fixture
-def demo_engine(make_engine: MakeEngine) -> Engine:
-    pytest.importorskip("jinja2")
-    from kqview.demo import MODEL_PATH
-
-    return make_engine(MODEL_PATH)
-
-
 @pytest.mark.parametrize(
     "options",
     [

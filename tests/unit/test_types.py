@@ -246,28 +246,6 @@ def test_capture_of_turns_a_kind_into_a_capture():
         Capture.of(True)
 
 
-@pytest.mark.parametrize(
-    ("capture", "shape", "item_bytes", "hidden_bytes"),
-    [
-        (Capture(), (3, 4, 10), 4, 0),
-        (Capture(dtype="float16"), (3, 4, 10), 2, 0),
-        (Capture(layers=[3], heads=[0, 2]), (1, 2, 10), 4, 0),
-        (Capture(reduce="max_heads"), (3, 10), 4, 0),
-        (Capture(reduce="mean"), (10,), 4, 0),
-        (Capture(top_k=5), (3, 4, 5), 8, 0),
-        (Capture(top_k=50), (3, 4, 10), 8, 0),
-        (Capture(hidden=[0, 5]), (3, 4, 10), 4, 2 * 32 * 4),
-        (Capture("probs", spans=[(0, 3), (3, None)]), (3, 4, 2), 4, 0),
-        (Capture("probs", spans=[(0, 3)] * 40, reduce="mean_heads"), (3, 40), 4, 0),
-    ],
-)
-def test_bytes_per_token_is_the_size_of_the_arrays(
-    capture: Capture, shape: tuple[int, ...], item_bytes: int, hidden_bytes: int
-):
-    expected = math.prod(shape) * item_bytes + hidden_bytes
-    assert capture.bytes_per_token(MODEL, 10) == expected
-
-
 @pytest.mark.parametrize("capture", [Capture(layers=[0]), Capture(heads=[4]), Capture(hidden=[6])])
 def test_bytes_per_token_refuses_what_the_model_does_not_have(capture: Capture):
     with pytest.raises(InvalidCapture, match=r"\w+ has \[\d\], but the model"):
