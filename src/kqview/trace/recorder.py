@@ -9,7 +9,7 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import KW_ONLY, InitVar, asdict, dataclass
 from typing import Any, Final
 
 from kqview.trace.record import (
@@ -43,6 +43,7 @@ _ID_BYTES: Final = 8
 _TOP_TOKEN_BYTES: Final = 90
 
 
+@dataclass(eq=False, repr=False)
 class TraceRecorder:
     """Appends to a `Trace`; every method is cheap enough to run between two tokens.
 
@@ -50,32 +51,23 @@ class TraceRecorder:
     also accepted wherever such an index is expected, and records nothing.
 
     Attributes:
+        request: What is known of the request.
+        text_of: Text of a token.
+        max_events: Maximum number of events to record.
+        max_bytes: Approximate maximum size of the JSON.
+        on_finish: Called with the finished trace, such as `Poster.post`.
         trace: The trace so far.
     """
 
-    def __init__(
-        self,
-        request: TraceRequest,
-        *,
-        text_of: Callable[[int], str],
-        max_events: int = MAX_EVENTS,
-        max_bytes: int = MAX_BYTES,
-        on_finish: Callable[[Trace], object] | None = None,
-    ) -> None:
-        """Begin the trace of *request*.
+    request: InitVar[TraceRequest]
+    _: KW_ONLY
+    text_of: Callable[[int], str]
+    max_events: int = MAX_EVENTS
+    max_bytes: int = MAX_BYTES
+    on_finish: Callable[[Trace], object] | None = None
 
-        Args:
-            request: What is known of the request.
-            text_of: Text of a token.
-            max_events: Maximum number of events to record.
-            max_bytes: Approximate maximum size of the JSON.
-            on_finish: Called with the finished trace, such as `Poster.post`.
-        """
+    def __post_init__(self, request: TraceRequest) -> None:
         self.trace = Trace(request)
-        self._text_of = text_of
-        self._max_events = max_events
-        self._max_bytes = max_bytes
-        self._on_finish = on_finish
         self._lock = threading.Lock()
         self._n_bytes = 0
         self._n_cut_events = 0
@@ -90,7 +82,7 @@ class TraceRecorder:
             self.trace.request.user_prompt_token_ids = list(ids)
             for event in self.trace.events[:1]:
                 if event.event_type == "Prefilled" and len(ids) <= _MOST_PROMPT_TEXTS:
-                    event.details = {"tokens_as_text": [self._text_of(one) for one in ids]}
+                    event.details = {"tokens_as_text": [self.text_of(one) for one in ids]}
         else:
             self._note_cut()
 
@@ -123,7 +115,7 @@ class TraceRecorder:
             entropy: Of the distribution, in nats.
             attention: From `kqview.trace.attention.top_columns`.
         """
-        text_of = self._text_of
+        text_of = self.text_of
         top: list[Object] = [
             {
                 "token": token,
@@ -149,7 +141,7 @@ class TraceRecorder:
         """A token was picked."""
         return self._event(
             "Sampled", step, 0,
-            sampled_token=token, token_text=self._text_of(token), tokens_so_far_len=n_generated,
+            sampled_token=token, token_text=self.text_of(token), tokens_so_far_len=n_generated,
         )  # fmt: skip
 
     def added(
@@ -162,7 +154,7 @@ class TraceRecorder:
         n_kept: int | None = None,
     ) -> int | None:
         """Tokens became part of the output; *n_kept* if only the first of them do."""
-        details: Object = {"tokens_as_text": [self._text_of(token) for token in tokens]}
+        details: Object = {"tokens_as_text": [self.text_of(token) for token in tokens]}
         if n_kept is not None and n_kept != len(tokens):
             details["n_kept"] = n_kept
         return self._event(
@@ -173,7 +165,7 @@ class TraceRecorder:
 
     def _event(self, kind: EventType, step: int, n_bytes: int, **known: Any) -> int | None:
         events = self.trace.events
-        if len(events) >= self._max_events or not self._takes(_RECORD_BYTES + n_bytes):
+        if len(events) >= self.max_events or not self._takes(_RECORD_BYTES + n_bytes):
             self._n_cut_events += 1
             self._note_cut()
             return None
@@ -249,7 +241,7 @@ class TraceRecorder:
             return None
         details: Object = {}
         if tokens is not None:
-            texts = [self._text_of(token) for token in tokens]
+            texts = [self.text_of(token) for token in tokens]
             details |= {"tokens": list(tokens), "tokens_as_text": texts}
             known["tokens"], known["tokens_as_text"] = list(tokens), texts
             known["token_count"] = len(tokens)
@@ -292,9 +284,9 @@ class TraceRecorder:
             stats |= asdict(usage)
             stats["tokens_per_s"] = usage.tokens_per_s
         request.inference_stats = stats
-        if self._on_finish is not None:
+        if self.on_finish is not None:
             try:
-                self._on_finish(self.trace)
+                self.on_finish(self.trace)
             except Exception:  # the request has ended well
                 _log.exception("the trace of %s cannot be passed on", request.request_id)
 
@@ -303,7 +295,7 @@ class TraceRecorder:
     def _takes(self, n_bytes: int, *, is_forced: bool = False) -> bool:
         """Return whether *n_bytes* more fit; if so, or if *is_forced*, count them."""
         with self._lock:
-            if not is_forced and self._n_bytes + n_bytes > self._max_bytes:
+            if not is_forced and self._n_bytes + n_bytes > self.max_bytes:
                 return False
             self._n_bytes += n_bytes
             return True
@@ -314,7 +306,7 @@ class TraceRecorder:
             "is_cut": True,
             "n_cut_events": self._n_cut_events,
             "n_cut_logs": self._n_cut_logs,
-            "max_events": self._max_events,
-            "max_bytes": self._max_bytes,
+            "max_events": self.max_events,
+            "max_bytes": self.max_bytes,
         }
         self.trace.request.inference_stats = stats
