@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
 from kqview.server import Settings
 from kqview.server.errors import TimedOut
+from kqview.server.models.run import Run
 from tests.support import halo_weave
 from tests.support.serving import serving
 
@@ -18,8 +19,7 @@ if TYPE_CHECKING:
 
     import httpx
 
-    from kqview.server.models.request import GenerateRequest
-    from kqview.server.models.run import Run, Step
+    from kqview.server.models.run import Step
     from tests.support.serving import Serve, Served
 
 TURN = "<|im_start|>user\nWho are you?<|im_end|>\n<|im_start|>assistant\n"
@@ -92,21 +92,14 @@ def test_failure_in_the_middle_is_not_taken_for_the_end(
 ):
     served = serve(Settings(attention_values="probs"))
     ids = served.engine.tokenize(TURN, add_special=False)
-    start = served.service.start
+    next_step = Run.__anext__
 
-    async def start_and_end(request: GenerateRequest, *args: Any, **options: Any) -> Run:
-        run = await start(request, *args, **options)
-        next_step = run._next
+    async def next_or_end(run: Run) -> Step:
+        if run.n_tokens == 3:
+            run.end(TimedOut("run.end: it took too long"))
+        return await next_step(run)
 
-        async def next_or_end() -> Step:
-            if run.n_tokens == 3:
-                run.end(TimedOut("run.end: it took too long"))
-            return await next_step()
-
-        monkeypatch.setattr(run, "_next", next_or_end)
-        return run
-
-    monkeypatch.setattr(served.service, "start", start_and_end)
+    monkeypatch.setattr(Run, "__anext__", next_or_end)
     with served.client() as client:
         heard = halo_weave.generate_stream(
             client, ids, max_new_tokens=50, ban_eos_token=True, sampler_seed=3
