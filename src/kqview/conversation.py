@@ -17,11 +17,10 @@ from kqview.chat.messages import Message, checked_messages, checked_options, che
 from kqview.chat.parts import Part, text_of_parts
 from kqview.chat.reasoning import opened_by
 from kqview.chat.rendering import ConfinedTemplate, template_helpers
-from kqview.chat.tool_format import said
+from kqview.chat.tool_format import Reasoning, said
 from kqview.chat.turn import (
     N_END,
     Choice,
-    Reasoning,
     ToolChoice,
     choice_of,
     constrained,

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from kqview import Engine, Sampling
 from kqview.chat.formats import format_of
 from kqview.chat.reasoning import Split
-from kqview.chat.tool_format import Wanted, grammar, literal
+from kqview.chat.tool_format import Reasoning, Wanted, grammar, literal
 from kqview.chat.turn import Answer, AnswerReader, Reading
 from kqview.errors import InvalidSampling, RequestError
 from kqview.server.api.wire.chat_work import ChatRequest, finish_reason, prepare
@@ -122,18 +122,18 @@ CALL = '<tool_call>\n{"name": "stop", "arguments": {}}\n</tool_call>'
             ["", "text", f"<think>a</think>{CALL}", CALL.replace("stop", "other")],
         ),
         (
-            Wanted(calls=TOOLS, is_parallel=False, reasoning="may"),
+            Wanted(calls=TOOLS, is_parallel=False, reasoning=Reasoning("may")),
             [CALL, f"<think>a < b</think>\n\n{CALL}"],
             [f"{CALL}\n{CALL}", f"a</think>{CALL}"],
         ),
         (
-            Wanted(schema={"const": [1]}, reasoning="open"),
+            Wanted(schema={"const": [1]}, reasoning=Reasoning("open")),
             ["a\nb</think>\n[1]", "</think>[1]"],
             ["[1]", "a</think>[2]", "</think>[ 1 ]"],
         ),
         (Wanted(calls=TOOLS, schema={"const": [1]}), [CALL, "[1]"], ["text", f"[1]{CALL}"]),
         (
-            Wanted(schema={"const": [1]}, reasoning="may", tag="[THINK]"),
+            Wanted(schema={"const": [1]}, reasoning=Reasoning("may", "[THINK]")),
             ["[THINK]a[/THINK][1]", "[1]"],
             ["<think>a</think>[1]"],
         ),

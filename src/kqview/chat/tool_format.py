@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import lru_cache
-from typing import Any, Final, Literal, Protocol, cast
+from typing import Any, Final, Literal, NamedTuple, Protocol, cast
 
 from kqview import json_input
 from kqview.chat.formats import (
@@ -137,6 +137,21 @@ def objects_of(value: object) -> list[dict[str, Any]]:
 # ---- grammars
 
 
+class Reasoning(NamedTuple):
+    """How reasoning may precede an answer.
+
+    Attributes:
+        how: "may", with its opening mark; "open", because the prompt ends with that mark.
+        tag: The opening mark, one of `THINK_TAGS`.
+    """
+
+    how: Literal["no", "may", "open"] = "no"
+    tag: str = "<think>"
+
+
+_NO_REASONING: Final = Reasoning()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
     """What an answer has to be.
@@ -145,16 +160,13 @@ class Wanted:
         calls: Functions that may be called.
         is_parallel: Whether there may be several calls.
         schema: JSON schema of an answer without calls, as text too; None if it has to be a call.
-        reasoning: Whether it precedes the answer: "may", with its opening mark; "open", because the
-            prompt ends with that mark.
-        tag: The opening mark, one of `THINK_TAGS`.
+        reasoning: Whether it precedes the answer.
     """
 
     calls: Sequence[Tool] = ()
     is_parallel: bool = True
     schema: Mapping[str, Any] | str | None = None
-    reasoning: Literal["no", "may", "open"] = "no"
-    tag: str = "<think>"
+    reasoning: Reasoning = _NO_REASONING
 
 
 def grammar(wanted: Wanted, form: Format, mark: Mark) -> str:
@@ -197,7 +209,7 @@ class _Grammar:
         wanted = self._wanted
         choices: list[str] = []
         if wanted.calls:
-            space = "" if self._form in _THOUGHTS or wanted.reasoning != "no" else "SPACE? "
+            space = "" if self._form in _THOUGHTS or wanted.reasoning.how != "no" else "SPACE? "
             choices.append(space + self._calls())
         if wanted.schema is not None:
             self._rules.append(f"answer: {_json(wanted.schema, COMPACT)}")
@@ -220,15 +232,15 @@ class _Grammar:
         return name
 
     def _reasoning(self) -> str:
-        wanted, mark = self._wanted, self._mark
+        (how, tag), mark = self._wanted.reasoning, self._mark
         if self._form in _THOUGHTS:
             opened, end = _THOUGHTS[self._form]
             rest = self._until("reasoning", end)
             return f"({mark(opened)} {rest} {mark('<|start|>assistant')})? "
-        if wanted.reasoning == "no":
+        if how == "no":
             return ""
-        rest = f"{self._until('reasoning', THINK_TAGS[wanted.tag])} SPACE?"
-        return f"{rest} " if wanted.reasoning == "open" else f"({mark(wanted.tag)} {rest})? "
+        rest = f"{self._until('reasoning', THINK_TAGS[tag])} SPACE?"
+        return f"{rest} " if how == "open" else f"({mark(tag)} {rest})? "
 
     def _calls(self) -> str:
         syntax = self._syntax

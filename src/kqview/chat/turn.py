@@ -13,7 +13,7 @@ from typing import Any, Final, Literal, NamedTuple, TypedDict, cast
 from kqview import json_input
 from kqview.chat import formats, tool_format
 from kqview.chat.reasoning import THINK_TAGS, Piece, Split, TokenCounter, split_of
-from kqview.chat.tool_format import CallDelta, CallReader, Format, Tool, Wanted
+from kqview.chat.tool_format import CallDelta, CallReader, Format, Reasoning, Tool, Wanted
 from kqview.errors import InvalidSampling, RequestError, shown
 from kqview.stop_strings import ShownText
 from kqview.types import ModelInfo, Sampling
@@ -179,25 +179,13 @@ def continued(messages: Sequence[Mapping[str, Any]], wanted: bool | None = True)
     return tool_format.text_of(messages[-1].get("content"))
 
 
-class Reasoning(NamedTuple):
-    """How reasoning may precede an answer.
-
-    Attributes:
-        how: As ``reasoning`` of `Wanted`.
-        tag: The opening mark.
-    """
-
-    how: Literal["no", "may", "open"]
-    tag: str
-
-
 def reasoning_of(source: str, end: str, opened: str | None) -> Reasoning:
     """The reasoning of a model with this chat template, after a prompt with this *end*."""
     if opened is not None:
         return Reasoning("open", opened)
     is_closed = end.rstrip().endswith(tuple(THINK_TAGS.values()))
     tag = next((tag for tag in THINK_TAGS if tag in source or THINK_TAGS[tag] in source), None)
-    return Reasoning("no", "<think>") if is_closed or tag is None else Reasoning("may", tag)
+    return Reasoning() if is_closed or tag is None else Reasoning("may", tag)
 
 
 # ---- what an answer has to be
@@ -250,8 +238,7 @@ def constrained(
         calls=choice.tools,
         is_parallel=is_parallel and not choice.is_named,
         schema=schema,
-        reasoning=reasoning.how,
-        tag=reasoning.tag,
+        reasoning=reasoning,
     )
     return replace(sampling, grammar=tool_format.grammar(wanted, form, mark))
 

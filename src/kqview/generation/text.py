@@ -51,16 +51,22 @@ class TextStream:
         self._stop_start: int | None = None
         self.stop_match = None
 
-    def feed(self, data: bytes) -> str:
+    def feed(self, data: bytes, *, is_last: bool = False) -> str:
         """Add the bytes of one token and return the text that they complete, "" if none.
 
-        The text is not cut at a stop string.
+        The text is not cut at a stop string. *is_last*: as `flush`.
         """
-        return self._add(self._decoder.decode(data))
+        text = self._decoder.decode(data, is_last)
+        if text:
+            if self._stops.n_most and self.stop_match is None:
+                self._search(text)
+            self._parts.append(text)
+            self._n_characters += len(text)
+        return text
 
     def flush(self) -> str:
         """Return the replacement for an unfinished character at the end; more bytes may follow."""
-        return self._add(self._decoder.decode(b"", final=True))
+        return self.feed(b"", is_last=True)
 
     @property
     def has_stops(self) -> bool:
@@ -121,14 +127,6 @@ class TextStream:
         delta = "".join(reversed(parts))[self._n_shown - start : n_safe - start]
         self._n_shown = n_safe
         return delta
-
-    def _add(self, text: str) -> str:
-        if text:
-            if self._stops.n_most and self.stop_match is None:
-                self._search(text)
-            self._parts.append(text)
-            self._n_characters += len(text)
-        return text
 
     def _search(self, text: str) -> None:
         # The tail is one character shorter than the longest stop string, so every match in here is

@@ -11,7 +11,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 from kqview.chat import CHATML, formats, tool_format
 from kqview.chat.reasoning import Split, opened_by
-from kqview.chat.tool_format import Tool
+from kqview.chat.tool_format import Reasoning, Tool
 from kqview.chat.turn import (
     N_END,
     AnswerReader,
@@ -19,7 +19,6 @@ from kqview.chat.turn import (
     Choice,
     Delta,
     Reading,
-    Reasoning,
     chosen_tools,
     constrained,
     continued,
