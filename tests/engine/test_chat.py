@@ -90,18 +90,8 @@ def ids_of_trusted(text: str) -> list[int]:
             "<|start_header_id|>assistant<|end_header_id|>\n\n",
         ),
         (
-            "GEMMA",
-            "<|endoftext|><start_of_turn>user\nHi<end_of_turn>\n<start_of_turn>model\nHello"
-            "<end_of_turn>\n<start_of_turn>user\nBye<end_of_turn>\n<start_of_turn>model\n",
-        ),
-        (
             "MISTRAL",
             "<|endoftext|>[INST] Hi [/INST] Hello<|im_end|>[INST]Bye[/INST]",
-        ),
-        (
-            "PHI",
-            "<|user|>\n Hi <|end|>\n<|assistant|>\nHello<|end|>\n<|user|>\nBye<|end|>\n"
-            "<|assistant|>\n",
         ),
     ],
 )

@@ -136,47 +136,6 @@ def test_grammar_of_llguidance_may_name_special_tokens(random_model: Engine):
     assert generation.finish_reason == "stop"
 
 
-def test_json_has_no_white_space_unless_the_schema_says_so(random_model: Engine):
-    blanks = {ord(" "): 50.0, ord("\n"): 50.0}
-    options: dict[str, Any] = {"temperature": 1, "seed": 1, "logit_bias": blanks, "max_tokens": 120}
-    pair: dict[str, Any] = {"const": [1, 2]}
-    assert random_model.generate(PROMPT, json_schema=pair, **options).read() == "[1,2]"
-    lines = {**pair, "x-guidance": {"whitespace_pattern": r" |\n[ \t]{0,20}"}}
-    text = random_model.generate(PROMPT, json_schema=lines, **options).read()
-    assert re.fullmatch(r"\[(\s{1,21})1(\s{1,21}),(\s{1,21})2(\s{1,21})\]", text)
-    free = {**pair, "x-guidance": {"whitespace_flexible": True}}
-    assert len(random_model.generate(PROMPT, json_schema=free, **options).read()) == 120
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_object_has_no_properties_of_the_model(random_model: Engine, seed: int):
-    """The schema says nothing about further properties, and a random model would add them."""
-    closed = {**PERSON, "properties": {**PERSON["properties"], "home": {"$ref": "#/$defs/home"}}}
-    del closed["additionalProperties"]
-    home = {"type": "object", "properties": {"door": {"type": "integer", "maximum": 9}}}
-    schema = {**closed, "$defs": {"home": home}}
-    generation = random_model.generate(
-        PROMPT, json_schema=schema, temperature=1, seed=seed, max_tokens=400
-    )
-    value = json.loads(generation.read())
-    assert value.keys() <= {"name", "age", "tags", "home"}
-    assert value.get("home", {}).keys() <= {"door"}
-    assert generation.finish_reason == "stop"
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_output_matches_a_compiled_pattern(random_model: Engine, seed: int):
-    pattern = re.compile(
-        r"""^ (yes | \w{2,4}\d ) [/.]{1,3} é? \Z  # with a comment""", re.IGNORECASE | re.VERBOSE
-    )
-    generation = random_model.generate(
-        PROMPT, regex=pattern, temperature=1, seed=seed, max_tokens=100, top_k=0
-    )
-    text = generation.read()
-    assert pattern.fullmatch(text), text
-    assert generation.finish_reason == "stop"
-
-
 def test_output_that_was_cut_is_the_start_of_a_match(random_model: Engine):
     generation = random_model.generate(PROMPT, regex="(ab)*", temperature=1, max_tokens=5)
     text = generation.read()
@@ -255,13 +214,6 @@ def test_special_tokens_are_no_text(random_model: Engine):
     )
     assert tiny_gguf.IM_START not in [token.id for token in generation]
     assert len(generation.text) == 40
-
-
-def test_text_of_a_schema_is_taken_as_it_is(random_model: Engine):
-    options: dict[str, Any] = {"temperature": 0, "max_tokens": 60}
-    of_text = random_model.generate(PROMPT, json_schema='{"const": "x y"}', **options).read()
-    assert json.loads(of_text) == "x y"
-    assert random_model.generate(PROMPT, json_schema={"const": "x y"}, **options).read() == of_text
 
 
 def _wrapped(value: Any, n: int) -> Any:

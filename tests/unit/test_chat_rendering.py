@@ -136,21 +136,6 @@ def test_helpers_render_as_this_process_does(helpers: Confined):
     assert headers
 
 
-def test_what_templates_do_is_as_ever(helpers: Confined):
-    assert (
-        text_of(helpers, "{{ 'a' ~ 1 ~ none }}{{ 2 * 3 }}{{ '%05.1f' % 2 }}{{ 2 ** 3 }}")
-        == "a1None6002.08"
-    )
-    assert (
-        text_of(helpers, "{% for m in messages %}{{ loop.index }}{{ loop.last }}{% endfor %}")
-        == "1True"
-    )
-    source = "{% macro m(a) %}[{{ a }}]{% endmacro %}{{ m('x') + m('y') }}"
-    assert text_of(helpers, source) == "[x][y]"
-    source = "{{ 5000000 | default(7000000) }}{{ 'a\nb' | indent(2) }}"
-    assert text_of(helpers, source) == "5000000a\n  b"
-
-
 def test_limits_are_those_that_are_documented():
     assert (rendering.CPU_S_MAX, rendering.MEMORY_MAX) == (5.0, 512 << 20)
     assert template.LENGTH_MAX == 16 << 20
