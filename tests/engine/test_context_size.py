@@ -88,19 +88,6 @@ def test_default_context_is_never_smaller_than_a_usable_one(
         assert engine.n_ctx == n_ctx
 
 
-def test_log_says_what_limits_the_default_context(
-    long_model: Path, set_free: Callable[[int], None], caplog: pytest.LogCaptureFixture
-):
-    set_free(40 * MIB)
-    with Engine(long_model, n_threads=1, n_gpu_layers=0) as engine:
-        n_ctx = engine.n_ctx
-    (said,) = (r for r in caplog.records if r.name == "kqview.engine" and "n_ctx is" in r.msg)
-    text = said.getMessage()
-    assert said.levelname == "WARNING"
-    for fact in (str(n_ctx), str(N_CTX_TRAIN), "host", "MiB", "set n_ctx"):
-        assert fact in text
-
-
 def test_context_that_is_asked_for_does_not_depend_on_free_memory(
     long_model: Path, set_free: Callable[[int], None]
 ):

@@ -10,8 +10,6 @@ from __future__ import annotations
 import asyncio
 import math
 import struct
-import threading
-import time
 from typing import TYPE_CHECKING, Any
 
 import gguf
@@ -20,7 +18,6 @@ import pytest
 
 from kqview import Capture, Classification, Engine
 from kqview.errors import (
-    ClosedError,
     InvalidCapture,
     InvalidToken,
     PromptTooLong,
@@ -450,28 +447,6 @@ def test_model_without_vocabulary_embeds_ids(make_engine: MakeEngine, tmp_path: 
         engine.embed("text")
 
 
-def test_closing_ends_what_waits(make_engine: MakeEngine, bert_mean: Path) -> None:
-    engine = make_engine(bert_mean)
-    ended: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            while True:
-                engine.embed([random_ids(300)] * 40)
-        except ClosedError as error:
-            ended.append(error)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    while engine.stats().n_requests < 3:
-        pass
-    engine.close()
-    thread.join(20)
-    assert len(ended) == 1
-    with pytest.raises(ClosedError):
-        engine.embed("text")
-
-
 async def test_tasks_embed_at_the_same_time(make_engine: MakeEngine, bert_mean: Path) -> None:
     engine = make_engine(bert_mean, n_slots=2)
     texts = texts_of([5, 90, 300, 41])
@@ -480,26 +455,6 @@ async def test_tasks_embed_at_the_same_time(make_engine: MakeEngine, bert_mean: 
     for vectors in found[:3]:
         assert relative_error(vectors, want) <= TABLE
     assert relative_error(found[3], want[2]) <= TABLE
-
-
-async def test_task_that_is_cancelled_drops_its_texts(
-    make_engine: MakeEngine, bert_mean: Path
-) -> None:
-    engine = make_engine(bert_mean)
-    task = asyncio.create_task(engine.aembed([random_ids(300)] * 1000))
-
-    def wait_for_two() -> None:
-        while engine.stats().n_finished < 2:
-            time.sleep(0.001)
-
-    await asyncio.to_thread(wait_for_two)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task  # its traceback is kept while the next text runs
-    await engine.aembed(IDS)
-    stats = engine.stats()
-    assert stats.n_requests < 200
-    assert stats.n_queued == 0
 
 
 # ---- classify

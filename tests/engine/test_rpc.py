@@ -196,23 +196,6 @@ def test_engines_on_one_server_take_turns_and_survive_each_other(
     assert failures == []
 
 
-def test_engine_goes_on_when_another_one_on_its_server_is_closed(
-    make_engine: MakeEngine, tiny_llama: Path, server: RpcServer
-) -> None:
-    # llama.cpp's server forgets every graph when any buffer is freed; the client does not know.
-    options = {"rpc_servers": [server.endpoint], **EXACT}
-    want = tokens_of(make_engine(tiny_llama, **EXACT), 60)
-    first = make_engine(tiny_llama, **options)
-    generation = first.generate(PROMPT, max_tokens=60, **GREEDY)
-    got = [next(generation) for _ in range(20)]
-    second = make_engine(tiny_llama, **options)
-    got += [next(generation) for _ in range(20)]
-    second.close()
-    del second
-    got += list(generation)
-    assert_same([(token.id, token.logprob or 0.0) for token in got], want)
-
-
 def test_closed_engine_gives_its_server_to_another_process(
     make_engine: MakeEngine, tiny_llama: Path, server: RpcServer
 ) -> None:
@@ -255,18 +238,6 @@ def test_server_killed_while_idle_fails_the_next_requests_with_its_name(
     assert time.monotonic() - began < PROMPT_S
 
 
-def test_engine_closes_soon_after_its_server_died(
-    make_engine: MakeEngine, tiny_llama: Path, server: RpcServer
-) -> None:
-    engine = make_engine(tiny_llama, n_ctx=4096, rpc_servers=[server.endpoint])
-    generation = engine.generate(PROMPT, max_tokens=4000, **GREEDY)
-    next(generation)
-    server.kill()
-    began = time.monotonic()
-    engine.close()
-    assert time.monotonic() - began < PROMPT_S
-
-
 def test_server_killed_during_close_does_no_harm(tiny_llama: Path) -> None:
     for delay_s in (0.0, 0.002, 0.01):
         with serving() as server:
@@ -277,18 +248,6 @@ def test_server_killed_during_close_does_no_harm(tiny_llama: Path) -> None:
             engine.close()
             del engine
             killer.join()
-
-
-def test_server_that_hangs_ends_a_generation_within_the_limit(
-    make_engine: MakeEngine, tiny_llama: Path, server: RpcServer
-) -> None:
-    engine = make_engine(tiny_llama, rpc_servers=[server.endpoint], rpc_timeout_s=2)
-    tokens_of(engine)
-    server.stop()
-    began = time.monotonic()
-    with pytest.raises(errors.DecodeError, match=r"\b2 s\b"):
-        tokens_of(engine)
-    assert 1.9 < time.monotonic() - began < PROMPT_S
 
 
 def test_engine_closes_at_once_while_its_server_hangs(

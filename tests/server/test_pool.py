@@ -127,25 +127,6 @@ async def test_load_is_finished_though_its_client_left(
         assert service.pool.find("ada").n_uses == 0
 
 
-async def test_server_that_ends_does_not_wait_for_a_load(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-):
-    service = Service(None, LiveConfig(config_of(folder)))
-    await service.open()
-    gate = gated(monkeypatch)
-    waiting = asyncio.create_task(use(service, "ada"))
-    await asyncio.to_thread(gate.wait)
-    closing = asyncio.create_task(service.close())
-    await until(lambda: service.pool.is_closing)
-    gate.open()
-    await closing
-    with pytest.raises(ShuttingDown):
-        await waiting
-    with pytest.raises(ShuttingDown):
-        await use(service, "bob")
-    assert not loaded(service)
-
-
 async def test_server_that_ends_does_not_wait_for_room(folder: Path):
     service = Service(None, LiveConfig(config_of(folder, model_wait_s=600)))
     await service.open()

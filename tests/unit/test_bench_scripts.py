@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import os
 import signal
@@ -16,7 +15,6 @@ import pytest
 from bench import report
 from kqview.bench.pairs import Pairs
 from kqview.bench.records import LeftOut, SweepRow, append_record, read_records
-from kqview.types import EngineStats
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -42,9 +40,6 @@ def sweep_row(capture: str, ratio: float, n_context: int = 256, *, flash: bool =
     return SweepRow(capture, flash, n_context, 1000, Pairs([10.0] * 5, [10.0 * ratio] * 5))
 
 
-COUNT = report.Count("c", "what", 2, 16384, 4096, None, "python bench/counts.py")
-
-
 @pytest.mark.parametrize(
     ("ratio", "n_pairs", "target", "verdict"),
     [(1.04, 20, 1.05, "yes"), (1.06, 20, 1.05, "no"), (1.0, 4, 1.05, "?"), (9.0, 20, None, "")],
@@ -55,7 +50,7 @@ def test_verdict_compares_the_bound_with_the_target(
     assert timing(ratio, n_pairs, target).verdict == verdict
 
 
-@pytest.mark.parametrize("row", [timing(1.5, 5, 1.05), COUNT, sweep_row("probs", 1.2)])
+@pytest.mark.parametrize("row", [timing(1.5, 5, 1.05), sweep_row("probs", 1.2)])
 def test_record_read_back_from_its_line_is_the_same_row(row: report.Row, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     append_record(path, report.to_record(row, ABOUT))
@@ -185,33 +180,6 @@ def test_row_that_fails_does_not_take_the_others_along(
     ]  # fmt: skip
     assert outcome.has_failed
     assert "it broke" in capsys.readouterr().err
-
-
-def test_table_from_a_file_has_the_order_of_the_benchmarks(script: Any) -> None:
-    table = script("table")
-    names = ["context-256-flash-probs", "counts-flash-off", "decode-flash-logits"]
-    rows = [
-        report.to_record(sweep_row("probs", 1.1), saved(names[0], 1)),
-        report.to_record(COUNT, saved(names[1], 1)) | {"row": names[1], "name": names[1]},
-        report.to_record(timing(1.0, 5, None), saved(names[2], 1))
-        | {"row": names[2], "name": names[2]},
-    ]
-    order = [name for weights, _ in table.BENCHMARKS.values() for name in weights]
-    found, notes, abouts = table.saved(rows, ABOUT["flags"], order)
-    assert [row.name for row in found] == [names[2], names[0], names[1]]
-    assert len(abouts) == 3
-    assert notes[-1].startswith("no row saved: ")
-    assert "decode-flash-scores" in notes[-1]
-    assert "decode-flash-logits," not in notes[-1]
-
-
-def test_every_table_of_several_benchmarks_has_its_place_in_the_readme(script: Any) -> None:
-    table = script("table")
-    readme = (BENCH / "README.md").read_text(encoding="utf-8")
-    assert table.TABLES
-    for name, benchmarks in table.TABLES.items():
-        assert set(benchmarks) <= set(table.BENCHMARKS)
-        report.replace_marked(readme, "new", f"<!-- {name}: begin -->", f"<!-- {name}: end -->")
 
 
 # ---- processes that benchmarks start
@@ -380,31 +348,3 @@ def test_figures_of_two_gpus_never_stand_in_one_table(
     printed = capsys.readouterr().out
     places = [printed.index(text) for text in ("H100, ", names[0], "H200, ", names[1])]
     assert places == sorted(places)
-
-
-def test_figures_of_copies_are_those_of_a_step_between_two_readings(script: Any) -> None:
-    copy = script("cuda_copy")
-    before = EngineStats(
-        captured_steps=10, device_copies=20, device_copy_bytes=100,
-        device_copy_s=0.5, step_to_view_s=0.25,
-    )  # fmt: skip
-    after = EngineStats(
-        captured_steps=14, device_copies=28, device_copy_bytes=900,
-        device_copy_s=0.75, step_to_view_s=0.375,
-    )  # fmt: skip
-    found = copy.device_copies(before, after)
-    assert found == copy.DeviceCopies(200, copy_ms=62.5, step_to_view_ms=31.25)
-
-
-def test_device_and_shape_are_part_of_the_flags_that_rows_are_told_apart_by(script: Any) -> None:
-    settings = script("settings")
-    parser = argparse.ArgumentParser()
-    settings.add_options(parser)
-    plain = settings.settings_of(parser.parse_args(["--threads", "1"]))
-    assert plain.n_gpu_layers == 0
-    assert "--device" not in plain.flags
-    gpu = settings.settings_of(
-        parser.parse_args(["--threads", "1", "--device", "gpu", "--shape", "7b"])
-    )
-    assert gpu.n_gpu_layers > 28
-    assert gpu.flags == f"{plain.flags} --device gpu --shape 7b"
