@@ -397,13 +397,6 @@ def test_chat_answers_one_message_of_the_command_line() -> None:
     assert run("chat", "-", "--temp", "0", "-n", "24", stdin="Who are you?\n").stdout == one
 
 
-def test_chat_shows_no_part_of_a_stop_sequence() -> None:
-    answer = chat("Who are you?").stdout
-    assert " very small" in answer
-    shown = chat("Who are you?", words=("--stop", "very small")).stdout
-    assert shown == answer[: answer.index("very small")] + "\n"
-
-
 def test_chat_takes_a_template_of_a_file(demo: Engine, tmp_path: Path) -> None:
     template = tmp_path / "template.jinja"
     template.write_text("{{ messages[0].content }}")
