@@ -42,7 +42,7 @@ def attend(
     source: EngineChoice,
     prompt: PromptChoice,
     layer: int | None = option(
-        None, "Layer to show; -1 is the last. [default: the sharpest head's]", "--layer", "-l"
+        None, "Layer to show; -1 is the last. [default: the sharpest head's]", "--layer -l"
     ),
     head: int | None = option(None, "Head to show. [default: the sharpest]", min=0),
     last: int | None = option(None, "Only the rows of the last N tokens.", min=1, metavar="N"),
@@ -51,8 +51,7 @@ def attend(
         None,
         "Write the shown head as .png, .svg or .pdf, or all that is captured as .html "
         "(a page), .npz, .npy or .safetensors.",
-        "--output",
-        "-o",
+        "--output -o",
         metavar="FILE",
     ),
     capture: CaptureChoice,

@@ -64,9 +64,7 @@ def bench(
     json_file: Path | None = option(
         None,
         "Append the rows to this file as JSON lines.",
-        "--output",
-        "-o",
-        "--json",
+        "--output -o --json",
         metavar="FILE.jsonl",
         dir_okay=False,
     ),

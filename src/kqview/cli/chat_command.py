@@ -423,15 +423,14 @@ def chat(
         "Message to answer, and end; - reads it from standard input. Without one, a conversation.",
         metavar="MESSAGE",
     ),
-    system: str | None = option(None, "System message.", "--system", "-sys", metavar="TEXT|@FILE"),
+    system: str | None = option(None, "System message.", "--system -sys", metavar="TEXT|@FILE"),
     load: Path | None = option(
         None, "Go on with a conversation that /save wrote.", metavar="FILE.json"
     ),
     max_tokens: int | None = option(
         None,
         "Maximum number of tokens of an answer. [default: what the context holds]",
-        "--max-tokens",
-        "-n",
+        "--max-tokens -n",
         min=1,
     ),
     chat_template: str | None = option(

@@ -31,17 +31,16 @@ _MODS_PROMPT: Final = "Mirelda found a silver key near the old bridge. One day, 
 
 def demo(
     prompt: str | None = option(
-        None, "Text to continue. [default: a built-in one]", "--prompt", "-p", metavar="TEXT"
+        None, "Text to continue. [default: a built-in one]", "--prompt -p", metavar="TEXT"
     ),
     max_tokens: int | None = option(
         None,
         "Maximum number of tokens to generate. [default: 24; 40 with --mods]",
-        "--max-tokens",
-        "-n",
+        "--max-tokens -n",
         min=2,
     ),
     layer: int | None = option(
-        None, "Layer to draw. [default: that of the sharpest head]", "--layer", "-l", min=0
+        None, "Layer to draw. [default: that of the sharpest head]", "--layer -l", min=0
     ),
     head: int | None = option(None, "Head to draw. [default: the sharpest]", min=0),
     kind: Kind = option("probs", "Values to capture.", "--capture"),
@@ -49,8 +48,7 @@ def demo(
     output: Path | None = option(
         None,
         "Write the heat map as .png, .svg or .pdf as well, or all heads as .html.",
-        "--output",
-        "-o",
+        "--output -o",
         metavar="FILE",
     ),
     mods: bool = option(False, "Show mods that steer the text instead.", "--mods"),

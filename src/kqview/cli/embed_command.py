@@ -36,8 +36,7 @@ def embed(
     output: Path | None = option(
         None,
         "Write the vectors as .npy, .npz or .safetensors instead.",
-        "--output",
-        "-o",
+        "--output -o",
         metavar="FILE",
     ),
     add_special: bool = ADD_SPECIAL,

@@ -40,14 +40,13 @@ def generate(
     source: EngineChoice,
     prompt: PromptChoice,
     max_tokens: int = option(
-        256, "Maximum number of tokens to generate.", "--max-tokens", "-n", min=1
+        256, "Maximum number of tokens to generate.", "--max-tokens -n", min=1
     ),
     output: Path | None = option(
         None,
         "Write the captured attention as .npz or .safetensors (kqview.load reads both) "
         "or .html (a page).",
-        "--output",
-        "-o",
+        "--output -o",
         metavar="FILE",
     ),
     capture: CaptureChoice,

@@ -145,34 +145,8 @@ class ErrorReportingGroup(TyperGroup):
         try:
             result = super().invoke(ctx)
             sys.stdout.flush()
-        except KqviewError as error:
-            _print_error(error)
-            raise typer.Exit(_exit_code(error)) from error
-        except ModuleNotFoundError as missing:
-            name = ctx.meta.get(_NAME)
-            if name not in _EXTRAS:
-                raise
-            _print_error(
-                RequestError(
-                    f"kqview {name} needs {missing.name}, which is not installed; "
-                    f'run pip install "kqview[{_EXTRAS[name]}]"'
-                )
-            )
-            raise typer.Exit(_EXIT_CODES[RequestError]) from missing
-        except KeyboardInterrupt as interrupt:
-            typer.echo(err=True)
-            raise typer.Exit(_INTERRUPTED) from interrupt
-        except BrokenPipeError as broken:
-            discard_stdout()
-            raise typer.Exit(_BROKEN_PIPE) from broken
-        except OSError as error:
-            _print_error(error)
-            if error.errno in _UNWRITTEN:
-                discard_stdout()
-            raise typer.Exit(1) from error
-        except MemoryError as error:
-            _print_error(MemoryError("this machine has too little memory for that"))
-            raise typer.Exit(_EXIT_CODES[CapacityError]) from error
+        except (KqviewError, KeyboardInterrupt, OSError, MemoryError, ImportError) as error:
+            raise typer.Exit(_reported(error, ctx.meta.get(_NAME))) from error
         return result
 
     def main(self, *args: Any, **options: Any) -> Any:
@@ -226,11 +200,30 @@ def global_options(
     """Options before the subcommand."""
 
 
-def _exit_code(error: KqviewError) -> int:
-    return next(_EXIT_CODES[kind] for kind in type(error).__mro__ if kind in _EXIT_CODES)
+def _reported(error: BaseException, command: str | None) -> int:
+    """Tell of what ended *command*, and return the exit status."""
+    if isinstance(error, KeyboardInterrupt):
+        typer.echo(err=True)
+        return _INTERRUPTED
+    if isinstance(error, BrokenPipeError):
+        discard_stdout()
+        return _BROKEN_PIPE
+    if isinstance(error, MemoryError) and not isinstance(error, KqviewError):
+        error = CapacityError("this machine has too little memory for that")
+    if isinstance(error, ImportError):
+        if command not in _EXTRAS or not isinstance(error, ModuleNotFoundError):
+            raise error
+        error = RequestError(
+            f"kqview {command} needs {error.name}, which is not installed; "
+            f'run pip install "kqview[{_EXTRAS[command]}]"'
+        )
+    _print_error(error)
+    if isinstance(error, OSError) and error.errno in _UNWRITTEN:
+        discard_stdout()
+    return next((_EXIT_CODES[kind] for kind in type(error).__mro__ if kind in _EXIT_CODES), 1)
 
 
-def _print_error(error: Exception) -> None:
+def _print_error(error: BaseException) -> None:
     text = str(error)
     if isinstance(error, OSError) and error.strerror is not None and error.filename2 is None:
         place = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "

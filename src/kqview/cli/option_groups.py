@@ -8,16 +8,25 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, ClassVar, TypeVar, get_type_hints
 
 import typer
+from typer.models import OptionInfo
 
 _R = TypeVar("_R")
 
 
-def option(default: object, text: str, *names: str, panel: str | None = None, **more: Any) -> Any:
-    """An option of a command: its default, help and names; *more* is typer's."""
-    return typer.Option(default, *names, help=text, rich_help_panel=panel, **more)
+def option(default: object, text: str, names: str = "", **more: Any) -> Any:
+    """An option of a command.
+
+    Args:
+        default: Its value where it is not given.
+        text: Its help.
+        names: Its names, separated by spaces; without any, that of the parameter.
+        **more: What typer.Option takes; *panel* is its ``rich_help_panel``.
+    """
+    panel = more.pop("panel", None)
+    return typer.Option(default, *names.split(), help=text, rich_help_panel=panel, **more)
 
 
 def argument(default: object, text: str, **more: Any) -> Any:
@@ -26,12 +35,21 @@ def argument(default: object, text: str, **more: Any) -> Any:
 
 
 class OptionGroup:
-    """Base of the groups: dataclasses whose fields are annotated for typer."""
+    """Base of the groups: dataclasses whose fields are options.
+
+    Attributes:
+        panel: Where the help shows them.
+    """
+
+    panel: ClassVar[str | None] = None
 
     @classmethod
     def parameters(cls) -> list[inspect.Parameter]:
         """The options, as parameters of a command."""
         hints = get_type_hints(cls, include_extras=True)
+        for one in dataclasses.fields(cls):  # pyright: ignore[reportArgumentType]
+            if isinstance(one.default, OptionInfo) and one.default.rich_help_panel is None:
+                one.default.rich_help_panel = cls.panel
         return [
             inspect.Parameter(
                 one.name,

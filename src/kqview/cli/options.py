@@ -6,9 +6,8 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
-import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
@@ -73,14 +72,12 @@ _MODEL: Final = "Model"
 
 def gpu_layers(default: int) -> Any:
     """The option of layers on GPUs."""
-    return option(
-        default, "Layers to put on GPUs; -1 for all.", "--ngl", "-ngl", panel=_MODEL, min=-1
-    )
+    return option(default, "Layers to put on GPUs; -1 for all.", "--ngl -ngl", panel=_MODEL, min=-1)
 
 
 FlashAttn = Literal["auto", "on", "off"]
 THREADS: Any = option(
-    None, "Compute threads. [default: the available CPUs]", "--threads", "-t", panel=_MODEL, min=1
+    None, "Compute threads. [default: the available CPUs]", "--threads -t", panel=_MODEL, min=1
 )
 GPU_LAYERS: Any = gpu_layers(-1)
 JSON: Any = option(False, "Print JSON, for scripts.", "--json")
@@ -114,20 +111,16 @@ DEMO: Final = ModelFile()
 class ModelChoice(OptionGroup):
     """Which model: the first word of the command line, or an option."""
 
+    panel = _MODEL
+
     model: str | None = argument(
         None, "GGUF file. Left out with -m, --hf or --demo.", metavar="MODEL"
     )
-    model_file: str | None = option(
-        None, "GGUF file.", "--model", "-m", panel=_MODEL, metavar="FILE"
-    )
+    model_file: str | None = option(None, "GGUF file.", "--model -m", metavar="FILE")
     hf: str | None = option(
-        None,
-        "Download the model from the Hugging Face Hub.",
-        "--hf",
-        panel=_MODEL,
-        metavar="OWNER/REPO/FILE",
+        None, "Download the model from the Hugging Face Hub.", "--hf", metavar="OWNER/REPO/FILE"
     )
-    demo: bool = option(False, "Use the bundled demo model.", "--demo", panel=_MODEL)
+    demo: bool = option(False, "Use the bundled demo model.", "--demo")
 
     @property
     def is_named(self) -> bool:
@@ -174,33 +167,22 @@ class EngineChoice(ModelChoice):
         None,
         "Context size in tokens; 0 is the default. [default: what fits in memory, at most "
         "what the model was trained for]",
-        "--ctx",
-        "-c",
-        panel=_MODEL,
+        "--ctx -c",
         min=0,
     )
     threads: int | None = THREADS
     ngl: int = GPU_LAYERS
-    flash_attn: FlashAttn = option("auto", "Flash attention.", "--flash-attn", "-fa", panel=_MODEL)
+    flash_attn: FlashAttn = option("auto", "Flash attention.", "--flash-attn -fa")
     attention_kernel: Literal["auto", "kqview", "llama.cpp"] = option(
         "auto",
         "What computes attention on the CPU while decoding; auto: kqview.",
         "--attention-kernel",
-        panel=_MODEL,
     )
     kv_type: str = option(
-        "f16",
-        "Type of the KV cache: f32, f16, q8_0, ...",
-        "--kv-type",
-        panel=_MODEL,
-        metavar="TYPE",
+        "f16", "Type of the KV cache: f32, f16, q8_0, ...", "--kv-type", metavar="TYPE"
     )
     rpc: list[str] | None = option(
-        None,
-        "Put layers on this RPC server; repeatable.",
-        "--rpc",
-        panel=_MODEL,
-        metavar="HOST:PORT",
+        None, "Put layers on this RPC server; repeatable.", "--rpc", metavar="HOST:PORT"
     )
 
     @contextmanager
@@ -232,8 +214,8 @@ class PromptChoice(OptionGroup):
     text: str | None = argument(
         None, "The text; without it, or as -, standard input.", metavar="TEXT", show_default=False
     )
-    prompt: str | None = option(None, "The text.", "--prompt", "-p", metavar="TEXT")
-    file: Path | None = option(None, "Read the text from FILE.", "--file", "-f", metavar="FILE")
+    prompt: str | None = option(None, "The text.", "--prompt -p", metavar="TEXT")
+    file: Path | None = option(None, "Read the text from FILE.", "--file -f", metavar="FILE")
 
     def read(self, words: Sequence[str]) -> str:
         """The text, without one newline at its end if it was read.
@@ -269,7 +251,7 @@ class TextsChoice(OptionGroup):
         None, "Texts; without any, or for -, standard input.", metavar="TEXT", show_default=False
     )
     files: list[Path] | None = option(
-        None, "Read a text from FILE; repeatable.", "--file", "-f", metavar="FILE"
+        None, "Read a text from FILE; repeatable.", "--file -f", metavar="FILE"
     )
     lines: bool = option(False, "Each line of files and standard input is a text.", "--lines")
 
@@ -309,39 +291,29 @@ _INDICES: Final = re.compile(r"(?P<first>-?\d+)(?:-(?P<last>\d+))?")
 class CaptureChoice(OptionGroup):
     """Which attention is captured."""
 
+    panel = _CAPTURE
+
     capture: Kind | None = option(
-        None,
-        "Values: probs (after the softmax), scores (before it) or qk (raw K·Q).",
-        "--capture",
-        panel=_CAPTURE,
+        None, "Values: probs (after the softmax), scores (before it) or qk (raw K·Q).", "--capture"
     )
     layers: str | None = option(
-        None,
-        "Only these layers, such as 0,3 or 8-11; -1 is the last.",
-        panel=_CAPTURE,
-        metavar="LIST",
+        None, "Only these layers, such as 0,3 or 8-11; -1 is the last.", metavar="LIST"
     )
     heads: str | None = option(
-        None, "Only these heads of each layer, such as 0,3 or 8-11.", panel=_CAPTURE, metavar="LIST"
+        None, "Only these heads of each layer, such as 0,3 or 8-11.", metavar="LIST"
     )
     reduce: Reduce | None = option(
-        None, "Reduce over the heads of each layer, or over layers and heads.", panel=_CAPTURE
+        None, "Reduce over the heads of each layer, or over layers and heads."
     )
     top: int | None = option(
-        None,
-        "Only the K largest values of each row.",
-        "--top-values",
-        panel=_CAPTURE,
-        min=1,
-        metavar="K",
+        None, "Only the K largest values of each row.", "--top-values", min=1, metavar="K"
     )
     spans: str | None = option(
         None,
         "Sums over ranges of columns, such as 0:12,12: (the end may be left out).",
-        panel=_CAPTURE,
         metavar="LIST",
     )
-    dtype: DType = option("float32", "Type of the values.", panel=_CAPTURE)
+    dtype: DType = option("float32", "Type of the values.")
 
     @property
     def is_asked(self) -> bool:
@@ -408,8 +380,7 @@ class _Constraints(OptionGroup):
     json_schema: str | None = option(
         None,
         "JSON schema that the output follows.",
-        "--json-schema",
-        "-j",
+        "--json-schema -j",
         panel=_CONSTRAINTS,
         metavar="TEXT|@FILE",
     )
@@ -439,15 +410,13 @@ class SamplingChoice(OptionGroup):
         found = _Constraints.parameters()
         for row in OPTIONS.values():
             if row.type in (float, int, bool) or row.name in _NUMBERS:
-                names = ["--" + row.name.replace("_", "-")]
-                names += ["-s"] if row.name == "seed" else []
-                option = typer.Option(*names, help=row.doc, rich_help_panel="Sampling")
+                names = "--" + row.name.replace("_", "-") + (" -s" if row.name == "seed" else "")
                 found.append(
                     inspect.Parameter(
                         row.name,
                         inspect.Parameter.KEYWORD_ONLY,
-                        default=row.default,
-                        annotation=Annotated[row.type, option],
+                        default=option(row.default, row.doc, names, panel="Sampling"),
+                        annotation=row.type,
                     )
                 )
         return found

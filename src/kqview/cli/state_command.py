@@ -27,7 +27,7 @@ JSON: Any = option(False, "Print a JSON list with one object per file.", "--json
 def check(
     files: list[Path] = FILES,
     model: Path | None = option(
-        None, "GGUF file the slots should belong to.", "--model", "-m", metavar="FILE"
+        None, "GGUF file the slots should belong to.", "--model -m", metavar="FILE"
     ),
     lora: list[str] | None = option(
         None, "LoRA adapter the model was loaded with; repeatable.", metavar="FILE[=SCALE]"
