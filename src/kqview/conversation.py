@@ -75,6 +75,13 @@ class TemplateOptions(TypedDict, total=False):
     template_options: Mapping[str, Any] | None
 
 
+CHAT_DEFAULTS: Final[Mapping[str, Any]] = MappingProxyType(
+    {
+        "tools": None, "tool_choice": None, "parallel_tool_calls": True,
+        "continue_final_message": False, "chat_template": None, "template_options": None,
+    }
+)  # fmt: skip
+"""The options of `Engine.chat` besides those of `Engine.generate`."""
 TEMPLATE_DEFAULTS: Final[Mapping[str, Any]] = MappingProxyType(
     {
         "tools": None, "add_generation_prompt": True, "continue_final_message": False,
@@ -127,36 +134,29 @@ class Conversation:
         """End the processes that render templates."""
         self._helpers.close()
 
-    def chat(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[ToolLike] | None,
-        tool_choice: ToolChoice | None,
-        parallel_tool_calls: object,
-        continue_final_message: bool | None,
-        chat_template: str | None,
-        template_options: Mapping[str, Any] | None,
-        options: Mapping[str, Any],
-    ) -> Generation[Any]:
+    def chat(self, messages: Sequence[Message], options: Mapping[str, Any]) -> Generation[Any]:
         """See `Engine.chat`."""
         self._core.check_open()
-        if not isinstance(parallel_tool_calls, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise invalid("parallel_tool_calls", "True or False", shown(parallel_tool_calls))
-        choice = choice_of(checked_tools(tools) or [], tool_choice)
-        source = self._source(chat_template, choice.tools)
+        given = {name: options.get(name, default) for name, default in CHAT_DEFAULTS.items()}
+        options = {name: value for name, value in options.items() if name not in CHAT_DEFAULTS}
+        is_parallel = given["parallel_tool_calls"]
+        if not isinstance(is_parallel, bool):
+            raise invalid("parallel_tool_calls", "True or False", shown(is_parallel))
+        choice = choice_of(checked_tools(given["tools"]) or [], given["tool_choice"])
+        source = self._source(given["chat_template"], choice.tools)
         chat = self._rendered(
             messages,
             choice.tools,
             source,
-            template_options,
+            given["template_options"],
             adds_header=True,
-            continues=continue_final_message or False,
+            continues=given["continue_final_message"],
         )
         ids = self._begun(self._chat_ids(chat.parts))
         end = b"".join(map(self._model.token_bytes, ids[-N_END:])).decode("utf-8", "replace")
         opened = opened_by(end, chat.begun)
         schema, options = self._constrained(
-            options, choice, source, reasoning_of(source, end, opened), parallel_tool_calls
+            options, choice, source, reasoning_of(source, end, opened), is_parallel
         )
         with conversation_of(Dialogue(messages, choice.tools or None)):
             generation = self._submission.generate(ids, options, "chat")

@@ -6,7 +6,6 @@ A text becomes a request that evaluates its prompt and samples nothing. Several 
 
 from asyncio import to_thread
 from collections import Counter
-from collections.abc import Sequence
 from contextlib import closing
 from functools import cached_property
 from typing import Any, Final, TypedDict, cast
@@ -54,60 +53,85 @@ class Embedding:
         self._info = info
         self._submission = submission
 
-    def embed(self, texts: object, normalize: bool, *options: Any) -> Vectors | list[Vectors]:
-        """As of Engine; *options* are those of `_to_embed`."""
-        is_one, requests = self._to_embed(texts, *options)
+    def embed(
+        self, texts: object, *, normalize: bool = True, **options: Any
+    ) -> Vectors | list[Vectors]:
+        """As of Engine."""
+        is_one, requests = self._begin("embed", texts, **options)
         with closing(requests):
-            found = {i: _take(one) for i, one in requests}
+            found = {i: _vectors_of(one, one.next_block(), one.next_block()) for i, one in requests}
         return self._embedded(ordered(found), is_one, normalize)
 
     async def aembed(
-        self, texts: object, normalize: bool, **options: Any
+        self, texts: object, *, normalize: bool = True, **options: Any
     ) -> Vectors | list[Vectors]:
         """Like `embed`, without blocking the event loop."""
-        is_one, requests = await to_thread(self._to_embed, texts, **options)
-        with closing(requests):
-            found = {i: await _atake(one) for i, one in requests}
-        return self._embedded(ordered(found), is_one, normalize)
+        is_one, requests = await to_thread(self._begin, "embed", texts, **options)
+        return self._embedded(ordered(await _ataken(requests)), is_one, normalize)
 
-    def classify(self, texts: object, *options: Any) -> Classification | list[Classification]:
-        """As of Engine; *options* are those of `_to_classify`."""
-        is_one, requests = self._to_classify(texts, *options)
+    def classify(self, texts: object, **options: Any) -> Classification | list[Classification]:
+        """As of Engine."""
+        is_one, requests = self._begin("classify", texts, **options)
         with closing(requests):
-            found = {i: self._classified(_take(one)[0]) for i, one in requests}
-        return found[0] if is_one else ordered(found)
+            found = {i: _vectors_of(one, one.next_block(), one.next_block()) for i, one in requests}
+        classes = [self._classified(one[0]) for one in ordered(found)]
+        return classes[0] if is_one else classes
 
     async def aclassify(
         self, texts: object, **options: Any
     ) -> Classification | list[Classification]:
         """Like `classify`, without blocking the event loop."""
-        is_one, requests = await to_thread(self._to_classify, texts, **options)
-        with closing(requests):
-            found = {i: self._classified((await _atake(one))[0]) for i, one in requests}
-        return found[0] if is_one else ordered(found)
+        is_one, requests = await to_thread(self._begin, "classify", texts, **options)
+        classes = [self._classified(one[0]) for one in ordered(await _ataken(requests))]
+        return classes[0] if is_one else classes
 
-    def _to_embed(
+    def _begin(
         self,
+        who: str,
         texts: object,
+        *,
         priority: int = 0,
         add_special: bool = True,
         parse_special: bool = True,
     ) -> tuple[bool, Requests]:
-        """(whether it is one text, the request of each)."""
+        """(whether it is one text, the request of each); all are checked before any is computed."""
         self._core.check_open()
-        if not self._core.pooling:
+        name, pooling = self._info.name or self._info.architecture, self._core.pooling
+        if who == "classify" and self._core.n_classes == 0:
             raise UnsupportedModel(
-                f"{self._name()} is not an embedding model; open it with "
+                f"{name} has no classifier head; use a sequence classifier or a reranker, or embed "
+                "for vectors"
+            )
+        if who == "classify" and pooling != "rank":
+            raise UnsupportedModel(
+                f"this engine's pooling is {pooling or None!r}; open it with "
+                "Engine(..., pooling='rank')"
+            )
+        if not pooling:
+            raise UnsupportedModel(
+                f"{name} is not an embedding model; open it with "
                 "Engine(..., pooling='mean'), or 'last', 'cls', 'none'"
             )
-        if self._core.pooling == "rank":
+        if who == "embed" and pooling == "rank":
             raise UnsupportedModel(
                 "this engine has pooling 'rank', which is for classifiers; use classify, or "
                 "open it with Engine(..., pooling='cls') or 'mean'"
             )
         is_one, items = items_of(texts)
-        ids = self._ids_of("embed", is_one, items, add_special, parse_special)
-        return is_one, self._requests("embed", ids, priority)
+        ids: list[list[int]] = []
+        for i, given in enumerate(items):
+            name, item = "texts" if is_one else f"texts[{i}]", given
+            if who == "classify" and not is_one and _is_pair(item):
+                item = self.pair_ids(name, *cast("Pair", item))
+            submission = self._submission
+            ids.append(submission.prompt_ids(item, add_special, parse_special, name, embeds=True))
+
+        def submit(i: int) -> Generation:
+            request = self._submission.request(ids[i], priority=priority)
+            request.only_attends = request.embeds = True
+            return self._submission.submit(who, request, ids[i])
+
+        return is_one, in_turn(ids, self._core.n_slots, submit)
 
     def _embedded(
         self, found: list[Vectors], is_one: bool, normalize: bool
@@ -123,53 +147,6 @@ class Embedding:
         if self._core.pooling == "none":
             return found[0] if is_one else found
         return found[0][0] if is_one else np.concatenate(found)
-
-    def _to_classify(
-        self,
-        texts: object,
-        priority: int = 0,
-        add_special: bool = True,
-        parse_special: bool = True,
-    ) -> tuple[bool, Requests]:
-        """(whether it is one text, the request of each)."""
-        self._core.check_open()
-        if self._core.n_classes == 0:
-            raise UnsupportedModel(
-                f"{self._name()} has no classifier head; use a sequence classifier or a "
-                "reranker, or embed for vectors"
-            )
-        if self._core.pooling != "rank":
-            raise UnsupportedModel(
-                f"this engine's pooling is {self._core.pooling!r}; open it with "
-                "Engine(..., pooling='rank')"
-            )
-        is_one, items = items_of(texts)
-        ids = self._ids_of("classify", is_one, items, add_special, parse_special)
-        return is_one, self._requests("classify", ids, priority)
-
-    def _name(self) -> str:
-        return self._info.name or self._info.architecture
-
-    # ---- texts to ids
-
-    def _ids_of(
-        self,
-        who: str,
-        is_one: bool,
-        items: Sequence[object],
-        add_special: bool,
-        parse_special: bool,
-    ) -> list[list[int]]:
-        """Ids of every text; all texts are checked before anything is computed."""
-        checked: list[list[int]] = []
-        for i, item in enumerate(items):
-            name = "texts" if is_one else f"texts[{i}]"
-            if who == "classify" and not is_one and _is_pair(item):
-                item = self.pair_ids(name, *cast("Pair", item))
-            checked.append(
-                self._submission.prompt_ids(item, add_special, parse_special, name, embeds=True)
-            )
-        return checked
 
     def pair_ids(self, name: str, query: str, document: str) -> list[int]:
         """The prompt of a reranker, joined as in llama-server (format_prompt_rerank)."""
@@ -192,16 +169,6 @@ class Embedding:
             end if facts.adds_eos else None,
         ]
         return [token_id for token_id in ids if token_id is not None]
-
-    # ---- ids to values
-
-    def _requests(self, who: str, texts: list[list[int]], priority: int) -> Requests:
-        return in_turn(texts, self._core.n_slots, lambda i: self._submit(who, texts[i], priority))
-
-    def _submit(self, who: str, ids: list[int], priority: int) -> Generation:
-        request = self._submission.request(ids, priority=priority)
-        request.only_attends = request.embeds = True
-        return self._submission.submit(who, request, ids)
 
     @cached_property
     def _labels(self) -> list[str]:
@@ -228,22 +195,19 @@ class Embedding:
         )
 
 
-def _take(generation: Generation) -> Vectors:
-    """Wait for the result of a request and for its end; raise the error that ended it, if any."""
-    block = generation.next_block()
-    generation.next_block()
-    return _values_of(block, generation)
+async def _ataken(requests: Requests) -> dict[int, Vectors]:
+    with closing(requests):
+        return {
+            i: _vectors_of(one, await one.anext_block(), await one.anext_block())
+            for i, one in requests
+        }
 
 
-async def _atake(generation: Generation) -> Vectors:
-    """Like `_take`, without blocking the event loop."""
-    block = await generation.anext_block()
-    await generation.anext_block()
-    return _values_of(block, generation)
-
-
-def _values_of(block: PromptBlock | None, generation: Generation) -> Vectors:
-    if block is None or block.hidden is None:
+def _vectors_of(
+    generation: Generation, block: PromptBlock | None, end: PromptBlock | None
+) -> Vectors:
+    """What *generation* computed; its *end* was taken as well, which raises what ended it early."""
+    if block is None or block.hidden is None or end is not None:
         raise InternalError(f"{generation.request_id} ended without an embedding")
     return cast("Vectors", block.hidden)
 

@@ -14,16 +14,15 @@ import re
 import sys
 import traceback
 import weakref
-from collections.abc import Callable, Container, Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, Literal, Never, Self, SupportsIndex, TypedDict, Unpack, overload
 
 from kqview import _core
 from kqview.arguments import checked_id, seconds
-from kqview.chat.functions import ToolLike
 from kqview.chat.messages import Message
-from kqview.chat.turn import ToolChoice
 from kqview.conversation import (
+    CHAT_DEFAULTS,
     TEMPLATE_DEFAULTS,
     ChatOptions,
     Conversation,
@@ -39,7 +38,7 @@ from kqview.generation.stream import Generation
 from kqview.hub import check_is_path, fetch_model
 from kqview.lora import EngineLora, LoraAdapter, LoraScales
 from kqview.machine import capture_path, system_info
-from kqview.many import Many, OnError, Prompt, Saved
+from kqview.many import MapOptions, PlainMapOptions, Prompt, mapped
 from kqview.option_names import NamesMethods, lists_options, names_options, unknown_option
 from kqview.scoring import ScoreOptions, Scoring
 from kqview.slot import Slot
@@ -69,6 +68,13 @@ from kqview.types.json_schema import Parsed, TypeOf
 from kqview.types.stats import read_fields
 from kqview.types.text import Ids
 from kqview.vocabulary import Vocabulary
+
+_CHAT: Final = {**CHAT_DEFAULTS, **GENERATE_DEFAULTS}
+_MAP: Final = {"progress": False, "skip": (), "on_error": "raise", **GENERATE_DEFAULTS}
+_TEXT: Final = {"priority": 0, "add_special": True, "parse_special": True}
+_EMBED: Final = {"normalize": True, **_TEXT}
+_SCORE: Final = {"last": None, "top_logprobs": None, "lora": None, **_TEXT}
+_ATTEND: Final = {"last": None, "request_id": None, **_TEXT}
 
 CLOSE_TIMEOUT_S: Final = 30.0
 """Default ``timeout_s`` of `Engine.close`, in seconds."""
@@ -681,34 +687,19 @@ class Engine(NamesMethods):
         self,
         prompts: Iterable[Prompt] | Mapping[str, Prompt],
         *,
-        progress: bool | Callable[[int, int | None], object] | None = False,
-        skip: Container[str] | Saved | None = (),
-        on_error: OnError | None = "raise",
         json_schema: TypeOf[Parsed],
-        **options: Unpack[PlainGenerateOptions],
+        **options: Unpack[PlainMapOptions],
     ) -> Generator[Finished[Parsed], None, None]: ...
 
     @overload
     def map(
         self,
         prompts: Iterable[Prompt] | Mapping[str, Prompt],
-        *,
-        progress: bool | Callable[[int, int | None], object] | None = False,
-        skip: Container[str] | Saved | None = (),
-        on_error: OnError | None = "raise",
-        **options: Unpack[GenerateOptions],
+        **options: Unpack[MapOptions],
     ) -> Generator[Finished, None, None]: ...
 
-    @names_options("map", also=GENERATE_DEFAULTS)
-    def map(
-        self,
-        prompts: Iterable[Prompt] | Mapping[str, Prompt],
-        *,
-        progress: bool | Callable[[int, int | None], object] | None = False,
-        skip: Container[str] | Saved | None = (),
-        on_error: OnError | None = "raise",
-        **options: Unpack[GenerateOptions],
-    ) -> Generator[Finished[Any], None, None]:
+    @names_options("map", _MAP)
+    def map(self, prompts: Any, **options: Any) -> Any:
         """Generate for many prompts and yield each result with all its tokens, in order.
 
         All slots work at once. At most twice as many prompts as there are slots are in work or
@@ -734,9 +725,8 @@ class Engine(NamesMethods):
             ClosedError: The engine is closed.
             KqviewError: While iterating: what `generate` and iterating its result raise.
         """
-        return Many(self._core, self.model, self.generate, self.chat).map(
-            prompts, progress, skip, on_error, options
-        )
+        self._core.check_open()
+        return mapped(self, prompts, **options)
 
     # A str is also a sequence of str; the first overload that fits applies.
     @overload
@@ -755,18 +745,8 @@ class Engine(NamesMethods):
         **options: Unpack[AttendOptions],
     ) -> list[PromptAttention]: ...
 
-    @names_options("attend")
-    def attend(
-        self,
-        prompt: str | Ids | Sequence[str | Ids],
-        capture: Capture | Kind = "probs",
-        *,
-        last: int | None = None,
-        request_id: str | None = None,
-        priority: int = 0,
-        add_special: bool = True,
-        parse_special: bool = True,
-    ) -> PromptAttention | list[PromptAttention]:
+    @names_options("attend", _ATTEND)
+    def attend(self, prompt: Any, capture: Any = "probs", **options: Any) -> Any:
         """Evaluate a prompt and return its own attention rows and hidden states, in blocks.
 
         Samples no token. Prompt tokens that the slot already holds are decoded again if their rows
@@ -797,9 +777,7 @@ class Engine(NamesMethods):
             QueueFull: Too many requests wait for a slot.
             ClosedError: The engine is closed.
         """
-        return self._submission.attend(
-            prompt, capture, last, request_id, priority, add_special, parse_special
-        )
+        return self._submission.attend(prompt, capture, **options)
 
     # ---- chats
 
@@ -820,19 +798,8 @@ class Engine(NamesMethods):
     @overload
     def chat(self, messages: Sequence[Message], **options: Unpack[ChatOptions]) -> Generation: ...
 
-    @names_options("chat", also=GENERATE_DEFAULTS)
-    def chat(
-        self,
-        messages: Sequence[Message],
-        *,
-        tools: Sequence[ToolLike] | None = None,
-        tool_choice: ToolChoice | None = None,
-        parallel_tool_calls: bool | None = True,
-        continue_final_message: bool | None = False,
-        chat_template: str | None = None,
-        template_options: Mapping[str, Any] | None = None,
-        **options: Unpack[GenerateOptions],
-    ) -> Generation[Any]:
+    @names_options("chat", _CHAT)
+    def chat(self, messages: Any, **options: Any) -> Any:
         """Generate the assistant's next message; `Generation.reply` is that message.
 
         Args:
@@ -855,16 +822,7 @@ class Engine(NamesMethods):
             UnsupportedModel: The model has no chat template.
             KqviewError: jinja2 is not installed. Also any error of `generate`.
         """
-        return self._conversation.chat(
-            messages,
-            tools,
-            tool_choice,
-            parallel_tool_calls,
-            continue_final_message,
-            chat_template,
-            template_options,
-            options,
-        )
+        return self._conversation.chat(messages, options)
 
     @overload
     def apply_chat_template(
@@ -956,16 +914,8 @@ class Engine(NamesMethods):
     @overload
     def embed(self, texts: Sequence[Text], **options: Unpack[EmbedOptions]) -> Vectors | Any: ...
 
-    @names_options("embed")
-    def embed(
-        self,
-        texts: Text | Sequence[Text],
-        *,
-        normalize: bool = True,
-        priority: int = 0,
-        add_special: bool = True,
-        parse_special: bool = True,
-    ) -> Vectors | list[Vectors]:
+    @names_options("embed", _EMBED)
+    def embed(self, texts: Any, **options: Any) -> Any:
         """Compute embeddings of one or more texts.
 
         Encoders and embedding models need no option; open other decoders with ``pooling``. A text
@@ -999,7 +949,7 @@ class Engine(NamesMethods):
             QueueFull: Too many other requests wait for a slot.
             ClosedError: The engine is closed.
         """
-        return self._embedding.embed(texts, normalize, priority, add_special, parse_special)
+        return self._embedding.embed(texts, **options)
 
     @overload
     async def aembed(self, texts: Text, **options: Unpack[EmbedOptions]) -> Vectors: ...
@@ -1009,15 +959,13 @@ class Engine(NamesMethods):
         self, texts: Sequence[Text], **options: Unpack[EmbedOptions]
     ) -> Vectors | Any: ...
 
-    @names_options("aembed", also=EmbedOptions.__annotations__)
-    async def aembed(
-        self, texts: Text | Sequence[Text], *, normalize: bool = True, **options: Any
-    ) -> Vectors | list[Vectors]:
+    @names_options("aembed", _EMBED)
+    async def aembed(self, texts: Any, **options: Any) -> Any:
         """Like `embed`, without blocking the event loop.
 
         Cancelling the task drops the texts that are not done.
         """
-        return await self._embedding.aembed(texts, normalize, **options)
+        return await self._embedding.aembed(texts, **options)
 
     # A str is also a sequence of str; the first overload that fits applies.
     @overload
@@ -1030,15 +978,8 @@ class Engine(NamesMethods):
         self, texts: Sequence[Text | Pair], **options: Unpack[TextOptions]
     ) -> list[Classification]: ...
 
-    @names_options("classify")
-    def classify(
-        self,
-        texts: Text | Sequence[Text | Pair],
-        *,
-        priority: int = 0,
-        add_special: bool = True,
-        parse_special: bool = True,
-    ) -> Classification | list[Classification]:
+    @names_options("classify", _TEXT)
+    def classify(self, texts: Any, **options: Any) -> Any:
         """Classify one or more texts with a model that has a classifier head (pooling "rank").
 
         For sequence classifiers and rerankers, encoders or decoders. For a reranker, each item of
@@ -1060,7 +1001,7 @@ class Engine(NamesMethods):
             UnsupportedModel: The model has no classifier head, or ``pooling`` is not "rank".
             RequestError: As for `embed`, like the other errors of `embed`.
         """
-        return self._embedding.classify(texts, priority, add_special, parse_special)
+        return self._embedding.classify(texts, **options)
 
     @overload
     async def aclassify(  # pyright: ignore[reportOverlappingOverload]
@@ -1072,10 +1013,8 @@ class Engine(NamesMethods):
         self, texts: Sequence[Text | Pair], **options: Unpack[TextOptions]
     ) -> list[Classification]: ...
 
-    @names_options("aclassify", also=TextOptions.__annotations__)
-    async def aclassify(
-        self, texts: Text | Sequence[Text | Pair], **options: Any
-    ) -> Classification | list[Classification]:
+    @names_options("aclassify", _TEXT)
+    async def aclassify(self, texts: Any, **options: Any) -> Any:
         """Like `classify`, without blocking the event loop.
 
         Cancelling the task drops the texts that are not done.
@@ -1102,18 +1041,8 @@ class Engine(NamesMethods):
     @overload
     def score(self, texts: Sequence[Text], **options: Unpack[ScoreOptions]) -> list[Score]: ...
 
-    @names_options("score")
-    def score(
-        self,
-        texts: Text | Sequence[Text],
-        *,
-        last: int | Sequence[int] | None = None,
-        top_logprobs: int | None = None,
-        priority: int = 0,
-        lora: LoraScales | None = None,
-        add_special: bool = True,
-        parse_special: bool = True,
-    ) -> Score | list[Score]:
+    @names_options("score", _SCORE)
+    def score(self, texts: Any, **options: Any) -> Any:
         """Compute the log-probability that the model gives each token of one or more texts.
 
         The whole text is evaluated as a prompt, in steps whose logits take at most 64 MiB. Use it
@@ -1148,9 +1077,7 @@ class Engine(NamesMethods):
             QueueFull: Too many other requests wait for a slot.
             ClosedError: The engine is closed.
         """
-        return self._scoring.score(
-            texts, last, top_logprobs, priority, lora, add_special, parse_special
-        )
+        return self._scoring.score(texts, **options)
 
     @overload
     async def ascore(  # pyright: ignore[reportOverlappingOverload]
@@ -1162,8 +1089,8 @@ class Engine(NamesMethods):
         self, texts: Sequence[Text], **options: Unpack[ScoreOptions]
     ) -> list[Score]: ...
 
-    @names_options("ascore", also=ScoreOptions.__annotations__)
-    async def ascore(self, texts: Text | Sequence[Text], **options: Any) -> Score | list[Score]:
+    @names_options("ascore", _SCORE)
+    async def ascore(self, texts: Any, **options: Any) -> Any:
         """Like `score`, without blocking the event loop.
 
         Cancelling the task drops the texts that are not done.

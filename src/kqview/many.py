@@ -1,4 +1,4 @@
-"""Many: generations of many prompts, in order; a part of Engine.
+"""Many: generations of many prompts, in order, of `Engine.map`.
 
 One thread per slot takes the tokens of one generation, so every slot stays busy while results come
 in the order of their prompts. Prompts are taken from their iterable, in the caller's thread, only a
@@ -32,11 +32,11 @@ from typing import (
     runtime_checkable,
 )
 
-from kqview import _core
 from kqview.arguments import invalid
 from kqview.chat.messages import Message
 from kqview.errors import ClosedError, KqviewError, shown
 from kqview.generation.stream import Generation
+from kqview.submission import GenerateOptions, PlainGenerateOptions
 from kqview.types import Finished, ModelInfo, Token, Usage
 from kqview.types.text import Ids
 from kqview.types.token import add_token
@@ -57,126 +57,128 @@ class Saved(Protocol):
         ...
 
 
-class Many:
-    """`Engine.map`; any thread.
+class PlainMapOptions(PlainGenerateOptions, total=False):
+    """`MapOptions` without ``json_schema``, which says what `Finished.parsed` is."""
 
-    Args:
-        core: Of the engine.
-        info: Facts about its model.
-        generate: `Engine.generate`.
-        chat: `Engine.chat`.
-    """
+    progress: bool | Callable[[int, int | None], object] | None
+    skip: Container[str] | Saved | None
+    on_error: OnError | None
 
-    def __init__(
-        self,
-        core: _core.Engine,
-        info: ModelInfo,
-        generate: Callable[..., Generation],
-        chat: Callable[..., Generation],
-    ) -> None:
-        self._core = core
-        self._info = info
-        self._generate = generate
-        self._chat = chat
 
-    def map(
-        self,
-        prompts: Iterable[Prompt] | Mapping[str, Prompt],
-        progress: bool | Callable[[int, int | None], object] | None,
-        skip: Container[str] | Saved | None,
-        on_error: object,
-        options: Mapping[str, Any],
-    ) -> Generator[Finished[Any], None, None]:
-        """See Engine."""
-        self._core.check_open()
-        if on_error not in get_args(OnError):
-            raise invalid("on_error", "'raise' or 'return'", shown(on_error))
-        if isinstance(prompts, str | bytes) or not isinstance(prompts, Iterable):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise invalid(
-                "prompts", "several prompts, as a list or a mapping (generate takes one)",
-                shown(prompts),
-            )  # fmt: skip
-        n_total = len(prompts) if isinstance(prompts, Sized) else None
-        report = _reporter(progress, n_total)
-        ids = cast("Container[str]", () if skip is None else skip)
-        if isinstance(skip, Saved) and not isinstance(prompts, Mapping):
-            wanted = _unsaved(prompts, skip.prompt_keys())
-        else:
-            given: Iterable[tuple[object, Prompt]] = (
-                cast("Mapping[str, Prompt]", prompts).items()
-                if isinstance(prompts, Mapping)
-                else enumerate(prompts)
-            )
-            wanted = ((str(key), prompt) for key, prompt in given if str(key) not in ids)
-        return self._mapped(wanted, report, on_error == "return", options)
+class MapOptions(PlainMapOptions, GenerateOptions, total=False):
+    """The options of `Engine.map`."""
 
-    def _mapped(
-        self,
-        prompts: Iterator[tuple[str, Prompt]],
-        report: Callable[[int, int], object],
-        returns_errors: bool,
-        options: Mapping[str, Any],
-    ) -> Generator[Finished, None, None]:
-        n_slots = self._core.n_slots
-        running: set[Generation] = set()
-        pending: deque[Future[Finished]] = deque()
-        n_done = n_tokens = 0
-        is_over = False
 
-        def work(name: str, prompt: Prompt) -> Finished:
-            try:
-                return taken(name, prompt)
-            except Exception as error:
-                error.add_note(f"engine.map: with the prompt whose index or key is {name!r}")
-                raise
+class MapsEngine(Protocol):
+    """What `mapped` needs of an engine."""
 
-        def taken(name: str, prompt: Prompt) -> Finished:
-            try:
-                generation = self._begun(name, prompt, options)
-            except KqviewError as error:
-                if not returns_errors:
-                    raise
-                return Finished(
-                    name, [], [], "", "error", Usage(), self._info, error,
-                    prompt_key=prompt_key(prompt),
-                )  # fmt: skip
-            running.add(generation)
-            try:
-                if is_over:
-                    generation.cancel()
-                return _taken(name, prompt, generation, returns_errors=returns_errors)
-            finally:
-                generation.close()  # waits for its slot, which is free once `map` has ended
-                running.discard(generation)
+    model: Final[ModelInfo]
+    slots: Final[tuple[object, ...]]
 
-        pool = ThreadPoolExecutor(n_slots, "kqview-map")
-        try:
-            first = islice(prompts, _N_AHEAD * n_slots)
-            pending.extend(pool.submit(work, *one) for one in first)
-            while pending:
-                result = pending.popleft().result()
-                n_done, n_tokens = n_done + 1, n_tokens + len(result.tokens)
-                report(n_done, n_tokens)
-                yield result
-                del result  # its attention is the caller's alone while the next one is awaited
-                pending.extend(pool.submit(work, *one) for one in islice(prompts, 1))
-        finally:
-            is_over = True
-            for future in pending:
-                future.cancel()
-            for generation in list(running):
-                generation.cancel()
-            pool.shutdown()
+    def generate(self, prompt: Any, **options: Any) -> Generation: ...
+    def chat(self, messages: Any, **options: Any) -> Generation: ...
 
-    def _begun(self, name: str, prompt: Prompt, options: Mapping[str, Any]) -> Generation:
-        is_chat = (
-            isinstance(prompt, Sequence)
-            and not isinstance(prompt, str)
-            and len(prompt) > 0
-            and isinstance(prompt[0], Mapping)
+
+def mapped(
+    engine: MapsEngine,
+    prompts: Iterable[Prompt] | Mapping[str, Prompt],
+    *,
+    progress: bool | Callable[[int, int | None], object] | None = False,
+    skip: Container[str] | Saved | None = (),
+    on_error: object = "raise",
+    **options: Any,
+) -> Generator[Finished[Any], None, None]:
+    """See `Engine.map`."""
+    if on_error not in get_args(OnError):
+        raise invalid("on_error", "'raise' or 'return'", shown(on_error))
+    if isinstance(prompts, str | bytes) or not isinstance(prompts, Iterable):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise invalid(
+            "prompts", "several prompts, as a list or a mapping (generate takes one)",
+            shown(prompts),
+        )  # fmt: skip
+    n_total = len(prompts) if isinstance(prompts, Sized) else None
+    report = _reporter(progress, n_total)
+    ids = cast("Container[str]", () if skip is None else skip)
+    if isinstance(skip, Saved) and not isinstance(prompts, Mapping):
+        wanted = _unsaved(prompts, skip.prompt_keys())
+    else:
+        given: Iterable[tuple[object, Prompt]] = (
+            cast("Mapping[str, Prompt]", prompts).items()
+            if isinstance(prompts, Mapping)
+            else enumerate(prompts)
         )
-        begin = self._chat if is_chat else self._generate
-        return begin(prompt, **{**options, "request_id": name})
+        wanted = ((str(key), prompt) for key, prompt in given if str(key) not in ids)
+    return _results(engine, wanted, report, on_error == "return", options)
+
+
+def _results(
+    engine: MapsEngine,
+    prompts: Iterator[tuple[str, Prompt]],
+    report: Callable[[int, int], object],
+    returns_errors: bool,
+    options: Mapping[str, Any],
+) -> Generator[Finished, None, None]:
+    n_slots = len(engine.slots)
+    running: set[Generation] = set()
+    pending: deque[Future[Finished]] = deque()
+    n_done = n_tokens = 0
+    is_over = False
+
+    def work(name: str, prompt: Prompt) -> Finished:
+        try:
+            return taken(name, prompt)
+        except Exception as error:
+            error.add_note(f"engine.map: with the prompt whose index or key is {name!r}")
+            raise
+
+    def taken(name: str, prompt: Prompt) -> Finished:
+        try:
+            generation = _begun(engine, name, prompt, options)
+        except KqviewError as error:
+            if not returns_errors:
+                raise
+            return Finished(
+                name, [], [], "", "error", Usage(), engine.model, error,
+                prompt_key=prompt_key(prompt),
+            )  # fmt: skip
+        running.add(generation)
+        try:
+            if is_over:
+                generation.cancel()
+            return _taken(name, prompt, generation, returns_errors=returns_errors)
+        finally:
+            generation.close()  # waits for its slot, which is free once `map` has ended
+            running.discard(generation)
+
+    pool = ThreadPoolExecutor(n_slots, "kqview-map")
+    try:
+        first = islice(prompts, _N_AHEAD * n_slots)
+        pending.extend(pool.submit(work, *one) for one in first)
+        while pending:
+            result = pending.popleft().result()
+            n_done, n_tokens = n_done + 1, n_tokens + len(result.tokens)
+            report(n_done, n_tokens)
+            yield result
+            del result  # its attention is the caller's alone while the next one is awaited
+            pending.extend(pool.submit(work, *one) for one in islice(prompts, 1))
+    finally:
+        is_over = True
+        for future in pending:
+            future.cancel()
+        for generation in list(running):
+            generation.cancel()
+        pool.shutdown()
+
+
+def _begun(engine: MapsEngine, name: str, prompt: Prompt, options: Mapping[str, Any]) -> Generation:
+    is_chat = (
+        isinstance(prompt, Sequence)
+        and not isinstance(prompt, str)
+        and len(prompt) > 0
+        and isinstance(prompt[0], Mapping)
+    )
+    begin = engine.chat if is_chat else engine.generate
+    return begin(prompt, **{**options, "request_id": name})
 
 
 def prompt_key(prompt: Prompt) -> str:

@@ -8,6 +8,7 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar, cast
 
 from kqview.errors import UnknownAttribute, UnknownOption
@@ -297,50 +298,50 @@ def lists_options(who: str, defaults: Mapping[str, Any], *, first: str = "") -> 
     """
     for name in defaults:
         _HAVE.setdefault(name, who)
-    shown = [inspect.Parameter(first, inspect.Parameter.POSITIONAL_OR_KEYWORD)] if first else []
-    shown += [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
-        for name, default in defaults.items()
-    ]
 
     def decorate(one: _T) -> _T:
-        is_method = inspect.isfunction(one)
-        own = [inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)] * is_method
-        cast("Any", one).__signature__ = inspect.Signature([*own, *shown])
+        names = ["self"] * inspect.isfunction(one) + [first] * bool(first)
+        own = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
+        _show(one, own, defaults)
         return one
 
     return decorate
 
 
-def names_options(who: str, *, also: Iterable[str] = ()) -> Callable[[_Function], _Function]:
+def _show(one: Any, own: list[inspect.Parameter], defaults: Mapping[str, Any]) -> None:
+    options = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
+        for name, default in defaults.items()
+    ]
+    one.__signature__ = inspect.Signature([*own, *options])
+
+
+def names_options(
+    who: str, defaults: Mapping[str, Any] = MappingProxyType({})
+) -> Callable[[_Function], _Function]:
     """Make a function raise `unknown_option` instead of Python's TypeError.
 
     An option given as None has its default, as if it were not given, but for `_MEANS_NONE`.
 
     Args:
         who: Name of the function in messages, which do not list its first argument.
-        also: Names that its ``**options`` take.
+        defaults: What its ``**options`` take.
     """
 
     def decorate(function: _Function) -> _Function:
         parameters = inspect.signature(function).parameters.values()
-        known = [p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
-        known = [name for name in known if name != "self"]
-        passed_on = set(also) - set(known)
-        options = {*known, *passed_on}
-        for name in options - {known[0]}:
+        own = [p for p in parameters if p.kind != p.VAR_KEYWORD]
+        first, *known = [p.name for p in own if p.name != "self"]
+        unset = {p.name for p in own if p.kind == p.KEYWORD_ONLY and p.default is not None}
+        unset = (unset | defaults.keys()) - _MEANS_NONE
+        options = {first, *known, *defaults}
+        for name in options - {first}:
             _HAVE.setdefault(name, who)
-        has_default = {
-            p.name
-            for p in parameters
-            if p.kind == p.KEYWORD_ONLY and p.default is not None and p.default is not p.empty
-        }
-        unset = (has_default | passed_on) - _MEANS_NONE
 
         def checked(given: dict[str, Any]) -> dict[str, Any]:
             for name in given:
                 if name not in options:
-                    raise unknown_option(who, name, options, unlisted=known[:1])
+                    raise unknown_option(who, name, options, unlisted=[first])
             return {k: v for k, v in given.items() if v is not None or k not in unset}
 
         @functools.wraps(function)
@@ -351,6 +352,9 @@ def names_options(who: str, *, also: Iterable[str] = ()) -> Callable[[_Function]
         async def acall(*args: Any, **kwargs: Any) -> Any:
             return await function(*args, **checked(kwargs))
 
-        return cast("_Function", acall if inspect.iscoroutinefunction(function) else call)
+        made = acall if inspect.iscoroutinefunction(function) else call
+        if defaults:
+            _show(made, own, defaults)
+        return cast("_Function", made)
 
     return decorate

@@ -17,7 +17,7 @@ from kqview.generation.stream import Generation
 from kqview.lora import LoraScales
 from kqview.submission import Submission
 from kqview.text_batch import Requests, in_turn, items_of
-from kqview.types import ModelInfo, PromptBlock, Score
+from kqview.types import ModelInfo, Score
 
 _MOST_TOP: Final = 1000
 
@@ -33,22 +33,6 @@ class ScoreOptions(TypedDict, total=False):
     parse_special: bool
 
 
-class _Work:
-    """Texts to score: their requests, and the scores found so far."""
-
-    def __init__(self, is_one: bool, scores: list[Score], requests: Requests) -> None:
-        self.is_one = is_one
-        self.scores = scores
-        self.requests = requests
-
-    def take(self, i: int, block: PromptBlock) -> None:
-        self.scores[i].set(block.start, block.scores)
-
-    @property
-    def result(self) -> Score | list[Score]:
-        return self.scores[0] if self.is_one else self.scores
-
-
 class Scoring:
     """`Engine.score`; any thread. It waits without the GIL."""
 
@@ -60,34 +44,36 @@ class Scoring:
         self._info = info
         self._submission = submission
 
-    def score(self, texts: object, *options: Any) -> Score | list[Score]:
-        """As of Engine; *options* are those of `_to_score`."""
-        work = self._to_score(texts, *options)
-        with closing(work.requests):
-            for i, one in work.requests:
+    def score(self, texts: object, **options: Any) -> Score | list[Score]:
+        """As of Engine."""
+        is_one, scores, requests = self._begin(texts, **options)
+        with closing(requests):
+            for i, one in requests:
                 while (block := one.next_block()) is not None:
-                    work.take(i, block)
-        return work.result
+                    scores[i].set(block.start, block.scores)
+        return scores[0] if is_one else scores
 
     async def ascore(self, texts: object, **options: Any) -> Score | list[Score]:
         """Like `score`, without blocking the event loop."""
-        work = await to_thread(self._to_score, texts, **options)
-        with closing(work.requests):
-            for i, one in work.requests:
+        is_one, scores, requests = await to_thread(self._begin, texts, **options)
+        with closing(requests):
+            for i, one in requests:
                 while (block := await one.anext_block()) is not None:
-                    work.take(i, block)
-        return work.result
+                    scores[i].set(block.start, block.scores)
+        return scores[0] if is_one else scores
 
-    def _to_score(
+    def _begin(
         self,
         texts: object,
+        *,
         last: int | Sequence[int] | None = None,
         top_logprobs: int | None = None,
         priority: int = 0,
         lora: LoraScales | None = None,
         add_special: bool = True,
         parse_special: bool = True,
-    ) -> _Work:
+    ) -> tuple[bool, list[Score], Requests]:
+        """(whether it is one text, a score to fill in and the request of each)."""
         self._core.check_open()
         if not (self._model.can_generate and self._core.has_cache):
             raise UnsupportedModel(
@@ -115,7 +101,7 @@ class Scoring:
             return self._submission.submit("score", request, ids[i])
 
         scores = [Score.empty(one, has_top=n_top is not None) for one in ids]
-        return _Work(is_one, scores, in_turn(ids, self._core.n_slots, submit))
+        return is_one, scores, in_turn(ids, self._core.n_slots, submit)
 
 
 def _counts(name: str, given: object, ids: list[list[int]]) -> list[int]:

@@ -443,11 +443,12 @@ class Submission:
         self,
         prompt: Any,
         capture: Capture | Kind,
-        last: object,
-        request_id: str | None,
-        priority: object,
-        add_special: object,
-        parse_special: object,
+        *,
+        last: object = None,
+        request_id: str | None = None,
+        priority: object = 0,
+        add_special: object = True,
+        parse_special: object = True,
     ) -> PromptAttention | list[PromptAttention]:
         """See `Engine.attend`."""
         self._core.check_open()
