@@ -8,9 +8,8 @@ from typing import Final
 
 import uvicorn
 
-from kqview.cli.serve_command import url_of
 from kqview.ingest.app import IngestApp
-from kqview.server.web.uvicorn_parts import allow_files, uvicorn_options
+from kqview.server.web.uvicorn_parts import allow_files, url_of, uvicorn_options
 
 _GRACE_S: Final = 10
 _CUT: Final = "ASGI callable returned without completing response."

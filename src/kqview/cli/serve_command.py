@@ -111,13 +111,6 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def url_of(listener: socket.socket, settings: Settings) -> str:
-    """Where a server with *settings* answers."""
-    host, port = listener.getsockname()[:2]
-    scheme = "https" if settings.ssl_certfile else "http"
-    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
-
-
 def log_to_stderr() -> None:
     """Print the server's log lines, as they are."""
     handler = logging.StreamHandler(sys.stderr)

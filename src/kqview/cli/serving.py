@@ -22,14 +22,13 @@ import uvicorn
 
 from kqview.cli import hangups
 from kqview.cli.options import load_progress
-from kqview.cli.serve_command import url_of
 from kqview.errors import KqviewError
 from kqview.server.app import App
 from kqview.server.config import Config
 from kqview.server.settings import Settings
 from kqview.server.web.supervisor import Hangup
 from kqview.server.web.tls import tls_context
-from kqview.server.web.uvicorn_parts import allow_files, identify, uvicorn_options
+from kqview.server.web.uvicorn_parts import allow_files, identify, url_of, uvicorn_options
 from kqview.server.web.worker import STALLED, Supervised, Watchdog
 
 # Parameters of glibc's mallopt (malloc.h), and its maximum for M_MMAP_THRESHOLD.

@@ -138,6 +138,13 @@ def uvicorn_options(given: Settings | LiveConfig) -> dict[str, Any]:
     return {**_OPTIONS, "http": kind, "ws": WebSocketProtocol}
 
 
+def url_of(listener: socket.socket, settings: Settings) -> str:
+    """Where a server with *settings* answers."""
+    host, port = listener.getsockname()[:2]
+    scheme = "https" if settings.ssl_certfile else "http"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
 def identify(config: uvicorn.Config, certificate: ssl.SSLContext) -> None:
     """Let the server show *certificate* from the next connection on.
 
