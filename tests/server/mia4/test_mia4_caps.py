@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -32,9 +33,7 @@ LLM = msgspec.convert(
     },
     Llm,
 )
-TAGS = msgspec.structs.replace(
-    LLM, prompt=msgspec.convert({"harmony": {"enabled": True}}, type(LLM.prompt))
-)
+TAGS = replace(LLM, prompt=msgspec.convert({"harmony": {"enabled": True}}, type(LLM.prompt)))
 MARKED = {"text": "Think, write ===FINAL===, then answer."}
 OPENED = "{{ messages[-1].content }}{% if add_generation_prompt %}<analysis>{% endif %}"
 
