@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kqview import Capture
-from kqview.server.api.wire.rows import shaped
+from kqview.server.api.wire.rows import dense
 from kqview.server.models.request import AttentionWanted
 from tests.support import tiny_gguf
 from tests.support.rows import KINDS, Kind, forward, largest_error, random_ids, run
@@ -189,7 +189,5 @@ def test_rows_beyond_float16_saturate_and_masked_columns_stay_so(
 def test_server_saturates_what_it_averages_itself() -> None:
     wanted = AttentionWanted("logits", "aggregated", aggregation="weighted_layers", dtype="float16")
     rows = np.array([[1e5, -1e6, -np.inf, 3.0]] * 2, np.float32)
-    dense: Any = shaped(wanted, rows)
-    np.testing.assert_array_equal(
-        dense.values, np.array([LARGEST, -LARGEST, -np.inf, 3.0], np.float16)
-    )
+    values, _ = dense(wanted, rows)
+    np.testing.assert_array_equal(values, np.array([LARGEST, -LARGEST, -np.inf, 3.0], np.float16))

@@ -11,16 +11,7 @@ import pytest
 
 from kqview import Engine
 from kqview.errors import InvalidCapture
-from kqview.server.api.wire.rows import (
-    DATA_HERE,
-    Dense,
-    Encoder,
-    Sparse,
-    Viz,
-    joined_text,
-    shaped,
-    split_json,
-)
+from kqview.server.api.wire.rows import DATA_HERE, RowWriter, dense, event_pieces, joined_text
 from kqview.server.models.request import AttentionWanted
 
 if TYPE_CHECKING:
@@ -55,18 +46,22 @@ def last_row(engine: Engine, wanted: AttentionWanted) -> Any:
     ].attention
 
 
+def written(wanted: AttentionWanted, rows: Any) -> Any:
+    """The attention object of *rows*."""
+    writer = RowWriter(wanted, None, N_LAYERS, N_HEADS, has_sinks=False)
+    return writer.write(rows, lambda n_bytes: None)[0]
+
+
 def test_per_layer_is_the_view_itself():
-    out = shaped(AttentionWanted(), FULL)
-    assert isinstance(out, Dense)
-    assert out.values is FULL
-    assert (out.n_context, out.heads_by_layer) == (N_CONTEXT, None)
+    values, heads_by_layer = dense(AttentionWanted(), FULL)
+    assert values is FULL
+    assert heads_by_layer is None
 
 
 def test_per_layer_of_layers_that_differ_in_heads_is_one_behind_the_other():
-    out = shaped(AttentionWanted(), UNEVEN)
-    assert isinstance(out, Dense)
-    assert out.heads_by_layer == (4, 2, 1)
-    np.testing.assert_array_equal(out.values, np.concatenate(UNEVEN)[None])
+    values, heads_by_layer = dense(AttentionWanted(), UNEVEN)
+    assert heads_by_layer == (4, 2, 1)
+    np.testing.assert_array_equal(values, np.concatenate(UNEVEN)[None])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
@@ -84,27 +79,23 @@ def test_aggregates_of_the_engine_are_those_of_its_full_rows(engine: Engine, kin
         wanted = AttentionWanted(
             kind, "aggregated", aggregation=aggregation, dtype=dtype, layer_weights=(1, 0, 2, 5)
         )  # type: ignore[arg-type]
-        out = shaped(wanted, last_row(engine, wanted))
-        assert isinstance(out, Dense)
-        assert out.values.dtype == dtype
-        assert out.values.flags.c_contiguous
+        out, _ = dense(wanted, last_row(engine, wanted))
+        assert out.dtype == dtype
+        assert out.flags.c_contiguous
         tolerance = 1e-5 if dtype == "float32" else 2e-3
-        np.testing.assert_allclose(out.values, values, rtol=tolerance, atol=tolerance)
+        np.testing.assert_allclose(out, values, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("form", ["per_layer", "aggregated"])
 def test_spans_are_sums_of_the_values_sent_without_them(engine: Engine, form: Any):
     spans = ((0, 2), (1, None))
     wanted = AttentionWanted(format=form)
-    whole = shaped(wanted, last_row(engine, wanted))
+    whole, _ = dense(wanted, last_row(engine, wanted))
     wanted = AttentionWanted(format=form, spans=spans)
-    out = shaped(wanted, last_row(engine, wanted))
-    assert isinstance(whole, Dense)
-    assert isinstance(out, Dense)
-    assert (out.spans, out.n_context) == (spans, None)
-    values = whole.values.astype(np.float64)
+    out, _ = dense(wanted, last_row(engine, wanted))
+    values = whole.astype(np.float64)
     sums = np.stack([values[..., slice(*span)].sum(-1) for span in spans], -1)
-    np.testing.assert_allclose(out.values, sums, rtol=1e-5)
+    np.testing.assert_allclose(out, sums, rtol=1e-5)
 
 
 @pytest.mark.parametrize("form", ["sparse", "viz"])
@@ -117,10 +108,9 @@ def test_spans_of_a_format_that_needs_whole_rows_are_refused(engine: Engine, for
 def test_late_layers_weigh_more_where_nothing_is_said(engine: Engine):
     full = np.asarray(last_row(engine, AttentionWanted()), np.float64)
     wanted = AttentionWanted(format="aggregated", aggregation="weighted_layers")
-    out = shaped(wanted, last_row(engine, wanted))
-    assert isinstance(out, Dense)
+    out, _ = dense(wanted, last_row(engine, wanted))
     expected = np.tensordot(np.float64([1, 2, 3, 4]) / 10, full.mean(axis=1), axes=1)
-    np.testing.assert_allclose(out.values, expected, atol=1e-6)
+    np.testing.assert_allclose(out, expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("weights", [(1.0,), (0, 0, 0, 0), (1, 1, 1, float("nan")), (-1, 0, 0, 0)])
@@ -135,29 +125,28 @@ def test_weights_that_do_not_fit_are_refused(engine: Engine, weights: tuple[floa
 @pytest.mark.parametrize("top_k", [1, 5, N_CONTEXT, 1000])
 def test_sparse_has_the_largest_positions_in_order(top_k: int):
     by_layer = FULL.mean(axis=1)
-    out = shaped(AttentionWanted(format="sparse", top_k=top_k), by_layer)
-    assert isinstance(out, Sparse)
+    out = written(AttentionWanted(format="sparse", top_k=top_k), by_layer)
     mean = by_layer.mean(axis=0)
     expected = sorted(range(N_CONTEXT), key=lambda i: (-mean[i], i))[:top_k]
-    assert out.positions.tolist() == expected
-    np.testing.assert_array_equal(out.by_layer, by_layer[:, expected].T)
-    assert out.n_context == N_CONTEXT
+    assert [one["position"] for one in out.data] == expected
+    weights = [one["layers"] for one in out.data]
+    np.testing.assert_array_equal(np.float32(weights), by_layer[:, expected].T)
+    assert (out.context_length, out.top_k) == (N_CONTEXT, len(expected))
 
 
 def test_sparse_of_the_engine_is_that_of_its_full_rows(engine: Engine):
     full = np.asarray(last_row(engine, AttentionWanted()), np.float64)
     wanted = AttentionWanted(format="sparse", top_k=3)
-    out = shaped(wanted, last_row(engine, wanted))
-    assert isinstance(out, Sparse)
+    out = written(wanted, last_row(engine, wanted))
     expected = np.argsort(-full.mean(axis=(0, 1)), kind="stable")[:3]
-    assert out.positions.tolist() == expected.tolist()
-    np.testing.assert_allclose(out.by_layer, full.mean(axis=1)[:, expected].T, atol=1e-6)
+    assert [one["position"] for one in out.data] == expected.tolist()
+    weights = [one["layers"] for one in out.data]
+    np.testing.assert_allclose(weights, full.mean(axis=1)[:, expected].T, atol=1e-6)
 
 
 @pytest.mark.parametrize("rows", [FULL, UNEVEN], ids=["even", "uneven"])
 def test_figures_for_a_display(rows: Any):
-    out = shaped(AttentionWanted(format="viz"), rows)
-    assert isinstance(out, Viz)
+    out = written(AttentionWanted(format="viz"), rows)
     layers = [np.asarray(layer, np.float64) for layer in rows]
     np.testing.assert_allclose(out.mean_by_layer, [layer.mean() for layer in layers], rtol=1e-5)
     np.testing.assert_allclose(out.max_by_layer, [layer.max() for layer in layers], rtol=1e-6)
@@ -168,8 +157,7 @@ def test_figures_for_a_display(rows: Any):
 
 def test_entropy_of_values_that_are_no_probabilities_is_that_of_their_softmax():
     logits = (RNG.normal(size=(N_LAYERS, N_HEADS, N_CONTEXT)) * 100).astype(np.float32)
-    out = shaped(AttentionWanted("logits", "viz"), logits)
-    assert isinstance(out, Viz)
+    out = written(AttentionWanted("logits", "viz"), logits)
     mean = logits.astype(np.float64).mean(axis=(0, 1))
     p = np.exp(mean - mean.max())
     p /= p.sum()
@@ -196,24 +184,21 @@ ROWS = [
 
 @pytest.mark.parametrize("rows", ROWS, ids=lambda rows: f"{rows.dtype}{list(rows.shape)}")
 def test_bytes_are_the_values_and_each_copy_is_counted(rows: np.ndarray[Any, Any]):
-    counted: list[int] = []
-    encoder = Encoder(counted.append)
-    expected = rows.astype(rows.dtype.newbyteorder("<")).tobytes(order="C")
-    assert encoder.raw(rows) == expected
-    assert base64.b64decode(encoder.base64(rows), validate=True) == expected
-    assert counted == [rows.nbytes] * 2
-
-
-def test_read_only_views_are_encoded():
-    rows = np.arange(4, dtype=np.float32)
     rows.flags.writeable = False
-    assert len(Encoder(lambda n: None).raw(rows)) == 16
+    counted: list[int] = []
+    expected = rows.astype(rows.dtype.newbyteorder("<")).tobytes(order="C")
+    writer = RowWriter(AttentionWanted(dtype=rows.dtype.name), None, 0, 0, has_sinks=False)
+    _, raw = writer.write(rows, counted.append, data="binary")
+    _, text = writer.write(rows, counted.append)
+    assert raw == expected
+    assert base64.b64decode(text or b"", validate=True) == expected
+    assert counted == [rows.nbytes] * 2
 
 
 @pytest.mark.parametrize("text", ["", "plain", '"\\\u0000\n', "é🙂", '"\u0000"'])
 def test_pieces_of_json_are_the_json(text: str):
     data = base64.b64encode(bytes(range(256)))
-    pieces = split_json({"text": text, "data": DATA_HERE, "after": [text, 1]}, data)
+    pieces = event_pieces({"text": text, "data": DATA_HERE, "after": [text, 1]}, data)
     expected = {"text": text, "data": data.decode(), "after": [text, 1]}
     assert json.loads(b"".join(pieces)) == expected
     assert json.loads(joined_text(pieces)) == expected

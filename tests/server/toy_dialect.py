@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from kqview.server import Settings, app
-from kqview.server.api.wire.rows import DATA_HERE, Dense, Encoder, shaped, split_json
+from kqview.server.api.wire.rows import RowWriter, event_pieces
 from kqview.server.models.request import AttentionWanted, GenerateRequest
 from kqview.server.models.stream import Events, send_run
 from kqview.server.web import endpoint
@@ -118,14 +118,13 @@ class ToyRenderer:
         if rows is None:
             return self._plain(event)
         assert run.request.attention is not None
-        dense = shaped(run.request.attention, rows)
-        assert isinstance(dense, Dense)
-        event["shape"] = dense.values.shape
+        writer = RowWriter(run.request.attention, None, 0, 0, has_sinks=False)
+        way = "binary" if self._is_binary else "base64"
+        shown, data = writer.write(rows, run.count_copied, data=way)
+        event["shape"] = shown.shape
         if self._is_binary:
-            return [*self._plain(event), Encoder(run.count_copied).raw(dense.values)]
-        return split_json(
-            {**event, "data": DATA_HERE}, Encoder(run.count_copied).base64(dense.values)
-        )
+            return [*self._plain(event), data or b""]
+        return event_pieces({**event, "data": shown.data}, data)
 
 
 # ---- routes

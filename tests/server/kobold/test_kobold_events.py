@@ -16,7 +16,7 @@ from kqview.errors import PoolExhausted
 from kqview.generation.text import TextStream
 from kqview.server.api.koboldai.events import KoboldEvents, KoboldFrames, PlainEvents
 from kqview.server.api.koboldai.request import KoboldPlan
-from kqview.server.api.wire.event_parts import RowWriter
+from kqview.server.api.wire.rows import RowWriter
 from kqview.server.errors import answer_of
 from kqview.server.models.request import AttentionWanted
 from kqview.server.models.run import Step

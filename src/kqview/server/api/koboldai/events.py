@@ -20,10 +20,9 @@ from kqview.server.api.wire.event_parts import (
     ModCall,
     Removed,
     RowsDescribed,
-    event_pieces,
 )
 from kqview.server.api.wire.mods_field import removed, tool_calls_of
-from kqview.server.api.wire.rows import joined_text
+from kqview.server.api.wire.rows import event_pieces, joined_text
 from kqview.server.errors import Answer
 from kqview.server.models.run import Removal, Run, Step
 from kqview.server.web.described import example

@@ -19,10 +19,10 @@ from kqview.generation.text import TextStream
 from kqview.server.api.openai.convert import Plan, usage_of
 from kqview.server.api.wire.attention_field import AttentionWriter, Lists
 from kqview.server.api.wire.chat_work import counts_of, finish_reason, mod_calls, taken_back
-from kqview.server.api.wire.event_parts import event_pieces
 from kqview.server.api.wire.llama_fields import Clock, error_body, prompt_progress, timings
 from kqview.server.api.wire.logprobs import LOGPROB_BYTES, logprobs_of, token_logprob
 from kqview.server.api.wire.mods_field import removed, tool_calls_of
+from kqview.server.api.wire.rows import event_pieces
 from kqview.server.errors import Answer
 from kqview.server.models.run import Removal, Run, Step, TokenLogprobs
 from kqview.server.web.budget import Reservation

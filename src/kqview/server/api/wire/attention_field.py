@@ -10,11 +10,10 @@ from kqview.errors import RequestError
 from kqview.server.api.wire.event_parts import (
     AttentionObject,
     PromptAttention,
-    RowWriter,
     TokenAttention,
-    event_pieces,
 )
 from kqview.server.api.wire.fields import Indices, Spans, Weights, first, tuple_of
+from kqview.server.api.wire.rows import RowWriter, event_pieces
 from kqview.server.errors import TooLarge
 from kqview.server.models.request import (
     DEFAULT_TOP_K,

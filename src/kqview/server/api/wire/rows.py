@@ -1,121 +1,163 @@
 """Rows as replies have them: reduced to the format that a request asks for, then bytes or JSON.
 
-Pure functions over arrays that know no dialect and copy no more than they return.
-
-`Encoder` is the one place where the server copies attention. One copy of a row is the least
-possible: ASGI takes ``bytes``, which own their memory, and a zero-copy view does not. base64 is
-that one copy too: it reads the view and writes text.
+Functions over arrays that know no dialect and copy no more than they return. `RowWriter` is the one
+place where the server copies attention. One copy of a row is the least possible: ASGI takes
+``bytes``, which own their memory, and a zero-copy view does not. base64 is that one copy too: it
+reads the view and writes text. It may be megabytes, so it stays a separate piece from there to the
+transport: `event_pieces` assembles an event without joining them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeVar, cast
 
 import msgspec
 import numpy as np
 import pybase64
-from numpy.typing import NDArray
+from msgspec import UNSET
 
+from kqview.server.api.wire.event_parts import AttentionObject, RowsDescribed
 from kqview.server.models.request import AttentionWanted
 from kqview.server.web.endpoint import EVENT_TAIL, NAMED_HEAD
-from kqview.types.capture import Kind, Span
+from kqview.types import ModelInfo
 from kqview.types.token import Array, Attention
 
 _FLOAT16_MAX: Final = 65504.0
+# An encoder escapes control characters in JSON, so this occurs nowhere else.
+_MARK: Final = b'"\x00"'
+DATA_HERE: Final = msgspec.Raw(_MARK)
+"""Placeholder for a long text in a value that `event_pieces` encodes."""
+
+_Object = TypeVar("_Object", bound=AttentionObject)
 
 
 @dataclass(frozen=True, slots=True)
-class Dense:
-    """Values to send as bytes.
+class RowWriter:
+    """Writes rows of one request as attention objects.
 
     Attributes:
-        format: "per_layer" or "aggregated".
-        values: Shape ``(n_layers, n_heads, n_context)``, ``(n_layers, n_context)`` or
-            ``(n_context,)``, with an axis of ``n_rows`` before the last for rows of a prompt;
-            little-endian float32 or float16, C-contiguous; the engine's own view if nothing had to
-            be computed. If layers differ in heads, the layers' heads follow each other:
-            ``(1, sum of heads, n_context)``. With *spans*, a sum for each instead of ``n_context``.
-        heads_by_layer: Heads of each layer if they differ, else None.
-        spans: The ranges of columns that the values are sums of; None: there is a value per column.
+        wanted: As the request asks for them.
+        layers: Layers in the order of the layer axis; None if that says nothing new. It does if
+            there is such an axis and the layers are not all of the model's.
+        n_layers: How many there are.
+        n_heads: Heads of each layer.
+        has_sinks: Whether part of each softmax goes to attention sinks.
     """
 
-    format: Literal["per_layer", "aggregated"]
-    values: Array
-    heads_by_layer: tuple[int, ...] | None = None
-    spans: tuple[Span, ...] | None = None
+    wanted: AttentionWanted
+    layers: tuple[int, ...] | None
+    n_layers: int
+    n_heads: int
+    has_sinks: bool
 
-    @property
-    def n_context(self) -> int | None:
-        """Columns: the tokens before the query; None with *spans*, which do not tell."""
-        return self.values.shape[-1] if self.spans is None else None
+    @classmethod
+    def of(cls, wanted: AttentionWanted, model: ModelInfo) -> "RowWriter":
+        """That of *wanted* from *model*."""
+        layers = model.attention_layers if wanted.layers is None else wanted.layers
+        is_usual = wanted.format == "aggregated" or layers == tuple(range(model.n_layer))
+        return cls(
+            wanted,
+            None if is_usual else layers,
+            len(layers),
+            model.n_head if wanted.heads is None else len(wanted.heads),
+            model.has_attention_sinks and wanted.kind == "probs",
+        )
+
+    def described(self) -> RowsDescribed:
+        """What a start event says of all rows of the request."""
+        wanted, is_dense = self.wanted, self.wanted.format in ("per_layer", "aggregated")
+        row_sum = None
+        if wanted.kind == "probs":
+            row_sum = "less than 1: the rest goes to attention sinks" if self.has_sinks else "1"
+        sizes = [self.n_layers, self.n_heads] if wanted.format == "per_layer" else []
+        columns = None if wanted.spans is None else len(wanted.spans)
+        return RowsDescribed(
+            format=wanted.format,
+            values=cast("Any", wanted.kind),
+            row_sum=row_sum,
+            sinks=self.has_sinks or UNSET,
+            dtype=wanted.dtype if is_dense else UNSET,
+            shape=[*sizes, columns] if is_dense else UNSET,
+            aggregation_mode=wanted.aggregation if wanted.format == "aggregated" else UNSET,
+            columns="the prompt, then the tokens before this one" if columns is None else UNSET,
+        )
+
+    def write(
+        self,
+        attention: Attention,
+        count_copied: Callable[[int], None],
+        kind: type[_Object] = AttentionObject,
+        *,
+        data: Literal["base64", "binary", "list"] = "base64",
+        **more: Any,
+    ) -> tuple[_Object, bytes | None]:
+        """The object of *attention*, and its values if they are bytes.
+
+        Args:
+            attention: Rows of a token, or a block of the prompt, as captured.
+            count_copied: The run's.
+            kind: Type of the object.
+            data: "base64" belongs at the object's `DATA_HERE`; "binary" is little-endian, for a
+                frame of its own; "list" is base64, but numbers in the object for "aggregated".
+            **more: Further fields of *kind*.
+        """
+        more["values"] = self.wanted.kind
+        if self.has_sinks:
+            more["sinks"] = True
+        if self.layers is not None:
+            more["layers"] = self.layers
+        if self.wanted.format in ("per_layer", "aggregated"):
+            values, heads_by_layer = dense(self.wanted, attention)
+            more |= {"format": self.wanted.format, "shape": values.shape}
+            if self.wanted.spans is None:
+                more["context_length"] = values.shape[-1]
+            else:
+                more["spans"] = self.wanted.spans
+            if heads_by_layer is not None:
+                more["heads_by_layer"] = heads_by_layer
+            count_copied(values.nbytes)
+            if data == "list" and self.wanted.format == "aggregated":
+                return kind(data=values.tolist(), **more), None
+            more["dtype"] = self.wanted.dtype
+            if data == "binary":
+                return kind(encoding="binary", **more), values.tobytes()
+            # The engine's rows are contiguous, so this is no copy.
+            view = np.ascontiguousarray(values).data.cast("B") if values.size else b""
+            here = cast("str", DATA_HERE)
+            return kind(encoding="base64", data=here, **more), pybase64.b64encode(view)
+        summary = _sparse if self.wanted.format == "sparse" else _viz
+        more |= summary(self.wanted, attention, count_copied)
+        return kind(format=self.wanted.format, **more), None
 
 
-@dataclass(frozen=True, slots=True)
-class Sparse:
-    """The positions with the most attention.
-
-    Attributes:
-        positions: int ``(top_k,)``, largest mean first; fewer if the context is shorter.
-        by_layer: float32 ``(top_k, n_layers)``, mean over heads.
-        n_context: Columns of the whole row.
-    """
-
-    positions: NDArray[np.intp]
-    by_layer: NDArray[np.float32]
-    n_context: int
-
-
-@dataclass(frozen=True, slots=True)
-class Viz:
-    """Figures for a display.
-
-    Attributes:
-        mean_by_layer: float32 ``(n_layers,)``, over heads and positions.
-        max_by_layer: float32 ``(n_layers,)``, over heads and positions.
-        entropy: Shannon entropy in nats of the mean row over layers and heads, scaled to sum 1; of
-            the softmax of that row for values other than probabilities.
-        n_context: Columns of the whole row.
-    """
-
-    mean_by_layer: NDArray[np.float32]
-    max_by_layer: NDArray[np.float32]
-    entropy: float
-    n_context: int
-
-
-Shaped = Dense | Sparse | Viz
-
-
-def shaped(wanted: AttentionWanted, rows: Attention) -> Shaped:
-    """Reduce a token's rows to the format asked for.
+def dense(wanted: AttentionWanted, rows: Attention) -> tuple[Array, tuple[int, ...] | None]:
+    """The array of values to send for "per_layer" and "aggregated".
 
     Args:
         wanted: What was asked for.
-        rows: ``token.attention`` of a generation with ``wanted.capture(model)``; for "per_layer"
-            and "aggregated" also rows of a prompt, with an axis of queries before the last.
+        rows: ``token.attention`` of a generation with ``wanted.capture(model)``; also rows of a
+            prompt, with an axis of queries before the last.
+
+    Returns:
+        Values of shape ``(n_layers, n_heads, n_context)``, ``(n_layers, n_context)`` or
+        ``(n_context,)``, with an axis of ``n_rows`` before the last for rows of a prompt;
+        little-endian float32 or float16; the engine's own view if nothing had to be computed. If
+        layers differ in heads, the layers' heads follow each other: ``(1, sum of heads,
+        n_context)``, and the second value is the heads of each layer; else it is None.
     """
     if wanted.format == "per_layer":
-        return _per_layer(wanted, _stacked(rows) if wanted.reduce_heads else rows)
-    if wanted.format == "aggregated":
-        values = _rounded(wanted, _aggregated(wanted, rows))
-        return Dense("aggregated", values, spans=wanted.spans)
-    if wanted.format == "sparse":
-        return _sparse(_stacked(rows), wanted.top_k)
-    return _viz(wanted.kind, rows)
-
-
-def _per_layer(wanted: AttentionWanted, rows: Attention) -> Dense:
-    if isinstance(rows, tuple):
-        joined = np.concatenate(rows)[None]
-        return Dense("per_layer", joined, tuple(len(layer) for layer in rows), wanted.spans)
-    return Dense("per_layer", rows, spans=wanted.spans)
-
-
-def _aggregated(wanted: AttentionWanted, rows: Attention) -> Array:
+        if isinstance(rows, tuple) and wanted.reduce_heads is None:
+            return np.concatenate(rows)[None], tuple(map(len, rows))
+        return _stacked(rows), None
     stacked = _stacked(rows)
-    if wanted.aggregation != "weighted_layers":
-        return stacked
-    return np.tensordot(wanted.weights(len(stacked)), stacked, axes=1)
+    if wanted.aggregation == "weighted_layers":
+        stacked = np.tensordot(wanted.weights(len(stacked)), stacked, axes=1)
+    if wanted.dtype == "float32":
+        return np.ascontiguousarray(stacked, np.float32), None
+    # Like the engine: beyond its range a float16 would be infinite and read as masked.
+    finite = np.clip(stacked, -_FLOAT16_MAX, _FLOAT16_MAX)
+    values = np.where(np.isneginf(stacked), stacked, finite)
+    return np.ascontiguousarray(values, np.float16), None
 
 
 def _stacked(rows: Attention) -> Array:
@@ -123,85 +165,62 @@ def _stacked(rows: Attention) -> Array:
     return np.stack(rows) if isinstance(rows, tuple) else rows
 
 
-def _rounded(wanted: AttentionWanted, values: Array) -> Array:
-    if wanted.dtype == "float32":
-        return np.ascontiguousarray(values, np.float32)
-    # Like the engine: beyond its range a float16 would be infinite and read as masked.
-    finite = np.clip(values, -_FLOAT16_MAX, _FLOAT16_MAX)
-    return np.ascontiguousarray(np.where(np.isneginf(values), values, finite), np.float16)
-
-
-def _sparse(rows: Array, top_k: int) -> Sparse:
-    mean = rows.mean(axis=0)
-    k = min(top_k, len(mean))
+def _sparse(
+    wanted: AttentionWanted, rows: Attention, count_copied: Callable[[int], None]
+) -> dict[str, Any]:
+    """The positions with the largest mean over layers and heads, the largest first."""
+    by_layer = _stacked(rows)
+    mean = by_layer.mean(axis=0)
     # A stable sort puts the earlier of equal positions first.
-    positions = np.argsort(-mean, kind="stable")[:k]
-    return Sparse(positions, np.ascontiguousarray(rows[:, positions].T, np.float32), len(mean))
+    positions = np.argsort(-mean, kind="stable")[: wanted.top_k]
+    weights = np.ascontiguousarray(by_layer[:, positions].T, np.float32)
+    count_copied(weights.nbytes)
+    pairs = zip(positions.tolist(), weights.tolist(), strict=True)
+    return {
+        "context_length": len(mean),
+        "top_k": len(positions),
+        "data": [{"position": position, "layers": layers} for position, layers in pairs],
+    }
 
 
-def _viz(kind: Kind, rows: Attention) -> Viz:
+def _viz(
+    wanted: AttentionWanted, rows: Attention, count_copied: Callable[[int], None]
+) -> dict[str, Any]:
+    """Figures of each layer, and the entropy of the mean row, scaled to sum 1.
+
+    For values other than probabilities that is the entropy of the softmax of that row.
+    """
     layers = rows if isinstance(rows, tuple) else tuple(rows)
     means = np.array([layer.mean() for layer in layers], np.float32)
     largest = np.array([layer.max() for layer in layers], np.float32)
+    count_copied(means.nbytes + largest.nbytes)
     row = np.asarray(np.mean([layer.mean(axis=0) for layer in layers], axis=0, dtype=np.float64))
-    return Viz(means, largest, _entropy(row, is_probs=kind == "probs"), row.size)
-
-
-def _entropy(row: NDArray[np.float64], *, is_probs: bool) -> float:
-    p = row if is_probs else np.exp(row - row.max())
+    p = row if wanted.kind == "probs" else np.exp(row - row.max())
     p = p[p > 0] / p.sum()
-    return float(-(p * np.log(p)).sum())
+    return {
+        "context_length": row.size,
+        "mean_by_layer": means.tolist(),
+        "max_by_layer": largest.tolist(),
+        "entropy": float(-(p * np.log(p)).sum()),
+    }
 
 
-# ---- as bytes
-
-# An encoder escapes control characters in JSON, so this occurs nowhere else.
-_MARK: Final = b'"\x00"'
-DATA_HERE: Final = msgspec.Raw(_MARK)
-"""Placeholder for a long text in a value that `split_json` encodes."""
-
-
-class Encoder:
-    """Turns rows into bytes and tells the engine how many; any thread."""
-
-    def __init__(self, count_copied: Callable[[int], None]) -> None:
-        """Report to *count_copied* what is copied out of views."""
-        self._count = count_copied
-
-    def raw(self, values: NDArray[Any]) -> bytes:
-        """The values, little-endian, in C order."""
-        self._count(values.nbytes)
-        return values.tobytes()
-
-    def base64(self, values: NDArray[Any]) -> bytes:
-        """`raw` in base64 (RFC 4648, padded), as ASCII bytes."""
-        self._count(values.nbytes)
-        return pybase64.b64encode(_bytes_of(values))
-
-    def numbers(self, values: NDArray[Any]) -> list[Any]:
-        """Values as nested lists of numbers for JSON; for small arrays."""
-        self._count(values.nbytes)
-        return values.tolist()
-
-
-def _bytes_of(values: NDArray[Any]) -> memoryview:
-    # The engine's rows are contiguous, so this is no copy.
-    return np.ascontiguousarray(values).data.cast("B") if values.size else memoryview(b"")
-
-
-def split_json(value: object, data: bytes) -> list[bytes]:
-    """JSON of *value* in pieces, with *data* at `DATA_HERE`; megabytes are not moved again.
+def event_pieces(event: Any, data: bytes | None = None) -> list[bytes]:
+    """JSON of *event* in pieces, with *data* at its `DATA_HERE`; megabytes are not moved again.
 
     Args:
-        value: What msgspec can encode, with `DATA_HERE` in it exactly once.
+        event: What msgspec can encode, with `DATA_HERE` in it exactly once if there is *data*.
         data: ASCII that needs no escaping, such as base64.
     """
-    head, _, tail = msgspec.json.encode(value).partition(_MARK)
+    encoded = msgspec.json.encode(event)
+    if data is None:
+        return [encoded]
+    head, _, tail = encoded.partition(_MARK)
     return [head + b'"', data, b'"' + tail]
 
 
 def joined_text(pieces: Sequence[bytes]) -> str:
-    """Pieces of `split_json` as one text."""
+    """Pieces of `event_pieces` as one text."""
     return b"".join(pieces).decode("ascii" if all(map(bytes.isascii, pieces)) else "utf-8")
 
 
@@ -214,8 +233,5 @@ def named_events(events: Sequence[Mapping[str, Any]], data: bytes | None = None)
     for i, one in enumerate(events):
         head = EVENT_TAIL + NAMED_HEAD if i else b""
         pieces.append(b"%s%s\ndata: " % (head, one["type"].encode()))
-        if data is None or i < len(events) - 1:
-            pieces.append(msgspec.json.encode(one))
-        else:
-            pieces += split_json(one, data)
+        pieces += event_pieces(one, data if i == len(events) - 1 else None)
     return pieces
