@@ -6,11 +6,14 @@ stream that may still turn out to be a stop sequence.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, cast
+from functools import cache
+from typing import Annotated, Any, ClassVar, cast
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
+from kqview.engine import Engine
+from kqview.errors import KqviewError
 from kqview.server.api.koboldai.failures import error_body, kobold_error_body
 from kqview.server.api.koboldai.pruning import PrunableSentence, mean_row, reduced
 from kqview.server.api.koboldai.request import KoboldPlan
@@ -262,6 +265,19 @@ class PlainEvent(LeftOut, kw_only=True):
 # ---- renderers
 
 
+def token_bytes_of(engine: Engine) -> Callable[[int], bytes]:
+    """A function for the bytes of an id of *engine*, b"" once it is closed; any thread."""
+
+    @cache  # of a vocabulary's size at most
+    def token_bytes(id_: int) -> bytes:
+        try:
+            return engine.token_bytes(id_)
+        except KqviewError:
+            return b""
+
+    return token_bytes
+
+
 def kobold_reason(reason: str) -> str:
     """ "stop" or "length": KoboldAI's clients know no other good end."""
     return "length" if reason == "length" else "stop"
@@ -286,11 +302,15 @@ class TypedEvents:
         self._n_shown = 0  # characters
         self._n_tokens = [0] * plan.request.n_samples
 
+    separator: ClassVar[Sequence[bytes]] = ()
+    """Stands between two events of one call."""
+    names_request: ClassVar[bool] = True
+
     def prompt(self, run: Run, block: PromptBlock) -> Frames:
         """Rows of the prompt's tokens from ``start`` on: an axis of rows before the columns."""
-        event = KoboldPromptEvent(
-            request_id=self._request_id(run), start=block.start, rows=block.n_rows
-        )
+        event = KoboldPromptEvent(start=block.start, rows=block.n_rows)
+        if self.names_request:
+            event.request_id = run.label
         return self._first(run, self._with_rows(run, event, block.rows))
 
     def token(self, run: Run, step: Step) -> Frames:
@@ -303,17 +323,24 @@ class TypedEvents:
         """What a client is to drop: so many of the last ids and characters."""
         self._n_shown -= removal.n_characters
         self._n_tokens[removal.sample] -= removal.n_tokens
-        event = KoboldRemovedEvent(
-            request_id=self._request_id(run),
-            tokens=removal.n_tokens,
-            characters=removal.n_characters,
-            sample=self._sample(removal.sample),
-        )
+        event = KoboldRemovedEvent(tokens=removal.n_tokens, characters=removal.n_characters)
+        if self.names_request:
+            event.request_id = run.label
+        if len(self._n_tokens) > 1:
+            event.sample = removal.sample
         return [self._encoded(event)]
 
     def done(self, run: Run) -> Frames:
         """The end; the model may be used again when it is sent."""
-        return self._first(run, self._end(run))
+        event = KoboldDoneEvent(
+            finish_reason=run.finish_reason,
+            total_tokens=run.n_tokens,
+            request_id=run.label if self.names_request else UNSET,
+            **details_of(run, self._plan.ignored),
+        )
+        if run.generations[0].tool_calls is not None:
+            event.tool_calls = tool_calls_of(run.generations[0])["tool_calls"]
+        return self._first(run, self._end(run, event))
 
     def _first(self, run: Run, frames: Frames) -> Frames:
         """*frames* with the start event before them, if it is wanted and they are the first."""
@@ -330,18 +357,9 @@ class TypedEvents:
             attention=UNSET if rows is None else rows.described(),
             **left_out(run, self._plan.ignored),
         )
-        return [self._encoded(start), *self._separator, *frames]
-
-    _separator: Sequence[bytes] = ()
-    """Stands between two events of one call."""
-
-    def _sample(self, sample: int) -> int | UnsetType:
-        return sample if len(self._n_tokens) > 1 else UNSET
+        return [self._encoded(start), *self.separator, *frames]
 
     # ---- what differs
-
-    def _request_id(self, run: Run) -> str | UnsetType:
-        return run.label
 
     def _event(self, run: Run, step: Step) -> Any:
         """The event of a token."""
@@ -351,18 +369,19 @@ class TypedEvents:
         """*event* with *rows* as its attention."""
         raise NotImplementedError
 
-    def _end(self, run: Run) -> Frames:
+    def _end(self, run: Run, event: KoboldDoneEvent) -> Frames:
+        """The last event, with what this stream adds."""
         raise NotImplementedError
 
     def _encoded(self, event: Struct) -> bytes | str:
         """*event*, which has no rows, as a frame."""
-        return msgspec.json.encode(event).decode()
+        raise NotImplementedError
 
 
 class KoboldEvents(TypedEvents):
     """Typed events over SSE; rows are base64 in the JSON."""
 
-    _separator = (NEXT_EVENT,)
+    separator = (NEXT_EVENT,)
 
     def _event(self, run: Run, step: Step) -> Any:
         token = step.token
@@ -378,16 +397,10 @@ class KoboldEvents(TypedEvents):
             event.attention, data = self._plan.rows.write(rows, run.count_copied)
         return event_pieces(event, data)
 
-    def _end(self, run: Run) -> Frames:
-        event = KoboldDoneEvent(
-            finish_reason=kobold_reason(run.finish_reason),
-            total_tokens=run.n_tokens,
-            request_id=self._request_id(run),
-            reason=run.finish_reason,
-            text=run.text[self._n_shown :] or UNSET,
-            **details_of(run, self._plan.ignored),
-            **tool_calls_of(run.generations[0]),
-        )
+    def _end(self, run: Run, event: KoboldDoneEvent) -> Frames:
+        event.finish_reason = kobold_reason(run.finish_reason)
+        event.reason = run.finish_reason
+        event.text = run.text[self._n_shown :] or UNSET
         return [self._encoded(event)]
 
     def _encoded(self, event: Struct) -> bytes | str:
@@ -406,10 +419,8 @@ class KoboldFrames(KoboldEvents):
     ``attention``; formats that are not arrays are there completely.
     """
 
-    _separator = ()
-
-    def _request_id(self, run: Run) -> str | UnsetType:
-        return UNSET
+    separator = ()
+    names_request = False
 
     def _event(self, run: Run, step: Step) -> Any:
         return KoboldTokenFrame(token_id=step.token.id, text=step.token.text)
@@ -418,15 +429,15 @@ class KoboldFrames(KoboldEvents):
         data = None
         writer = self._plan.rows
         if rows is not None and writer is not None:
-            attention, data = writer.write(rows, run.count_copied, data="binary")
+            event.attention, data = writer.write(rows, run.count_copied, data="binary")
             wanted = writer.wanted
-            is_usual = (
+            if (
                 isinstance(event, KoboldTokenFrame)
                 and (wanted.format, wanted.dtype) == ("per_layer", "float32")
                 and wanted.heads is wanted.spans is writer.layers is None
-                and attention.heads_by_layer is UNSET
-            )
-            event.attention = UNSET if is_usual else attention
+                and event.attention.heads_by_layer is UNSET
+            ):
+                event.attention = UNSET
         return [self._encoded(event), data or b""]
 
     def _encoded(self, event: Struct) -> bytes | str:
@@ -462,39 +473,35 @@ class DreamEvents(TypedEvents):
 
     def _event(self, run: Run, step: Step) -> Any:
         watch(self._plan, step.token)
-        token = dream_token(step.token, self._token_bytes)
-        return KoboldTokenEvent(request_id=run.label, token=token, sample=self._sample(step.sample))
+        event = KoboldTokenEvent(
+            request_id=run.label, token=dream_token(step.token, self._token_bytes)
+        )
+        if len(self._n_tokens) > 1:
+            event.sample = step.sample
+        return event
 
     def _with_rows(self, run: Run, event: Any, rows: Attention | None) -> Frames:
         if rows is None or self._plan.rows is None:
             return [self._encoded(event)]
         event.attention, data = dream_rows(self._plan, rows, run.count_copied, packs=self._packs)
-        if self._packs or data is None:
+        if data is None:
             return [self._encoded(event)]
         if event.attention.encoding == "binary":
             return [self._encoded(event), data]
         return [joined_text(event_pieces(event, data))]
 
-    def _end(self, run: Run) -> Frames:
-        samples: list[SampleEnd] | UnsetType = UNSET
+    def _end(self, run: Run, event: KoboldDoneEvent) -> Frames:
+        event.generation_time_ms = round(run.elapsed_s * 1000)
         if len(self._n_tokens) > 1:
-            samples = [
+            event.samples = [
                 SampleEnd(sample=i, finish_reason=one.finish_reason, total_tokens=n)
                 for i, (one, n) in enumerate(zip(run.generations, self._n_tokens, strict=True))
             ]
-        event = KoboldDoneEvent(
-            request_id=run.label,
-            finish_reason=run.finish_reason,
-            total_tokens=run.n_tokens,
-            generation_time_ms=round(run.elapsed_s * 1000),
-            samples=samples,
-            **details_of(run, self._plan.ignored),
-            **tool_calls_of(run.generations[0]),
-        )
         if self._plan.scores is None:
             return [self._encoded(event)]
-        found = PruningEvent(request_id=run.label, prunable_sentences=self._plan.scores.prunable())
-        return [self._encoded(found), self._encoded(event)]
+        found = self._plan.scores.prunable()
+        pruning = PruningEvent(request_id=run.label, prunable_sentences=found)
+        return [self._encoded(pruning), self._encoded(event)]
 
     def _encoded(self, event: Struct) -> bytes | str:
         return packed(event, packs=self._packs)
@@ -512,7 +519,7 @@ def dream_token(token: Token, token_bytes: Callable[[int], bytes], **more: Any) 
         token_id=token.id,
         text=token.text,
         logprob=UNSET if token.logprob is None else token.logprob,
-        top_logprobs=likely_tokens(token, token_bytes) or UNSET,
+        top_logprobs=likely_tokens(token, token_bytes) if token.top_logprobs else UNSET,
         **more,
     )
 
@@ -527,7 +534,9 @@ def dream_rows(
     """
     assert plan.rows is not None
     assert plan.request.attention is not None
-    shown = reduced(plan.rows.wanted, plan.request.attention, rows)
+    shown = rows
+    if plan.scores is not None:
+        shown = reduced(plan.rows.wanted, plan.request.attention, rows)
     is_binary = packs or plan.encoding == "binary"
     data = "binary" if is_binary else "base64" if plan.encoding == "base64" else "list"
     attention, values = plan.rows.write(shown, count_copied, data=data)
@@ -582,8 +591,9 @@ class PlainEvents:
             token="",
             finish_reason=kobold_reason(run.finish_reason),
             **left_out(run, self._ignored),
-            **tool_calls_of(run.generations[0]),
         )
+        if run.generations[0].tool_calls is not None:
+            last.tool_calls = tool_calls_of(run.generations[0])["tool_calls"]
         rest = self._shown.rest(run.generations[0].text if self._trims else run.text)
         held = PlainEvent(token=rest, finish_reason=None)
         return (

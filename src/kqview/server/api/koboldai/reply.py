@@ -228,11 +228,12 @@ class ReplyBuilder:
         shows = first(body.return_attention, body.output_attentions)
         # Dream's own fields follow the results of those who know either field.
         self._has_tokens = shows is not None
-        self._has_logprobs = plan.request.sampling.top_logprobs is not None
         # With attention the text keeps its stop sequence, as its tokens do.
         self._trims_stop = first(body.trim_stop, not shows)
         n_samples = range(plan.request.n_samples)
-        self._logprobs = [LogprobsWriter(packs=packs) for _ in n_samples]
+        self._logprobs: list[LogprobsWriter] = []
+        if plan.request.sampling.top_logprobs is not None:
+            self._logprobs = [LogprobsWriter(packs=packs) for _ in n_samples]
         self._tokens: list[list[msgspec.Raw]] = [[] for _ in n_samples]
         self._entries: list[list[msgspec.Raw]] = [[] for _ in n_samples]
         self._blocks: list[msgspec.Raw] = []
@@ -250,7 +251,7 @@ class ReplyBuilder:
         token, sample = step.token, step.sample
         number = sample if len(self._tokens) > 1 else UNSET
         watch(self._plan, token)
-        if self._has_logprobs and token.logprob is not None:
+        if self._logprobs and token.logprob is not None:
             top = tuple(token.top_logprobs or ())
             one = TokenLogprobs(token.id, token.logprob, top)
             self._count(self._logprobs[sample].add(one, self._token_bytes))
@@ -276,7 +277,8 @@ class ReplyBuilder:
         if self._has_tokens:
             lists["generated_text"] = results[0].text
             lists["finish_reason"] = run.finish_reason
-            lists |= tool_calls_of(run.generations[0])
+            if run.generations[0].tool_calls is not None:
+                lists |= tool_calls_of(run.generations[0])
             lists["generated_tokens"] = [one for tokens in self._tokens for one in tokens]
         if plan.rows is not None:
             if plan.rows.wanted.prompt:
@@ -295,7 +297,7 @@ class ReplyBuilder:
             kobold_reason(generation.finish_reason or "cancelled"),
             generation.usage.prompt_tokens,
             generation.usage.completion_tokens,
-            self._logprobs[sample].whole() if self._has_logprobs else UNSET,
+            self._logprobs[sample].whole() if self._logprobs else UNSET,
         )
 
     def _entry(self, run: Run, values: Attention, kind: type[Struct], **fields: Any) -> msgspec.Raw:

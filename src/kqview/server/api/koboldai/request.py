@@ -324,7 +324,10 @@ def plan_of(
     if body.input_ids is None and body.prompt is None:
         raise RequestError("there is neither prompt nor input_ids; send one of them")
     _check_ids(body, engine.model, model.max_context, is_dream=dream is not None)
-    banned_ids, phrases = _banned(body, engine)
+    banned_ids: list[int] = []
+    phrases: tuple[str, ...] = ()
+    if body.banned_tokens or body.banned_strings:
+        banned_ids, phrases = _banned(body, engine)
     shown = _attention(body, settings, "logits" if dream is None else "probs", asked=asked)
     captured, scores = shown, None
     if dream is not None and dream.sentences is not None:
@@ -348,7 +351,7 @@ def plan_of(
         max_context=body.max_context_length,
         keeps_logprobs=first(FIELDS.value(body, "top_logprobs"), False) is not False,
         names=FIELDS.names(body),
-        mods=mods_of(body.mods),
+        mods=mods_of(body.mods) if body.mods else (),
     )
     return KoboldPlan(
         request=request,

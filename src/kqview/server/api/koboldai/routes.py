@@ -26,7 +26,7 @@ from kqview.server.api.koboldai.request import (
 )
 from kqview.server.api.koboldai.stream import SUBPROTOCOL, DreamSession
 from kqview.server.api.wire.fields import first
-from kqview.server.api.wire.logprobs import LOGPROB_BYTES, logprobs_of, token_bytes_of
+from kqview.server.api.wire.logprobs import LOGPROB_BYTES, logprobs_of
 from kqview.server.models.model_entry import ModelEntry, resolved
 from kqview.server.models.model_files import name_in
 from kqview.server.models.run import LastRun, Run
@@ -114,7 +114,9 @@ async def generate(call: Call, body: GenerateBody) -> HttpReply:
                 plan, engine.model, service.settings.max_reply_bytes,
                 n_prompt=run.usage.prompt_tokens, n_ctx=engine.n_ctx, packs=packs,
             )  # fmt: skip
-            builder = ReplyBuilder(plan, body, token_bytes_of(engine), call.hold, packs=packs)
+            builder = ReplyBuilder(
+                plan, body, events.token_bytes_of(engine), call.hold, packs=packs
+            )
             async for block in run.prompt_blocks():
                 await service.offload(most, builder.prompt, run, block)
                 del block  # the pool wants its memory back
@@ -138,7 +140,7 @@ async def stream(call: Call, body: StreamBody) -> Events:
     run = await call.service.start(plan.request, call.caller, call.hold, model=call.model)
     asked = first(body.output_attentions, body.return_attention, body.request_id)
     if asked is not None or plan.has_start:
-        return Events(run, events.KoboldEvents(plan, token_bytes_of(call.model.engine)))
+        return Events(run, events.KoboldEvents(plan, events.token_bytes_of(call.model.engine)))
     trims = body.trim_stop is not False
     return Events(run, events.PlainEvents(run.request.sampling.stop, plan.ignored, trims=trims))
 
@@ -155,7 +157,7 @@ async def stream_frames(call: Call, socket: Socket) -> None:
         call = replace(call, served=model)
         plan = await _plan(call, resolved(body, model), len(raw), unknown, asked=True)
         run = await service.start(plan.request, call.caller, call.hold, model=model)
-        frames = events.KoboldFrames(plan, token_bytes_of(model.engine))
+        frames = events.KoboldFrames(plan, events.token_bytes_of(model.engine))
         await socket.alone(send_run(socket, run, frames))
 
 

@@ -16,10 +16,9 @@ import msgspec
 from kqview._core import count_values
 from kqview.errors import BusyError, KqviewError, RequestError
 from kqview.json_input import DEPTH_MAX
-from kqview.server.api.koboldai.events import DreamEvents, packed
+from kqview.server.api.koboldai.events import DreamEvents, packed, token_bytes_of
 from kqview.server.api.koboldai.failures import answer_for, error_body
 from kqview.server.api.koboldai.request import Cancel, Generate, plan_of
-from kqview.server.api.wire.logprobs import token_bytes_of
 from kqview.server.models.model_entry import ModelEntry, resolved
 from kqview.server.models.run import Run
 from kqview.server.models.service import Call
@@ -190,7 +189,6 @@ class DreamSession:
                     raw, plan_of, message, model, service.settings,
                     request_id=request_id, unknown=unknown,
                 )  # fmt: skip
-                token_bytes = token_bytes_of(model.engine)
                 run = await service.start(
                     plan.request, self._call.caller, self._call.hold, model=model
                 )
@@ -199,7 +197,7 @@ class DreamSession:
                 return
             renderer = DreamEvents(
                 plan,
-                token_bytes,
+                token_bytes_of(model.engine),
                 lambda error: answer_for(model, error, message, n_prompt=run.usage.prompt_tokens),
                 packs=self._packs,
             )

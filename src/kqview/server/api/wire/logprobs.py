@@ -1,15 +1,12 @@
 """Logprobs as KoboldAI's and OpenAI's clients expect them. Pure."""
 
 from collections.abc import Callable, Sequence
-from functools import cache
 from itertools import accumulate
 from typing import Annotated, Any, Final, cast
 
 import msgspec
 from msgspec import Struct
 
-from kqview.engine import Engine
-from kqview.errors import KqviewError
 from kqview.server.models.run import TokenLogprobs
 from kqview.server.web.described import example
 
@@ -122,16 +119,3 @@ def token_logprob(one: TokenLogprobs, bytes_of: Callable[[int], bytes]) -> Token
     return TokenLogprob(
         token=text, logprob=one.logprob, bytes=data, top_logprobs=[top(*pair) for pair in one.top]
     )
-
-
-def token_bytes_of(engine: Engine) -> Callable[[int], bytes]:
-    """A function for the bytes of an id of *engine*, b"" once it is closed; any thread."""
-
-    @cache  # of a vocabulary's size at most
-    def token_bytes(id_: int) -> bytes:
-        try:
-            return engine.token_bytes(id_)
-        except KqviewError:
-            return b""
-
-    return token_bytes
