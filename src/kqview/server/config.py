@@ -5,6 +5,7 @@ a single model with defaults. ``kqview config init`` prints the docstring of a t
 """
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal, get_type_hints
@@ -28,7 +29,11 @@ MARKER: Final = "===FINAL==="
 UNNAMED: Final = "default"
 """Id of a model without a name; if it is the only one, clients see the name in its file."""
 
-_Tag = Annotated[str, Meta(pattern=r"\A[A-Za-z_][A-Za-z0-9_.-]*\Z")]
+
+def _tag(text: str) -> str:
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_.-]*", text):
+        raise ValueError("write the name of a tag without brackets, such as analysis")
+    return text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,11 +64,11 @@ class Postproc:
 
 @dataclass(frozen=True, kw_only=True)
 class Harmony:
-    """Answers as <analysis>...</analysis><final>...</final>; tags are named without brackets."""
+    """Answers as <analysis>...</analysis><final>...</final>."""
 
     enabled: bool = setting(False, "whether models are expected to answer so")
-    analysis_tag: _Tag = setting("analysis", "tag around the reasoning")
-    final_tag: _Tag = setting("final", "tag around the answer")
+    analysis_tag: str = setting("analysis", "tag around the reasoning", check=_tag)
+    final_tag: str = setting("final", "tag around the answer", check=_tag)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -103,6 +103,8 @@ class Row:
             name, value = name + at, list(value)[int(at.strip("[]"))]
         if get_origin(self.kind) is Literal:
             reason = f"choose from {', '.join(get_args(self.kind))}"
+        if self.kind is bool:
+            reason = "write true or false"
         text = "***" if self.is_secret else shown(value)
         return RequestError(f"{name} is {text}; {reason[:1].lower()}{reason[1:]}")
 
