@@ -4,27 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import tempfile
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("typer")
 
-from kqview.server.config_file import WrongConfig, load
 from kqview.server.settings import PREFIX, Settings
 from kqview.server.settings_table import rows_of
 
 PAGE = Path(__file__).parents[2] / "src/kqview/server/CONFIGURATION.md"
 ROW = re.compile(r"^\| `(--[\w-]+)` \| `(KQVIEW_\w+)` \| (.*?) ?\| .+ \|$", re.M)
-
-
-def load_text(text: str) -> None:
-    """Read a configuration file with this text."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "kqview.toml")
-        path.write_text(text, encoding="utf-8")
-        load(path)
 
 
 def shown(value: object) -> str:
@@ -44,17 +34,6 @@ def test_table_has_every_setting_with_its_flag_variable_and_default() -> None:
         (row.flag, f"{PREFIX}{row.name.upper()}", shown(row.default))
         for row in rows_of(Settings).values()
     }
-
-
-def test_keys_of_the_file_are_the_variables_as_the_page_says() -> None:
-    """A key is its variable without the prefix, in lower case."""
-    variables = [variable for _, variable, _ in ROW.findall(PAGE.read_text(encoding="utf-8"))]
-    keys = [variable.removeprefix(PREFIX).lower() for variable in variables]
-    assert keys == [spec.name for spec in dataclasses.fields(Settings)]
-    for key in keys:
-        with pytest.raises(WrongConfig) as wrong:
-            load_text(f"[server]\n{key} = {{}}")
-        assert "no key" not in str(wrong.value)
 
 
 def test_page_names_the_settings_that_need_a_restart() -> None:
