@@ -19,9 +19,7 @@ from kqview.server.app import DIALECTS
 from kqview.server.models import events_bus
 from kqview.server.web.endpoint import Upload
 from kqview.server.web.openapi import describe
-from tests.server.clients import read_to_close, websocket
 from tests.support import mia4
-from tests.support.dream import DreamSocket
 from tests.support.serving import serving
 
 if TYPE_CHECKING:
@@ -68,7 +66,7 @@ class Refuse(Mod):
 STEERED = [{"mods": [name]} for name in MODS]
 THOUGHT = "<think>Hm</think>Anna"
 
-# ---- attention in each form, in the two ways to ask for it
+# ---- attention in each form
 
 FIELD: list[Body] = [
     {"attention": {**one, "top_k": 2}}
@@ -77,16 +75,6 @@ FIELD: list[Body] = [
         {"layers": [1]}, {"reduce": "mean_heads"}, {"spans": [[0, 2], [2, None]]},
     )
 ]  # fmt: skip
-PROTOCOL: list[Body] = [
-    {"output_attentions": True, "sparse_top_k": 2, **one}
-    for one in (
-        {"prompt_attention": True, "start_event": True},
-        {"attention_format": "aggregated", "prompt_attention": True},
-        {"attention_format": "sparse"}, {"attention_format": "viz"}, {"attention_layers": [1]},
-        {"attention_spans": [[0, 2], [2, None]]}, {"top_logprobs": 2},
-    )
-]  # fmt: skip
-
 QUESTION = [{"role": "user", "content": "Who is Anna?"}]
 TOOL: Body = {"name": "look", "parameters": {"type": "object", "properties": {}}}
 CHAT: Body = {"messages": QUESTION, "max_tokens": 6, "temperature": 0}
@@ -128,13 +116,6 @@ BODIES: dict[str, list[Body]] = {
         for one in (
             {}, {"n_probs": 2, "n": 2, "timings_per_token": True, "return_progress": True},
             {"n_probs": 2, "post_sampling_probs": True}, *STEERED,
-        )
-    ],
-    "/api/extra/generate/stream": [
-        {"prompt": "Anna is a", "max_length": 6, "temperature": 0, **one}
-        for one in (
-            {}, *PROTOCOL, {**PROTOCOL[0], "misspelt": 1}, *STEERED,
-            *({"request_id": "r1", **one} for one in STEERED),
         )
     ],
     "/generate": [
@@ -328,55 +309,6 @@ def test_messages_that_are_shown_fit_their_schemas(described: dict[str, Any]):
         if "text/event-stream" in one["responses"].get("200", {}).get("content", {})
     ]
     assert [one["operationId"] for one in streams if not one.get("x-events")] == []
-
-
-# ---- WebSockets
-
-ASKED: Body = {"prompt": "Anna is a", "max_length": 6, "temperature": 0}
-FRAMES: list[Body] = [{}, *PROTOCOL, *STEERED]
-SENTENCES: Body = {
-    "prompt": None, "input_ids": [1, 3, 4, 5], "prune_below": 1.0,
-    "sentences": [{"turn_id": 1, "sentence_id": "a", "start": 0, "end": 2}],
-}  # fmt: skip
-
-
-def test_frames_of_the_kobold_socket_fit_their_schemas(served: Served, described: dict[str, Any]):
-    path = "/api/extra/generate/stream/ws"
-    comparison = Comparison(described, described["x-websockets"][path]["messages"])
-    for more in FRAMES:
-        body = {**ASKED, **more}
-        comparison.check("client", [("message", body)])
-        with websocket(served, path) as socket:
-            socket.send(json.dumps(body))
-            frames, _ = read_to_close(socket)
-        texts = [json.loads(frame) for frame in frames if isinstance(frame, str)]
-        comparison.check("server", [("message", text) for text in texts])
-    assert comparison.unseen() == set()
-
-
-def test_frames_of_the_dream_socket_fit_their_schemas(served: Served, described: dict[str, Any]):
-    path = "/api/v1/generate/stream"
-    comparison = Comparison(described, described["x-websockets"][path]["messages"])
-    with contextlib.ExitStack() as stack:
-        client = stack.enter_context(DreamSocket(served.ws_url))
-
-        def exchange(message: Body) -> None:
-            comparison.check("client", [("message", message)])
-            client.send(message["type"], **{n: v for n, v in message.items() if n != "type"})
-            events: list[Body] = []
-            while not events or events[-1]["type"] not in ("done", "error"):
-                events.append(client.event())
-                binary = events[-1].get("attention", {})
-                if isinstance(binary.get("data"), bytes):
-                    del binary["data"]  # it was a frame of its own
-            comparison.check("server", [("message", event) for event in events])
-
-        more = [*FRAMES[:-1], {"encoding": "binary", **PROTOCOL[0]}, {"num_samples": 2}, SENTENCES]
-        for one in more:
-            exchange({"type": "generate", **ASKED, **one})
-        exchange({"type": "cancel", "request_id": "unknown"})
-        exchange({"type": "generate", **ASKED, **FRAMES[-1]})  # the socket ends with its failure
-    assert comparison.unseen() == set()
 
 
 # ---- failures

@@ -47,14 +47,6 @@ def test_seed_request_becomes_what_it_says(name: str):
     assert request.request_id == expected
 
 
-def test_names_of_the_other_protocol_mean_the_same():
-    ours = plan_from({**IDS, "max_new_tokens": 7, "repetition_penalty": 1.5, "seed": 3,
-                      "return_attention": True})  # fmt: skip
-    theirs = plan_from({**IDS, "max_length": 7, "rep_pen": 1.5, "sampler_seed": 3,
-                        "output_attentions": True})  # fmt: skip
-    assert ours == theirs
-
-
 def test_absent_and_null_fields_take_the_example_values_of_the_seed():
     nulls = dict.fromkeys(GenerateBody.__struct_fields__)
     plan = plan_from({**nulls, **IDS})
@@ -78,16 +70,6 @@ def test_values_are_probabilities_unless_somebody_says_otherwise():
     assert kind(asked, Settings()) == "probs"
     assert kind(asked, Settings(attention_values="scores")) == "scores"
     assert kind({**asked, "attention_values": "logits"}, Settings()) == "logits"
-
-
-def test_attention_fields_reach_the_capture():
-    plan = plan_from({
-        **IDS, "return_attention": True, "attention_format": "sparse", "attention_top_k": 9,
-        "dtype": "float16", "attention_layers": [0, 3], "attention_heads": [1],
-    })  # fmt: skip
-    assert shown_of(plan) == AttentionWanted(
-        "probs", format="sparse", top_k=9, dtype="float16", layers=(0, 3), heads=(1,)
-    )
 
 
 @pytest.mark.parametrize("name", ["sparse_top_k", "attention_top_k"])

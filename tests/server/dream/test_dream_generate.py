@@ -84,28 +84,6 @@ def test_rows_are_the_engines_to_the_last_bit(
         assert entry["attention"]["shape"] == list(token.attention.shape)
 
 
-def test_rows_are_probabilities_and_grow_by_a_column(client: httpx.Client, ids: list[int]):
-    entries = post(client, **ATTENTION, input_ids=ids)["attention_data"]
-    assert [e["attention"]["context_length"] for e in entries] == [
-        len(ids) + i for i in range(N_TOKENS)
-    ]
-    for entry in entries:
-        rows = decoded(entry["attention"])
-        assert rows.shape == (4, 8, entry["attention"]["context_length"])
-        assert rows.min() >= 0
-        np.testing.assert_allclose(rows.sum(axis=-1), 1, atol=1e-5)
-
-
-@pytest.mark.parametrize("kind", ["logits", "scores"])
-def test_other_values_come_when_asked_for(
-    demo: Served, client: httpx.Client, ids: list[int], kind: Any
-):
-    expected = reference(demo.engine, ids, 1, Capture(kind))[0].attention
-    body = {**ATTENTION, "max_new_tokens": 1, "input_ids": ids, "attention_values": kind}
-    (entry,) = post(client, **body)["attention_data"]
-    np.testing.assert_array_equal(decoded(entry["attention"]), expected)
-
-
 def test_short_formats_are_numpys_of_the_whole_rows(
     demo: Served, client: httpx.Client, ids: list[int]
 ):
@@ -177,21 +155,6 @@ def test_layers_and_heads_can_be_chosen(demo: Served, client: httpx.Client, ids:
     assert attention["layers"] == [3, 1]
 
 
-def test_spans_come_as_sums_that_name_their_ranges(
-    demo: Served, client: httpx.Client, ids: list[int]
-):
-    spans = [[0, 4], [4, None]]
-    capture = Capture("probs", spans=[(0, 4), (4, None)])
-    tokens = reference(demo.engine, ids, 3, capture)
-    body = {**ATTENTION, "max_new_tokens": 3, "input_ids": ids}
-    reply = post(client, **body, attention_spans=spans)
-    for entry, token in zip(reply["attention_data"], tokens, strict=True):
-        attention = entry["attention"]
-        assert attention["spans"] == spans
-        assert "context_length" not in attention
-        np.testing.assert_array_equal(decoded(attention), np.asarray(token.attention))
-
-
 # ---- text
 
 
@@ -238,24 +201,6 @@ def test_stop_sequence_is_cut_from_plain_text_alone(
             assert reply["finish_reason"] == "stop_sequence"
             joined = "".join(token["text"] for token in reply["generated_tokens"])
             assert joined.startswith(before + stop)
-
-
-def test_stop_token_ends_it_and_is_no_token(demo: Served, client: httpx.Client, ids: list[int]):
-    tokens = [token.id for token in reference(demo.engine, ids, 8, None)]
-    stop = next(id_ for id_ in tokens[2:] if id_ not in tokens[:2])
-    n_before = tokens.index(stop)
-    reply = post(client, **{**ATTENTION, "max_new_tokens": 8}, input_ids=ids, stop_tokens=[stop])
-    assert reply["finish_reason"] == "stop_token"
-    assert reply["results"][0]["finish_reason"] == "stop"
-    assert [one["token_id"] for one in reply["generated_tokens"]] == tokens[:n_before]
-
-
-def test_banned_tokens_never_come(demo: Served, client: httpx.Client, ids: list[int]):
-    tokens = [token.id for token in reference(demo.engine, ids, N_TOKENS, None)]
-    reply = post(client, **ATTENTION, input_ids=ids, banned_tokens=tokens)
-    got = [one["token_id"] for one in reply["generated_tokens"]]
-    assert len(got) == N_TOKENS
-    assert not set(got) & set(tokens)
 
 
 def test_logprobs_are_the_engines(demo: Served, client: httpx.Client, ids: list[int]):

@@ -111,15 +111,6 @@ def test_aggregated_rows_are_a_list_unless_an_encoding_is_named(demo: Served, id
             np.testing.assert_allclose(row, whole.mean(axis=(0, 1)), rtol=1e-5, atol=1e-7)
 
 
-def test_formats_without_an_array_are_whole_in_their_event(demo: Served, ids: list[int]):
-    asked = {"input_ids": ids, "max_new_tokens": 2, "return_attention": True}
-    with DreamSocket(demo.ws_url) as socket:
-        for name in ("sparse", "viz"):
-            tokens, _ = socket.generate(**asked, attention_format=name, encoding="binary")
-            assert [one["attention"]["format"] for one in tokens] == [name] * 2
-            assert "encoding" not in tokens[0]["attention"]
-
-
 def test_rows_of_the_prompt_come_before_the_first_token(demo: Served, ids: list[int]):
     for encoding in ("base64", "binary"):
         clear(demo.engine)
@@ -258,16 +249,6 @@ def test_banned_tokens_never_come(demo: Served, ids: list[int]):
     with DreamSocket(demo.ws_url) as socket:
         tokens, _ = socket.generate(input_ids=ids, max_new_tokens=8, banned_tokens=banned)
     assert not {one["token"]["token_id"] for one in tokens} & set(banned)
-
-
-def test_text_of_characters_over_several_tokens_keeps_every_id(demo: Served):
-    with DreamSocket(demo.ws_url) as socket:
-        tokens, done = socket.generate(
-            prompt="🙂", max_new_tokens=40, temperature=3.0, top_k=0, top_p=1.0, seed=1
-        )
-    assert len(tokens) == done["total_tokens"] == 40
-    ids = [one["token"]["token_id"] for one in tokens]
-    assert "".join(one["token"]["text"] for one in tokens) == demo.engine.detokenize(ids)
 
 
 def test_sockets_at_once_have_each_their_own_tokens_and_rows(demo: Served, ids: list[int]):

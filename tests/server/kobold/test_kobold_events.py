@@ -12,17 +12,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kqview.errors import PoolExhausted
 from kqview.generation.text import TextStream
 from kqview.server.api.koboldai.events import KoboldEvents, KoboldFrames, PlainEvents
 from kqview.server.api.koboldai.request import KoboldPlan
 from kqview.server.api.wire.rows import RowWriter
-from kqview.server.errors import answer_of
 from kqview.server.models.request import AttentionWanted
 from kqview.server.models.run import Step
 from kqview.server.web.endpoint import EVENT_HEAD, EVENT_TAIL, NEXT_EVENT
 from kqview.stop_strings import ShownText
-from kqview.types import PromptBlock, Token, Usage
+from kqview.types import Token, Usage
 from tests.support.kobold import golden
 
 if TYPE_CHECKING:
@@ -109,80 +107,11 @@ def test_token_without_attention_says_null():
     assert event["attention"] is None
 
 
-def test_aggregated_rows_are_float32_in_base64():
-    wanted = AttentionWanted("probs", "aggregated")
-    attention = joined(typed(wanted).token(ended(), step(rows=ROWS[0, 0])))["attention"]
-    assert attention["shape"] == [4]
-    assert (attention["format"], attention["dtype"]) == ("aggregated", "float32")
-    assert attention["context_length"] == 4
-    values = np.frombuffer(base64.b64decode(attention["data"]), "<f4")
-    np.testing.assert_array_equal(values, ROWS[0, 0])
-
-
-def test_float16_is_said_and_sent():
-    wanted = AttentionWanted(dtype="float16")
-    event = joined(typed(wanted).token(ended(), step(rows=ROWS.astype(np.float16))))
-    attention = event["attention"]
-    assert attention["dtype"] == "float16"
-    assert base64.b64decode(attention["data"]) == ROWS.astype("<f2").tobytes()
-
-
-def test_sums_over_spans_name_their_ranges():
-    wanted = AttentionWanted(spans=((0, 2), (2, None)))
-    attention = joined(typed(wanted).token(ended(), step(rows=ROWS[..., :2])))["attention"]
-    assert attention["spans"] == [[0, 2], [2, None]]
-    assert attention["shape"] == [2, 3, 2]
-    assert "context_length" not in attention
-
-
-def test_layers_that_differ_in_heads_are_one_row_of_heads():
-    rows = (ROWS[0], ROWS[1, :2])
-    attention = joined(typed(layers=(1, 3)).token(ended(), step(rows=rows)))["attention"]
-    assert attention["shape"] == [1, 5, 4]
-    assert attention["heads_by_layer"] == [3, 2]
-    assert attention["layers"] == [1, 3]
-
-
-def test_sparse_rows_are_positions_with_their_layers():
-    wanted = AttentionWanted("probs", "sparse", top_k=2)
-    rows = np.array([[0.1, 0.5, 0.25, 0.0], [0.0, 0.5, 0.5, 0.0]], np.float32)
-    attention = joined(typed(wanted).token(ended(), step(rows=rows)))["attention"]
-    assert attention == {
-        "format": "sparse",
-        "top_k": 2,
-        "context_length": 4,
-        "values": "probs",
-        "data": [{"position": 1, "layers": [0.5, 0.5]}, {"position": 2, "layers": [0.25, 0.5]}],
-    }
-
-
-def test_viz_has_figures_by_layer():
-    wanted = AttentionWanted("probs", "viz")
-    rows = np.full((2, 3, 4), 0.25, np.float32)
-    attention = joined(typed(wanted).token(ended(), step(rows=rows)))["attention"]
-    assert attention["mean_by_layer"] == attention["max_by_layer"] == [0.25, 0.25]
-    assert attention["entropy"] == pytest.approx(np.log(4))
-
-
 def test_logprobs_stand_in_the_token_where_asked_for():
     token = step(rows=None, logprob=-0.25, top_logprobs=[(7, -0.25), (9, -1.5)])
     event = joined(typed(None).token(ended(), token))
     assert event["token"]["logprob"] == -0.25
     assert event["token"]["top_logprobs"][1] == {"token_id": 9, "text": "<9>", "logprob": -1.5}
-
-
-def test_rows_of_the_prompt_have_an_axis_of_their_own():
-    rows = np.arange(48, dtype=np.float32).reshape(2, 3, 2, 4)
-    event = joined(typed().prompt(ended(), PromptBlock(5, 2, rows)))
-    assert (event["type"], event["start"], event["rows"]) == ("prompt_attention", 5, 2)
-    assert event["attention"]["shape"] == [2, 3, 2, 4]
-    assert base64.b64decode(event["attention"]["data"]) == rows.tobytes()
-
-
-def test_error_names_its_request():
-    event = joined(typed().error(ended(), answer_of(PoolExhausted("pool: full; drop views"))))
-    assert (event["type"], event["error_code"], event["request_id"]) == ("error", "OOM", "r")
-    assert "drop views" in event["error"]
 
 
 def start_of(pieces: Sequence[bytes]) -> tuple[Any, Any]:
@@ -277,33 +206,12 @@ def test_plain_events_are_the_documents():
     assert plain_events(PlainEvents((), trims=True), case["texts"], run) == case["events"]
 
 
-def test_stop_sequence_is_trimmed_from_a_plain_stream():
-    run = ended("say ", "</tool>", "stop_sequence")
-    stream = PlainEvents(["</tool>"], trims=True)
-    events = plain_events(stream, ["say ", "<", "/tool", ">\n"], run)
-    assert [event["token"] for event in events] == ["say ", ""]
-    assert events[-1]["finish_reason"] == "stop"
-
-
-def test_stop_sequence_stays_where_it_is_not_to_be_trimmed():
-    run = ended("say ", "</tool>", "stop_sequence")
-    stream = PlainEvents(["</tool>"], trims=False)
-    events = plain_events(stream, ["say ", "<", "/tool", ">"], run)
-    assert "".join(event["token"] for event in events) == "say </tool>"
-
-
 def test_what_only_looked_like_a_stop_sequence_comes_at_the_end():
     run = ended("a </to", reason="stop")
     events = plain_events(PlainEvents(["</tool>"], trims=True), ["a ", "</to"], run)
     assert [(e["token"], e["finish_reason"]) for e in events] == [
         ("a ", None), ("</to", None), ("", "stop"),
     ]  # fmt: skip
-
-
-def test_unfinished_character_is_flushed_at_the_end():
-    run = ended("a\ufffd", reason="stop")
-    events = plain_events(PlainEvents((), trims=True), ["a", ""], run)
-    assert [event["token"] for event in events] == ["a", "\ufffd", ""]
 
 
 @given(st.text("ab<", max_size=24), st.lists(st.text("ab<", min_size=1, max_size=4), max_size=3),

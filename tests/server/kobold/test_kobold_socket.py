@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from base64 import b64decode
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -73,12 +72,6 @@ def test_binary_frames_are_the_engines_rows_bit_for_bit(demo: Served, values: st
     assert [len(binary) // (4 * 4 * 8) - n_prompt for _, binary in tokens] == [0, 1, 2, 3]
 
 
-def test_attention_that_is_switched_off_leaves_empty_frames(demo: Served):
-    tokens, _ = pairs(frames(demo, prompt=TEXT, max_length=3, output_attentions=False))
-    assert [binary for _, binary in tokens] == [b"", b"", b""]
-    assert all(list(text) == ["type", "token_id", "text"] for text, _ in tokens)
-
-
 @pytest.mark.parametrize("query", ["", "?attention_format=aggregated"])
 def test_aggregated_frames_by_field_or_query(demo: Served, query: str):
     expected = own(demo, capture=Capture("probs", reduce="mean"))
@@ -99,28 +92,6 @@ def test_format_of_the_settings_is_the_default(serve: Serve):
     assert [len(binary) // 4 for _, binary in tokens] == [n_prompt, n_prompt + 1]
     tokens, _ = pairs(frames(served, "?attention_format=per_layer", prompt=TEXT, max_length=1))
     assert len(tokens[0][1]) == 4 * 8 * 4 * n_prompt
-
-
-def test_float16_frames_say_so(demo: Served):
-    expected = own(demo, capture=Capture("probs", dtype="float16"))
-    tokens, _ = pairs(
-        frames(demo, prompt=TEXT, max_length=4, attention_values="probs", dtype="float16")
-    )
-    for (text, binary), token in zip(tokens, expected, strict=True):
-        assert text["attention"]["dtype"] == "float16"
-        assert binary == token.attention.tobytes()
-
-
-def test_sse_and_websocket_send_the_same_tokens_and_rows(demo: Served):
-    body = {"prompt": TEXT, "max_length": 4, "temperature": 0, "request_id": "r"}
-    own(demo)
-    by_socket, _ = pairs(frames(demo, **body))
-    own(demo)
-    with demo.client() as client:
-        reply = client.post("/api/extra/generate/stream", json=body | {"output_attentions": True})
-    events = [json.loads(line[6:]) for line in reply.text.split("\n") if line[:6] == "data: "]
-    by_sse = [(e["token"]["token_id"], b64decode(e["attention"]["data"])) for e in events[:-1]]
-    assert [(text["token_id"], binary) for text, binary in by_socket] == by_sse
 
 
 def test_rows_of_the_prompt_come_first(demo: Served):
