@@ -14,7 +14,6 @@ import time
 from kqview import Engine, errors
 from tests.attack.summary import Summary, main
 
-N_PROMPTS = 4
 GENERATE_EVERY = 50
 LENGTHS = (1, 7, 30, 60)
 KV_TYPES = (("f32", False), ("f16", "auto"), ("q8_0", True))

@@ -5,26 +5,25 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from tests.support.processes import command_of, processes_below, rss_bytes
+from tests.support.serve_process import Parent
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from tests.attack.summary import Summary
 
-STARTS_WITHIN_S = 60.0
 ENDS_WITHIN_S = 20.0
 SAMPLE_S = 0.1
-_ADDRESS = re.compile(r"at https?://127\.0\.0\.1:(\d+)")
 
 
 def helper_bytes(pid: int) -> int:
@@ -38,16 +37,20 @@ def helper_bytes(pid: int) -> int:
     return most
 
 
-class Target:
-    """A server that runs. Owns the process and a thread that samples its memory."""
+class Target(Parent):
+    """A server that runs, and a thread that samples its memory."""
 
-    def __init__(self, process: subprocess.Popen[str], port: int) -> None:
-        self.process = process
-        self.port = port
+    def __init__(self, command: list[str]) -> None:
+        super().__init__(command, errors="replace")
         self.peak_bytes = 0
         self._is_done = threading.Event()
         self._sampler = threading.Thread(target=self._sample, daemon=True)
         self._sampler.start()
+
+    @cached_property
+    def port(self) -> int:
+        """Where it serves, once it does."""
+        return int(self.url.rpartition(":")[2])
 
     def _sample(self) -> None:
         while not self._is_done.wait(SAMPLE_S):
@@ -101,7 +104,7 @@ class Target:
             return False
         return True
 
-    def close(self, summary: Summary) -> None:
+    def end(self, summary: Summary) -> None:
         """End it with SIGTERM, as an operator does."""
         self._is_done.set()
         self._sampler.join()
@@ -121,45 +124,22 @@ class Target:
 
 @contextlib.contextmanager
 def target(summary: Summary, *flags: str) -> Iterator[Target]:
-    """``kqview serve --demo`` with *flags*; its log goes to a file that is shown where it fails."""
+    """``kqview serve --demo`` with *flags*; the last lines of its log are shown where it fails."""
     command = [
         sys.executable, "-m", "kqview", "serve", "--demo", "--port", "0", "--threads", "1",
         "--no-access-log", *flags,
     ]  # fmt: skip
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
-    )
-    assert process.stdout is not None
-    lines: list[str] = []
-    has_started = threading.Event()
-
-    def read() -> None:
-        assert process.stdout is not None
-        for line in process.stdout:
-            lines.append(line.rstrip())
-            del lines[:-200]
-            if _ADDRESS.search(line):
-                has_started.set()
-        has_started.set()
-
-    reader = threading.Thread(target=read, daemon=True)
-    reader.start()
-    has_started.wait(STARTS_WITHIN_S)
-    address = next((m for m in map(_ADDRESS.search, lines) if m), None)
-    if address is None:
-        process.kill()
-        process.wait()
-        raise RuntimeError("the server did not start:\n" + "\n".join(lines))
-    running = Target(process, int(address[1]))
+    running = Target(command)
     n_wrong = summary.n_wrong
     try:
+        assert running.port
         yield running
     finally:
-        running.close(summary)
-        reader.join(5)
-        process.stdout.close()
+        running.end(summary)
+        running.close()
         if summary.n_wrong > n_wrong:
-            print("\n".join(["the server's last lines:", *lines[-40:]]))
-        tracebacks = [line for line in lines if line.startswith("Traceback")]
+            print("\n".join(["the server's last lines:", *running.said[-40:]]))
+        tracebacks = [line for line in running.said if line.startswith("Traceback")]
         if tracebacks:
-            summary.fail(f"{len(tracebacks)} tracebacks in its log, the last lines: {lines[-3:]}")
+            last = running.said[-3:]
+            summary.fail(f"{len(tracebacks)} tracebacks in its log, the last lines: {last}")

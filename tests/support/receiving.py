@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import threading
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +15,7 @@ pytest.importorskip("uvicorn")
 
 from kqview.cli.ingesting import ReceiverServer
 from kqview.ingest import IngestSettings, create_app
+from tests.support.serving import in_thread
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -24,10 +23,6 @@ if TYPE_CHECKING:
 
     from kqview.ingest.receiver import Receiver
     from kqview.ingest.store import Store
-
-# Until a test fails, not a measure of anything.
-STARTS_WITHIN_S = 60.0
-ENDS_WITHIN_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -58,17 +53,5 @@ def receiving(settings: IngestSettings) -> Generator[Receiving]:
     """A receiver with *settings*, on a port of its own whatever they say."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         app = create_app(settings)
-        server = ReceiverServer(app)
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
-        thread.start()
-        try:
-            end_s = time.monotonic() + STARTS_WITHIN_S
-            while not server.started:
-                assert thread.is_alive(), "the receiver did not start"
-                assert time.monotonic() < end_s, "the receiver did not start in time"
-                time.sleep(0.005)
+        with in_thread(ReceiverServer(app), listener):
             yield Receiving(f"http://127.0.0.1:{listener.getsockname()[1]}", app.receiver)
-        finally:
-            server.should_exit = True
-            thread.join(ENDS_WITHIN_S)
-            assert not thread.is_alive(), "the receiver did not end"
