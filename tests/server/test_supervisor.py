@@ -93,9 +93,9 @@ from kqview.server.web.worker import Supervised
 supervised = Supervised.from_env(os.environ)
 settings = Settings(demo=True, n_threads=1, stall_timeout_s=1.5, shutdown_grace_s=2)
 app = create_app(settings)
-serve = app._asgi
+serve = type(app).__call__
 
-async def faulty(scope, receive, send):
+async def faulty(app, scope, receive, send):
     if scope.get("path") == "/engine-hangs":
         begin_s = time.monotonic() - 1.6
         app.service.pool.default.engine.health = lambda: EngineHealth(
@@ -103,9 +103,9 @@ async def faulty(scope, receive, send):
         )
     if scope.get("path") == "/loop-hangs":
         time.sleep(600)
-    await serve(scope, receive, send)
+    await serve(app, scope, receive, send)
 
-app._asgi = faulty
+type(app).__call__ = faulty
 run(app, settings, supervised.listener, supervised)
 """
 
