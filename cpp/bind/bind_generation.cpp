@@ -225,9 +225,30 @@ void wait_settled(generation_handle& self) {
     }
 }
 
+const captured_rows& rows_of(const taken_token& event) { return event.token.rows; }
+const captured_rows& rows_of(const taken_pass& event) { return event.event.rows; }
+const captured_rows& rows_of(const prompt_event& event) { return event.rows; }
+
+// A class of events with rows, whose arrays are views.
 template <typename Event>
-std::uintptr_t written_at(const Event& event) {
-    return reinterpret_cast<std::uintptr_t>(event.rows.written_at);
+nb::class_<Event> bind_rows(nb::module_& module, const char* name, const char* doc) {
+    constexpr bool of_prompt = std::is_same_v<Event, prompt_event>;
+    return nb::class_<Event>(module, name, doc)
+        .def_prop_ro(
+            "attention", [](const Event& self) { return attention_view(rows_of(self), of_prompt); },
+            nb::sig("def attention(self) -> typing.Any"))
+        .def_prop_ro(
+            "positions", [](const Event& self) { return positions_view(rows_of(self), of_prompt); },
+            nb::sig("def positions(self) -> typing.Any"))
+        .def_prop_ro(
+            "hidden", [](const Event& self) { return hidden_view(rows_of(self), of_prompt); },
+            nb::sig("def hidden(self) -> typing.Any"))
+        .def_prop_ro(
+            "written_at",
+            [](const Event& self) {
+                return reinterpret_cast<std::uintptr_t>(rows_of(self).written_at);
+            },
+            "For tests: the address to which the CPU wrote the first row; 0 without one.");
 }
 
 void bind_events(nb::module_& module) {
@@ -242,7 +263,7 @@ void bind_events(nb::module_& module) {
         .def_prop_ro("prefill_s", [](const end_event& self) { return self.usage.prefill_s; })
         .def_prop_ro("decode_s", [](const end_event& self) { return self.usage.decode_s; });
 
-    nb::class_<taken_token>(module, "TokenEvent", "A generated token; its rows are views.")
+    bind_rows<taken_token>(module, "TokenEvent", "A generated token; its rows are views.")
         .def_prop_ro("id", [](const taken_token& self) { return self.token.id; })
         .def_prop_ro("logprob",
                      [](const taken_token& self) {
@@ -256,17 +277,6 @@ void bind_events(nb::module_& module) {
             },
             "None unless logprobs were requested.")
         .def_prop_ro(
-            "attention",
-            [](const taken_token& self) { return attention_view(self.token.rows, false); },
-            nb::sig("def attention(self) -> typing.Any"))
-        .def_prop_ro(
-            "positions",
-            [](const taken_token& self) { return positions_view(self.token.rows, false); },
-            nb::sig("def positions(self) -> typing.Any"))
-        .def_prop_ro(
-            "hidden", [](const taken_token& self) { return hidden_view(self.token.rows, false); },
-            nb::sig("def hidden(self) -> typing.Any"))
-        .def_prop_ro(
             "logits", [](const taken_token& self) { return logits_view(self.token.rows); },
             nb::sig("def logits(self) -> typing.Any"))
         .def_prop_ro(
@@ -275,10 +285,7 @@ void bind_events(nb::module_& module) {
         .def_prop_ro(
             "end", [](const taken_token& self) { return self.end ? &*self.end : nullptr; },
             nb::rv_policy::reference_internal, nb::sig("def end(self) -> EndEvent | None"),
-            "The end, if this is the last token and no error follows.")
-        .def_prop_ro(
-            "written_at", [](const taken_token& self) { return written_at(self.token); },
-            "For tests: the address to which the CPU wrote the first row; 0 without one.");
+            "The end, if this is the last token and no error follows.");
 
     nb::class_<picked_token>(module, "PickedToken", "A choice of a request's own sampler.")
         .def_ro("id", &picked_token::id)
@@ -294,23 +301,12 @@ void bind_events(nb::module_& module) {
             },
             "Both None unless logprobs were requested.");
 
-    nb::class_<taken_pass>(module, "ForwardEvent",
-                           "A forward pass of a steered request, which waits for `answer`.")
+    bind_rows<taken_pass>(module, "ForwardEvent",
+                          "A forward pass of a steered request, which waits for `answer`.")
         .def_prop_ro(
             "logits", [](const taken_pass& self) { return logits_view(self.event.pass->logits()); },
             nb::sig("def logits(self) -> typing.Any"),
             "Read-only float32 view of shape (n_vocab,), valid for as long as it is held.")
-        .def_prop_ro(
-            "attention",
-            [](const taken_pass& self) { return attention_view(self.event.rows, false); },
-            nb::sig("def attention(self) -> typing.Any"))
-        .def_prop_ro(
-            "positions",
-            [](const taken_pass& self) { return positions_view(self.event.rows, false); },
-            nb::sig("def positions(self) -> typing.Any"))
-        .def_prop_ro(
-            "hidden", [](const taken_pass& self) { return hidden_view(self.event.rows, false); },
-            nb::sig("def hidden(self) -> typing.Any"))
         .def_prop_ro(
             "n_discarded", [](const taken_pass& self) { return self.event.n_discarded; },
             "As in TokenEvent.")
@@ -341,10 +337,7 @@ void bind_events(nb::module_& module) {
              "evaluated again. With `end` the text ends there; it also ends before the\nfirst of "
              "`ids` that `ends`, and when nothing is left. Raises without effect: RequestError,\n"
              "InvalidToken, InvalidSampling for an id that the grammar does not allow; ClosedError "
-             "once\nthe generation has ended, whose next event says how.")
-        .def_prop_ro(
-            "written_at", [](const taken_pass& self) { return written_at(self.event); },
-            "As in TokenEvent.");
+             "once\nthe generation has ended, whose next event says how.");
 
     module.def("outlook", &outlook, nb::arg("logits"), nb::arg("n_top"),
                nb::sig("def outlook(logits: typing.Any, n_top: int) -> tuple[list[tuple[int, "
@@ -358,19 +351,10 @@ void bind_events(nb::module_& module) {
         .def_ro("rank", &token_score::rank, "Number of tokens that the model preferred.")
         .def_ro("top_logprobs", &token_score::top);
 
-    nb::class_<prompt_event>(module, "PromptEvent",
-                             "Rows of the prompt, scores of its tokens, or its embedding.")
+    bind_rows<prompt_event>(module, "PromptEvent",
+                            "Rows of the prompt, scores of its tokens, or its embedding.")
         .def_ro("start", &prompt_event::start)
         .def_ro("n_rows", &prompt_event::n_rows)
-        .def_prop_ro(
-            "attention", [](const prompt_event& self) { return attention_view(self.rows, true); },
-            nb::sig("def attention(self) -> typing.Any"))
-        .def_prop_ro(
-            "positions", [](const prompt_event& self) { return positions_view(self.rows, true); },
-            nb::sig("def positions(self) -> typing.Any"))
-        .def_prop_ro(
-            "hidden", [](const prompt_event& self) { return hidden_view(self.rows, true); },
-            nb::sig("def hidden(self) -> typing.Any"))
         .def_prop_ro(
             "embedding",
             [](nb::handle_t<prompt_event> self) {
@@ -380,8 +364,7 @@ void bind_events(nb::module_& module) {
             nb::sig("def embedding(self) -> typing.Any"),
             "An array that belongs to the caller; None without embeds.")
         .def_ro("scores", &prompt_event::scores, nb::rv_policy::copy,
-                "Of the tokens start .. start + n_rows; empty without n_scores.")
-        .def_prop_ro("written_at", &written_at<prompt_event>, "As in TokenEvent.");
+                "Of the tokens start .. start + n_rows; empty without n_scores.");
 
     nb::class_<wait_event>(module, "WaitEvent", "There is no event yet.")
         .def_ro("holders", &wait_event::holders,

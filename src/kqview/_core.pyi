@@ -210,20 +210,20 @@ class EndEvent:
 class TokenEvent:
     """A generated token; its rows are views."""
 
+    attention: Final[Any]
+    positions: Final[Any]
+    hidden: Final[Any]
+    written_at: Final[int]
+    """For tests: the address to which the CPU wrote the first row; 0 without one."""
     id: Final[int]
     logprob: Final[float | None]
     top_logprobs: Final[list[tuple[int, float]] | None]
     """None unless logprobs were requested."""
-    attention: Final[Any]
-    positions: Final[Any]
-    hidden: Final[Any]
     logits: Final[Any]
     n_discarded: Final[int]
     """Number of tokens discarded from the slot before this row."""
     end: Final[EndEvent | None]
     """The end, if this is the last token and no error follows."""
-    written_at: Final[int]
-    """For tests: the address to which the CPU wrote the first row; 0 without one."""
 
 class PickedToken:
     """A choice of a request's own sampler."""
@@ -236,11 +236,13 @@ class PickedToken:
 class ForwardEvent:
     """A forward pass of a steered request, which waits for `answer`."""
 
-    logits: Final[Any]
-    """Read-only float32 view of shape (n_vocab,), valid for as long as it is held."""
     attention: Final[Any]
     positions: Final[Any]
     hidden: Final[Any]
+    written_at: Final[int]
+    """For tests: the address to which the CPU wrote the first row; 0 without one."""
+    logits: Final[Any]
+    """Read-only float32 view of shape (n_vocab,), valid for as long as it is held."""
     n_discarded: Final[int]
     """As in TokenEvent."""
     n_tokens: Final[int]
@@ -270,9 +272,6 @@ class ForwardEvent:
         the generation has ended, whose next event says how.
         """
 
-    written_at: Final[int]
-    """As in TokenEvent."""
-
 def outlook(logits: Any, n_top: int) -> tuple[list[tuple[int, float]], float]:
     """
     What raw logits say of the next token: the best ids with their logprobs, and the entropy
@@ -291,17 +290,17 @@ class TokenScore:
 class PromptEvent:
     """Rows of the prompt, scores of its tokens, or its embedding."""
 
-    start: Final[int]
-    n_rows: Final[int]
     attention: Final[Any]
     positions: Final[Any]
     hidden: Final[Any]
+    written_at: Final[int]
+    """For tests: the address to which the CPU wrote the first row; 0 without one."""
+    start: Final[int]
+    n_rows: Final[int]
     embedding: Final[Any]
     """An array that belongs to the caller; None without embeds."""
     scores: Final[list[TokenScore]]
     """Of the tokens start .. start + n_rows; empty without n_scores."""
-    written_at: Final[int]
-    """As in TokenEvent."""
 
 class WaitEvent:
     """There is no event yet."""
