@@ -42,13 +42,14 @@ def test_view_begins_where_the_kernel_wrote_in_a_block_of_the_pool(
     )
     held = []
     written_at: list[int] = []
-    receive = generation._receive
+    source: Any = generation._source
+    receive = source.receive
 
     def note_address(event: Any) -> Any:
         written_at.append(getattr(event, "written_at", 0))
         return receive(event)
 
-    generation._receive = note_address  # pyright: ignore[reportAttributeAccessIssue]
+    source.receive = note_address
     for token in generation:
         rows = token.attention
         assert isinstance(rows, np.ndarray)
