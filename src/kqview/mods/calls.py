@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, Final, cast
@@ -83,26 +83,23 @@ class _Late:
     loop: asyncio.AbstractEventLoop | None = None
 
 
+@dataclass(eq=False)
 class ModCaller:
     """Calls the mods of one request; one call at a time.
 
-    Args:
+    Attributes:
         tokenizer: Passed to the mods.
         time_limit_s: Most seconds that a call may take; None for no limit.
         note: Called on the thread or task of a call, before the mod, where that is not the
             consumer's own.
     """
 
-    def __init__(
-        self,
-        tokenizer: ModTokenizer,
-        *,
-        time_limit_s: float | None = None,
-        note: Callable[[], object] = lambda: None,
-    ) -> None:
-        self._tokenizer = tokenizer
-        self._limit_s = time_limit_s
-        self._note = note
+    tokenizer: ModTokenizer
+    _: KW_ONLY
+    time_limit_s: float | None = None
+    note: Callable[[], object] = lambda: None
+
+    def __post_init__(self) -> None:
         self._thread: _CallThread | None = None
         self._late: dict[int, _Late] = {}  # by id of the mod
 
@@ -120,11 +117,11 @@ class ModCaller:
         late = self._still_late(call.mod)
         if late is not None:
             return late
-        if self._limit_s is None:
+        if self.time_limit_s is None:
             return self._run(call)
         job = self._job(partial(self._run, call, is_elsewhere=True))
         try:
-            return job.result(self._limit_s)  # an exception of the mod is in the outcome
+            return job.result(self.time_limit_s)  # an exception of the mod is in the outcome
         except TimeoutError:
             return self._abandon(call.mod, job)
         except BaseException:  # KeyboardInterrupt
@@ -138,7 +135,7 @@ class ModCaller:
         late = self._still_late(call.mod)
         if late is not None:
             return late
-        if self._limit_s is None:
+        if self.time_limit_s is None:
             return await self._arun(call) if call.mod.is_async else self._run(call)
         loop = None
         wanted: asyncio.Future[Outcome]
@@ -151,7 +148,7 @@ class ModCaller:
             job = self._job(partial(self._run, call, is_elsewhere=True))
             wanted = asyncio.wrap_future(job)
         try:
-            done, _ = await asyncio.wait({wanted}, timeout=self._limit_s)
+            done, _ = await asyncio.wait({wanted}, timeout=self.time_limit_s)
         except BaseException:  # the consumer's task was cancelled
             wanted.cancel()
             self._abandon(call.mod, job, loop)
@@ -173,7 +170,7 @@ class ModCaller:
         late = self._late.get(id(mod))
         if late is not None and not (late.loop is not None and late.loop.is_closed()):
             late.job.add_done_callback(lambda _: mod.end(end))
-        elif self._limit_s is None:
+        elif self.time_limit_s is None:
             mod.end(end)
         else:
             self._job(partial(mod.end, end))  # a hook that hangs holds up nobody
@@ -187,7 +184,7 @@ class ModCaller:
     def _run(self, call: EventCall, *, is_elsewhere: bool = False) -> Outcome:
         """Call a mod on this thread: the consumer's own, or one that is the mod's alone."""
         if is_elsewhere:
-            self._note()
+            self.note()
         started = time.perf_counter()
         try:
             with Captured(call.log):
@@ -209,7 +206,7 @@ class ModCaller:
     async def _arun(self, call: EventCall, *, is_elsewhere: bool = False) -> Outcome:
         """Await a mod in this task: the consumer's own, or one that is the mod's alone."""
         if is_elsewhere:
-            self._note()
+            self.note()
         started = time.perf_counter()
         try:
             with Captured(call.log):
@@ -225,7 +222,7 @@ class ModCaller:
         return Outcome(answer, _ms_since(started))
 
     def _arguments(self, call: EventCall) -> tuple[Any, ...]:
-        arguments = (call.event, ActionBuilder(call.event), self._tokenizer)
+        arguments = (call.event, ActionBuilder(call.event), self.tokenizer)
         return arguments[: call.mod.n_arguments]
 
     def _job(self, work: Callable[[], Any]) -> "Future[Any]":
@@ -249,15 +246,13 @@ class ModCaller:
     def _abandon(
         self, mod: BoundMod, job: "Future[Any]", loop: asyncio.AbstractEventLoop | None = None
     ) -> Outcome:
-        assert self._limit_s is not None
+        limit_s = self.time_limit_s
+        assert limit_s is not None
         self._late[id(mod)] = _Late(job, loop)
         if loop is None:
             self.close()  # the thread ends when the mod returns
-        return Outcome(
-            None,
-            self._limit_s * 1000,
-            f"TimeoutError: {mod.name} took more than the {self._limit_s:g} s of mod_time_limit_s",
-        )
+        error = f"TimeoutError: {mod.name} took more than the {limit_s:g} s of mod_time_limit_s"
+        return Outcome(None, limit_s * 1000, error)
 
 
 class _CallThread:

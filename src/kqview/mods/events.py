@@ -1,8 +1,9 @@
 """Events: what a mod sees of its request: Prefilled, then ForwardPass, Sampled and Added per step.
 
-Prefilled comes once, as step 0. Steps count from 1; each is one forward pass. All mods of a request
-get the same event, except that a ForwardPass has the logits as earlier mods have adjusted them.
-Arrays are read-only and stay valid for as long as they are held.
+Each has the ``request_id`` of its generation and a ``step``. Prefilled comes once, as step 0. Steps
+count from 1; each is one forward pass. All mods of a request get the same event, except that a
+ForwardPass has the logits as earlier mods have adjusted them. Arrays are read-only and stay valid
+for as long as they are held.
 """
 
 import contextlib
@@ -70,8 +71,6 @@ class Prefilled:
     """The prompt is known but not evaluated yet: a mod may still change it.
 
     Attributes:
-        request_id: The ``request_id`` of the generation.
-        step: Always 0.
         max_steps: Maximum number of tokens to generate.
         context_info: The prompt.
     """
@@ -92,8 +91,6 @@ class ForwardPass:
     """The model has computed the logits of the next token.
 
     Attributes:
-        request_id: The ``request_id`` of the generation.
-        step: Number of the step, from 1.
         logits: The model's raw logits, as adjusted by earlier mods, float32 of shape
             ``(n_vocab,)``.
         n_tokens: Number of tokens before the next one: prompt plus generated tokens.
@@ -135,8 +132,6 @@ class Sampled:
     """A token was sampled; it is not part of the text yet.
 
     Attributes:
-        request_id: The ``request_id`` of the generation.
-        step: Number of the step, from 1.
         sampled_token: Id of the token.
     """
 
@@ -150,8 +145,6 @@ class Added:
     """Tokens were added to the text.
 
     Attributes:
-        request_id: The ``request_id`` of the generation.
-        step: Number of the step, from 1.
         added_tokens: Ids of the tokens: the sampled one, or those that a mod put in its place.
         forced: Whether a mod chose them.
     """

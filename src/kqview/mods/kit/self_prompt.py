@@ -171,8 +171,7 @@ class Asking:
         prompt: Ids of the question.
         completion: Ids after the answer.
         strategy: What the answer may look like, compiled.
-        erase: See SelfPrompt.
-        argmax_sampling: See SelfPrompt.
+        erase: As of SelfPrompt, like *argmax_sampling*.
         tokenizer: The request's tokenizer.
     """
 
@@ -364,13 +363,7 @@ def self_prompt_mod(
 ) -> SelfPromptMod:
     """Return a mod that asks a question before the model writes anything else.
 
-    Args:
-        prompt: The question; this and the following as in SelfPrompt.
-        strategy: What the answer may look like.
-        completion: Text after the answer.
-        erase: What is removed after the answer.
-        argmax_sampling: Whether the answer is the most probable one.
-        name: Name of the mod in the trace.
+    The arguments are those of SelfPrompt, and the *name* of the mod in the trace.
 
     Raises:
         RequestError: An argument is malformed.
