@@ -512,7 +512,7 @@ def test_tokens_of_each_part_are_counted_again_after_a_removal():
 )
 def test_payloads_of_tool_calls_are_read_in_every_form(payload: Any, calls: Any):
     found = calls_of(payload)
-    assert [(one.name, one.arguments) for one in found] == calls
+    assert [(one.function.name, one.function.arguments) for one in found] == calls
     assert len({one.id for one in found}) == len(calls)
 
 

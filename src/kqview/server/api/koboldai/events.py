@@ -24,7 +24,7 @@ from kqview.server.api.wire.event_parts import (
     Removed,
     RowsDescribed,
 )
-from kqview.server.api.wire.mods_field import removed, tool_calls_of
+from kqview.server.api.wire.mods_field import calls_of, removed
 from kqview.server.api.wire.rows import event_pieces, joined_text
 from kqview.server.errors import Answer
 from kqview.server.models.run import Removal, Run, Step
@@ -339,7 +339,7 @@ class TypedEvents:
             **details_of(run, self._plan.ignored),
         )
         if run.generations[0].tool_calls is not None:
-            event.tool_calls = tool_calls_of(run.generations[0])["tool_calls"]
+            event.tool_calls = calls_of(run.generations[0].tool_calls)
         return self._first(run, self._end(run, event))
 
     def _first(self, run: Run, frames: Frames) -> Frames:
@@ -593,7 +593,7 @@ class PlainEvents:
             **left_out(run, self._ignored),
         )
         if run.generations[0].tool_calls is not None:
-            last.tool_calls = tool_calls_of(run.generations[0])["tool_calls"]
+            last.tool_calls = calls_of(run.generations[0].tool_calls)
         rest = self._shown.rest(run.generations[0].text if self._trims else run.text)
         held = PlainEvent(token=rest, finish_reason=None)
         return (

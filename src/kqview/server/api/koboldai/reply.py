@@ -27,7 +27,7 @@ from kqview.server.api.koboldai.request import GenerateBody, KoboldPlan
 from kqview.server.api.wire.event_parts import AttentionObject, ModCall
 from kqview.server.api.wire.fields import first
 from kqview.server.api.wire.logprobs import Logprobs, LogprobsWriter
-from kqview.server.api.wire.mods_field import tool_calls_of
+from kqview.server.api.wire.mods_field import calls_of
 from kqview.server.api.wire.rows import event_pieces
 from kqview.server.models.run import Run, Step, TokenLogprobs
 from kqview.server.web.budget import Reservation
@@ -278,7 +278,7 @@ class ReplyBuilder:
             lists["generated_text"] = results[0].text
             lists["finish_reason"] = run.finish_reason
             if run.generations[0].tool_calls is not None:
-                lists |= tool_calls_of(run.generations[0])
+                lists["tool_calls"] = calls_of(run.generations[0].tool_calls)
             lists["generated_tokens"] = [one for tokens in self._tokens for one in tokens]
         if plan.rows is not None:
             if plan.rows.wanted.prompt:

@@ -83,10 +83,6 @@ class KoboldFields(SamplingFields, kw_only=True):
         mods: Mods of the server's folder that steer it.
         max_length, max_new_tokens: Most tokens to generate; 50 if neither is given.
         max_context_length: Most tokens of prompt and reply that the client allows.
-        temperature: Divides the logits; 0 takes the most probable token. 0.7 if not given.
-        top_p: Keeps the most probable tokens that together have this probability. 0.9 if not given.
-        top_k: Keeps so many of the most probable tokens, 0 all of them. 40 if not given.
-        min_p: Drops tokens less probable than this part of the most probable one. 0 if not given.
         typical: Keeps the tokens nearest to the expected information, of this probability together;
             1 if not given, which is off.
         nsigma: Keeps tokens whose logits are within so many standard deviations of the largest; 0
@@ -96,7 +92,6 @@ class KoboldFields(SamplingFields, kw_only=True):
         rep_pen_range: Of how many of the last tokens; 64 if not given.
         sampler_seed, seed: Makes the choice repeatable; -1, or none, is another one each time,
             which the reply tells.
-        grammar: Grammar in GBNF that the text follows.
         json_schema: JSON schema that it follows; an object, or a text.
         regex: Regular expression that it matches. Only one of these three may be given.
         stop_sequence: Texts that end the generation; empty ones do not count.
@@ -151,7 +146,6 @@ class KoboldFields(SamplingFields, kw_only=True):
     rep_pen_range: Annotated[int | None, example(256, default=64)] = None
     sampler_seed: Annotated[int | None, example(7)] = None
     seed: Annotated[int | None, example(7)] = None
-    grammar: Annotated[str | None, example("root ::= ")] = None
     json_schema: Annotated[dict[str, Any] | str | None, example({"type": "object"})] = None
     regex: Annotated[str | None, example("yes|no")] = None
     logit_bias: Biases | None = None
@@ -171,33 +165,20 @@ class KoboldFields(SamplingFields, kw_only=True):
     return_attention: bool | None = None
     prompt_attention: bool | None = None
     attention_values: AttentionValues | None = None
-    attention_format: Annotated[
-        Literal["per_layer", "aggregated", "sparse", "viz"] | None, example(default="per_layer")
-    ] = None
-    aggregation_mode: Annotated[
-        Literal["mean", "max", "last_layer", "weighted_layers"] | None, example(default="mean")
-    ] = None
+    attention_format: Annotated[Format | None, example(default="per_layer")] = None
+    aggregation_mode: Annotated[Aggregation | None, example(default="mean")] = None
     layer_weights: Annotated[Weights | None, example([0, 0, 1, 1])] = None
     sparse_top_k: Annotated[int | None, example(10, default=50)] = None
     attention_top_k: Annotated[int | None, example(10, default=50)] = None
     attention_layers: Annotated[Indices | None, example([0, 3])] = None
     attention_heads: Annotated[Indices | None, example([0, 5])] = None
     attention_spans: Annotated[Spans | None, example([[0, 5], [5, None]])] = None
-    dtype: Annotated[Literal["float32", "float16"] | None, example(default="float32")] = None
+    dtype: Annotated[DType | None, example(default="float32")] = None
     start_event: bool | None = None
 
 
 class StreamBody(KoboldFields):
     """A generation that is streamed; see `KoboldFields`."""
-
-
-class QueryFields(Struct, kw_only=True):
-    """Fields of `StreamBody` that the URL's query may give if the body does not."""
-
-    attention_format: Format | None = None
-    attention_values: AttentionValues | None = None
-    aggregation_mode: Aggregation | None = None
-    dtype: DType | None = None
 
 
 class DreamFields(KoboldFields, kw_only=True):

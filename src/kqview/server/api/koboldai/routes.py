@@ -19,7 +19,6 @@ from kqview.server.api.koboldai.request import (
     GenerateBody,
     KoboldFields,
     KoboldPlan,
-    QueryFields,
     StreamBody,
     control_token,
     plan_of,
@@ -47,6 +46,7 @@ from kqview.server.web.sockets import Socket
 
 _STREAM_DECODER: Final = LenientDecoder(StreamBody)
 _PACK_TYPES: Final = ("application/msgpack", "application/x-msgpack", "application/vnd.msgpack")
+_IN_QUERY: Final = ("attention_format", "attention_values", "aggregation_mode", "dtype")
 _STOP_CODES: Final = {"length": 0, "stop": 1, "stop_token": 2, "stop_sequence": 2}
 
 # ---- text and ids
@@ -177,12 +177,11 @@ async def _plan(
 
 def _with_query(call: Call, body: StreamBody) -> StreamBody:
     """*body*, with what the URL's query says about attention if *body* does not."""
-    names = QueryFields.__struct_fields__
-    given = {name: call.query[name] for name in names if name in call.query}
+    given = {name: call.query[name] for name in _IN_QUERY if name in call.query}
     if not given:
         return body
     try:
-        checked = msgspec.convert(given, QueryFields)
+        checked = msgspec.convert(given, StreamBody)
     except msgspec.ValidationError as error:
         raise RequestError(f"the URL's query cannot be read: {error}; correct it") from None
     missing = {name: getattr(checked, name) for name in given if getattr(body, name) is None}
@@ -205,15 +204,16 @@ async def abort(call: Call, body: schema.RunBody) -> schema.Aborted:
     )
 
 
-async def check(call: Call, body: schema.RunBody) -> schema.Texts:
+async def check(call: Call, body: schema.RunBody | None = None) -> schema.Texts:
     """Text so far of the generation of a key or a name; "" if there is none."""
-    runs = _meant(call, body)
+    runs = _meant(call, body or schema.RunBody(genkey=call.query.get("genkey")))
     return schema.Texts([schema.ResultText(runs[-1].text if runs else "")])
 
 
-async def last_logprobs(call: Call, body: schema.RunBody) -> schema.LastLogprobs:
+async def last_logprobs(call: Call, body: schema.RunBody | None = None) -> schema.LastLogprobs:
     """Logprobs of the caller's generation that ended last, if it asked for some."""
-    last = call.service.last_of(call.caller, key=body.genkey or "")
+    key = call.query.get("genkey") if body is None else body.genkey
+    last = call.service.last_of(call.caller, key=key or "")
     if last.model_id != call.model.id:  # its ids would be other texts here
         last = LastRun()
     bytes_of = call.model.engine.token_bytes
@@ -225,15 +225,6 @@ async def last_logprobs(call: Call, body: schema.RunBody) -> schema.LastLogprobs
 
 def _meant(call: Call, body: schema.RunBody) -> list[Run]:
     return call.service.find(call.caller, key=body.genkey or "", request_id=body.request_id or None)
-
-
-def _by_query(handler: Handler) -> Handler:
-    """*handler* for GET: the URL names the generation."""
-
-    async def handle(call: Call) -> Any:
-        return await handler(call, schema.RunBody(genkey=call.query.get("genkey")))
-
-    return handle
 
 
 # ---- models
@@ -423,6 +414,10 @@ def _v1(name: str) -> dict[str, Any]:
 
 _DREAM: Final[dict[str, Any]] = {"tag": "dream", "error_body": failures.error_body}
 _GENERATE: Final[dict[str, Any]] = {"tag": "dream", "error_body": failures.generate_error_body}
+_CHECK: Final = "/api/extra/generate/check"
+_CHECKS: Final = "Text so far of a generation that runs."
+_LAST: Final = "/api/extra/last_logprobs"
+_LOGPROBS: Final = "Logprobs of the generation that ended last."
 _GENKEY: Final = {"genkey": 'KoboldAI\'s name of the request, such as "KCPP1234".'}
 _EXAMPLE: Final[dict[str, Any]] = {
     "prompt": "Anna is a", "max_length": 2, "temperature": 0, "output_attentions": True,
@@ -506,22 +501,13 @@ OPERATIONS: Final[list[Operation]] = [
         samples=_MESSAGES, **_v1("generate/stream"), **_DREAM,
     ),
     _post("/api/extra/abort", abort, "End a generation.", schema.RunBody, schema.Aborted),
-    *(
-        make("/api/extra/generate/check", handler, "Text so far of a generation that runs.", **more)
-        for make, handler, more in (
-            (_post, check, {"body": schema.RunBody, "reply": schema.Texts}),
-            (_get, _by_query(check), {"reply": schema.Texts, "parameters": _GENKEY}),
-        )
+    _post(_CHECK, check, _CHECKS, schema.RunBody, schema.Texts),
+    _get(_CHECK, check, _CHECKS, schema.Texts, parameters=_GENKEY),
+    _post(
+        _LAST, last_logprobs, _LOGPROBS, schema.RunBody, schema.LastLogprobs, model="named"
     ),
-    *(
-        make(
-            "/api/extra/last_logprobs", handler, "Logprobs of the generation that ended last.",
-            reply=schema.LastLogprobs, model="named", **more,
-        )
-        for make, handler, more in (
-            (_post, last_logprobs, {"body": schema.RunBody}),
-            (_get, _by_query(last_logprobs), {"parameters": _GENKEY}),
-        )
+    _get(
+        _LAST, last_logprobs, _LOGPROBS, schema.LastLogprobs, model="named", parameters=_GENKEY
     ),
     _post(
         "/api/extra/tokencount", token_count, "How many tokens a text has.",

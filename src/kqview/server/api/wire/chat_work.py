@@ -285,7 +285,9 @@ def taken_back(reader: AnswerReader, removal: Removal) -> TakenBack:
 
 def mod_calls(reader: AnswerReader, payload: object) -> list[Delta]:
     """A mod ended the answer with these calls."""
-    return reader.call(Call(one.id, one.name, one.arguments) for one in calls_of(payload))
+    return reader.call(
+        Call(one.id, one.function.name, one.function.arguments) for one in calls_of(payload)
+    )
 
 
 def finish_reason(

@@ -28,19 +28,13 @@ class TopLogprob(Struct):
     bytes: Annotated[list[int], example([32, 116, 104, 101])]
 
 
-class TokenLogprob(Struct, kw_only=True):
+class TokenLogprob(TopLogprob, kw_only=True):
     """A token that was chosen, and those that could have been.
 
     Attributes:
-        token: Its text; U+FFFD for bytes that are not UTF-8.
-        logprob: Its logprob before bias, grammar and samplers.
-        bytes: Its bytes.
         top_logprobs: The most probable tokens at its place, the most probable first.
     """
 
-    token: Annotated[str, example(" a")]
-    logprob: Annotated[float, example(-0.6)]
-    bytes: Annotated[list[int], example([32, 97])]
     top_logprobs: list[TopLogprob]
 
 
@@ -107,15 +101,10 @@ class LogprobsWriter:
 def token_logprob(one: TokenLogprobs, bytes_of: Callable[[int], bytes]) -> TokenLogprob:
     """Logprobs of one token with the texts; *bytes_of* gives the bytes of an id."""
 
-    def written(id_: int) -> tuple[str, list[int]]:
+    def shown(id_: int, logprob: float) -> TopLogprob:
         data = bytes_of(id_)
-        return data.decode("utf-8", "replace"), list(data)
+        return TopLogprob(data.decode("utf-8", "replace"), logprob, list(data))
 
-    def top(id_: int, logprob: float) -> TopLogprob:
-        text, data = written(id_)
-        return TopLogprob(text, logprob, data)
-
-    text, data = written(one.token_id)
-    return TokenLogprob(
-        token=text, logprob=one.logprob, bytes=data, top_logprobs=[top(*pair) for pair in one.top]
-    )
+    chosen = shown(one.token_id, one.logprob)
+    tops = [shown(*pair) for pair in one.top]
+    return TokenLogprob(chosen.token, chosen.logprob, chosen.bytes, top_logprobs=tops)

@@ -15,6 +15,7 @@ import msgspec
 from kqview import json_input
 from kqview.errors import RequestError
 from kqview.generation.stream import Generation
+from kqview.server.api.wire.event_parts import CalledFunction, ModCall
 from kqview.server.models.request import ModWanted
 from kqview.server.models.run import Removal
 from kqview.trace.record import cleaned_text
@@ -70,27 +71,14 @@ def removed(removal: Removal, n_characters: int | None = None) -> Object:
     return {"tokens": removal.n_tokens, "characters": n}
 
 
-class ModCallOut(msgspec.Struct, kw_only=True):
-    """A tool call that a mod made; ``arguments`` is JSON."""
-
-    id: str
-    name: str
-    arguments: str
-
-    def as_tool_call(self) -> Object:
-        """The call as OpenAI's API has it."""
-        function = {"name": self.name, "arguments": self.arguments}
-        return {"id": self.id, "type": "function", "function": function}
-
-
 def tool_calls_of(generation: Generation) -> Object:
     """``tool_calls`` of a reply in an API that has none itself; empty without any."""
     if generation.tool_calls is None:
         return {}
-    return {"tool_calls": [one.as_tool_call() for one in calls_of(generation.tool_calls)]}
+    return {"tool_calls": calls_of(generation.tool_calls)}
 
 
-def calls_of(payload: object) -> list[ModCallOut]:
+def calls_of(payload: object) -> list[ModCall]:
     """The calls in what a mod gave to ``actions.tool_calls``: one, or a list of them.
 
     A call is ``{"id", "type", "function": {"name", "arguments"}}``, with arguments as JSON or as an
@@ -104,7 +92,7 @@ def calls_of(payload: object) -> list[ModCallOut]:
     return [_call(one) for one in given]
 
 
-def _call(one: object) -> ModCallOut:
+def _call(one: object) -> ModCall:
     whole: Mapping[str, Any] = cast("Object", one) if isinstance(one, dict) else {}
     inner = whole.get("function")
     function: Mapping[str, Any] = cast("Object", inner) if isinstance(inner, dict) else whole
@@ -117,6 +105,5 @@ def _call(one: object) -> ModCallOut:
     if not isinstance(id_, str) or not id_:
         id_ = f"call_{uuid.uuid4().hex[:24]}"
     # What a mod decoded may have surrogates, which no reply can.
-    return ModCallOut(
-        id=cleaned_text(id_), name=cleaned_text(name), arguments=cleaned_text(arguments)
-    )
+    called = CalledFunction(name=cleaned_text(name), arguments=cleaned_text(arguments))
+    return ModCall(id=cleaned_text(id_), type="function", function=called)
