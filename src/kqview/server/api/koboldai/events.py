@@ -426,19 +426,16 @@ class KoboldFrames(KoboldEvents):
         return KoboldTokenFrame(token_id=step.token.id, text=step.token.text)
 
     def _with_rows(self, run: Run, event: Any, rows: Attention | None) -> Frames:
-        data = None
-        writer = self._plan.rows
+        writer, data = self._plan.rows, b""
         if rows is not None and writer is not None:
-            event.attention, data = writer.write(rows, run.count_copied, data="binary")
-            wanted = writer.wanted
-            if (
-                isinstance(event, KoboldTokenFrame)
-                and (wanted.format, wanted.dtype) == ("per_layer", "float32")
-                and wanted.heads is wanted.spans is writer.layers is None
-                and event.attention.heads_by_layer is UNSET
-            ):
-                event.attention = UNSET
-        return [self._encoded(event), data or b""]
+            is_token = isinstance(event, KoboldTokenFrame)
+            if is_token and writer.is_plain and not isinstance(rows, tuple):
+                data = rows.tobytes()
+                run.count_copied(len(data))
+            else:
+                event.attention, found = writer.write(rows, run.count_copied, data="binary")
+                data = found or b""
+        return [self._encoded(event), data]
 
     def _encoded(self, event: Struct) -> bytes | str:
         return msgspec.json.encode(event).decode()

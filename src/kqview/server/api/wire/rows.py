@@ -1,14 +1,14 @@
 """Rows as replies have them: reduced to the format that a request asks for, then bytes or JSON.
 
-Functions over arrays that know no dialect and copy no more than they return. `RowWriter` is the one
-place where the server copies attention. One copy of a row is the least possible: ASGI takes
-``bytes``, which own their memory, and a zero-copy view does not. base64 is that one copy too: it
-reads the view and writes text. It may be megabytes, so it stays a separate piece from there to the
-transport: `event_pieces` assembles an event without joining them.
+Functions over arrays that know no dialect and copy no more than they return. One copy of a row is
+the least possible: ASGI takes ``bytes``, which own their memory, and a zero-copy view does not.
+base64 is that one copy too: it reads the view and writes text. It may be megabytes, so it stays a
+separate piece from there to the transport: `event_pieces` assembles an event without joining them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Final, Literal, TypeVar, cast
 
 import msgspec
@@ -31,7 +31,7 @@ DATA_HERE: Final = msgspec.Raw(_MARK)
 _Object = TypeVar("_Object", bound=AttentionObject)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RowWriter:
     """Writes rows of one request as attention objects.
 
@@ -62,6 +62,13 @@ class RowWriter:
             model.n_head if wanted.heads is None else len(wanted.heads),
             model.has_attention_sinks and wanted.kind == "probs",
         )
+
+    @cached_property
+    def is_plain(self) -> bool:
+        """Whether rows are float32 of all layers and heads, with a value for each column."""
+        wanted = self.wanted
+        is_whole = wanted.heads is wanted.spans is wanted.reduce_heads is self.layers is None
+        return is_whole and (wanted.format, wanted.dtype) == ("per_layer", "float32")
 
     def described(self) -> RowsDescribed:
         """What a start event says of all rows of the request."""
