@@ -221,19 +221,18 @@ def _describe(schema: Schema, cls: type) -> None:
     for base in reversed(cls.__mro__):
         for names, meaning in _ATTRIBUTE.findall(_doc(base).partition(_ATTRIBUTES)[2]):
             meanings |= dict.fromkeys(names.split(", "), _unwrapped(meaning))
+    found = inspect.type_info(cls)
+    fields = found.fields if isinstance(found, inspect.StructType) else ()
+    for field in fields:
+        default = _extra(field.type).get("default")
+        if default is not None and properties[field.encode_name].get("default") is None:
+            properties[field.encode_name]["default"] = default
     for name, one in properties.items():
         if name in meanings:
             one["description"] = meanings[name]
         elif name in OPTIONS and "description" not in one:
             _describe_option(one, OPTIONS[name])
-    found = inspect.type_info(cls)
-    if not isinstance(found, inspect.StructType):
-        return
-    for field in found.fields:
-        default = _extra(field.type).get("default")
-        if default is not None and properties[field.encode_name].get("default") is None:
-            properties[field.encode_name]["default"] = default
-    if found.tag_field is not None:
+    if isinstance(found, inspect.StructType) and found.tag_field is not None:
         properties[found.tag_field].setdefault("description", f'Always "{found.tag}".')
 
 
@@ -249,7 +248,7 @@ def _extra(kind: inspect.Type) -> Mapping[str, Any]:
 def _describe_option(field: Schema, option: SamplingOption) -> None:
     field["description"] = _unwrapped(option.doc)
     if option.example is not None:
-        field["examples"] = [option.example]
+        field.setdefault("examples", [option.example])
     if field.get("default") is None and option.default not in (None, (), {}):
         field["default"] = msgspec.json.decode(msgspec.json.encode(option.default))
 
