@@ -19,7 +19,7 @@ namespace kqview {
 
 // What becomes of a steered request's text after a forward pass.
 struct pass_answer {
-    int n_removed = 0;          // of the generated ids, from the end
+    int n_removed = 0;          // a backtrack: so many generated ids are taken back, from the end
     std::vector<token_id> ids;  // appended, as one chunk; none: the last token is evaluated again
     std::optional<finish_reason> end;  // the text ends behind them
 };
