@@ -315,12 +315,6 @@ def test_start_event_has_the_tokens_that_the_end_says_were_cached(served: Served
         assert start["cached_tokens"] == done["cached_tokens"] > 0
 
 
-def test_start_event_comes_only_if_asked_for(served: Served):
-    for ask in STREAMS:
-        events = ask(served, {"prompt": TEXT, "max_length": 1, "ban_eos_token": True})
-        assert [event["type"] for event in events] == ["token", "done"]
-
-
 def test_two_clients_of_the_dream_socket_may_use_one_name(served: Served):
     path = f"{served.ws_url}/api/v1/generate/stream"
     body = {"type": "generate", "prompt": TEXT, "max_length": 400, "ban_eos_token": True,

@@ -85,15 +85,6 @@ def test_aggregated_frames_by_field_or_query(demo: Served, query: str):
         assert binary == token.attention.tobytes()
 
 
-def test_format_of_the_settings_is_the_default(serve: Serve):
-    served = serve(Settings(attention_format="aggregated"))
-    tokens, _ = pairs(frames(served, prompt=TEXT, max_length=2))
-    n_prompt = len(served.engine.tokenize(TEXT))
-    assert [len(binary) // 4 for _, binary in tokens] == [n_prompt, n_prompt + 1]
-    tokens, _ = pairs(frames(served, "?attention_format=per_layer", prompt=TEXT, max_length=1))
-    assert len(tokens[0][1]) == 4 * 8 * 4 * n_prompt
-
-
 def test_rows_of_the_prompt_come_first(demo: Served):
     own(demo)
     expected = demo.engine.attend(TEXT, "probs").array()

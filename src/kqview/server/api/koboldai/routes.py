@@ -428,15 +428,18 @@ def _sent(about: str, kind: Any, **shown: Any) -> Sample:
     return Sample("server", about, shown, type=kind)
 
 
+_NAMED: Final[dict[str, Any]] = {"request_id": "r1"}
 _START: Final = _sent("With start_event: what follows; no row does", events.StartEvent)
 _PROMPT: Final = _sent(
-    "Rows of the prompt, with prompt_attention", events.KoboldPromptEvent,
+    "Rows of the prompt, with prompt_attention", events.KoboldPromptEvent, **_NAMED,
     attention={**events.ROW, "shape": [4, 8, 7, 7]},
 )  # fmt: skip
 _TOKEN: Final = _sent("Each token, with its row", events.KoboldTokenEvent, attention=events.ROW)
-_REMOVED: Final = _sent("Tokens that a mod took back", events.KoboldRemovedEvent)
-_DONE: Final = _sent("The end", events.KoboldDoneEvent)
-_FAILED: Final = _sent("A failure, in place of the end", failures.KoboldFailure, type="error")
+_REMOVED: Final = _sent("Tokens that a mod took back", events.KoboldRemovedEvent, **_NAMED)
+_DONE: Final = _sent("The end", events.KoboldDoneEvent, **_NAMED)
+_FAILED: Final = _sent(
+    "A failure, in place of the end", failures.KoboldFailure, type="error", **_NAMED
+)
 _EVENTS: Final = (
     _START, _PROMPT, _TOKEN, _REMOVED, _DONE, _FAILED,
     _sent(
@@ -451,7 +454,8 @@ _FRAMES: Final = (
     Sample("server", "Their values", "float32 values, layers × heads × rows × tokens"),
     _sent("Each token", events.KoboldTokenFrame),
     Sample("server", "Its row", "float32 values, layers × heads × tokens before it"),
-    _REMOVED, _DONE, _FAILED,
+    _sent(_REMOVED.about, events.KoboldRemovedEvent), _sent(_DONE.about, events.KoboldDoneEvent),
+    _FAILED,
 )  # fmt: skip
 _MESSAGES: Final = (
     Sample("client", "A request; another one may follow its end", _EXAMPLE, type=Generate),
