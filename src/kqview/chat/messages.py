@@ -14,7 +14,7 @@ from kqview import json_input
 from kqview.arguments import invalid
 from kqview.chat.functions import tool_of
 from kqview.chat.parts import ROLES
-from kqview.errors import RequestError
+from kqview.errors import RequestError, shown
 
 Message = Mapping[str, Any]
 
@@ -61,7 +61,7 @@ def checked_options(options: object) -> dict[str, Any]:
     thinks: object = found.get("enable_thinking")
     if isinstance(thinks, str):  # which a template would take for true, whatever it says
         raise RequestError(
-            f"template_options has enable_thinking as text, {_shown(thinks)}; pass true or false",
+            f"template_options has enable_thinking as text, {shown(thinks)}; pass true or false",
             parameter="template_options",
         )
     return found
@@ -80,9 +80,7 @@ def _message(where: str, value: object) -> dict[str, Any]:
     message = _mapping(where, value)
     role = message.get("role")
     if not isinstance(role, str) or not _ROLE.fullmatch(role):
-        raise RequestError(
-            f"{where}: role is {_shown(role)}; use a name such as {', '.join(ROLES)}"
-        )
+        raise RequestError(f"{where}: role is {shown(role)}; use a name such as {', '.join(ROLES)}")
     if message.get("tool_calls") is not None:
         message["tool_calls"] = _calls(f"{where}: tool_calls", message["tool_calls"])
     elif "content" not in message or (message["content"] is None and role not in _WITHOUT_CONTENT):
@@ -91,7 +89,7 @@ def _message(where: str, value: object) -> dict[str, Any]:
         _check_parts(f"{where}: content", message["content"])
     for key in ("name", "tool_call_id"):
         if not isinstance(message.get(key, ""), str | None):
-            raise RequestError(f"{where}: {key} is {_shown(message[key])}; pass text")
+            raise RequestError(f"{where}: {key} is {shown(message[key])}; pass text")
     # As in transformers: templates test for the key, and "content" may be null next to calls.
     return {key: item for key, item in message.items() if item is not None}
 
@@ -103,11 +101,11 @@ def _check_parts(where: str, content: object) -> None:
         )
     for i, part in enumerate(cast("list[object]", content)):
         if not isinstance(part, dict):
-            raise RequestError(f"{where}[{i}] is {_shown(part)}; pass a part such as {_PART}")
+            raise RequestError(f"{where}[{i}] is {shown(part)}; pass a part such as {_PART}")
         fields = cast("dict[str, object]", part)
         if fields.get("type") != "text":
             raise RequestError(
-                f"{where}[{i}]: type is {_shown(fields.get('type'))}; only 'text' is supported"
+                f"{where}[{i}]: type is {shown(fields.get('type'))}; only 'text' is supported"
             )
         if not isinstance(fields.get("text"), str):
             raise RequestError(f"{where}[{i}]: text is missing; pass a part such as {_PART}")
@@ -118,7 +116,7 @@ _PART: Final = '{"type": "text", "text": "..."}'
 
 def _calls(where: str, value: object) -> list[Any]:
     if not isinstance(value, list):
-        raise RequestError(f"{where} is {_shown(value)}; pass a list of calls")
+        raise RequestError(f"{where} is {shown(value)}; pass a list of calls")
     calls = cast("list[Any]", value)
     for i, call in enumerate(calls):
         fields: dict[str, Any] = _mapping(f"{where}[{i}]", call)
@@ -138,7 +136,7 @@ def _arguments(where: str, value: object) -> Any:
         return json_input.loads(value) if value.strip() else {}
     except ValueError:
         raise RequestError(
-            f"{where}: arguments is {_shown(value)}; pass an object or JSON text"
+            f"{where}: arguments is {shown(value)}; pass an object or JSON text"
         ) from None
 
 
@@ -199,7 +197,7 @@ def _plain(where: str, value: object, nesting: int) -> Any:
             items = cast("Mapping[object, object]", value).items()
             for key, _ in items:
                 if not isinstance(key, str):
-                    raise RequestError(f"{where}: key {_shown(key)} is not text; use text keys")
+                    raise RequestError(f"{where}: key {shown(key)} is not text; use text keys")
             return {str(key): _plain(f"{where}.{key}", item, nesting + 1) for key, item in items}
         case list() | tuple():
             entries = cast("Sequence[object]", value)
@@ -208,8 +206,3 @@ def _plain(where: str, value: object, nesting: int) -> Any:
             raise RequestError(
                 f"{where} is of type {type(value).__name__}; pass text, numbers, lists or mappings"
             )
-
-
-def _shown(value: object) -> str:
-    shown = repr(value)
-    return shown if len(shown) <= 60 else shown[:57] + "..."

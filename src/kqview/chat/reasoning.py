@@ -254,10 +254,8 @@ class MarkSplitter:
 
 
 _ENDS: Final = ("<|end|>", "<|return|>", "<|call|>", "<|start|>", "<|eom|>", "<|eot|>")
-_FUNCTIONS: Final = "functions."
 _HEADERS: Final = ("assistant", "to=")  # how a header may begin before its channel
 _BEGUN_MAX: Final = max(map(len, _HEADERS))
-_NEXT_MESSAGE: Final = "<|end|><|start|>assistant"
 
 
 class HarmonySplitter:
@@ -285,8 +283,8 @@ class HarmonySplitter:
         self._name = ""
         self._marks = HeldText([MESSAGE, CHANNEL, *_ENDS])
         answer = f" to=user{MESSAGE}" if has_recipients else f"{CHANNEL}final{MESSAGE}"
-        end = "<|eom|><|start|>assistant" if has_recipients else _NEXT_MESSAGE
-        self._closing = end + ("" if may_call else answer)
+        end = "<|eom|>" if has_recipients else "<|end|>"
+        self._closing = f"{end}<|start|>assistant" + ("" if may_call else answer)
 
     @property
     def closing(self) -> str | None:
@@ -304,20 +302,16 @@ class HarmonySplitter:
                 return pieces
             text = ""
             if mark == CHANNEL:
-                pieces += [] if self._is_header else self._begin_header("")
-                self._has_channel = True
+                pieces += [] if self._is_header else self._end_header()
+                self._is_header = self._has_channel = True
                 self._header.append(CHANNEL)
             elif mark == MESSAGE and self._is_header:
                 pieces += self._begin_message()
             elif mark == MESSAGE:
                 pieces += self._text(mark)
             else:
-                pieces += self._begin_header(mark)
-
-    def _begin_header(self, mark: str) -> list[Piece]:
-        pieces = self._end_header()
-        self._is_header = True
-        return [*pieces, Piece("mark", mark)] if mark else pieces
+                pieces += [*self._end_header(), Piece("mark", mark)]
+                self._is_header = True
 
     def _end_header(self) -> list[Piece]:
         """What became of the header: content if the answer has had no channel."""
@@ -329,7 +323,7 @@ class HarmonySplitter:
         self._is_header = False
         self._has_channel = True
         recipient = header.partition("to=")[2].partition(" ")[0].partition("<|")[0].strip()
-        self._name = recipient.removeprefix(_FUNCTIONS)
+        self._name = recipient.removeprefix("functions.")
         channel = header.partition(CHANNEL)[2].split(maxsplit=1)
         pieces = [Piece("mark", header + MESSAGE)]
         if self._has_recipients:
