@@ -18,7 +18,8 @@ from kqview.chat.reasoning import Split
 from kqview.chat.tool_format import Reasoning, Wanted, grammar, literal
 from kqview.chat.turn import Answer, AnswerReader, Reading
 from kqview.errors import InvalidSampling, RequestError
-from kqview.server.api.wire.chat_work import ChatRequest, finish_reason, prepare
+from kqview.server.api.openai.events import finish_reason
+from kqview.server.api.wire.chat import ChatRequest, prepare
 from tests.support import chat_templates as shapes
 from tests.support import tiny_gguf
 from tests.support.accepting import accepts

@@ -15,7 +15,7 @@ from websockets.sync.client import connect
 
 from kqview.chat.turn import Answer, AnswerReader, Reading
 from kqview.server import Settings
-from kqview.server.api.wire.chat_work import taken_back
+from kqview.server.api.wire.chat import taken_back
 from kqview.server.api.wire.mods_field import calls_of
 from kqview.server.models.run import Removal
 from kqview.stop_strings import ShownText

@@ -17,7 +17,7 @@ from kqview.errors import RequestError
 from kqview.generation.text import TextStream
 from kqview.mods import Added, Backtrack, mod
 from kqview.server import Settings
-from kqview.server.api.wire.chat_work import ChatRequest, prepare
+from kqview.server.api.wire.chat import ChatRequest, prepare
 from kqview.server.api.wire.llama_fields import LlamaFields, reasoning_budget_of
 from kqview.server.api.wire.reasoning_cap import (
     CapForcing,

@@ -20,8 +20,8 @@ from kqview.server.api.anthropic import routes as anthropic
 from kqview.server.api.koboldai import routes as koboldai
 from kqview.server.api.llama_server import routes as llama_server
 from kqview.server.api.models import routes as models
-from kqview.server.api.openai import responses
 from kqview.server.api.openai import routes as openai
+from kqview.server.api.responses import routes as responses
 from kqview.server.apps import status
 from kqview.server.apps.chat_service import ChatService
 from kqview.server.apps.metrics import Metrics

@@ -1,4 +1,4 @@
-"""Anthropic's requests as conversations, and answers as blocks: pure, without a server."""
+"""Anthropic's requests as conversations: pure, without a server."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import pytest
 
 from kqview.errors import RequestError
 from kqview.server.api.anthropic import convert, schema
-from kqview.server.api.anthropic.blocks import Blocks
-from kqview.server.errors import Answer
 
 
 def body_of(**fields: Any) -> schema.MessagesBody:
@@ -102,57 +100,3 @@ def test_thinking_and_effort_are_options_of_the_template(
     fields: dict[str, Any], options: dict[str, Any]
 ) -> None:
     assert convert.template_options_of(body_of(**fields)) == options
-
-
-@pytest.mark.parametrize(
-    ("status", "kind"),
-    [
-        (400, "invalid_request_error"), (401, "authentication_error"), (403, "permission_error"),
-        (404, "not_found_error"), (405, "invalid_request_error"), (413, "request_too_large"),
-        (429, "rate_limit_error"), (500, "api_error"), (503, "overloaded_error"),
-        (504, "timeout_error"),
-    ],
-)  # fmt: skip
-def test_error_has_anthropics_form(status: int, kind: str) -> None:
-    assert convert.error_body(Answer(status, "CODE", "what was wrong")) == {
-        "type": "error",
-        "error": {"type": kind, "message": "what was wrong"},
-    }
-
-
-# ---- answers
-
-
-def test_each_block_is_opened_filled_and_closed_in_order() -> None:
-    blocks = Blocks()
-    events = [
-        *blocks.think("Hm"), *blocks.think("m."), *blocks.write("It is"), *blocks.write(" noon."),
-        *blocks.call("a", "clock"), *blocks.argue('{"zone":'), *blocks.argue('"UTC"}'),
-        *blocks.call("b", "clock"), *blocks.close(), *blocks.close(),
-    ]  # fmt: skip
-    kinds = [event["type"].removeprefix("content_block_") for event in events]
-    assert kinds == [
-        *("start", "delta", "delta", "delta", "stop"),  # with the signature
-        *("start", "delta", "delta", "stop"),
-        *("start", "delta", "delta", "stop"),
-        *("start", "stop"),
-    ]
-    assert [event["index"] for event in events] == [0] * 5 + [1] * 4 + [2] * 4 + [3] * 2
-    assert events[0]["content_block"] == {"type": "thinking", "thinking": "", "signature": ""}
-    assert events[9]["content_block"] == {
-        "type": "tool_use", "id": "a", "name": "clock", "input": {},
-    }  # fmt: skip
-    assert blocks.content == [
-        schema.ThinkingBlock("Hmm."),
-        schema.TextBlock("It is noon."),
-        schema.ToolUseBlock("a", "clock", {"zone": "UTC"}),
-        schema.ToolUseBlock("b", "clock", {}),
-    ]
-
-
-def test_arguments_that_were_cut_off_are_none() -> None:
-    blocks = Blocks()
-    for _ in blocks.call("a", "clock"), blocks.argue('{"zone": "U'), blocks.close():
-        pass
-    assert blocks.content == [schema.ToolUseBlock("a", "clock", {})]
-    assert blocks.has_calls

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -30,10 +31,13 @@ def engine() -> Iterator[Engine]:
 
 def chat(**fields: Any) -> Any:
     body = msgspec.convert({"messages": HELLO, **fields}, schema.ChatBody)
-    return convert.chat_of(body, request_id="r", tokenize=lambda text: [1], settings=Settings())
+    engine: Any = SimpleNamespace(tokenize=lambda text, **options: [1])
+    return convert.chat_of(body, request_id="r", engine=engine, settings=Settings())
 
 
-def completion(engine: Engine, settings: Settings | None = None, **fields: Any) -> convert.Plan:
+def completion(
+    engine: Engine, settings: Settings | None = None, **fields: Any
+) -> convert.CompletionPlan:
     body = msgspec.convert({"prompt": "Anna", **fields}, schema.CompletionBody)
     return convert.completion_plan(
         body, request_id="r", engine=engine, settings=settings or Settings(), model="demo"

@@ -172,7 +172,7 @@ class _Types:
                 return None
 
 
-# The module of a class: api/openai/responses_schema.py is openai.responses.
+# The module of a class: api/openai/schema.py is openai.
 _MODULE: Final = re.compile(
     r"^kqview\.server\.(?:api\.wire|api|apps|web|models)\.([\w.]+?)(?:[._]schema)?\.(?=\w+$)"
 )

@@ -1,35 +1,15 @@
-"""Anthropic requests as neutral chat requests, and answers as messages. Pure."""
+"""Anthropic's requests as neutral chat requests. Pure."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 from kqview.engine import Engine
 from kqview.errors import RequestError
 from kqview.server.api.anthropic import schema
-from kqview.server.api.wire.chat_fields import with_fields
-from kqview.server.api.wire.chat_work import ChatRequest
+from kqview.server.api.anthropic.schema import Object
+from kqview.server.api.wire.chat import ChatRequest, with_fields
 from kqview.server.api.wire.llama_fields import reasoning_budget_of
-from kqview.server.errors import Answer
 from kqview.server.settings import Settings
-from kqview.types import Sampling
-
-Object = dict[str, Any]
-
-_ERROR_TYPES: Final[Mapping[int, str]] = {
-    401: "authentication_error", 403: "permission_error", 404: "not_found_error",
-    408: "timeout_error", 409: "conflict_error", 413: "request_too_large",
-    429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error",
-}  # fmt: skip
-
-
-def error_body(answer: Answer) -> Object:
-    """A failure as Anthropic tells it."""
-    by_status = "api_error" if answer.status >= 500 else "invalid_request_error"
-    kind = _ERROR_TYPES.get(answer.status, by_status)
-    return {"type": "error", "error": {"type": kind, "message": answer.message, **answer.figures}}
-
-
-# ---- requests
 
 
 def messages_of(body: schema.CountBody) -> list[Object]:
@@ -132,56 +112,41 @@ def template_options_of(body: schema.CountBody) -> Object:
 _EFFORTS: Final[Mapping[str, str]] = {"xhigh": "high", "max": "high"}
 
 
-def tool_choice_of(
-    body: schema.CountBody,
-) -> tuple[Literal["auto", "none", "required"], str | None]:
-    """``tool_choice`` and ``tool_name`` of a `ChatRequest`.
-
-    Raises:
-        RequestError: The tool to call is not named.
-    """
-    chosen = body.tool_choice
-    if chosen is None or chosen.type in ("auto", "none"):
-        return ("none" if chosen is not None and chosen.type == "none" else "auto"), None
-    if chosen.type == "tool" and not chosen.name:
-        raise RequestError("tool_choice has no name; name one of the tools, or send type any")
-    return "required", chosen.name if chosen.type == "tool" else None
-
-
 def chat_of(body: schema.CountBody, *, request_id: str = "") -> ChatRequest:
     """The prompt that *body* asks for.
 
     Raises:
         RequestError: A message, a tool or the choice of tools cannot work.
     """
-    choice, name = tool_choice_of(body)
-    form = None if body.output_config is None else body.output_config.format
+    chosen, form, thinking = body.tool_choice, body.output_config, body.thinking
+    kind, name = "auto", None
+    if chosen is not None:
+        if chosen.type == "tool" and not chosen.name:
+            raise RequestError("tool_choice has no name; name one of the tools, or send type any")
+        name = chosen.name if chosen.type == "tool" else None
+        kind = chosen.type
     return ChatRequest(
         messages=messages_of(body),
-        sampling=Sampling(),
         request_id=request_id,
         tools=tools_of(body),
-        tool_choice=choice,
+        tool_choice=_CHOICES[kind],
         tool_name=name,
-        parallel_calls=name is None
-        and not (body.tool_choice and body.tool_choice.disable_parallel_tool_use),
-        schema=None if form is None else form.schema,
+        parallel_calls=name is None and not (chosen and chosen.disable_parallel_tool_use),
+        schema=form.format.schema if form and form.format else None,
         template_options=template_options_of(body),
-        reasoning_budget=_budget_of(body),
+        reasoning_budget=(
+            thinking.budget_tokens if thinking and thinking.type == "enabled" else None
+        ),
     )
 
 
-def _budget_of(body: schema.CountBody) -> int | None:
-    thinking = body.thinking
-    return thinking.budget_tokens if thinking and thinking.type == "enabled" else None
+_CHOICES: Final[Mapping[str, Literal["auto", "none", "required"]]] = {
+    "auto": "auto", "none": "none", "any": "required", "tool": "required",
+}  # fmt: skip
 
 
 def request_of(
-    body: schema.MessagesBody,
-    *,
-    request_id: str,
-    engine: Engine,
-    settings: Settings,
+    body: schema.MessagesBody, *, request_id: str, engine: Engine, settings: Settings
 ) -> ChatRequest:
     """What *body* asks for.
 

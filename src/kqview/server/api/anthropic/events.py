@@ -1,103 +1,268 @@
-"""Answers as messages and as their events."""
+"""Anthropic's messages: the events of a stream as they are sent, and who writes them. Pure."""
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
-from kqview.chat.turn import AnswerReader, Delta, Reading
-from kqview.server.api.anthropic import schema
-from kqview.server.api.anthropic.blocks import Blocks
-from kqview.server.api.anthropic.convert import error_body
-from kqview.server.api.wire.attention_field import AttentionWriter
-from kqview.server.api.wire.chat_work import mod_calls, taken_back
-from kqview.server.api.wire.rows import named_events
+import msgspec
+from msgspec import Struct
+
+from kqview.chat.tool_format import CallDelta
+from kqview.server.api.anthropic.schema import (
+    Message,
+    Object,
+    TextBlock,
+    ThinkingBlock,
+    ToolUseBlock,
+    Usage,
+)
+from kqview.server.api.wire.chat import AnswerWriter, ChatRemoved, Part
+from kqview.server.api.wire.event_parts import PromptAttention, TokenAttention
 from kqview.server.errors import Answer
-from kqview.server.models.run import Removal, Run, Step
-from kqview.types import PromptBlock, Token
+from kqview.server.models.run import Run
+from kqview.server.web.described import example
 
-Object = dict[str, Any]
+# ---- events
+
+
+class MessageFailureFacts(Struct, kw_only=True):
+    """What went wrong.
+
+    Attributes:
+        type: Kind of the failure for programs.
+        message: What was wrong, what the limit is and what to do.
+    """
+
+    type: Annotated[str, example("invalid_request_error")]
+    message: Annotated[str, example("top_k is -5")]
+
+
+class MessageFailure(Struct, tag_field="type", tag="error"):
+    """A failure, also as the last event of a stream.
+
+    Attributes:
+        error: What went wrong.
+    """
+
+    error: MessageFailureFacts
+
+
+class MessageStart(Struct, tag_field="type", tag="message_start"):
+    """The message, which is empty so far.
+
+    Attributes:
+        message: The message.
+    """
+
+    message: Message
+
+
+class BlockStart(Struct, tag_field="type", tag="content_block_start"):
+    """A block begins.
+
+    Attributes:
+        index: Of the block, from 0.
+        content_block: The block, which is empty so far.
+    """
+
+    index: Annotated[int, example(0)]
+    content_block: TextBlock | ThinkingBlock | ToolUseBlock
+
+
+class TextDelta(Struct, tag_field="type", tag="text_delta"):
+    """Text that is new.
+
+    Attributes:
+        text: The text.
+    """
+
+    text: Annotated[str, example("Anna")]
+
+
+class ThinkingDelta(Struct, tag_field="type", tag="thinking_delta"):
+    """Thinking that is new.
+
+    Attributes:
+        thinking: The text.
+    """
+
+    thinking: Annotated[str, example("The user")]
+
+
+class SignatureDelta(Struct, tag_field="type", tag="signature_delta"):
+    """The signature of a block of thinking.
+
+    Attributes:
+        signature: Always "": nothing checks it.
+    """
+
+    signature: Annotated[str, example("")] = ""
+
+
+class JsonDelta(Struct, tag_field="type", tag="input_json_delta"):
+    """A piece of a call's arguments.
+
+    Attributes:
+        partial_json: The piece, such as "{\\"city\\": ".
+    """
+
+    partial_json: Annotated[str, example('{"city": ')]
+
+
+class BlockDelta(Struct, tag_field="type", tag="content_block_delta"):
+    """A block goes on.
+
+    Attributes:
+        index: Of the block, from 0.
+        delta: What is new in it.
+    """
+
+    index: Annotated[int, example(0)]
+    delta: TextDelta | ThinkingDelta | SignatureDelta | JsonDelta
+
+
+class BlockStop(Struct, tag_field="type", tag="content_block_stop"):
+    """A block ends.
+
+    Attributes:
+        index: Of the block, from 0.
+    """
+
+    index: Annotated[int, example(0)]
+
+
+class AttentionEvent(Struct, tag_field="type", tag="attention"):
+    """Attention of a token, if asked for; an event of kqview's own.
+
+    Attributes:
+        attention: The attention.
+    """
+
+    attention: TokenAttention
+
+
+class PromptAttentionEvent(Struct, tag_field="type", tag="prompt_attention"):
+    """Rows of the prompt, if asked for; an event of kqview's own.
+
+    Attributes:
+        attention: The rows.
+    """
+
+    attention: PromptAttention
+
+
+class RemovedEvent(ChatRemoved, tag_field="type", tag="removed"):
+    """What mods took back, which a client drops; an event of kqview's own."""
+
+
+class StopFacts(Struct):
+    """Why a message ended.
+
+    Attributes:
+        stop_reason: "end_turn", "max_tokens", "stop_sequence" or "tool_use".
+        stop_sequence: The stop sequence that ended it; null without one.
+    """
+
+    stop_reason: Annotated[str, example("end_turn")]
+    stop_sequence: Annotated[str | None, example("\n\n")]
+
+
+class MessageDelta(Struct, tag_field="type", tag="message_delta"):
+    """The message is whole.
+
+    Attributes:
+        delta: Why it ended.
+        usage: Tokens of the request.
+    """
+
+    delta: StopFacts
+    usage: Usage
+
+
+class MessageStop(Struct, tag_field="type", tag="message_stop"):
+    """The end."""
+
+
+# ---- who writes them
 
 _STOP_REASONS: Final[Mapping[str, str]] = {
     "stop": "end_turn", "stop_token": "end_turn", "stop_sequence": "stop_sequence",
     "cancelled": "end_turn", "tool_calls": "end_turn",
 }  # fmt: skip
+_ERROR_TYPES: Final[Mapping[int, str]] = {
+    401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+    408: "timeout_error", 409: "conflict_error", 413: "request_too_large",
+    429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error",
+}  # fmt: skip
+_DELTAS: Final = {"text": TextDelta, "reasoning": ThinkingDelta, "call": JsonDelta}
 
 
-class MessageWriter:
-    """Writes the message of one answer while it is generated."""
+class MessageWriter(AnswerWriter):
+    """Writes the message of one answer; its parts are blocks."""
 
-    def __init__(self, id_: str, model: str, reading: Reading) -> None:
-        """*model* is the name that the client called it by."""
-        self._id = id_
-        self._model = model
-        self._reader = AnswerReader(reading)
-        self._blocks = Blocks()
+    def _started(self, run: Run | None) -> list[Struct]:
+        assert run is not None
+        return [MessageStart(self._message(run, None))]
 
-    def start(self, run: Run) -> Object:
-        """The event that begins a message: it is empty so far."""
-        return {"type": "message_start", "message": self._message(run, None)}
+    def _opened(self, kind: Part, call: CallDelta | None) -> list[Struct]:
+        if call is not None:
+            block = ToolUseBlock(call.id or "", call.name or "", {})
+        else:
+            block = ThinkingBlock("") if kind == "reasoning" else TextBlock("")
+        self._parts.append(block)
+        return [BlockStart(len(self._parts) - 1, block)]
 
-    def feed(self, token: Token) -> list[Object]:
-        """Add a token; returns the events of it."""
-        return self._events(self._reader.feed(token.text))
+    def _added(self, kind: Part, text: str) -> list[Struct]:
+        return [BlockDelta(len(self._parts) - 1, _DELTAS[kind](text))]
 
-    def take_back(self, removal: Removal) -> list[Object]:
-        """Mods took tokens back; returns the events of it."""
-        taken = taken_back(self._reader, removal)
-        self._reader, self._blocks = taken.reader, Blocks()
-        events: list[Object] = [{"type": "removed", **taken.removed}]
-        for delta in taken.deltas:
-            again = self._events([delta])
-            if delta.call is not None:
-                events += again
-        return events
+    def _closed(self, kind: Part, text: str, *, is_cut: bool) -> tuple[Struct, list[Struct]]:
+        i, block = len(self._parts) - 1, self._parts[-1]
+        match kind:
+            case "text":
+                return TextBlock(text), [BlockStop(i)]
+            case "reasoning":
+                return ThinkingBlock(text), [BlockDelta(i, SignatureDelta()), BlockStop(i)]
+            case "call":
+                return msgspec.structs.replace(block, input=_input(text)), [BlockStop(i)]
 
-    def finish(self, run: Run) -> list[Object]:
-        """End the message; returns the last events."""
-        generation = run.generations[0]
-        events = self._events(self._reader.finish(generation.text))
-        if generation.tool_calls is not None:
-            events += self._events(mod_calls(self._reader, generation.tool_calls))
-        message = self._message(run, self._stop_reason(run))
-        delta = {"stop_reason": message.stop_reason, "stop_sequence": message.stop_sequence}
+    def _row(self, fields: Any, *, is_prompt: bool) -> Struct:
+        return PromptAttentionEvent(fields) if is_prompt else AttentionEvent(fields)
+
+    def _removed(self, lost: Mapping[str, int]) -> Struct:
+        return RemovedEvent(**lost)
+
+    def _ended(self, run: Run) -> list[Struct]:
+        reason = self._stop_reason(run)
+        message = self._message(run, reason)
         return [
-            *events,
-            *self._blocks.close(),
-            {"type": "message_delta", "delta": delta, "usage": message.usage},
-            {"type": "message_stop"},
+            MessageDelta(StopFacts(reason, message.stop_sequence), message.usage),
+            MessageStop(),
         ]
 
-    def message(self, run: Run) -> schema.Message:
-        """The whole message; after `finish`."""
-        return self._message(run, self._stop_reason(run))
+    def error(self, run: Run | None, answer: Answer) -> list[bytes]:
+        """What went wrong."""
+        return self._encoded([error_body(answer)])
 
-    def _events(self, deltas: list[Delta]) -> list[Object]:
-        events: list[Object] = []
-        for delta in deltas:
-            if delta.reasoning:
-                events += self._blocks.think(delta.reasoning)
-            if delta.content:
-                events += self._blocks.write(delta.content)
-            if (call := delta.call) is not None:
-                if call.id is not None:
-                    events += self._blocks.call(call.id, call.name or "")
-                if call.arguments:
-                    events += self._blocks.argue(call.arguments)
-        return events
+    def message(self, run: Run) -> Message:
+        """The whole message."""
+        return self._message(run, self._stop_reason(run))
 
     def _stop_reason(self, run: Run) -> str:
         reason = _STOP_REASONS.get(run.finish_reason, "max_tokens")
-        return "tool_use" if reason == "end_turn" and self._blocks.has_calls else reason
+        if reason == "end_turn" and any(isinstance(one, ToolUseBlock) for one in self._parts):
+            return "tool_use"
+        return reason
 
-    def _message(self, run: Run, stop_reason: str | None) -> schema.Message:
+    def _message(self, run: Run, stop_reason: str | None) -> Message:
         usage = run.usage
-        stop = run.generations[0].stop_match if stop_reason == "stop_sequence" else None
-        return schema.Message(
+        return Message(
             id=self._id,
             model=self._model,
-            content=[] if stop_reason is None else self._blocks.content,
+            content=[*self._parts],
             stop_reason=stop_reason,
-            stop_sequence=stop,
-            usage=schema.Usage(
+            stop_sequence=(
+                run.generations[0].stop_match if stop_reason == "stop_sequence" else None
+            ),
+            usage=Usage(
                 input_tokens=usage.prompt_tokens - usage.cached_tokens,
                 cache_read_input_tokens=usage.cached_tokens,
                 output_tokens=usage.completion_tokens,
@@ -105,46 +270,16 @@ class MessageWriter:
         )
 
 
-class MessageEvents:
-    """The events of a message that is streamed; those of ``type`` "attention" are ours."""
+def error_body(answer: Answer) -> MessageFailure:
+    """A failure as Anthropic tells it."""
+    by_status = "api_error" if answer.status >= 500 else "invalid_request_error"
+    kind = _ERROR_TYPES.get(answer.status, by_status)
+    return MessageFailure(MessageFailureFacts(type=kind, message=answer.message))
 
-    def __init__(self, writer: MessageWriter, attention: AttentionWriter) -> None:
-        self._writer = writer
-        self._attention = attention
-        self._has_begun = False
 
-    def prompt(self, run: Run, block: PromptBlock) -> list[bytes]:
-        """Rows of the prompt."""
-        fields, data = self._attention.prompt(run, block)
-        events = self._begun(run)
-        if fields is not None:
-            events.append({"type": "prompt_attention", "attention": fields})
-        return named_events(events, data)
-
-    def token(self, run: Run, step: Step) -> list[bytes]:
-        """What is clear with this token, and its row."""
-        events = self._begun(run) + self._writer.feed(step.token)
-        fields, data = self._attention.token(run, step)
-        if fields is not None:
-            events.append({"type": "attention", "attention": fields})
-        return named_events(events, data)
-
-    def removed(self, run: Run, removal: Removal) -> list[bytes]:
-        """What a client is to drop; an event of ours."""
-        self._attention.removed(run, removal)
-        return named_events(self._begun(run) + self._writer.take_back(removal))
-
-    def done(self, run: Run) -> list[bytes]:
-        """The end."""
-        return named_events(self._begun(run) + self._writer.finish(run))
-
-    def error(self, run: Run | None, answer: Answer) -> list[bytes]:
-        """What went wrong."""
-        return named_events([error_body(answer)])
-
-    def _begun(self, run: Run) -> list[Object]:
-        # With the first token it is known how much of the prompt was in the cache.
-        if self._has_begun:
-            return []
-        self._has_begun = True
-        return [self._writer.start(run)]
+def _input(text: str) -> Object:
+    """Arguments as an object; none if the JSON was cut off."""
+    try:
+        return msgspec.json.decode(text or "{}", type=Object)
+    except msgspec.DecodeError:
+        return {}

@@ -8,7 +8,7 @@ from typing import Any, Final, cast
 
 from kqview.errors import RequestError
 from kqview.server.api.llama_server import schema
-from kqview.server.api.wire.chat_work import ChatRequest
+from kqview.server.api.wire.chat import ChatRequest
 from kqview.server.api.wire.llama_fields import (
     LlamaFields,
     active_samplers,

@@ -19,7 +19,7 @@ from kqview.server.api.llama_server import (
 from kqview.server.api.llama_server.classify import Classified, ClassifyBody, classify
 from kqview.server.api.llama_server.embeddings import Embedded, EmbeddingBody, embed
 from kqview.server.api.llama_server.rerank import RerankBody, Reranked, TeiResult, rerank
-from kqview.server.api.wire.chat_work import prompt_of
+from kqview.server.api.wire.chat import prompt_of
 from kqview.server.api.wire.llama_fields import Failure, LlamaFields, error_body, with_defaults
 from kqview.server.api.wire.prompts import ids_of, ids_of_each, prompts_of
 from kqview.server.errors import NotSupported
@@ -158,8 +158,8 @@ async def _chat_ids(call: Call, body: schema.TemplateBody) -> list[int]:
     service = call.service
     chat = convert.chat_of(body, service.settings, request_id=call.request_id)
     # A template may take seconds, however short the body.
-    ids, _ = await service.converted(OFFLOAD_BYTES, call.hold, prompt_of, call.model.engine, chat)
-    return ids
+    prompt = await service.converted(OFFLOAD_BYTES, call.hold, prompt_of, call.model.engine, chat)
+    return prompt.ids
 
 
 # ---- what runs

@@ -1,74 +1,179 @@
-"""Replies of OpenAI's API while they come: chunks of a stream, or one object. Pure.
+"""OpenAI's completions as they are sent, in chunks or one object, and who writes them. Pure.
 
 With attention in the reply, each token is a chunk of its own, even if its text is held back for a
 moment; without it, chunks are pieces of text.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any, Final
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
+from msgspec import UNSET, Struct, UnsetType
 
 from kqview import __version__
-from kqview.chat.tool_format import CallDelta
 from kqview.chat.turn import Answer as ChatAnswer
 from kqview.chat.turn import AnswerReader, Delta
+from kqview.generation.stream import Generation
 from kqview.generation.text import TextStream
-from kqview.server.api.openai.convert import Plan, usage_of
-from kqview.server.api.wire.attention_field import AttentionWriter, Lists
-from kqview.server.api.wire.chat_work import counts_of, finish_reason, mod_calls, taken_back
-from kqview.server.api.wire.llama_fields import Clock, error_body, prompt_progress, timings
-from kqview.server.api.wire.logprobs import LOGPROB_BYTES, logprobs_of, token_logprob
+from kqview.server.api.openai import schema
+from kqview.server.api.openai.convert import CompletionPlan
+from kqview.server.api.openai.schema import ChoiceLogprobs, TextLogprobs, ToolCall, Usage
+from kqview.server.api.wire.attention_field import AttentionWriter, ReplyLists
+from kqview.server.api.wire.chat import ChatRemoved, mod_calls, taken_back
+from kqview.server.api.wire.event_parts import (
+    ModCall,
+    PromptAttention,
+    TokenAttention,
+)
+from kqview.server.api.wire.llama_fields import (
+    Clock,
+    Progress,
+    Timings,
+    error_body,
+    prompt_progress,
+    timings,
+)
+from kqview.server.api.wire.logprobs import LOGPROB_BYTES, token_logprob
 from kqview.server.api.wire.mods_field import removed, tool_calls_of
 from kqview.server.api.wire.rows import event_pieces
 from kqview.server.errors import Answer
 from kqview.server.models.run import Removal, Run, Step, TokenLogprobs
-from kqview.server.web.budget import Reservation
+from kqview.server.web.described import example
 from kqview.stop_strings import ShownText
-from kqview.types import PromptBlock, Score
-
-Object = dict[str, Any]
+from kqview.types import PromptBlock, Score, Token
 
 HEAD: Final = b"data: "
 """How an event begins; there is no other line in it."""
 _NEXT: Final = b"\n\n" + HEAD
 _DONE: Final = b"[DONE]"
 FINGERPRINT: Final = f"kqview-{__version__}"
+_STOPPED: Final = frozenset({"stop", "stop_token", "stop_sequence", "cancelled", "tool_calls"})
+
+# ---- chunks
 
 
-class Sample:
-    """One choice of the reply: what was sent of it, and when it began."""
+class AnswerDelta(Struct, kw_only=True):
+    """What is new in an answer.
 
-    def __init__(self, plan: Plan, index: int) -> None:
-        """Begin choice *index*."""
-        self.index = index
-        self.reader: AnswerReader | None = None
-        self.has_begun = False
-        if plan.reading is not None:
-            self.reader = AnswerReader(plan.reading)
-        stops = plan.request.sampling.stop
-        self.shown = ShownText((stops,) if isinstance(stops, str) else stops)
-        self.clock = Clock(index)
-
-
-@dataclass(frozen=True, slots=True)
-class EchoedLogprobs:
-    """Logprobs of a prompt's tokens in OpenAI's older form.
-
-    The first token has nothing before it, so its logprobs are null.
+    Attributes:
+        role: Always "assistant"; in the first chunk of an answer.
+        content: Text that is new; null in the first chunk.
+        reasoning_content: Reasoning that is new.
+        tool_calls: Calls that begin, and pieces of their arguments.
     """
 
-    lists: Mapping[str, Sequence[msgspec.Raw]]
-    whole: msgspec.Raw
-    """The same as one object."""
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: Annotated[str | UnsetType | None, example("Anna")] = UNSET
+    reasoning_content: Annotated[str | UnsetType, example("The user")] = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
-def echoed_logprobs(score: Score, text: str, bytes_of: Callable[[int], bytes]) -> EchoedLogprobs:
+class ChunkChoice(Struct, kw_only=True):
+    """What is new in one of the answers.
+
+    Attributes:
+        index: Of the answer, from 0.
+        finish_reason: Why it ended; "length" and "tool_calls" are the others. Null before its last
+            chunk.
+        attention: Attention of the token, if asked for.
+        prompt_attention: Rows of the prompt, if asked for, in a chunk of their own.
+        removed: What mods took back, in a chunk of its own.
+    """
+
+    index: Annotated[int, example(0)]
+    finish_reason: Annotated[str | None, example("stop")] = None
+    attention: TokenAttention | UnsetType = UNSET
+    prompt_attention: PromptAttention | UnsetType = UNSET
+    removed: ChatRemoved | UnsetType = UNSET
+
+
+class ChatChunkChoice(ChunkChoice, kw_only=True):
+    """What is new in one of the answers.
+
+    Attributes:
+        delta: The new part.
+        logprobs: Those of the token, if asked for.
+    """
+
+    delta: AnswerDelta
+    logprobs: ChoiceLogprobs | None = None
+
+
+class TextChunkChoice(ChunkChoice, kw_only=True):
+    """What is new in one of the texts.
+
+    Attributes:
+        text: Text that is new.
+        logprobs: Those of the token, if asked for, in OpenAI's older form and that of chat
+            completions; of the prompt in the first chunk, with ``echo``.
+        tool_calls: Calls that a mod made.
+    """
+
+    text: Annotated[str | UnsetType, example(" t")] = UNSET
+    logprobs: TextLogprobs | None = None
+    tool_calls: list[ModCall] | UnsetType = UNSET
+
+
+class CompletionChunk(Struct, kw_only=True):
+    """A piece of a reply.
+
+    Attributes:
+        id: Id of the reply, the same in each chunk.
+        created: When it was begun, in seconds since 1970.
+        model: The model, as the request names it.
+        system_fingerprint: What generated it.
+        usage: Tokens of the request, in a last chunk without choices, with
+            ``stream_options.include_usage``.
+        timings: What it cost, in the last chunk; in each one but that which begins a choice with
+            ``timings_per_token``.
+        prompt_progress: How much of the prompt is evaluated, with ``return_progress``, in chunks
+            without choices before the first token.
+    """
+
+    id: Annotated[str, example("chatcmpl-1")]
+    created: Annotated[int, example(1767225600)]
+    model: Annotated[str, example("demo")]
+    system_fingerprint: Annotated[str, example("kqview-0.1.0")]
+    usage: Usage | UnsetType = UNSET
+    timings: Timings | UnsetType = UNSET
+    prompt_progress: Progress | UnsetType = UNSET
+
+
+class ChatChunk(CompletionChunk, kw_only=True):
+    """A piece of a chat completion.
+
+    Attributes:
+        object: Always "chat.completion.chunk".
+        choices: The answer that it belongs to; none in the one with the usage.
+    """
+
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    choices: list[ChatChunkChoice]
+
+
+class TextChunk(CompletionChunk, kw_only=True):
+    """A piece of a text completion.
+
+    Attributes:
+        object: Always "text_completion".
+        choices: The text that it belongs to; none in the one with the usage.
+    """
+
+    object: Literal["text_completion"] = "text_completion"
+    choices: list[TextChunkChoice]
+
+
+# ---- logprobs
+
+
+def echoed_logprobs(
+    score: Score, text: str, bytes_of: Callable[[int], bytes]
+) -> dict[str, list[msgspec.Raw]]:
     """Logprobs of a prompt whose text is *text*; any thread, because there may be many.
 
-    Offsets are counted from its end: ids that the tokenizer put before it are no part of the text.
+    They have OpenAI's older form. The first token has nothing before it, so its logprobs are null.
+    Offsets are counted from the end: ids that the tokenizer put before it are no part of the text.
     """
     stream = TextStream()
     lengths = [len(stream.feed(bytes_of(id_))) for id_ in score.ids]
@@ -84,350 +189,323 @@ def echoed_logprobs(score: Score, text: str, bytes_of: Callable[[int], bytes]) -
         one = token_logprob(TokenLogprobs(id_, logprob, tuple(top)), bytes_of)
         shown = {other.token: other.logprob for other in one.top_logprobs}
         is_scored = rank >= 0
-        lists["tokens"].append(_json(one.token))
-        lists["token_logprobs"].append(_json(one.logprob if is_scored else None))
-        lists["top_logprobs"].append(_json(shown if is_scored else None))
-        lists["text_offset"].append(_json(max(0, len(text) - n)))
-    return EchoedLogprobs(lists, _json(lists))
+        values = (
+            one.token, one.logprob if is_scored else None, shown if is_scored else None,
+            max(0, len(text) - n),
+        )  # fmt: skip
+        for elements, value in zip(lists.values(), values, strict=True):
+            elements.append(msgspec.Raw(msgspec.json.encode(value)))
+    return lists
 
 
-def _json(value: object) -> msgspec.Raw:
-    return msgspec.Raw(msgspec.json.encode(value))
+# ---- who writes them
+
+# Of a choice what is new: of an answer, or text; nothing where a chunk has only attention.
+New = AnswerDelta | str | UnsetType
 
 
-class Parts:
-    """What is written of a token besides its text: logprobs and attention."""
+class _Choice:
+    """What was sent of one choice, and when it began."""
+
+    def __init__(self, plan: CompletionPlan, index: int) -> None:
+        self.index = index
+        self.has_begun = False
+        self.n_text = len(plan.echo(index))  # characters before the next token
+        self.clock = Clock(index)
+        self.reader = None if plan.reading is None else AnswerReader(plan.reading)
+        stops = plan.request.sampling.stop
+        self.shown = ShownText((stops,) if isinstance(stops, str) else stops)
+        self.nothing: New = "" if plan.reading is None else AnswerDelta()
+
+
+class CompletionWriter:
+    """Writes a completion of a chat or a text; as of `Renderer` and `chat.ReplyWriter`."""
 
     def __init__(
         self,
-        plan: Plan,
+        plan: CompletionPlan,
         bytes_of: Callable[[int], bytes],
         attention: AttentionWriter,
-        echoed: Sequence[EchoedLogprobs] = (),
+        created_s: int,
+        echoed: Sequence[msgspec.Raw] = (),
     ) -> None:
         """Write what *plan* asks for; *echoed* are the logprobs of each prompt that is shown."""
-        self._plan = plan
-        self._bytes_of = bytes_of
-        self._echoed = echoed
         self.attention = attention
-        self._n_text: dict[int, int] = {}  # characters before the next token, by choice
-
-    def echoed(self, sample: int) -> EchoedLogprobs | None:
-        """Logprobs of the prompt before a choice; None if there are none."""
-        i = sample // self._plan.request.n_samples
-        return self._echoed[i] if self._echoed else None
-
-    def logprobs(self, step: Step) -> Object | None:
-        """Logprobs of a token; None if there are none."""
-        token = step.token
-        offset = self._n_text.get(step.sample, len(self._plan.echo(step.sample)))
-        self._n_text[step.sample] = offset + len(token.text)
-        if token.logprob is None:
-            return None
-        one = TokenLogprobs(token.id, token.logprob, tuple(token.top_logprobs or ()))
-        if self._plan.reading is not None:
-            return {"content": [token_logprob(one, self._bytes_of)]}
-        found = logprobs_of([one], self._bytes_of)
-        assert found is not None
-        return {**msgspec.structs.asdict(found), "text_offset": [offset]}
-
-    def removed(self, run: Run, removal: Removal) -> None:
-        """Mods took tokens back."""
-        self.attention.removed(run, removal)
-        if removal.sample in self._n_text:
-            self._n_text[removal.sample] -= removal.n_characters
-
-
-# ---- streams
-
-
-class Chunks:
-    """``data: {...}`` for what is new, the end of each choice, the usage, and ``[DONE]``."""
-
-    def __init__(self, plan: Plan, parts: Parts, created_s: int) -> None:
-        """Write what *plan* asks for."""
+        self.n_bytes = 0
         self._plan = plan
-        self._parts = parts
+        self._body = plan.body
+        self._bytes_of = bytes_of
         self._created_s = created_s
-        self._samples: dict[int, Sample] = {}
+        self._echoed = echoed
+        self._choices = [_Choice(plan, i) for i in range(plan.request.n_generations)]
+
+    # ---- streamed
 
     def prompt(self, run: Run, block: PromptBlock) -> list[bytes]:
         """Rows of the prompt, in a chunk of their own."""
-        fields, data = self._parts.attention.prompt(run, block)
+        fields, data = self.attention.prompt(run, block)
         if fields is None:
             return []
-        choice = self._choice(self._sample(0), {}, None)
-        return event_pieces(self._chunk(run, [{**choice, "prompt_attention": fields}]), data)
+        choice = self._choices[0]
+        nothing = UNSET if choice.reader is None else AnswerDelta()
+        chunk = self._chunk(run, choice, nothing, prompt_attention=fields)
+        return _encoded([chunk], data)
 
     def token(self, run: Run, step: Step) -> list[bytes]:
         """What is certain after one token, and its row."""
         if self._plan.is_prefill:
             return []
-        sample, token = self._sample(step.sample), step.token
-        sample.clock.note()
-        is_first = not sample.has_begun
-        choices = self._begun(sample)
-        if sample.reader is not None:
-            texts = [_delta(delta) for delta in sample.reader.feed(token.text)]
-        else:
-            text = sample.shown.feed(token.text)
-            texts = [{"text": text}] if text else []
-        logprobs = self._parts.logprobs(step)
-        fields, data = self._parts.attention.token(run, step)
-        if not texts and (logprobs is not None or fields is not None):
-            texts = [{} if sample.reader is not None else {"text": ""}]
-        new = [self._choice(sample, text, None) for text in texts]
-        if logprobs is not None:
-            new[0]["logprobs"] = logprobs
-        events = [event_pieces(self._chunk(run, [one]), None) for one in choices]
-        if is_first and self._plan.has_progress:
-            events += self._progress(run, sample)
-        for i, choice in enumerate(new):
-            if i == 0 and fields is not None:
-                chunk = self._chunk(run, [{**choice, "attention": fields}], sample)
-                events.append(event_pieces(chunk, data))
-            else:
-                events.append(event_pieces(self._chunk(run, [choice], sample), None))
-        return _joined(events)
+        choice, token = self._choices[step.sample], step.token
+        choice.clock.note()
+        is_first = not choice.has_begun
+        chunks = self._begun(run, choice)
+        if is_first and self._body.return_progress:
+            for progress, spent in prompt_progress(choice.clock.timings(run)):
+                chunks.append(self._chunk(run))
+                chunks[-1].prompt_progress = progress
+                if self._body.timings_per_token:
+                    chunks[-1].timings = spent
+        new: list[New] = []
+        if choice.reader is not None:
+            new += map(_delta, choice.reader.feed(token.text))
+        elif text := choice.shown.feed(token.text):
+            new.append(text)
+        logprobs = self._logprobs(choice, token)
+        fields, data = self.attention.token(run, step)
+        if not new and (logprobs is not None or fields is not None):
+            new.append(choice.nothing)
+        i_row = len(chunks)
+        for one in new:
+            chunks.append(self._chunk(run, choice, one))
+            if self._body.timings_per_token:
+                chunks[-1].timings = choice.clock.timings(run)
+        if new:
+            first: Any = chunks[i_row].choices[0]
+            first.logprobs = logprobs
+            if fields is not None:
+                first.attention = fields
+        return _encoded(chunks, data, i_row)
 
     def removed(self, run: Run, removal: Removal) -> list[bytes]:
         """What a client is to drop, in a chunk of its own."""
         if self._plan.is_prefill:
             return []
-        sample = self._sample(removal.sample)
-        self._parts.removed(run, removal)
+        choice = self._choices[removal.sample]
+        self.attention.removed(run, removal)
+        choice.n_text -= removal.n_characters
         again: list[Delta] = []
-        if sample.reader is not None:
-            taken = taken_back(sample.reader, removal)
-            sample.reader, lost = taken.reader, taken.removed
+        if choice.reader is not None:
+            taken = taken_back(choice.reader, removal)
+            choice.reader, lost = taken.reader, taken.removed
             again = [delta for delta in taken.deltas if delta.call is not None]
-            empty: Object = {}
         else:
-            lost = removed(removal, sample.shown.take_back(removal.text))
-            empty = {"text": ""}
-        choices = [*self._begun(sample), {**self._choice(sample, empty, None), "removed": lost}]
-        choices += [self._choice(sample, _delta(delta), None) for delta in again]
-        return _joined([event_pieces(self._chunk(run, [one], sample), None) for one in choices])
+            lost = removed(removal, choice.shown.take_back(removal.text))
+        chunks = self._begun(run, choice)
+        chunks.append(self._chunk(run, choice, choice.nothing, removed=ChatRemoved(**lost)))
+        chunks += [self._chunk(run, choice, _delta(delta)) for delta in again]
+        if self._body.timings_per_token:
+            for chunk in chunks:
+                chunk.timings = choice.clock.timings(run)
+        return _encoded(chunks)
 
     def done(self, run: Run) -> list[bytes]:
         """The end of each choice, the usage if asked for, and the mark of the end."""
-        chunks: list[Object] = []
-        for i, generation in enumerate(run.generations):
-            sample = self._sample(i)
-            chunks += [self._chunk(run, [one]) for one in self._begun(sample)]
-            rest: list[Object] = []
-            has_calls = False
-            if sample.reader is not None:
-                text = "" if self._plan.is_prefill else generation.text
-                deltas = sample.reader.finish(text)
-                if generation.tool_calls is not None:
-                    deltas += mod_calls(sample.reader, generation.tool_calls)
-                rest = [_delta(delta) for delta in deltas]
-                has_calls = sample.reader.has_calls
-            elif not self._plan.is_prefill and (text := sample.shown.rest(generation.text)):
-                rest = [{"text": text}]
-            chunks += [self._chunk(run, [self._choice(sample, one, None)]) for one in rest]
-            why = "length"
-            if not self._plan.is_prefill:
-                why = finish_reason(generation.finish_reason, has_calls=has_calls)
-            last = {} if sample.reader is not None else {"text": "", **tool_calls_of(generation)}
-            chunks.append(self._chunk(run, [self._choice(sample, last, why)]))
-        if self._plan.has_usage:
-            usage = usage_of(counts_of(run), is_prefill=self._plan.is_prefill)
-            chunks.append({**self._chunk(run, []), "usage": usage})
-        chunks[-1]["timings"] = self._sample(0).clock.timings(run)
-        return _joined([*([msgspec.json.encode(one)] for one in chunks), [_DONE]])
+        chunks: list[ChatChunk | TextChunk] = []
+        for choice, generation in zip(self._choices, run.generations, strict=True):
+            chunks += self._begun(run, choice)
+            more: dict[str, Any] = {}
+            if choice.reader is not None:
+                deltas = self._rest(choice.reader, generation)
+                chunks += [self._chunk(run, choice, _delta(delta)) for delta in deltas]
+            else:
+                more = tool_calls_of(generation)
+                rest = "" if self._plan.is_prefill else choice.shown.rest(generation.text)
+                if rest:
+                    chunks.append(self._chunk(run, choice, rest))
+            reason = self._finish_reason(choice.reader, generation)
+            chunks.append(self._chunk(run, choice, choice.nothing, finish_reason=reason, **more))
+        if self._body.stream_options is not None and self._body.stream_options.include_usage:
+            chunks.append(self._chunk(run))
+            chunks[-1].usage = self._usage(run)
+        chunks[-1].timings = self._choices[0].clock.timings(run)
+        return [*_encoded(chunks), _NEXT, _DONE]
 
     def error(self, run: Run | None, answer: Answer) -> list[bytes]:
         """What went wrong."""
         return [msgspec.json.encode(error_body(answer))]
 
-    def _progress(self, run: Run, sample: Sample) -> list[Sequence[bytes]]:
-        """Chunks about the prompt, before those of its first token."""
-        chunks: list[Object] = []
-        for progress, spent in prompt_progress(sample.clock.timings(run)):
-            chunks.append({**self._chunk(run, []), "prompt_progress": progress})
-            if self._plan.has_timings:
-                chunks[-1]["timings"] = spent
-        return [event_pieces(one, None) for one in chunks]
-
-    def _sample(self, index: int) -> Sample:
-        if index not in self._samples:
-            self._samples[index] = Sample(self._plan, index)
-        return self._samples[index]
-
-    def _begun(self, sample: Sample) -> list[Object]:
-        """The choice that begins a choice: the role, or the echo of the prompt."""
-        if sample.has_begun:
+    def _begun(self, run: Run, choice: _Choice) -> list[ChatChunk | TextChunk]:
+        """The chunk that begins a choice: the role, or the echo of the prompt."""
+        if choice.has_begun:
             return []
-        sample.has_begun = True
-        if sample.reader is not None:
-            return [self._choice(sample, {"role": "assistant", "content": None}, None)]
-        echo, echoed = self._plan.echo(sample.index), self._parts.echoed(sample.index)
-        if not echo and echoed is None:
+        choice.has_begun = True
+        if choice.reader is not None:
+            return [self._chunk(run, choice, AnswerDelta(role="assistant", content=None))]
+        echo, logprobs = self._plan.echo(choice.index), None
+        if self._echoed:
+            logprobs = self._echoed[choice.index // self._plan.request.n_samples]
+        elif not echo:
             return []
-        logprobs = None if echoed is None else echoed.whole
-        return [{**self._choice(sample, {"text": echo}, None), "logprobs": logprobs}]
+        return [self._chunk(run, choice, echo, logprobs=logprobs)]
 
-    def _choice(self, sample: Sample, new: Object, reason: str | None) -> Object:
-        body = new if sample.reader is None else {"delta": new}
-        return {"index": sample.index, **body, "logprobs": None, "finish_reason": reason}
+    def _chunk(
+        self, run: Run, choice: _Choice | None = None, new: Any = UNSET, **more: Any
+    ) -> ChatChunk | TextChunk:
+        head: dict[str, Any] = {
+            "id": run.request_id, "created": self._created_s, "model": self._plan.model,
+            "system_fingerprint": FINGERPRINT,
+        }  # fmt: skip
+        if self._plan.reading is None:
+            texts = (
+                [] if choice is None else [TextChunkChoice(index=choice.index, text=new, **more)]
+            )
+            return TextChunk(choices=texts, **head)
+        answers = [] if choice is None else [ChatChunkChoice(index=choice.index, delta=new, **more)]
+        return ChatChunk(choices=answers, **head)
 
-    def _chunk(self, run: Run, choices: Sequence[Object], sample: Sample | None = None) -> Object:
-        kind = "text_completion" if self._plan.reading is None else "chat.completion.chunk"
-        chunk = _head(run, self._plan, kind, self._created_s)
-        chunk["choices"] = choices
-        if sample is not None and self._plan.has_timings:
-            chunk["timings"] = sample.clock.timings(run)
-        return chunk
+    # ---- whole
 
-
-def _head(run: Run, plan: Plan, kind: str, created_s: int) -> Object:
-    return {
-        "id": run.request_id,
-        "object": kind,
-        "created": created_s,
-        "model": plan.model,
-        "system_fingerprint": FINGERPRINT,
-    }
-
-
-def _delta(delta: Delta) -> Object:
-    if delta.call is not None:
-        return {"tool_calls": [_call(delta.call)]}
-    return {"reasoning_content": delta.reasoning} if delta.reasoning else {"content": delta.content}
-
-
-def _call(call: CallDelta) -> Object:
-    if call.id is None:
-        return {"index": call.index, "function": {"arguments": call.arguments}}
-    return {
-        "index": call.index,
-        "id": call.id,
-        "type": "function",
-        "function": {"name": call.name, "arguments": call.arguments},
-    }
-
-
-def _joined(events: Sequence[Sequence[bytes]]) -> list[bytes]:
-    """Pieces of several events as those of one call."""
-    pieces: list[bytes] = []
-    for event in events:
-        pieces += [_NEXT, *event] if pieces else event
-    return pieces
-
-
-# ---- one reply
-
-
-class Whole:
-    """The reply that is sent when every choice is complete.
-
-    Attention and logprobs are encoded when their token arrives, so that the engine gets the memory
-    of its rows back.
-    """
-
-    def __init__(
-        self, plan: Plan, parts: Parts, created_s: int, hold: Reservation, most_bytes: int
-    ) -> None:
-        """Write what *plan* asks for, up to *most_bytes*, which are counted in *hold*."""
-        self._plan = plan
-        self._parts = parts
-        self._created_s = created_s
-        self._hold = hold
-        self._lists = Lists(hold, most_bytes)
-
-    @property
-    def n_bytes(self) -> int:
-        """Bytes of the lists so far."""
-        return self._lists.n_bytes
-
-    def echo(self, n_samples: int) -> None:
-        """Add the logprobs of the prompts that are shown."""
-        for i in range(n_samples):
-            if (echoed := self._parts.echoed(i)) is not None:
-                for name, elements in echoed.lists.items():
-                    for element in elements:
-                        self._lists.add(i, f"logprobs.{name}", element)
-
-    def prompt(self, run: Run, block: PromptBlock) -> None:
-        """Add rows of the prompt."""
-        self._lists.prompt(self._parts.attention, run, block)
-
-    def token(self, run: Run, step: Step) -> None:
-        """Add a token's row and logprobs."""
+    def add(self, lists: ReplyLists, run: Run, step: Step) -> None:
+        """Add a token's row and logprobs, encoded: the engine gets the memory of the row back."""
         if self._plan.is_prefill:
             return
-        logprobs = self._parts.logprobs(step)
+        logprobs = self._logprobs(self._choices[step.sample], step.token)
         if logprobs is not None:
-            self._hold.take(LOGPROB_BYTES)
-            for name, values in logprobs.items():
-                self._lists.add(step.sample, f"logprobs.{name}", values[0])
-        self._lists.token(self._parts.attention, run, step)
+            run.hold.take(LOGPROB_BYTES)
+            for name in logprobs.__struct_fields__:
+                lists.add(step.sample, f"logprobs.{name}", getattr(logprobs, name)[0])
+        lists.add(step.sample, "attention", *self.attention.token(run, step))
 
-    def body(self, run: Run) -> bytes:
+    def whole(self, run: Run, lists: ReplyLists) -> bytes:
         """The reply."""
         plan = self._plan
-        is_chat = plan.reading is not None
-        choices = [self._choice(run, i) for i in range(len(run.generations))]
-        reply = _head(
-            run, plan, "chat.completion" if is_chat else "text_completion", self._created_s
+        head: dict[str, Any] = {
+            "id": run.request_id, "created": self._created_s, "model": plan.model,
+            "system_fingerprint": FINGERPRINT, "usage": self._usage(run),
+            "timings": timings(run.usage),
+        }  # fmt: skip
+        choices: list[Any] = [self._whole_choice(run, i, lists) for i in range(len(self._choices))]
+        if plan.reading is None:
+            return msgspec.json.encode(schema.TextCompletion(choices=choices, **head))
+        verbose = UNSET if plan.shown_prompt is None else schema.Verbose(plan.shown_prompt)
+        return msgspec.json.encode(schema.ChatCompletion(choices=choices, verbose=verbose, **head))
+
+    def _whole_choice(
+        self, run: Run, i: int, lists: ReplyLists
+    ) -> schema.ChatChoice | schema.TextChoice:
+        generation, reader = run.generations[i], self._choices[i].reader
+        rows: dict[str, Any] = {}
+        logprobs: dict[str, Any] = {}
+        for name, elements in lists.of(i).items():
+            of, _, list_ = name.rpartition(".")
+            (logprobs if of else rows)[list_] = elements
+        found: Any = logprobs or None
+        if reader is None:
+            text = "" if self._plan.is_prefill else generation.text
+            return schema.TextChoice(
+                index=i, text=self._plan.echo(i) + text, logprobs=found,
+                finish_reason=self._finish_reason(reader, generation), **rows,
+                **tool_calls_of(generation),
+            )  # fmt: skip
+        answer = ChatAnswer()
+        answer.add(self._rest(reader, generation))
+        message = schema.Message(
+            content=answer.content if answer.content or not answer.calls else None,
+            reasoning_content=answer.reasoning or UNSET,
+            tool_calls=UNSET,
         )
-        reply["choices"] = choices
-        reply["usage"] = usage_of(counts_of(run), is_prefill=plan.is_prefill)
-        reply["timings"] = timings(run.usage)
-        if plan.shown_prompt is not None:
-            reply["__verbose"] = {"prompt": plan.shown_prompt}
-        return msgspec.json.encode(reply)
+        if answer.calls:
+            message.tool_calls = [
+                ToolCall(
+                    id=call.id, type="function",
+                    function=schema.Function(name=call.name, arguments=call.arguments),
+                )
+                for call in answer.calls
+            ]  # fmt: skip
+        return schema.ChatChoice(
+            index=i, message=message, logprobs=found,
+            finish_reason=self._finish_reason(reader, generation), **rows,
+        )  # fmt: skip
 
-    def _choice(self, run: Run, i: int) -> Object:
-        plan, generation = self._plan, run.generations[i]
-        text = "" if plan.is_prefill else generation.text
-        choice: Object = {"index": i}
-        has_calls = False
-        if plan.reading is not None:
-            answer = ChatAnswer()
-            reader = AnswerReader(plan.reading)
-            answer.add(reader.finish(text))
-            if generation.tool_calls is not None:
-                answer.add(mod_calls(reader, generation.tool_calls))
-            has_calls = bool(answer.calls)
-            choice["message"] = _message(answer)
-        else:
-            choice["text"] = plan.echo(i) + text
-            choice |= tool_calls_of(generation)
-        choice["logprobs"] = self._logprobs(i)
-        choice["finish_reason"] = (
-            "length"
-            if plan.is_prefill
-            else finish_reason(generation.finish_reason, has_calls=has_calls)
+    # ---- both
+
+    def _logprobs(self, choice: _Choice, token: Token) -> ChoiceLogprobs | TextLogprobs | None:
+        """Logprobs of a token; None if there are none."""
+        offset = choice.n_text
+        choice.n_text += len(token.text)
+        if token.logprob is None:
+            return None
+        one = token_logprob(
+            TokenLogprobs(token.id, token.logprob, tuple(token.top_logprobs or ())), self._bytes_of
         )
-        for name, elements in self._lists.of(i).items():
-            if name in ("attention", "prompt_attention"):
-                choice[name] = elements
-        return choice
+        if choice.reader is not None:
+            return ChoiceLogprobs([one])
+        return TextLogprobs(
+            content=[one],
+            tokens=[one.token],
+            token_logprobs=[one.logprob],
+            top_logprobs=[{top.token: top.logprob for top in one.top_logprobs}],
+            text_offset=[offset],
+        )
 
-    def _logprobs(self, i: int) -> Mapping[str, Any] | None:
-        found = {
-            name.removeprefix("logprobs."): elements
-            for name, elements in self._lists.of(i).items()
-            if name.startswith("logprobs.")
-        }
-        return found or None
+    def _rest(self, reader: AnswerReader, generation: Generation) -> list[Delta]:
+        """What of an answer was not read yet, with the calls that a mod made."""
+        deltas = reader.finish("" if self._plan.is_prefill else generation.text)
+        if generation.tool_calls is not None:
+            deltas += mod_calls(reader, generation.tool_calls)
+        return deltas
+
+    def _finish_reason(self, reader: AnswerReader | None, generation: Generation) -> str:
+        if self._plan.is_prefill:
+            return "length"
+        has_calls = reader is not None and reader.has_calls
+        return finish_reason(generation.finish_reason, has_calls=has_calls)
+
+    def _usage(self, run: Run) -> Usage:
+        """Tokens of all choices; each prompt counts once, a token that is not shown does not."""
+        prompts = [one.usage for one in run.generations[:: run.request.n_samples]]
+        n_prompt = sum(usage.prompt_tokens for usage in prompts)
+        n = 0 if self._plan.is_prefill else sum(g.usage.completion_tokens for g in run.generations)
+        return Usage(
+            prompt_tokens=n_prompt,
+            completion_tokens=n,
+            total_tokens=n_prompt + n,
+            prompt_tokens_details=schema.PromptDetails(sum(one.cached_tokens for one in prompts)),
+        )
 
 
-def _message(answer: ChatAnswer) -> Object:
-    content = answer.content if answer.content or not answer.calls else None
-    message: Object = {"role": "assistant", "content": content}
-    if answer.reasoning:
-        message["reasoning_content"] = answer.reasoning
-    if answer.calls:
-        message["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.name, "arguments": call.arguments},
-            }
-            for call in answer.calls
-        ]
-    return message
+def finish_reason(
+    reason: str | None, *, has_calls: bool
+) -> Literal["stop", "length", "tool_calls"]:
+    """Why an answer ended, from the reason of its generation, in OpenAI's words."""
+    if reason is not None and reason not in _STOPPED:
+        return "length"
+    return "tool_calls" if has_calls or reason == "tool_calls" else "stop"
+
+
+def _delta(delta: Delta) -> AnswerDelta:
+    if delta.call is None:
+        if delta.reasoning:
+            return AnswerDelta(reasoning_content=delta.reasoning)
+        return AnswerDelta(content=delta.content)
+    call = delta.call
+    function = schema.Function(
+        name=UNSET if call.name is None else call.name, arguments=call.arguments
+    )
+    if call.id is None:
+        return AnswerDelta(tool_calls=[ToolCall(index=call.index, function=function)])
+    return AnswerDelta(
+        tool_calls=[ToolCall(index=call.index, id=call.id, type="function", function=function)]
+    )
+
+
+def _encoded(
+    chunks: Sequence[CompletionChunk], data: bytes | None = None, i_data: int = 0
+) -> list[bytes]:
+    """Pieces of *chunks*; *data* is of the one at *i_data*."""
+    pieces: list[bytes] = []
+    for i, chunk in enumerate(chunks):
+        if i:
+            pieces.append(_NEXT)
+        pieces += event_pieces(chunk, data if i == i_data else None)
+    return pieces

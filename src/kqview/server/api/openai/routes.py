@@ -4,17 +4,18 @@ becomes of them.
 
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
 import msgspec
 import numpy as np
 
-from kqview.engine import Engine
 from kqview.errors import RequestError
-from kqview.server.api.openai import convert, events, schema, stream_schema
-from kqview.server.api.wire.attention_field import AttentionWriter
+from kqview.server.api.openai import convert, events, schema
+from kqview.server.api.wire.attention_field import AttentionWriter, ReplyLists, keeps
+from kqview.server.api.wire.chat import ID_BYTES, LARGE, collected
+from kqview.server.api.wire.event_parts import PROMPT_ROWS, TOKEN_ROW
 from kqview.server.api.wire.llama_fields import Failure, error_body, with_defaults
 from kqview.server.api.wire.prompts import ids_of_each, prompts_of
 from kqview.server.errors import NotFound, NotSupported, renamed
@@ -23,10 +24,6 @@ from kqview.server.models.service import Call
 from kqview.server.models.stream import Events
 from kqview.server.web.endpoint import Handler, HttpReply, Operation, Sample
 
-_TAG: Final = "openai"
-# Templates may take seconds: their work is large enough for another thread.
-_LARGE: Final = 2**20
-_ID_BYTES: Final = 40  # of an id of a prompt, of which there are at most as many as bytes
 _VALUE_BYTES: Final = 32  # of a number in a list, with its JSON
 
 
@@ -44,55 +41,54 @@ async def completions(call: Call, body: schema.CompletionBody) -> HttpReply | Ev
 
 
 async def _completed(
-    call: Call, body: schema.GenerateFields, plan_of: Callable[..., convert.Plan], prefix: str
+    call: Call,
+    body: schema.GenerateFields,
+    plan_of: Callable[..., convert.CompletionPlan],
+    prefix: str,
 ) -> HttpReply | Events:
-    service = call.service
-    engine, settings = call.model.engine, service.settings
-    name = f"{prefix}-{uuid.uuid4().hex}"
+    service, engine, settings = call.service, call.model.engine, call.service.settings
     body = with_defaults(body, settings)
+    lists = ReplyLists(call.hold, settings.max_reply_bytes)
     with call.hold.part() as ids:  # a prompt that fits is small
-        ids.take(_ID_BYTES * call.n_body_bytes)
+        ids.take(ID_BYTES * call.n_body_bytes)
         plan = await service.converted(
-            _LARGE, call.hold, plan_of, body, request_id=name, engine=engine, settings=settings,
-            model=call.model.name,
+            LARGE, call.hold, plan_of, body, request_id=f"{prefix}-{uuid.uuid4().hex}",
+            engine=engine, settings=settings, model=call.model.name,
         )  # fmt: skip
-        echoed = await _echoed(call, plan, engine)
+        echoed: Sequence[msgspec.Raw] = ()
+        if plan.echo_logprobs is not None:
+            echoed = await _echoed(call, plan, plan.echo_logprobs, lists)
         run = await service.start(plan.request, call.caller, call.hold, model=call.model)
-    attention = AttentionWriter(run, engine.model, service.kept if plan.keeps else None)
-    parts = events.Parts(plan, engine.token_bytes, attention, echoed)
-    created_s = int(time.time())
+    attention = AttentionWriter(run, engine.model, service.kept if keeps(body.attention) else None)
+    writer = events.CompletionWriter(plan, engine.token_bytes, attention, int(time.time()), echoed)
     if body.stream:
-        chunks = events.Chunks(plan, parts, created_s)
-        return Events(run, chunks, events.HEAD, _LARGE if echoed else call.n_body_bytes)
-    whole = events.Whole(plan, parts, created_s, call.hold, settings.max_reply_bytes)
-    async with run:
-        if echoed:
-            await service.offload(_LARGE, whole.echo, plan.request.n_generations)
-        async for block in run.prompt_blocks():
-            await service.offload(_LARGE, whole.prompt, run, block)
-            del block  # the pool wants its memory back
-        async for step in run.final_steps():
-            await service.offload(step.n_bytes, whole.token, run, step)
-            del step
-    return HttpReply(await service.offload(whole.n_bytes, whole.body, run))
+        return Events(run, writer, events.HEAD, LARGE if echoed else call.n_body_bytes)
+    return await collected(call, run, writer, lists)
 
 
-async def _echoed(call: Call, plan: convert.Plan, engine: Engine) -> list[events.EchoedLogprobs]:
-    """Logprobs of each prompt that the reply shows, before they are continued."""
-    if plan.echo_logprobs is None:
-        return []
+async def _echoed(
+    call: Call, plan: convert.CompletionPlan, n_logprobs: int, lists: ReplyLists
+) -> Sequence[msgspec.Raw]:
+    """Logprobs of the prompts that a stream shows, before they are continued; others in *lists*."""
     scores = await call.service.scores(
-        plan.request, call.caller, top_logprobs=plan.echo_logprobs, hold=call.hold,
-        model=call.model,
-    )  # fmt: skip
+        plan.request, call.caller, top_logprobs=n_logprobs, hold=call.hold, model=call.model
+    )
+    bytes_of = call.model.engine.token_bytes
 
-    def written() -> list[events.EchoedLogprobs]:
-        return [
-            events.echoed_logprobs(score, text, engine.token_bytes)
+    def written() -> list[msgspec.Raw]:
+        found = [
+            events.echoed_logprobs(score, text, bytes_of)
             for score, text in zip(scores, plan.echoes, strict=True)
         ]
+        if plan.body.stream:
+            return [msgspec.Raw(msgspec.json.encode(one)) for one in found]
+        for i in range(plan.request.n_generations):
+            for name, elements in found[i // plan.request.n_samples].items():
+                for element in elements:
+                    lists.add(i, f"logprobs.{name}", element)
+        return []
 
-    return await call.service.converted(_LARGE, call.hold, written)
+    return await call.service.converted(LARGE, call.hold, written)
 
 
 # ---- attention that is kept
@@ -178,20 +174,20 @@ def _models(call: Call) -> schema.Models:
     pool = call.service.pool
     if not pool.has_several:
         _ = pool.default.engine  # says why there is none
-    aliases = call.service.settings.aliases
-    return convert.models_of(
-        [
-            convert.model_of(
-                None if one.loaded is None else one.loaded.model,
-                name=one.name,
-                aliases=() if pool.has_several else aliases,
-                n_ctx=0 if one.loaded is None else one.max_context_of(one.loaded),
-                status=convert.status_of(one.state, one.progress),
-                created=int(time.time()),
-            )
-            for one in pool
-        ]
-    )
+    aliases = () if pool.has_several else call.service.settings.aliases
+    models = [
+        convert.model_of(
+            None if one.loaded is None else one.loaded.model,
+            name=one.name,
+            aliases=aliases,
+            n_ctx=0 if one.loaded is None else one.max_context_of(one.loaded),
+            state=one.state,
+            progress=one.progress,
+            created=int(time.time()),
+        )
+        for one in pool
+    ]
+    return convert.models_of(models)
 
 
 async def embeddings(call: Call, body: schema.EmbeddingsBody) -> HttpReply:
@@ -234,67 +230,47 @@ async def embeddings(call: Call, body: schema.EmbeddingsBody) -> HttpReply:
 
 def _operation(method: Any, path: str, handler: Handler, summary: str, **more: Any) -> Operation:
     return Operation(
-        method=method, path=path, handler=handler, tag=_TAG, summary=summary,
+        method=method, path=path, handler=handler, tag="openai", summary=summary,
         error_body=error_body, failure=Failure, **more,
     )  # fmt: skip
 
 
-_CHUNK: Final[dict[str, Any]] = {
-    "id": "…", "created": 1767225600, "model": "demo", "system_fingerprint": "kqview-0.1.0",
-}  # fmt: skip
-_USAGE: Final[dict[str, Any]] = {
-    "prompt_tokens": 12, "completion_tokens": 20, "total_tokens": 32,
-    "prompt_tokens_details": {"cached_tokens": 0},
-}  # fmt: skip
-_ROW: Final[dict[str, Any]] = {
-    "values": "probs", "format": "per_layer", "shape": [4, 8, 12], "context_length": 12,
-    "encoding": "base64", "dtype": "float32", "data": "…",
-}  # fmt: skip
-
-
 def _chunks(
-    type: Any, kind: str, begin: dict[str, Any], new: dict[str, Any], end: dict[str, Any]
+    type: Any, begin: Mapping[str, Any], new: Mapping[str, Any], nothing: Mapping[str, Any]
 ) -> Sequence[Sample]:
-    """Events of a stream whose choices begin, go on and end so."""
+    """Events of a stream whose choices begin, go on and have nothing new so."""
 
-    def chunk(about: str, choice: dict[str, Any] | None, **more: Any) -> Sample:
-        shown = {"index": 0, "logprobs": None, "finish_reason": None}
-        choices = [] if choice is None else [{**shown, **choice}]
-        body = {**_CHUNK, "object": kind, "choices": choices, **more}
-        return Sample("server", about, body, type=type)
+    def chunk(about: str, choice: Mapping[str, Any], **more: Any) -> Sample:
+        shown = {"index": 0, "logprobs": None, "finish_reason": None, **choice, **more}
+        return Sample("server", about, {"choices": [shown]}, type=type)
 
-    rows = {**_ROW, "start": 0, "rows": 12, "shape": [4, 8, 12, 12]}
-    failure = {
-        "code": 503, "message": "the model was switched; send the request again",
-        "type": "unavailable_error", "param": None,
+    usage = {
+        "prompt_tokens": 12, "completion_tokens": 20, "total_tokens": 32,
+        "prompt_tokens_details": {"cached_tokens": 0},
     }  # fmt: skip
     return (
-        chunk("Rows of the prompt, with attention.prompt", {**end, "prompt_attention": rows}),
+        chunk(
+            "Rows of the prompt, with attention.prompt", nothing, prompt_attention=PROMPT_ROWS
+        ),
         chunk("The beginning of each choice", begin),
         chunk("What is new", new),
-        chunk(
-            "The same with attention: a chunk for each token",
-            {**new, "attention": {"n": 0, "token_id": 259, **_ROW}},
+        chunk("The same with attention: a chunk for each token", new, attention=TOKEN_ROW),
+        chunk("Tokens that a mod took back", nothing, removed={"tokens": 1, "characters": 4}),
+        chunk("The end of each choice", nothing, finish_reason="stop"),
+        Sample(
+            "server", "With stream_options.include_usage", {"choices": [], "usage": usage},
+            type=type,
         ),
-        chunk(
-            "Tokens that a mod took back",
-            {**end, "removed": {"tokens": 1, "characters": 4}},
-        ),
-        chunk("The end of each choice", {**end, "finish_reason": "stop"}),
-        chunk("With stream_options.include_usage", None, usage=_USAGE),
         Sample("server", "The mark of the end", "[DONE]"),
-        Sample("server", "A failure, in place of the end", {"error": failure}, type=Failure),
-    )
+        Sample("server", "A failure, in place of the end", type=Failure),
+    )  # fmt: skip
 
 
 _CHAT_CHUNKS: Final = _chunks(
-    stream_schema.ChatChunk, "chat.completion.chunk",
-    {"delta": {"role": "assistant", "content": None}}, {"delta": {"content": "Anna"}},
-    {"delta": {}},
+    events.ChatChunk, {"delta": {"role": "assistant", "content": None}},
+    {"delta": {"content": "Anna"}}, {"delta": {}},
 )  # fmt: skip
-_TEXT_CHUNKS: Final = _chunks(
-    stream_schema.TextChunk, "text_completion", {"text": "Anna is a"}, {"text": " t"}, {"text": ""}
-)
+_TEXT_CHUNKS: Final = _chunks(events.TextChunk, {"text": "Anna is a"}, {"text": " t"}, {"text": ""})
 _CHAT: Final = {
     "messages": [{"role": "user", "content": "Who is Anna?"}], "max_tokens": 4, "temperature": 0,
 }  # fmt: skip

@@ -200,7 +200,7 @@ class AttentionWriter:
         )
 
 
-class Lists:
+class ReplyLists:
     """Lists of one reply, whose elements are encoded when they come.
 
     The engine gets the memory of a row back before the reply is complete.
@@ -216,10 +216,6 @@ class Lists:
     def prompt(self, writer: AttentionWriter, run: Run, block: PromptBlock) -> None:
         """Append the attention object of rows of the prompt."""
         self.add(0, "prompt_attention", *writer.prompt(run, block))
-
-    def token(self, writer: AttentionWriter, run: Run, step: Step) -> None:
-        """Append the attention object of a token."""
-        self.add(step.sample, "attention", *writer.token(run, step))
 
     def add(self, sample: int, name: str, value: Any, data: bytes | None = None) -> None:
         """Append *value*, with *data* at its `DATA_HERE`; None is nothing.

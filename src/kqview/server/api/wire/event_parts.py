@@ -14,6 +14,9 @@ ROW: Final = {
     "dtype": "float32", "values": "probs", "data": "…",
 }  # fmt: skip
 """An attention object of the description."""
+TOKEN_ROW: Final = {**ROW, "n": 0, "token_id": 259}
+PROMPT_ROWS: Final = {**ROW, "shape": [4, 8, 7, 7], "start": 0, "rows": 7}
+"""The same of a token, and of a prompt."""
 
 
 class AttentionObject(Struct, kw_only=True):

@@ -6,7 +6,7 @@ base64 is that one copy too: it reads the view and writes text. It may be megaby
 separate piece from there to the transport: `event_pieces` assembles an event without joining them.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final, Literal, TypeVar, cast
@@ -18,7 +18,6 @@ from msgspec import UNSET
 
 from kqview.server.api.wire.event_parts import AttentionObject, RowsDescribed
 from kqview.server.models.request import AttentionWanted
-from kqview.server.web.endpoint import EVENT_TAIL, NAMED_HEAD
 from kqview.types import ModelInfo
 from kqview.types.token import Array, Attention
 
@@ -229,16 +228,3 @@ def event_pieces(event: Any, data: bytes | None = None) -> list[bytes]:
 def joined_text(pieces: Sequence[bytes]) -> str:
     """Pieces of `event_pieces` as one text."""
     return b"".join(pieces).decode("ascii" if all(map(bytes.isascii, pieces)) else "utf-8")
-
-
-def named_events(events: Sequence[Mapping[str, Any]], data: bytes | None = None) -> list[bytes]:
-    """Pieces of events that are named by their ``type``, for a stream with `NAMED_HEAD`.
-
-    *data* belongs at the `DATA_HERE` of the last one.
-    """
-    pieces: list[bytes] = []
-    for i, one in enumerate(events):
-        head = EVENT_TAIL + NAMED_HEAD if i else b""
-        pieces.append(b"%s%s\ndata: " % (head, one["type"].encode()))
-        pieces += event_pieces(one, data if i == len(events) - 1 else None)
-    return pieces

@@ -13,7 +13,7 @@ from kqview.errors import RequestError
 from kqview.generation.text import TextStream
 from kqview.server import config
 from kqview.server.api.wire.attention_field import ATTENTION_NAMES, Attention, attention_of
-from kqview.server.api.wire.chat_work import ChatRequest, prepare, prompt_of
+from kqview.server.api.wire.chat import ChatRequest, prepare, prompt_of
 from kqview.server.api.wire.mods_field import mods_of
 from kqview.server.apps.conversation_store import Message, SessionInfo
 from kqview.server.apps.mia4 import passport, persona, schema

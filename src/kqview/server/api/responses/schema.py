@@ -252,7 +252,7 @@ class OutputDetails(Struct, kw_only=True):
     reasoning_tokens: Annotated[int, example(0)]
 
 
-class Usage(Struct, kw_only=True):
+class ResponseUsage(Struct, kw_only=True):
     """Tokens of the request.
 
     Attributes:
@@ -268,6 +268,117 @@ class Usage(Struct, kw_only=True):
     output_tokens: Annotated[int, example(20)]
     output_tokens_details: OutputDetails
     total_tokens: Annotated[int, example(32)]
+
+
+class OutputText(Struct, tag_field="type", tag="output_text"):
+    """Text of an answer.
+
+    Attributes:
+        text: The text.
+        annotations: Always [].
+        logprobs: Those of its tokens, if asked for.
+    """
+
+    text: Annotated[str, example("Anna is a teacher.")]
+    annotations: Annotated[list[Object], example([])] = []
+    logprobs: Annotated[list[OutputLogprob], example([])] = []
+
+
+class ReasoningText(Struct, tag_field="type", tag="reasoning_text"):
+    """What the model thought.
+
+    Attributes:
+        text: The text.
+    """
+
+    text: Annotated[str, example("The user asks for a name.")]
+
+
+class MessageItem(Struct, kw_only=True, tag_field="type", tag="message"):
+    """A text of the answer.
+
+    Attributes:
+        id: Its id.
+        status: Whether it is whole.
+        role: Always "assistant".
+        content: Its one part; none while it comes.
+    """
+
+    id: Annotated[str, example("msg_1")]
+    status: Status = "in_progress"
+    role: Literal["assistant"] = "assistant"
+    content: list[OutputText] = []
+
+
+class ReasoningItem(Struct, kw_only=True, tag_field="type", tag="reasoning"):
+    """What the model thought before it went on.
+
+    Attributes:
+        id: Its id.
+        status: Whether it is whole.
+        summary: Always [].
+        content: Its one part; none while it comes.
+    """
+
+    id: Annotated[str, example("rs_1")]
+    status: Status = "in_progress"
+    summary: Annotated[list[Object], example([])] = []
+    content: list[ReasoningText] = []
+
+
+class CallItem(Struct, kw_only=True, tag_field="type", tag="function_call"):
+    """A function that the model calls.
+
+    Attributes:
+        id: Its id.
+        status: Whether it is whole.
+        call_id: Id of the call, which its output repeats.
+        name: Name of the function.
+        arguments: Its arguments as JSON; "" while they come.
+    """
+
+    id: Annotated[str, example("fc_1")]
+    status: Status = "in_progress"
+    call_id: Annotated[str, example("call_1")]
+    name: Annotated[str, example("weather")]
+    arguments: Annotated[str, example('{"city": "Rome"}')] = ""
+
+
+OutputItem = MessageItem | ReasoningItem | CallItem
+
+
+class ResponseError(Struct, kw_only=True):
+    """What went wrong.
+
+    Attributes:
+        code: Kind of the failure for programs.
+        message: What was wrong, what the limit is and what to do.
+    """
+
+    code: Annotated[str, example("server_error")]
+    message: Annotated[str, example("the model was switched")]
+
+
+class Incomplete(Struct):
+    """Why a response is not whole.
+
+    Attributes:
+        reason: The limit that cut it.
+    """
+
+    reason: Literal["max_output_tokens"] = "max_output_tokens"
+
+
+class ReasoningShown(Struct):
+    """How much the model was asked to think.
+
+    Attributes:
+        effort: That of the request.
+        summary: Always null.
+    """
+
+    effort: Annotated[str | None, example("low")]
+    summary: Annotated[None, example(None)] = None
 
 
 class Response(Struct, kw_only=True):
@@ -308,46 +419,24 @@ class Response(Struct, kw_only=True):
     completed_at: Annotated[int | None, example(1767225601)] = None
     status: Status
     model: Annotated[str, example("demo")]
-    output: Annotated[
-        list[Object],
-        example(
-            [
-                {
-                    "type": "message",
-                    "id": "msg_1",
-                    "status": "completed",
-                    "role": "assistant",
-                    "content": [
-                        {
-                            "type": "output_text",
-                            "text": "Anna is a teacher.",
-                            "annotations": [],
-                            "logprobs": [],
-                        }
-                    ],
-                }
-            ]
-        ),
-    ]
-    error: Annotated[
-        Object | None, example({"code": "server_error", "message": "the model was switched"})
-    ] = None
-    incomplete_details: Annotated[Object | None, example({"reason": "max_output_tokens"})] = None
+    output: list[OutputItem]
+    error: ResponseError | None = None
+    incomplete_details: Incomplete | None = None
     instructions: Annotated[str | None, example("Answer briefly.")]
     max_output_tokens: Annotated[int | None, example(128)]
     metadata: Annotated[dict[str, str], example({"topic": "names"})]
     parallel_tool_calls: bool
     previous_response_id: Annotated[None, example(None)] = None
-    reasoning: Annotated[Object, example({"effort": "low", "summary": None})]
+    reasoning: ReasoningShown
     store: bool = False
     temperature: Annotated[float | None, example(0.7)]
-    text: Annotated[Object, example({"format": {"type": "text"}})]
+    text: TextConfig
     tool_choice: Annotated[Any, example("auto")]
     tools: Annotated[list[Tool], example([])]
     top_logprobs: Annotated[int, example(0)]
     top_p: Annotated[float | None, example(0.9)]
     truncation: Literal["disabled"] = "disabled"
-    usage: Usage | None = None
+    usage: ResponseUsage | None = None
     attention: list[TokenAttention] | UnsetType = UNSET
     prompt_attention: list[PromptAttention] | UnsetType = UNSET
 

@@ -1,4 +1,4 @@
-"""Requests of the Responses API as conversations, and answers as items: pure, without a server."""
+"""Requests of the Responses API as conversations: pure, without a server."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ import msgspec
 import pytest
 
 from kqview.errors import RequestError
-from kqview.server.api.openai import responses_convert as convert
-from kqview.server.api.openai import responses_schema as schema
-from kqview.server.api.openai.responses_items import Items
+from kqview.server.api.responses import convert, schema
 
 
 def body_of(**fields: Any) -> schema.ResponsesBody:
@@ -138,39 +136,3 @@ def test_choice_of_tools_is_the_neutral_one(choice: Any, expected: tuple[Any, ..
     chat = convert.chat_of(body_of(tool_choice=choice))
     found = (chat.tool_choice, chat.tool_name, chat.allowed_tools, chat.parallel_calls)
     assert found == expected
-
-
-# ---- answers
-
-
-def test_each_item_is_opened_filled_and_closed_in_order() -> None:
-    items = Items()
-    logprobs = [{"token": "It", "logprob": -1.0, "bytes": [73, 116], "top_logprobs": []}]
-    events = [
-        *items.think("Hm"), *items.think("m."),
-        *items.write("It", logprobs), *items.write(" is noon."),
-        *items.call("a", "clock"), *items.argue('{"zone":'), *items.argue('"UTC"}'),
-        *items.call("b", "clock"), *items.close("incomplete"), *items.close("completed"),
-    ]  # fmt: skip
-    assert [event["type"].removeprefix("response.") for event in events] == [
-        "output_item.added", "content_part.added", "reasoning_text.delta", "reasoning_text.delta",
-        "reasoning_text.done", "content_part.done", "output_item.done",
-        "output_item.added", "content_part.added", "output_text.delta", "output_text.delta",
-        "output_text.done", "content_part.done", "output_item.done",
-        "output_item.added", "function_call_arguments.delta", "function_call_arguments.delta",
-        "function_call_arguments.done", "output_item.done",
-        "output_item.added", "function_call_arguments.done", "output_item.done",
-    ]  # fmt: skip
-    assert [event["output_index"] for event in events] == [0] * 7 + [1] * 7 + [2] * 5 + [3] * 3
-    reasoning, message, call, last = items.output
-    assert reasoning["content"] == [{"type": "reasoning_text", "text": "Hmm."}]
-    text = {"type": "output_text", "text": "It is noon.", "annotations": [], "logprobs": logprobs}
-    assert message["content"] == [text]
-    assert (call["call_id"], call["name"], call["arguments"]) == ("a", "clock", '{"zone":"UTC"}')
-    assert [item["status"] for item in items.output] == ["completed"] * 3 + ["incomplete"]
-    assert last["arguments"] == ""
-    done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
-    assert done == items.output
-    ids = {item["id"] for item in items.output}
-    assert len(ids) == 4
-    assert {event["item_id"] for event in events if "item_id" in event} == ids

@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from kqview.chat.turn import Reading
-from kqview.server.api.openai import responses_schema as schema
-from kqview.server.api.openai.responses_events import Asked, ResponseEvents, ResponseWriter
+from kqview.server.api.responses import schema
+from kqview.server.api.responses.events import ResponseWriter
 from kqview.server.errors import Answer
 from kqview.server.web.budget import uncounted
 from kqview.server.web.endpoint import NAMED_HEAD
@@ -23,8 +23,8 @@ PIECES = ["<think>Hm", "m.</think>", "It is", " noon."]
 
 def writer_of(**fields: Any) -> ResponseWriter:
     body = msgspec.convert({"input": "Time?", **fields}, schema.ResponsesBody)
-    asked = Asked("resp_1", body, "demo", Reading(calls="hermes"), bytes_of=lambda id_: b"%d" % id_)
-    return ResponseWriter(asked)
+    reading = Reading(calls="hermes")
+    return ResponseWriter("resp_1", body, "demo", reading, NO_ATTENTION, lambda id_: b"%d" % id_)
 
 
 def run_of(text: str, reason: str = "stop") -> Any:
@@ -55,7 +55,7 @@ def read(frames: list[bytes]) -> list[dict[str, Any]]:
 
 def test_stream_has_reasoning_then_text_in_numbered_events() -> None:
     run = run_of("".join(PIECES))
-    stream = ResponseEvents(writer_of(), NO_ATTENTION)
+    stream = writer_of()
     frames = [stream.token(run, step_of(text)) for text in PIECES]
     events = [event for each in [*frames, stream.done(run)] for event in read(each)]
     assert [event["sequence_number"] for event in events] == [*range(len(events))]
@@ -79,7 +79,7 @@ def test_stream_has_reasoning_then_text_in_numbered_events() -> None:
 
 def test_events_have_timings_and_progress_if_asked_for() -> None:
     run = run_of("It is noon.")
-    stream = ResponseEvents(writer_of(timings_per_token=True, return_progress=True), NO_ATTENTION)
+    stream = writer_of(timings_per_token=True, return_progress=True)
     events = read(stream.token(run, step_of("It is noon."))) + read(stream.done(run))
     progress = [one["prompt_progress"] for one in events if "prompt_progress" in one]
     assert [(one["cache"], one["processed"], one["total"]) for one in progress] == [
@@ -95,7 +95,7 @@ def test_logprobs_of_text_are_its_tokens_own() -> None:
     for i, text in enumerate(PIECES):
         writer.feed(run, step_of(text, i, -float(i)).token)
     writer.finish(run)
-    _, message = writer.response(run).output
+    _, message = msgspec.to_builtins(writer.message(run))["output"]
     found = [(one["token"], one["logprob"]) for one in message["content"][0]["logprobs"]]
     assert found == [("2", -2.0), ("3", -3.0)]
     top = message["content"][0]["logprobs"][0]["top_logprobs"]
@@ -104,7 +104,7 @@ def test_logprobs_of_text_are_its_tokens_own() -> None:
 
 def test_response_that_is_cut_off_is_incomplete() -> None:
     run = run_of("It is", "length")
-    stream = ResponseEvents(writer_of(max_output_tokens=4), NO_ATTENTION)
+    stream = writer_of(max_output_tokens=4)
     *_, item, last = read(stream.done(run))
     assert last["type"] == "response.incomplete"
     assert last["response"]["incomplete_details"] == {"reason": "max_output_tokens"}
@@ -116,7 +116,7 @@ def test_response_that_is_cut_off_is_incomplete() -> None:
     [(400, "invalid_prompt"), (429, "rate_limit_exceeded"), (503, "server_error")],
 )
 def test_failure_ends_the_stream_with_its_reason(status: int, code: str) -> None:
-    stream = ResponseEvents(writer_of(), NO_ATTENTION)
+    stream = writer_of()
     created, _, failed = read(stream.error(None, Answer(status, "CODE", "what was wrong")))
     assert created["type"] == "response.created"
     assert failed["type"] == "response.failed"
@@ -132,7 +132,7 @@ def test_response_repeats_what_was_asked() -> None:
     )  # fmt: skip
     run = run_of("It is noon.")
     writer.finish(run)
-    whole = msgspec.to_builtins(writer.response(run))
+    whole = msgspec.to_builtins(writer.message(run))
     assert whole["instructions"] == "Be brief."
     assert whole["temperature"] == 0.5
     assert whole["tools"][0]["name"] == "clock"

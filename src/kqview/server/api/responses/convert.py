@@ -2,17 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 from kqview.engine import Engine
 from kqview.errors import RequestError
-from kqview.server.api.openai import responses_schema as schema
-from kqview.server.api.wire.chat_fields import with_fields
-from kqview.server.api.wire.chat_work import ChatRequest
+from kqview.server.api.responses import schema
+from kqview.server.api.responses.schema import Object
+from kqview.server.api.wire.chat import ChatRequest, with_fields
 from kqview.server.settings import Settings
-from kqview.types import Sampling
-
-Object = dict[str, Any]
 
 _ROLES: Final = ("user", "assistant", "system", "developer")
 _MOST_TOP: Final = 20  # OpenAI's
@@ -209,7 +206,6 @@ def chat_of(body: schema.InputBody, *, request_id: str = "") -> ChatRequest:
     choice, name, allowed = tool_choice_of(body)
     return ChatRequest(
         messages=messages_of(body),
-        sampling=Sampling(),
         request_id=request_id,
         tools=tools_of(body),
         tool_choice=choice,

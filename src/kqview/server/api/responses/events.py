@@ -1,0 +1,403 @@
+"""Responses: the events of a stream as they are sent, and who writes them. Pure."""
+
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+from msgspec import UNSET, Struct, UnsetType
+
+from kqview.chat.tool_format import CallDelta
+from kqview.server.api.responses import schema
+from kqview.server.api.responses.schema import (
+    CallItem,
+    MessageItem,
+    OutputItem,
+    OutputLogprob,
+    OutputText,
+    OutputTopLogprob,
+    ReasoningItem,
+    ReasoningText,
+    Response,
+)
+from kqview.server.api.wire.chat import AnswerWriter, ChatRemoved, Part
+from kqview.server.api.wire.event_parts import PromptAttention, TokenAttention
+from kqview.server.api.wire.llama_fields import (
+    Clock,
+    Progress,
+    Timings,
+    prompt_progress,
+    timings_of,
+)
+from kqview.server.api.wire.logprobs import LOGPROB_BYTES
+from kqview.server.errors import Answer
+from kqview.server.models.run import Run
+from kqview.server.web.described import example
+from kqview.types import Token
+
+# ---- events
+
+
+class ResponseEvent(Struct, kw_only=True):
+    """An event.
+
+    Attributes:
+        sequence_number: Its place in the stream, from 0.
+    """
+
+    sequence_number: Annotated[int, example(0)] = 0
+
+
+class ResponseState(ResponseEvent, kw_only=True):
+    """The response begins, or ends.
+
+    Attributes:
+        type: "response.created" and "response.in_progress" begin it; "response.completed",
+            "response.incomplete" and "response.failed" end it.
+        response: The response, as it is at that time.
+        timings: What it cost, at the end.
+        prompt_progress: How much of the prompt is evaluated, with ``return_progress``, in two more
+            "response.in_progress" before the first token.
+    """
+
+    type: Literal[
+        "response.created", "response.in_progress", "response.completed", "response.incomplete",
+        "response.failed",
+    ]  # fmt: skip
+    response: Response
+    timings: Timings | UnsetType = UNSET
+    prompt_progress: Progress | UnsetType = UNSET
+
+
+class ItemEvent(ResponseEvent, kw_only=True):
+    """An item begins, or is whole.
+
+    Attributes:
+        type: "response.output_item.added" or "response.output_item.done".
+        output_index: Of the item in the output, from 0.
+        item: The item.
+    """
+
+    type: Literal["response.output_item.added", "response.output_item.done"]
+    output_index: Annotated[int, example(0)]
+    item: OutputItem
+
+
+class OfItem(ResponseEvent, kw_only=True):
+    """An event about an item.
+
+    Attributes:
+        output_index: Of the item in the output, from 0.
+        item_id: Id of the item.
+    """
+
+    output_index: Annotated[int, example(0)]
+    item_id: Annotated[str, example("msg_1")]
+
+
+class OfPart(OfItem, kw_only=True):
+    """An event about the part of an item.
+
+    Attributes:
+        content_index: Always 0: an item has one part.
+    """
+
+    content_index: Annotated[int, example(0)] = 0
+
+
+class PartEvent(OfPart, kw_only=True):
+    """A part of an item begins, or is whole.
+
+    Attributes:
+        type: "response.content_part.added" or "response.content_part.done".
+        part: The part.
+    """
+
+    type: Literal["response.content_part.added", "response.content_part.done"]
+    part: OutputText | ReasoningText
+
+
+class TextDelta(OfPart, kw_only=True, tag_field="type", tag="response.output_text.delta"):
+    """Text that is new.
+
+    Attributes:
+        delta: The text.
+        logprobs: Those of its tokens, if asked for.
+        timings: What it cost so far, with ``timings_per_token``.
+    """
+
+    delta: Annotated[str, example("Anna")]
+    logprobs: Annotated[list[OutputLogprob], example([])]
+    timings: Timings | UnsetType = UNSET
+
+
+class TextDone(OfPart, kw_only=True, tag_field="type", tag="response.output_text.done"):
+    """Text that is whole.
+
+    Attributes:
+        text: The text.
+        logprobs: Those of its tokens, if asked for.
+    """
+
+    text: Annotated[str, example("Anna is a teacher.")]
+    logprobs: Annotated[list[OutputLogprob], example([])]
+
+
+class ReasoningDelta(OfPart, kw_only=True, tag_field="type", tag="response.reasoning_text.delta"):
+    """Reasoning that is new.
+
+    Attributes:
+        delta: The text.
+    """
+
+    delta: Annotated[str, example("The user")]
+
+
+class ReasoningDone(OfPart, kw_only=True, tag_field="type", tag="response.reasoning_text.done"):
+    """Reasoning that is whole.
+
+    Attributes:
+        text: The text.
+    """
+
+    text: Annotated[str, example("The user asks for a name.")]
+
+
+class ArgumentsDelta(
+    OfItem, kw_only=True, tag_field="type", tag="response.function_call_arguments.delta"
+):
+    """A piece of a call's arguments.
+
+    Attributes:
+        delta: The piece.
+    """
+
+    delta: Annotated[str, example('{"city": ')]
+
+
+class ArgumentsDone(
+    OfItem, kw_only=True, tag_field="type", tag="response.function_call_arguments.done"
+):
+    """A call's arguments are whole.
+
+    Attributes:
+        arguments: The arguments as JSON.
+        name: Name of the function.
+    """
+
+    arguments: Annotated[str, example('{"city": "Rome"}')]
+    name: Annotated[str, example("weather")]
+
+
+class AttentionEvent(ResponseEvent, kw_only=True, tag_field="type", tag="response.attention"):
+    """Attention of a token, if asked for; an event of kqview's own.
+
+    Attributes:
+        attention: The attention.
+    """
+
+    attention: TokenAttention
+
+
+class PromptAttentionEvent(
+    ResponseEvent, kw_only=True, tag_field="type", tag="response.prompt_attention"
+):
+    """Rows of the prompt, if asked for; an event of kqview's own.
+
+    Attributes:
+        attention: The rows.
+    """
+
+    attention: PromptAttention
+
+
+class RemovedEvent(ChatRemoved, kw_only=True, tag_field="type", tag="response.removed"):
+    """What mods took back, which a client drops; an event of kqview's own.
+
+    Attributes:
+        sequence_number: Its place in the stream, from 0.
+    """
+
+    sequence_number: Annotated[int, example(0)] = 0
+
+
+# ---- who writes them
+
+_FAILURES: Final[Mapping[int, str]] = {429: "rate_limit_exceeded"}
+
+
+class ResponseWriter(AnswerWriter):
+    """Writes the response of one answer; its parts are the items of the output."""
+
+    _body: schema.ResponsesBody
+
+    def __init__(self, *given: Any) -> None:
+        """As `AnswerWriter`."""
+        super().__init__(*given)
+        self._clock = Clock()
+        self._created_at = int(time.time())
+        self._logprobs: list[OutputLogprob] = []  # of tokens whose text is held back
+        self._text_logprobs: list[OutputLogprob] = []  # of the open item
+        self._n_events = 0
+
+    def _encoded(self, events: Sequence[Any], data: bytes | None = None) -> list[bytes]:
+        for number, one in enumerate(events, self._n_events):
+            one.sequence_number = number
+        self._n_events += len(events)
+        return super()._encoded(events, data)
+
+    def feed(self, run: Run, token: Token) -> list[Struct]:
+        """Add a token; returns the events of it."""
+        events: list[Struct] = []
+        is_first = self._clock.first_s is None
+        self._clock.note()
+        if is_first and self._body.return_progress:
+            response = self._response("in_progress")
+            events += [
+                ResponseState(type="response.in_progress", response=response, prompt_progress=one)
+                for one, _ in prompt_progress(self._clock.timings(run))
+            ]
+        if token.logprob is not None:
+            top = [OutputTopLogprob(**self._logprob(*one)) for one in token.top_logprobs or ()]
+            n_bytes = LOGPROB_BYTES * (1 + len(top))
+            run.hold.take(n_bytes)
+            self.n_bytes += n_bytes
+            one = self._logprob(token.id, token.logprob)
+            self._logprobs.append(OutputLogprob(**one, top_logprobs=top))
+        new = super().feed(run, token)
+        for event in new if self._body.timings_per_token else ():
+            if isinstance(event, TextDelta):
+                event.timings = self._clock.timings(run)
+        return events + new
+
+    def _logprob(self, id_: Any, logprob: float) -> dict[str, Any]:
+        data = self._bytes_of(id_)
+        return {"token": data.decode("utf-8", "replace"), "bytes": [*data], "logprob": logprob}
+
+    def _started(self, run: Run | None) -> list[Struct]:
+        response = self._response("in_progress")
+        return [
+            ResponseState(type="response.created", response=response),
+            ResponseState(type="response.in_progress", response=response),
+        ]
+
+    def _opened(self, kind: Part, call: CallDelta | None) -> list[Struct]:
+        if call is not None:
+            item = CallItem(id=_id("fc"), call_id=call.id or "", name=call.name or "")
+        else:
+            item = (
+                ReasoningItem(id=_id("rs")) if kind == "reasoning" else MessageItem(id=_id("msg"))
+            )
+        self._parts.append(item)
+        added = ItemEvent(
+            type="response.output_item.added", output_index=len(self._parts) - 1, item=item
+        )
+        if kind == "call":
+            return [added]
+        part = OutputText("") if kind == "text" else ReasoningText("")
+        return [added, PartEvent(type="response.content_part.added", part=part, **self._of())]
+
+    def _added(self, kind: Part, text: str) -> list[Struct]:
+        logprobs, self._logprobs = self._logprobs, []
+        match kind:
+            case "text":
+                self._text_logprobs += logprobs
+                return [TextDelta(delta=text, logprobs=logprobs, **self._of())]
+            case "reasoning":
+                return [ReasoningDelta(delta=text, **self._of())]
+            case "call":
+                return [ArgumentsDelta(delta=text, **self._of())]
+
+    def _closed(self, kind: Part, text: str, *, is_cut: bool) -> tuple[Struct, list[Struct]]:
+        status = "incomplete" if is_cut else "completed"
+        of, item = self._of(), self._parts[-1]
+        logprobs, self._text_logprobs = self._text_logprobs, []
+        match kind:
+            case "call":
+                item = msgspec.structs.replace(item, status=status, arguments=text)
+                events: list[Struct] = [ArgumentsDone(arguments=text, name=item.name, **of)]
+            case "reasoning":
+                part = ReasoningText(text)
+                item = msgspec.structs.replace(item, status=status, content=[part])
+                events = [ReasoningDone(text=text, **of)]
+                events.append(PartEvent(type="response.content_part.done", part=part, **of))
+            case "text":
+                part = OutputText(text, logprobs=logprobs)
+                item = msgspec.structs.replace(item, status=status, content=[part])
+                events = [TextDone(text=text, logprobs=logprobs, **of)]
+                events.append(PartEvent(type="response.content_part.done", part=part, **of))
+        index = of["output_index"]
+        done = ItemEvent(type="response.output_item.done", output_index=index, item=item)
+        return item, [*events, done]
+
+    def _of(self) -> dict[str, Any]:
+        return {"output_index": len(self._parts) - 1, "item_id": self._parts[-1].id}
+
+    def _row(self, fields: Any, *, is_prompt: bool) -> Struct:
+        kind = PromptAttentionEvent if is_prompt else AttentionEvent
+        return kind(attention=fields)
+
+    def _removed(self, lost: Mapping[str, int]) -> Struct:
+        self._logprobs, self._text_logprobs = [], []
+        return RemovedEvent(**lost)
+
+    def _ended(self, run: Run) -> list[Struct]:
+        response = self.message(run)
+        kind: Any = f"response.{response.status}"
+        return [ResponseState(type=kind, response=response, timings=timings_of(run))]
+
+    def error(self, run: Run | None, answer: Answer) -> list[bytes]:
+        """What went wrong."""
+        by_status = "server_error" if answer.status >= 500 else "invalid_prompt"
+        code = _FAILURES.get(answer.status, by_status)
+        response = self._response("failed")
+        response.error = schema.ResponseError(code=code, message=answer.message)
+        failed = ResponseState(type="response.failed", response=response)
+        return self._encoded([*self._begun(run), failed])
+
+    def message(self, run: Run) -> Response:
+        """The whole response."""
+        return self._response("incomplete" if run.finish_reason == "length" else "completed", run)
+
+    def _response(self, status: schema.Status, run: Run | None = None) -> Response:
+        body = self._body
+        form = None if body.text is None else body.text.format
+        effort = None if body.reasoning is None else body.reasoning.effort
+        usage = None
+        if run is not None:
+            used = run.usage
+            usage = schema.ResponseUsage(
+                input_tokens=used.prompt_tokens,
+                input_tokens_details=schema.InputDetails(cached_tokens=used.cached_tokens),
+                output_tokens=used.completion_tokens,
+                output_tokens_details=schema.OutputDetails(
+                    reasoning_tokens=self._reader.tokens.n_reasoning
+                ),
+                total_tokens=used.prompt_tokens + used.completion_tokens,
+            )
+        return Response(
+            id=self._id,
+            created_at=self._created_at,
+            completed_at=None if run is None else int(time.time()),
+            status=status,
+            model=self._model,
+            output=[*self._parts],
+            incomplete_details=schema.Incomplete() if status == "incomplete" else None,
+            instructions=body.instructions,
+            max_output_tokens=body.max_output_tokens,
+            metadata=body.metadata or {},
+            parallel_tool_calls=body.parallel_tool_calls is not False,
+            reasoning=schema.ReasoningShown(effort),
+            temperature=body.temperature,
+            text=schema.TextConfig(format=form or schema.TextFormat()),
+            tool_choice=body.tool_choice or "auto",
+            tools=body.tools or [],
+            top_logprobs=body.top_logprobs or 0,
+            top_p=body.top_p,
+            usage=usage,
+        )
+
+
+def _id(prefix: str) -> str:
+    return f"{prefix}_{uuid.uuid4().hex}"

@@ -1,0 +1,660 @@
+"""Chat: what every dialect with messages shares, from the request to the events of its answer.
+
+A dialect makes a neutral `ChatRequest` of its body, and `with_fields` adds what the fields say that
+all of them have. `prepare` turns it into a `ChatWork`: the request for the service, and how its
+answer is read (`kqview.chat.turn.Reading`). An `AnswerWriter` writes the answer, `answered` does
+all of that for one request.
+"""
+
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from types import MappingProxyType
+from typing import Annotated, Any, Final, Literal, NamedTuple, Protocol
+
+import msgspec
+from msgspec import UNSET, Struct, UnsetType
+
+from kqview.chat import CHATML, formats, tool_format, turn
+from kqview.chat.reasoning import Split, opened_by
+from kqview.chat.tool_format import CallDelta, Reasoning, Tool
+from kqview.chat.turn import AnswerReader, Delta, Reading
+from kqview.engine import Engine
+from kqview.errors import RequestError
+from kqview.mods.events import Dialogue
+from kqview.server.api.wire.attention_field import (
+    ATTENTION_NAMES,
+    Attention,
+    AttentionWriter,
+    ReplyLists,
+    attention_of,
+    keeps,
+)
+from kqview.server.api.wire.event_parts import Removed
+from kqview.server.api.wire.fields import first
+from kqview.server.api.wire.llama_fields import (
+    LlamaFields,
+    max_tokens_of,
+    names_of,
+    options_of,
+    reasoning_budget_of,
+    sampling_of,
+    with_defaults,
+)
+from kqview.server.api.wire.mods_field import calls_of, removed
+from kqview.server.api.wire.reasoning_cap import budget_of, cap_of
+from kqview.server.api.wire.rows import event_pieces
+from kqview.server.errors import Answer, renamed
+from kqview.server.models.request import AttentionWanted, GenerateRequest
+from kqview.server.models.run import Removal, Run, Step
+from kqview.server.models.service import Call
+from kqview.server.models.stream import Events
+from kqview.server.settings import ReasoningFormat, Settings
+from kqview.server.web.described import example
+from kqview.server.web.endpoint import DECODED_TIMES, EVENT_TAIL, NAMED_HEAD, HttpReply, Sample
+from kqview.types import PromptBlock, Sampling, Token
+
+ChooseSplit = Callable[[str, str, Split], Split]
+"""Given a chat template, the end of a prompt and how answers are split by these, how they are."""
+
+WHOLE_CONTEXT: Final = 2**31 - 1
+"""``max_tokens`` of a request that sets no limit; the server's settings and the context do."""
+# Templates may take seconds: their work is large enough for another thread.
+LARGE: Final = 2**20
+ID_BYTES: Final = 40
+"""Of an id of a prompt, of which there are at most as many as bytes."""
+
+_NO_NAMES: Final[Mapping[str, str]] = MappingProxyType({})
+
+
+# ---- requests
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatRequest:
+    """A chat as a dialect read it.
+
+    Attributes:
+        messages: In the form of OpenAI's chat API.
+        sampling: How tokens are chosen; ``grammar`` is the client's own, ``json_schema`` unset.
+        request_id: As in GenerateRequest.
+        max_tokens: Most tokens to generate; None for as many as fit.
+        tools: Functions, ``{"type": "function", "function": {"name": ..., "parameters": ...}}``.
+        tool_choice: "required": at least one call; "none": tools are not shown.
+        tool_name: The one function to call, with "required".
+        allowed_tools: Names of the only functions that may be called, None for all; the others are
+            not shown to the model.
+        parallel_calls: Whether an answer may have several calls.
+        schema: JSON schema of the answer, None for text.
+        reasoning: "none" leaves reasoning in the content.
+        reasoning_budget: Most tokens of reasoning, after which the answer begins; None for any
+            number.
+        split: Chooses how the answer is split, None for what the template says.
+        template_options: Further variables of the template.
+        chat_template: Instead of the model's own.
+        adds_generation_prompt: Whether the prompt ends with the header of the answer.
+        continues: Whether the last message, the assistant's, is continued; None if it is one.
+        n_samples: Answers to generate.
+        attention: As in GenerateRequest.
+        names: As in GenerateRequest.
+        options: Further fields of the GenerateRequest, such as ``slot``.
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    sampling: Sampling = field(default_factory=Sampling)
+    request_id: str = ""
+    max_tokens: int | None = None
+    tools: Sequence[Tool] = ()
+    tool_choice: Literal["auto", "none", "required"] = "auto"
+    tool_name: str | None = None
+    allowed_tools: Sequence[str] | None = None
+    parallel_calls: bool = True
+    schema: Mapping[str, Any] | None = None
+    reasoning: ReasoningFormat = "auto"
+    reasoning_budget: int | None = None
+    split: ChooseSplit | None = None
+    template_options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    chat_template: str | None = None
+    adds_generation_prompt: bool = True
+    continues: bool | None = None
+    n_samples: int = 1
+    attention: AttentionWanted | None = None
+    names: Mapping[str, str] = field(default_factory=dict[str, str])
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+def with_fields(
+    chat: ChatRequest,
+    body: LlamaFields,
+    attention: Attention | bool | None,
+    *,
+    engine: Engine,
+    settings: Settings,
+    names: Mapping[str, str] = _NO_NAMES,
+    top_logprobs: int | None = None,
+    stop: Sequence[str] | None = None,
+) -> ChatRequest:
+    """*chat*, which is the prompt, with what the other fields of *body* ask for.
+
+    Args:
+        chat: The prompt.
+        body: The request.
+        attention: Its field of that name.
+        engine: The engine that will answer.
+        settings: For the server's defaults.
+        names: Parameter of the core -> the client's own name, where it has one of its own.
+        top_logprobs: As of `Sampling`, if the API has a field of its own for it.
+        stop: The same.
+
+    Raises:
+        RequestError: Or one of its kinds: it cannot work.
+    """
+    tokenize = partial(engine.tokenize, add_special=False, parse_special=False)
+    sampling = sampling_of(body, tokenize=tokenize, top_logprobs=top_logprobs, stop=stop)
+    json_schema = chat.schema
+    if json_schema is None and body.json_schema is not None:
+        json_schema, names = body.json_schema, {**names, "json_schema": "json_schema"}
+    # `prepare` decides how the answer is held to its schema.
+    sampling = replace(sampling, json_schema=None)
+    return replace(
+        chat,
+        sampling=sampling,
+        max_tokens=max_tokens_of(body),
+        schema={"type": "object"} if json_schema == {} else json_schema,
+        reasoning_budget=budget_of(
+            first(reasoning_budget_of(body), chat.reasoning_budget), sampling, settings
+        ),
+        attention=attention_of(attention, settings),
+        names={**chat.names, **names_of(body), **ATTENTION_NAMES, **names},
+        options=options_of(body, settings),
+    )
+
+
+class ChatPrompt(NamedTuple):
+    """The prompt of a chat.
+
+    Attributes:
+        ids: Its tokens.
+        begun: Text of the answer that it already begins.
+        tools: Those that may be called.
+        source: The chat template.
+    """
+
+    ids: list[int]
+    begun: str
+    tools: list[Tool]
+    source: str
+
+
+def prompt_of(engine: Engine, chat: ChatRequest) -> ChatPrompt:
+    """Render *chat*; any thread.
+
+    Raises:
+        RequestError: As `prepare`.
+    """
+    messages: list[Any] = list(chat.messages)
+    names = {"template_options": "chat_template_kwargs", **chat.names}
+    try:
+        tools: list[Tool] = []
+        allowed = chat.allowed_tools if chat.tool_name is None else [chat.tool_name]
+        needs_call = chat.tool_choice == "required"
+        if chat.tool_choice != "none" and (chat.tools or needs_call or allowed):
+            tools = turn.chosen_tools(chat.tools, needs_call=needs_call, allowed=allowed)
+        source = chat.chat_template
+        if source is None:
+            source = turn.template_for(engine.model, has_tools=bool(tools)) or CHATML
+        is_of_tools = bool(tools)
+        for i, message in enumerate(messages):
+            if not isinstance(content := message.get("content"), str):
+                _check_is_text(i, content)
+            is_of_tools |= message.get("role") in ("tool", "function")
+            is_of_tools |= bool(message.get("tool_calls"))
+        begun = turn.continued(messages, chat.continues)
+        shown: Sequence[Tool] = tools
+        if is_of_tools and not tool_format.knows_tools(source):
+            messages, shown = tool_format.tools_as_text(messages, tools), ()
+        ids = engine.apply_chat_template(
+            messages,
+            tools=shown or None,
+            add_generation_prompt=chat.adds_generation_prompt,
+            continue_final_message=begun is not None,
+            chat_template=source,
+            template_options=chat.template_options or None,
+        )
+    except RequestError as error:
+        raise renamed(error, names) from None
+    return ChatPrompt(ids, begun or "", tools, source)
+
+
+def _check_is_text(i: int, content: object) -> None:
+    for j, part in enumerate(tool_format.objects_of(content)):
+        kind = part.get("type")
+        if kind in ("image_url", "image", "input_image", "input_audio", "file", "input_file"):
+            raise RequestError(
+                f"messages[{i}].content[{j}] is of type {kind}, and this model reads text only; "
+                "send parts of type text",
+                parameter="messages",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class ChatWork:
+    """A chat that is ready to run: the request for the service, and how to read its answer."""
+
+    request: GenerateRequest
+    reading: Reading
+
+
+def prepare(engine: Engine, chat: ChatRequest) -> ChatWork:
+    """Render *chat* as a prompt, and constrain the answer if it has to be a call or JSON.
+
+    Any thread; a template may take seconds, so not the event loop's (`Service.converted`).
+
+    Raises:
+        RequestError: A message or a tool is malformed, tools and a grammar exclude each other, or
+            as `Engine.apply_chat_template`.
+    """
+    ids, begun, tools, source = prompt_of(engine, chat)
+    # What the answer continues decides whether it begins inside of reasoning.
+    end = engine.detokenize(ids[-turn.N_END :]) if ids else ""
+    opened = opened_by(end, begun)
+    reading = turn.reading_of(source, opened, tools)
+    split = reading.split
+    is_harmony = split.mode == "harmony"
+    if chat.split is not None:
+        split = chat.split(source, end, split)
+    sampling, names, may_reason = chat.sampling, dict(chat.names), True
+    if tools or chat.schema is not None:
+        reasoning = turn.reasoning_of(source, end, opened)
+        sampling = _constrained(engine, chat, source, tools, reasoning)
+        if sampling.grammar is not chat.sampling.grammar:
+            names["grammar"] = "tools" if tools else names.get("json_schema", "response_format")
+        # A grammar that is not the client's own allows reasoning and its marks, or has none of it.
+        may_reason = sampling is chat.sampling or is_harmony or reasoning.how != "no"
+    dialogue = Dialogue(chat.messages, tools or None) if chat.options.get("mods") else None
+    forcing = None
+    max_tokens = WHOLE_CONTEXT if chat.max_tokens is None else chat.max_tokens
+    if may_reason and chat.reasoning_budget is not None:
+        most = max_tokens if chat.options.get("context_shift") else min(max_tokens, engine.n_ctx)
+        forcing = cap_of(
+            chat.reasoning_budget, split, chat.sampling, max_tokens=most, names=chat.names
+        )
+    request = GenerateRequest(
+        prompt=ids,
+        max_tokens=max_tokens,
+        sampling=sampling,
+        request_id=chat.request_id,
+        attention=chat.attention,
+        n_samples=chat.n_samples,
+        names=names,
+        dialogue=dialogue,
+        forcing=forcing,
+        **chat.options,
+    )
+    stops = (sampling.stop,) if isinstance(sampling.stop, str) else tuple(sampling.stop)
+    if chat.reasoning == "none" and not (is_harmony and tools):
+        split = Split(mode="none")
+    return ChatWork(request, replace(reading, split=split, stops=stops))
+
+
+def _constrained(
+    engine: Engine, chat: ChatRequest, source: str, tools: list[Tool], reasoning: Reasoning
+) -> Sampling:
+    native = formats.format_of(source)
+    # A template that has no place for tools shows them in Hermes' format.
+    form = native if tool_format.knows_tools(source) or native == "harmony" else "hermes"
+    try:
+        return turn.constrained(
+            chat.sampling,
+            choice=turn.Choice(tools, chat.tool_choice == "required", chat.tool_name is not None),
+            schema=chat.schema,
+            form=form,
+            reasoning=reasoning,
+            is_parallel=chat.parallel_calls,
+            mark=partial(tool_format.said, engine.control_tokens),
+        )
+    except RequestError as error:
+        raise renamed(error, chat.names) from None
+
+
+async def counted(call: Call, chat_of: Callable[[], ChatRequest]) -> int:
+    """How many tokens the prompt of a chat has; raises as `prompt_of`."""
+    engine = call.model.engine
+    with call.hold.part() as ids:
+        ids.take(ID_BYTES * call.n_body_bytes)
+        return await call.service.converted(
+            LARGE, call.hold, lambda: len(prompt_of(engine, chat_of()).ids)
+        )
+
+
+# ---- replies
+
+
+class ReplyWriter(Protocol):
+    """Adds up one reply that is not streamed."""
+
+    attention: AttentionWriter
+    n_bytes: int
+    """About what the reply has besides the lists."""
+
+    def add(self, lists: ReplyLists, run: Run, step: Step) -> None:
+        """Add a token; may run in another thread."""
+        ...
+
+    def whole(self, run: Run, lists: ReplyLists) -> bytes:
+        """The reply, once the run has ended."""
+        ...
+
+
+async def collected(call: Call, run: Run, writer: ReplyWriter, lists: ReplyLists) -> HttpReply:
+    """The whole reply of *run*, once it has ended."""
+    offload = call.service.offload
+    async with run:
+        async for block in run.prompt_blocks():
+            await offload(LARGE, lists.prompt, writer.attention, run, block)
+            del block  # the pool wants its memory back
+        async for step in run.final_steps():
+            await offload(step.n_bytes, writer.add, lists, run, step)
+            del step
+    return HttpReply(await offload(lists.n_bytes + writer.n_bytes, writer.whole, run, lists))
+
+
+async def answered(
+    call: Call,
+    body: Any,
+    *,
+    prefix: str,
+    request_of: Callable[..., ChatRequest],
+    writer_of: "type[AnswerWriter]",
+    repeats: bool = False,
+) -> HttpReply | Events:
+    """The reply to a chat, in events that are named by their type or whole.
+
+    Args:
+        call: The request.
+        body: Its body, `LlamaFields` with ``attention``.
+        prefix: Of the reply's id.
+        request_of: What *body* asks for; runs in another thread.
+        writer_of: The dialect's.
+        repeats: Whether the reply repeats what was asked.
+    """
+    service, engine, settings = call.service, call.model.engine, call.service.settings
+    body = with_defaults(body, settings)
+    id_ = f"{prefix}_{uuid.uuid4().hex}"
+
+    def prepared() -> ChatWork:
+        return prepare(engine, request_of(body, request_id=id_, engine=engine, settings=settings))
+
+    with call.hold.part() as ids:  # a prompt that fits is small
+        ids.take(ID_BYTES * call.n_body_bytes)
+        work = await service.converted(LARGE, call.hold, prepared)
+        if work.request.dialogue is not None:  # messages that are not the body's own, for mods
+            call.hold.take(DECODED_TIMES * call.n_body_bytes)
+        run = await service.start(work.request, call.caller, call.hold, model=call.model)
+    attention = AttentionWriter(run, engine.model, service.kept if keeps(body.attention) else None)
+    writer = writer_of(
+        id_, body, body.model or call.model.name, work.reading, attention, engine.token_bytes
+    )
+    writer.n_bytes = call.n_body_bytes if repeats else 0
+    if body.stream:
+        return Events(run, writer, NAMED_HEAD, writer.n_bytes)
+    lists = ReplyLists(call.hold, settings.max_reply_bytes)
+    return await collected(call, run, writer, lists)
+
+
+# ---- answers
+
+
+class ChatRemoved(Removed, kw_only=True):
+    """What mods took back of an answer, which a client drops.
+
+    Attributes:
+        reasoning_characters: So many of the last characters of the reasoning.
+        tool_calls: All calls, of which there were so many; those that are left are sent again.
+    """
+
+    reasoning_characters: Annotated[int | UnsetType, example(2)] = UNSET
+    tool_calls: Annotated[int | UnsetType, example(1)] = UNSET
+
+
+@dataclass(frozen=True, slots=True)
+class TakenBack:
+    """What is left of an answer of which mods took tokens back.
+
+    Attributes:
+        reader: Reads on.
+        removed: What the client is to drop, fields of a `ChatRemoved`.
+        deltas: What is left. The client has all of it but the calls, which are to be sent again.
+    """
+
+    reader: AnswerReader
+    removed: dict[str, int]
+    deltas: list[Delta]
+
+
+def taken_back(reader: AnswerReader, removal: Removal) -> TakenBack:
+    """Mods took tokens back: a reader of what is left, and what the client is to hear."""
+    left = AnswerReader(reader.reading)
+    deltas = [delta for text in removal.texts for delta in left.feed(text)]
+    lost = removed(removal, reader.n_content - left.n_content)
+    if n := reader.n_reasoning - left.n_reasoning:
+        lost["reasoning_characters"] = n
+    if reader.n_calls:  # calls cannot be shortened: all of them are sent again
+        lost["tool_calls"] = reader.n_calls
+    return TakenBack(left, lost, deltas)
+
+
+def mod_calls(reader: AnswerReader, payload: object) -> list[Delta]:
+    """A mod ended the answer with these calls."""
+    return reader.call(
+        turn.Call(one.id, one.function.name, one.function.arguments) for one in calls_of(payload)
+    )
+
+
+# ---- answers in named events
+
+Part = Literal["reasoning", "text", "call"]
+
+
+class AnswerWriter(ABC):
+    """One answer as events that are named by their type, and as the whole that they add up to.
+
+    An answer has parts, of which one is open at a time. What events begin and end the answer and
+    its parts says a dialect. As of `Renderer` and `ReplyWriter`.
+    """
+
+    def __init__(
+        self,
+        id_: str,
+        body: Any,
+        model: str,
+        reading: Reading,
+        attention: AttentionWriter,
+        bytes_of: Callable[[int], bytes],
+    ) -> None:
+        """Begin an answer.
+
+        Args:
+            id_: The reply's own.
+            body: The request.
+            model: The name that the client called the model by.
+            reading: How the answer is read.
+            attention: Writes its rows.
+            bytes_of: Bytes of an id, for logprobs.
+        """
+        self.attention = attention
+        self.n_bytes = 0
+        self._id = id_
+        self._body = body
+        self._model = model
+        self._bytes_of = bytes_of
+        self._reader = AnswerReader(reading)
+        self._has_begun = False
+        self._parts: list[Any] = []  # the open one is as it was when it was opened
+        self._open: Part | None = None
+        self._pieces: list[str] = []  # of the open part
+
+    # ---- of a dialect
+
+    @abstractmethod
+    def _started(self, run: Run | None) -> list[Struct]:
+        """The events that begin an answer."""
+
+    @abstractmethod
+    def _opened(self, kind: Part, call: CallDelta | None) -> list[Struct]:
+        """A part begins: add it to the parts."""
+
+    @abstractmethod
+    def _added(self, kind: Part, text: str) -> list[Struct]:
+        """More of the open part."""
+
+    @abstractmethod
+    def _closed(self, kind: Part, text: str, *, is_cut: bool) -> tuple[Struct, list[Struct]]:
+        """The open part is whole, with this *text*: it as it is now, and the events of that."""
+
+    @abstractmethod
+    def _row(self, fields: Any, *, is_prompt: bool) -> Struct:
+        """The event of an attention object."""
+
+    @abstractmethod
+    def _removed(self, lost: Mapping[str, int]) -> Struct:
+        """The event of what mods took back."""
+
+    @abstractmethod
+    def _ended(self, run: Run) -> list[Struct]:
+        """The events that end an answer whose parts are whole."""
+
+    @abstractmethod
+    def message(self, run: Run) -> Struct:
+        """The whole answer; its parts are."""
+
+    # ---- streamed
+
+    def prompt(self, run: Run, block: PromptBlock) -> list[bytes]:
+        """Rows of the prompt."""
+        events = self._begun(run)
+        fields, data = self.attention.prompt(run, block)
+        if fields is not None:
+            events.append(self._row(fields, is_prompt=True))
+        return self._encoded(events, data)
+
+    def token(self, run: Run, step: Step) -> list[bytes]:
+        """What is clear with this token, and its row."""
+        events = self._begun(run) + self.feed(run, step.token)
+        fields, data = self.attention.token(run, step)
+        if fields is not None:
+            events.append(self._row(fields, is_prompt=False))
+        return self._encoded(events, data)
+
+    def removed(self, run: Run, removal: Removal) -> list[bytes]:
+        """What a client is to drop; an event of ours."""
+        self.attention.removed(run, removal)
+        taken = taken_back(self._reader, removal)
+        self._reader, self._open = taken.reader, None
+        self._parts.clear()
+        self._pieces.clear()
+        events = [*self._begun(run), self._removed(taken.removed)]
+        for delta in taken.deltas:
+            again = self._written([delta])
+            if delta.call is not None:
+                events += again
+        return self._encoded(events)
+
+    def done(self, run: Run) -> list[bytes]:
+        """The end."""
+        return self._encoded(self._begun(run) + self.finish(run))
+
+    @abstractmethod
+    def error(self, run: Run | None, answer: Answer) -> list[bytes]:
+        """What went wrong."""
+
+    def _encoded(self, events: Sequence[Struct], data: bytes | None = None) -> list[bytes]:
+        """Pieces of *events*, for a stream with `NAMED_HEAD`; *data* is of the last one."""
+        pieces: list[bytes] = []
+        for i, one in enumerate(events):
+            head = EVENT_TAIL + NAMED_HEAD if i else b""
+            pieces.append(b"%s%s\ndata: " % (head, name_of(one).encode()))
+            pieces += event_pieces(one, data if i == len(events) - 1 else None)
+        return pieces
+
+    def _begun(self, run: Run | None) -> list[Struct]:
+        # With the first token it is known how much of the prompt was in the cache.
+        if self._has_begun:
+            return []
+        self._has_begun = True
+        return self._started(run)
+
+    # ---- whole
+
+    def add(self, lists: ReplyLists, run: Run, step: Step) -> None:
+        """Add a token to a reply that is not streamed."""
+        self.feed(run, step.token)
+        lists.add(step.sample, "attention", *self.attention.token(run, step))
+
+    def whole(self, run: Run, lists: ReplyLists) -> bytes:
+        """The reply that is not streamed."""
+        self.finish(run)
+        return msgspec.json.encode(msgspec.structs.replace(self.message(run), **lists.of(0)))
+
+    # ---- both
+
+    def feed(self, run: Run, token: Token) -> list[Struct]:
+        """Add a token; returns the events of it."""
+        return self._written(self._reader.feed(token.text))
+
+    def finish(self, run: Run) -> list[Struct]:
+        """End the answer; returns the last events."""
+        generation = run.generations[0]
+        deltas = self._reader.finish(generation.text)
+        if generation.tool_calls is not None:
+            deltas += mod_calls(self._reader, generation.tool_calls)
+        events = self._written(deltas) + self._close(is_cut=run.finish_reason == "length")
+        return events + self._ended(run)
+
+    def _written(self, deltas: Sequence[Delta]) -> list[Struct]:
+        events: list[Struct] = []
+        for delta in deltas:
+            kind: Part = "reasoning" if delta.reasoning else "text"
+            text, call = delta.reasoning or delta.content, delta.call
+            if call is not None:
+                kind, text = "call", call.arguments
+            elif not text:
+                continue
+            if kind != self._open or (call is not None and call.id is not None):
+                events += self._close()
+                self._open = kind
+                events += self._opened(kind, call)
+            if text:
+                self._pieces.append(text)
+                events += self._added(kind, text)
+        return events
+
+    def _close(self, *, is_cut: bool = False) -> list[Struct]:
+        if self._open is None:
+            return []
+        kind, text = self._open, "".join(self._pieces)
+        self._open = None
+        self._pieces.clear()
+        self._parts[-1], events = self._closed(kind, text, is_cut=is_cut)
+        return events
+
+
+def name_of(event: Struct) -> str:
+    """The type of an event, which is its name."""
+    return str(event.__struct_config__.tag or getattr(event, "type"))  # noqa: B009
+
+
+def named_sample(about: str, kind: type[Struct], name: str = "", **shown: Any) -> Sample:
+    """An event of a described stream.
+
+    Args:
+        about: When it is sent.
+        kind: Its type.
+        name: Its name, if the type has no single one.
+        **shown: Values in place of those of the type's own example.
+    """
+    if name:
+        shown["type"] = name
+    return Sample("server", about, shown, name or str(kind.__struct_config__.tag), kind)
