@@ -361,9 +361,9 @@ async def test_model_stays_until_its_slot_is_copied(
         model = talk.service.pool.default
         await talk.turn(NAME, LONG)
         await until(copying.is_set)
-        assert model.n_uses == 1
+        assert model.work.n_uses == 1
         goes_on.set()
-        await until(lambda: not model.n_uses)
+        await until(lambda: not model.work.n_uses)
         await talk.saved(NAME)
         assert files(folder)
 

@@ -147,7 +147,7 @@ async def test_texts_that_take_long_hold_up_neither_rows_nor_other_clients(
     leaver = service.budget.hold("leaver")
     texts = [
         asyncio.ensure_future(
-            service.pool.default.ids("word " * 10_000, add_special=False, hold=leaver)
+            service.pool.default.texts.ids("word " * 10_000, add_special=False, hold=leaver)
         )
         for _ in range(8)
     ]
@@ -159,7 +159,7 @@ async def test_texts_that_take_long_hold_up_neither_rows_nor_other_clients(
     async with asyncio.timeout(WITHIN_S):
         assert await service.offload(OFFLOAD_BYTES, lambda: 5) == 5
         other = asyncio.ensure_future(
-            service.pool.default.ids(
+            service.pool.default.texts.ids(
                 "word " * 10_000, add_special=False, hold=service.budget.hold("other")
             )
         )

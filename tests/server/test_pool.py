@@ -97,10 +97,10 @@ async def test_requests_share_the_load_that_they_wait_for(
         waiting = [asyncio.create_task(use(service, "ada")) for _ in range(5)]
         await asyncio.to_thread(gate.wait)
         served = service.pool.find("ada")
-        assert (served.state, served.progress, served.n_uses) == ("loading", 0.5, 5)
+        assert (served.state, served.progress, served.work.n_uses) == ("loading", 0.5, 5)
         gate.open()
         await asyncio.gather(*waiting)
-        assert (len(gate.begun), served.n_loads, served.n_uses) == (1, 1, 0)
+        assert (len(gate.begun), served.n_loads, served.work.n_uses) == (1, 1, 0)
 
 
 async def test_models_load_beside_each_other(folder: Path, monkeypatch: pytest.MonkeyPatch):
@@ -124,7 +124,7 @@ async def test_load_is_finished_though_its_client_left(
         await asyncio.gather(leaving, return_exceptions=True)
         gate.open()
         await until(lambda: loaded(service) == {"ada"})
-        assert service.pool.find("ada").n_uses == 0
+        assert service.pool.find("ada").work.n_uses == 0
 
 
 async def test_server_that_ends_does_not_wait_for_room(folder: Path):
@@ -238,7 +238,7 @@ async def test_random_requests_for_more_models_than_fit_are_all_answered(folder:
         await asyncio.gather(*map(ask, range(30)))
         assert max(most) <= (pool.budget_bytes or 0)
         assert sum(served.n_loads for served in pool) >= len(NAMES)
-        assert not any(served.n_uses for served in pool)
+        assert not any(served.work.n_uses for served in pool)
 
 
 # ---- failing

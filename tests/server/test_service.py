@@ -45,10 +45,10 @@ def engine() -> Iterator[Engine]:
 @pytest.mark.parametrize("text", ["", "Tom has", "é🙂 ünï", "<|im_start|>user\n", "a" * 40_000])
 async def test_pieces_of_a_text_join_to_it(engine: Engine, text: str):
     service = Service(engine, Settings())
-    pieces = await service.pool.default.tokenize(text, add_special=False)
+    pieces = await service.pool.default.texts.tokenize(text, add_special=False)
     assert "".join(piece for _, piece in pieces) == text
     assert [id_ for id_, _ in pieces] == engine.tokenize(text, add_special=False)
-    assert await service.pool.default.detokenize([id_ for id_, _ in pieces]) == text
+    assert await service.pool.default.texts.detokenize([id_ for id_, _ in pieces]) == text
 
 
 async def test_long_text_does_not_hold_the_event_loop_up(engine: Engine):
@@ -65,7 +65,7 @@ async def test_long_text_does_not_hold_the_event_loop_up(engine: Engine):
 
     ticking = asyncio.create_task(tick())
     started_s = time.process_time()
-    await service.pool.default.tokenize("word " * 300_000, add_special=False)
+    await service.pool.default.texts.tokenize("word " * 300_000, add_special=False)
     took_s = time.process_time() - started_s
     ticking.cancel()
     assert longest_s < took_s / 10

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kqview.server.models.truncation import truncated
+from kqview.server.models.texts import truncated
 
 TEXT = list(range(100))
 

@@ -131,7 +131,7 @@ class ToyRenderer:
 
 
 async def tokenize(call: Call, body: TextBody) -> Tokens:
-    pieces = await call.service.pool.default.tokenize(
+    pieces = await call.service.pool.default.texts.tokenize(
         body.text, add_special=body.add_special, hold=call.hold
     )
     return Tokens(ids=[id_ for id_, _ in pieces])

@@ -40,7 +40,7 @@ from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -57,8 +57,8 @@ from kqview.errors import (
 )
 from kqview.server.apps.conversation_store import Key
 from kqview.server.live_config import LiveConfig
+from kqview.server.models.model_entry import ModelEntry
 from kqview.server.models.run import Run
-from kqview.server.models.slots import Slots
 from kqview.server.web.access import Caller
 from kqview.server.web.budget import Budget, Reservation
 from kqview.slot import Slot
@@ -74,16 +74,6 @@ _MOST_WAITING: Final = 4  # copies that wait for the disk
 _OPENS_WITHIN_S: Final = 5.0  # a process that ends may still have the folder
 _CLIENT: Final = "states of sessions"
 _NAME: Final = re.compile(r"chat-[0-9a-f]{64}\.ses1")
-
-
-class HasSlots(Protocol):
-    """A model that serves, as far as it is needed here."""
-
-    @property
-    def engine(self) -> Engine: ...
-    @property
-    def slots(self) -> Slots: ...
-    def used(self) -> contextlib.AbstractContextManager[None]: ...
 
 
 class Seat:
@@ -168,7 +158,7 @@ class ConversationStates:
     @contextlib.asynccontextmanager
     async def seat(
         self,
-        model: HasSlots,
+        model: ModelEntry,
         caller: Caller,
         key: Key,
         ids: Sequence[int],
@@ -202,14 +192,14 @@ class ConversationStates:
             # Others that wait for its memory would close it before its slot is copied.
             stays = contextlib.ExitStack()
             stays.callback(seats.put, caller.owner)
-            stays.enter_context(model.used())
+            stays.enter_context(model.work.used())
             copy = asyncio.create_task(self._keep(model, caller, key, ids, seat.run))
             copy.add_done_callback(lambda _: stays.close())
             on_copy(copy)
 
     # ---- before it
 
-    async def _bring(self, model: HasSlots, caller: Caller, key: Key, ids: Sequence[int]) -> None:
+    async def _bring(self, model: ModelEntry, caller: Caller, key: Key, ids: Sequence[int]) -> None:
         """Restore the session into a free slot if that saves an evaluation."""
         slots = model.slots
         try:
@@ -266,7 +256,7 @@ class ConversationStates:
     # ---- after it
 
     async def _keep(
-        self, model: HasSlots, caller: Caller, key: Key, ids: Sequence[int], run: Run | None
+        self, model: ModelEntry, caller: Caller, key: Key, ids: Sequence[int], run: Run | None
     ) -> None:
         """Copy the slot that *run* used, if it still holds the session."""
         if run is None or not run.n_tokens or len(ids) < LEAST_TOKENS:

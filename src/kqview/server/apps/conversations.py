@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any, Final, TypeVar
 
 from kqview.errors import BusyError, CapacityError, KqviewError, RequestError
-from kqview.server.apps.conversation_states import ConversationStates, HasSlots, Seat
+from kqview.server.apps.conversation_states import ConversationStates, Seat
 from kqview.server.apps.conversation_store import (
     ConversationStore,
     History,
@@ -31,6 +31,7 @@ from kqview.server.apps.conversation_store import (
 from kqview.server.config import ChatSessions, Config
 from kqview.server.errors import NotFound, RateLimited, ShuttingDown, TooLarge
 from kqview.server.live_config import LiveConfig
+from kqview.server.models.model_entry import ModelEntry
 from kqview.server.web.access import Caller
 from kqview.server.web.budget import Budget, Reservation
 
@@ -95,7 +96,7 @@ class Turn:
         return messages[n_out:]
 
     def seat(
-        self, model: HasSlots, caller: Caller, ids: Sequence[int]
+        self, model: ModelEntry, caller: Caller, ids: Sequence[int]
     ) -> AbstractAsyncContextManager[Seat]:
         """A seat for the run of this turn; its slot is saved afterwards.
 

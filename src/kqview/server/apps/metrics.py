@@ -88,7 +88,7 @@ _MODEL_GAUGES: Final[Mapping[str, tuple[str, Callable[[ModelEntry], float]]]] = 
     "kqview_model_loaded": ("Whether it is loaded.", lambda one: one.loaded is not None),
     "kqview_model_loads": ("How often it was loaded.", lambda one: one.n_loads),
     "kqview_model_bytes": ("Memory that it takes.", lambda one: one.held_bytes),
-    "kqview_model_requests": ("Requests that use it.", lambda one: one.n_uses),
+    "kqview_model_requests": ("Requests that use it.", lambda one: one.work.n_uses),
 }
 _MILLISECONDS: Final = (1, 5, 10, 50, 100, 500, 1000, 5000, 10_000, 60_000, 300_000)
 _SECONDS: Final = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 1800)

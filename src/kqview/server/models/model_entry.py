@@ -1,19 +1,14 @@
-"""Served: one model of the server: its engine while it is loaded, its slots, and what runs on it.
+"""ModelEntry: one model of the server: its engine while it is loaded, and what belongs to it.
 
 Opening, closing and switching the engine is here; when that happens is for `Pool` to say. Belongs
 to one event loop. It owns the engine that it opened itself, not one that it was given.
 """
 
 import asyncio
-import contextlib
 import logging
 import os
-import time
-from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
-from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -22,25 +17,15 @@ import msgspec
 from kqview.chat.named_templates import TEMPLATES
 from kqview.demo import MODEL_PATH
 from kqview.engine import Engine, check_opening
-from kqview.errors import ClosedError, KqviewError, RequestError
-from kqview.generation.text import TextStream
+from kqview.errors import KqviewError
 from kqview.machine import physical_memory_bytes
 from kqview.server.config import UNNAMED, Model
-from kqview.server.errors import (
-    ModelChanged,
-    NoModel,
-    ShuttingDown,
-    model_changed,
-    renamed,
-    shutting_down,
-    too_late,
-)
+from kqview.server.errors import NoModel, ShuttingDown, model_changed, shutting_down
 from kqview.server.live_config import LiveConfig
-from kqview.server.models.run import Run
 from kqview.server.models.slots import Slots
-from kqview.server.web.budget import Reservation, uncounted
+from kqview.server.models.texts import Texts
+from kqview.server.models.work import ModelWork
 from kqview.server.web.workers import Workers
-from kqview.submission import owned_by
 from kqview.types import EngineStats
 
 Options = Mapping[str, int | None]
@@ -55,13 +40,6 @@ _FLASH_ATTN: Final[Mapping[str, Literal["auto"] | bool]] = {
 }
 DEMO_CONTEXT: Final = 2048
 """Tokens of the demo model's context: prompts of clients are longer than its trained context."""
-# Below this, a hop to another thread takes longer than the work itself.
-_OFFLOAD_TEXT: Final = 32 * 1024  # characters: about a millisecond to tokenize
-OFFLOAD_ITEMS: Final = 4096
-"""Ids and biases of which reading takes about a millisecond."""
-# Most bytes that a character and its ids take, and an id with its text.
-_ID_BYTES: Final = 40
-_PIECE_BYTES: Final = 240
 
 
 class ModelEntry:
@@ -80,12 +58,11 @@ class ModelEntry:
         estimated_bytes: Memory that it needs, as far as its file says; None before the first load.
         measured_bytes: Memory that it took when it was loaded; None before that.
         held_bytes: Memory that it takes, or that is kept for it while it is loaded; 0 without.
-        runs: Its runs by owner and request_id.
+        work: What uses it.
+        texts: Ids of texts and texts of ids.
         slots: Its slots.
         pinned: Whether it is never unloaded to make room.
-        n_uses: Requests that use it or wait for it.
         n_loads: How often it was loaded.
-        last_used_s: When a request used it last, by ``time.monotonic``; 0.0 before the first.
     """
 
     def __init__(
@@ -114,22 +91,19 @@ class ModelEntry:
         self.state: State = "unloaded" if engine is None else "loaded"
         self.error: str | None = None
         self.progress = 0.0 if engine is None else 1.0
-        self.runs: dict[tuple[str, str], Run] = {}
-        self.slots = Slots(live, self.runs, lambda: self.engine)
+        self.work = ModelWork(on_idle)
+        self.texts = Texts(lambda: self.engine, texts)
+        self.slots = Slots(live, self.work.runs, lambda: self.engine)
         self.pinned = config.pinned
-        self.n_uses = 0
         self.n_loads = 0 if engine is None else 1
-        self.last_used_s = 0.0
         self.is_closing = False
         self.is_only = True
         self.is_switching = False
         self.estimated_bytes: int | None = None
         self.measured_bytes = None if engine is None else engine.memory_bytes
         self.held_bytes = self.measured_bytes or 0
-        self._on_idle = on_idle
         self._absence = "no model is loaded"
         self._live = live
-        self._texts = texts
         self._owns_engine = False
         self._path: str | None = config.path
         self._given: Options = {}  # they override the others
@@ -137,9 +111,6 @@ class ModelEntry:
         self._switches: set[asyncio.Task[Engine]] = set()
         # Of engines that were closed: all but the last one together, and the last one.
         self._past: list[EngineStats] = []
-        # What uses the engine without a run, by the limit of its time: its owner, and why it ended
-        # early.
-        self._works: dict[asyncio.Timeout, tuple[str, KqviewError | None]] = {}
 
     # ---- what it is
 
@@ -168,10 +139,9 @@ class ModelEntry:
             return self.id
         if aliases := self._live.settings.aliases:
             return aliases[0]
-        return self.name_of(self.engine) if self.id == UNNAMED else self.id
-
-    def name_of(self, engine: Engine) -> str:
-        """The model's name, from its metadata or else its file."""
+        if self.id != UNNAMED:
+            return self.id
+        engine = self.engine
         if self._owns_engine and self._path is None:
             return "demo"  # as the option that serves it
         return engine.model.name or (Path(self._path).stem if self._path else "demo")
@@ -191,21 +161,6 @@ class ModelEntry:
         limit = self._live.settings.max_context
         return engine.n_ctx if limit is None else min(limit, engine.n_ctx)
 
-    @property
-    def is_used(self) -> bool:
-        """Whether a request uses it, or waits for it."""
-        return bool(self.n_uses or self.n_busy)
-
-    @property
-    def n_busy(self) -> int:
-        """Requests that run on it, or wait for a slot."""
-        return len(self.runs) + len(self._works)
-
-    def busy_owners(self, *, has_parked: bool) -> Counter[str]:
-        """Number of each owner's requests of `n_busy`, with or without parked runs."""
-        runs = (run.owner for run in self.runs.values() if has_parked or not run.is_parked)
-        return Counter(chain(runs, (owner for owner, _ in self._works.values())))
-
     def stats(self) -> list[EngineStats]:
         """Counters of all engines that it had, the current one last."""
         return [*self._past, *([self.loaded.stats()] if self.loaded else [])]
@@ -219,113 +174,6 @@ class ModelEntry:
     def is_lost(self) -> bool:
         """Whether closing the engine gave its thread up."""
         return self.loaded is not None and self.loaded.health().is_lost
-
-    # ---- text
-
-    async def tokenize(
-        self, text: str, *, add_special: bool, hold: Reservation | None = None
-    ) -> list[tuple[int, str]]:
-        """Ids of *text*, each with the text that it completes; the texts join to the whole.
-
-        A character spread over several ids is the text of the last one; the others have "". Their
-        memory is counted in *hold*.
-        """
-        hold = hold or uncounted()
-        engine = self.engine
-        ids = await self.ids(text, add_special=add_special, hold=hold)
-        hold.take(_PIECE_BYTES * len(ids))
-        if len(ids) < OFFLOAD_ITEMS:
-            return _pieces(engine, ids)
-        return await self._texts.run(hold.client, _pieces, engine, ids)
-
-    async def ids(
-        self,
-        text: str,
-        *,
-        add_special: bool,
-        parse_special: bool = True,
-        hold: Reservation | None = None,
-    ) -> list[int]:
-        """Ids of *text*; their memory is counted in *hold*."""
-        hold = hold or uncounted()
-        hold.take(_ID_BYTES * len(text))
-        tokenize = partial(
-            self.engine.tokenize, text, add_special=add_special, parse_special=parse_special
-        )
-        if len(text) < _OFFLOAD_TEXT:
-            return tokenize()
-        return await self._texts.run(hold.client, tokenize)
-
-    async def ids_of_each(
-        self, texts: Sequence[str], *, parse_special: bool, hold: Reservation
-    ) -> list[list[int]]:
-        """Ids of each of *texts* with the special ones around it; counted in *hold*."""
-        n_characters = sum(map(len, texts))
-        hold.take(_ID_BYTES * (n_characters + 2 * len(texts)))
-        tokenize = partial(self.engine.tokenize, add_special=True, parse_special=parse_special)
-        if n_characters + 8 * len(texts) < _OFFLOAD_TEXT:
-            return list(map(tokenize, texts))
-        return await self._texts.run(hold.client, lambda: list(map(tokenize, texts)))
-
-    async def detokenize(self, ids: Sequence[int], *, name: str = "ids", client: str = "") -> str:
-        """Text of *ids*, which errors call *name*."""
-        engine = self.engine
-        try:
-            if len(ids) < OFFLOAD_ITEMS:
-                return engine.detokenize(ids)
-            return await self._texts.run(client, engine.detokenize, ids)
-        except RequestError as error:
-            raise renamed(error, {"ids": name}) from None
-
-    # ---- who uses it
-
-    @contextlib.contextmanager
-    def used(self) -> Generator[None]:
-        """Count a request that uses it, or waits for it."""
-        self.n_uses += 1
-        try:
-            yield
-        finally:
-            self.n_uses -= 1
-            self.last_used_s = time.monotonic()
-            self._on_idle()
-
-    @contextlib.asynccontextmanager
-    async def working(self, owner: str) -> AsyncGenerator[Engine]:
-        """As `Service.working`, which checks the limits."""
-        engine, limit_s = self.engine, self._live.settings.request_timeout_s
-        limit = asyncio.timeout(limit_s or None)
-        try:
-            async with limit:
-                self._works[limit] = owner, None
-                with owned_by(owner):
-                    yield engine
-        except TimeoutError:
-            raise (
-                self._works[limit][1] or too_late(limit_s) if limit.expired() else TimeoutError
-            ) from None
-        except ClosedError:
-            if engine is not self.engine:
-                raise model_changed() from None
-            raise
-        finally:
-            self._works.pop(limit, None)
-            self._on_idle()
-
-    def ended(self, run: Run) -> None:
-        """Note that *run* is over."""
-        self.runs.pop((run.owner, run.request_id), None)
-        self.slots.released(run)
-        self._on_idle()
-
-    def end_runs(self, error: ModelChanged | ShuttingDown) -> None:
-        """End every run and other work on the engine, and tell its client *error*."""
-        for run in list(self.runs.values()):
-            run.end(error)
-        for limit in self._works:
-            if not limit.expired():
-                self._works[limit] = self._works[limit][0], error
-                limit.reschedule(asyncio.get_running_loop().time())
 
     # ---- its engine
 
@@ -408,7 +256,7 @@ class ModelEntry:
         """
         async with self._switching:
             old = self.loaded
-            if old is None or (only_idle and self.is_used):
+            if old is None or (only_idle and self.work.is_used):
                 return False
             self.loaded, self.state, self.progress = None, "unloaded", 0.0
             self._absence = f"the model {self.id!r} is not loaded"
@@ -484,7 +332,7 @@ class ModelEntry:
 
     def _leaves(self) -> None:
         self.slots.forget()
-        self.end_runs(model_changed())
+        self.work.end(model_changed())
 
     async def _close(self, old: Engine) -> None:
         # A model may come and go for months.
@@ -586,13 +434,3 @@ def _adapter(text: str) -> tuple[str, float]:
         return (path, float(scale)) if colon else (text, 1.0)
     except ValueError:
         return text, 1.0
-
-
-def _pieces(engine: Engine, ids: Sequence[int]) -> list[tuple[int, str]]:
-    stream = TextStream()
-    pieces = [(id_, stream.feed(engine.token_bytes(id_))) for id_ in ids]
-    rest = stream.flush()
-    if rest:
-        last, piece = pieces[-1]
-        pieces[-1] = last, piece + rest
-    return pieces

@@ -47,19 +47,13 @@ _MIB: Final = 2**20
 class Pool:
     """Every configured model, the default one first."""
 
-    def __init__(
-        self, live: LiveConfig, engine: Engine | None, *, on_idle: Callable[[], None]
-    ) -> None:
-        """Serve the configured models; *engine* is the default one's, and stays the caller's.
-
-        *on_idle* is called when a request, run or other work on a model has ended.
-        """
+    def __init__(self, live: LiveConfig, engine: Engine | None) -> None:
+        """Serve the configured models; *engine* is the default one's, and stays the caller's."""
         self.is_closing = False
         """Whether no model is loaded any more, and none may be used."""
         self.listeners: set[Callable[[msgspec.Struct], object]] = set()
         """Called with each event of a model (`events_bus.ModelLoading` and the others)."""
         self._live = live
-        self._on_idle = on_idle
         self._texts = Workers(_N_WORKERS, "text")
         self._served: dict[str, ModelEntry] = {}
         self._removed: set[ModelEntry] = set()  # they leave when no request uses them
@@ -90,8 +84,10 @@ class Pool:
         """The models that requests may name."""
         return iter(list(self._served.values()))
 
-    def _all(self) -> list[ModelEntry]:
-        return [*self, *self._removed]
+    @property
+    def all(self) -> list[ModelEntry]:
+        """Those that leave as well."""
+        return [*self._served.values(), *self._removed]
 
     @property
     def default(self) -> ModelEntry:
@@ -111,8 +107,8 @@ class Pool:
         Raises:
             UnknownModel: There is none of this name.
         """
-        if name is None or not self.has_several:
-            return self.default
+        if name is None or len(self._served) == 1:
+            return self._served[self._default]
         found = self._served.get(name) or self._served.get(name.rpartition("/")[0])
         if found is None:
             known = ", ".join(map(repr, self._served))
@@ -136,15 +132,16 @@ class Pool:
             ShuttingDown: The server is about to end.
         """
         served = self.find(name)
-        with served.used():
-            await self._ready(served)
+        with served.work.used():
+            if served.loaded is None or self.is_closing:
+                await self._ready(served)
             yield served
 
     async def _ready(self, served: ModelEntry) -> None:
         while served.loaded is None or self.is_closing:
             if self.is_closing or served.is_switching:
                 _ = served.engine  # says why there is none
-            if served.n_uses > (limit := self._live.settings.max_running):
+            if served.work.n_uses > (limit := self._live.settings.max_running):
                 raise QueueFull(f"{limit} requests wait for this model, the limit; try again later")
             load = self._loads.get(served)
             if load is None:
@@ -240,7 +237,7 @@ class Pool:
     @property
     def held_bytes(self) -> int:
         """Bytes of all models that are loaded, being loaded or being closed."""
-        return sum(served.held_bytes for served in self._all())
+        return sum(served.held_bytes for served in self.all)
 
     async def _make_room(self, served: ModelEntry) -> None:
         """Hold what *served* needs; others leave for it where they have to, and may."""
@@ -277,18 +274,18 @@ class Pool:
                     raise
 
     def _others(self, served: ModelEntry) -> list[ModelEntry]:
-        return [one for one in self._all() if one is not served]
+        return [one for one in self.all if one is not served]
 
     def _missing(self, served: ModelEntry, n_bytes: int, budget: int) -> int:
         return n_bytes + sum(one.held_bytes for one in self._others(served)) - budget
 
     async def _free(self, served: ModelEntry, n_bytes: int) -> bool:
         """Unload idle models of *n_bytes* or more for *served*; False if there are too few."""
-        idle = [one for one in self._others(served) if _may_leave(one) and not one.is_used]
+        idle = [one for one in self._others(served) if _may_leave(one) and not one.work.is_used]
         idle = [one for one in idle if one.loaded is not None]
         if sum(one.held_bytes for one in idle) < n_bytes:
             return False
-        for one in sorted(idle, key=lambda one: one.last_used_s):
+        for one in sorted(idle, key=lambda one: one.work.last_used_s):
             if n_bytes <= 0:
                 break
             n_bytes -= one.held_bytes
@@ -304,7 +301,7 @@ class Pool:
     def _check_stays(self, served: ModelEntry) -> None:
         if self.is_closing:
             raise shutting_down()
-        if not served.n_uses:
+        if not served.work.n_uses:
             raise CapacityError("nobody waits for the model any more")
 
     async def _until(
@@ -324,7 +321,7 @@ class Pool:
     def _uses(self, served: ModelEntry) -> str:
         held = [one for one in self._others(served) if one.held_bytes]
         return ", ".join(
-            f"{one.id} ({'pinned' if not _may_leave(one) else f'{one.n_uses} requests'})"
+            f"{one.id} ({'pinned' if not _may_leave(one) else f'{one.work.n_uses} requests'})"
             for one in held
         )
 
@@ -345,11 +342,16 @@ class Pool:
         """A request, run or load has ended: whoever waits for room looks again."""
         self._freed.set()
         self._freed = asyncio.Event()
-        for served in self._removed:
-            if not served.is_used and served.loaded is not None and not self.is_closing:
-                self._begin(self._unload(served, "removed", only_idle=True))
-        self._removed = {one for one in self._removed if one.is_used or one.held_bytes}
-        self._on_idle()
+        if self._removed:
+            for served in self._removed:
+                if not served.work.is_used and served.loaded is not None and not self.is_closing:
+                    self._begin(self._unload(served, "removed", only_idle=True))
+            self._removed = {one for one in self._removed if one.work.is_used or one.held_bytes}
+
+    async def idle(self) -> None:
+        """Wait until no request runs or waits for a slot, on any model."""
+        while self.n_busy:
+            await self._freed.wait()
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)
@@ -361,7 +363,7 @@ class Pool:
     async def load_now(self, served: ModelEntry) -> None:
         """Load *served*, also where it failed shortly before; raises as `using`."""
         self._retries.pop(served, None)
-        with served.used():
+        with served.work.used():
             await self._ready(served)
 
     async def unload_now(self, served: ModelEntry) -> None:
@@ -492,16 +494,16 @@ class Pool:
     def begin_close(self) -> None:
         """Load nothing any more, use no model, and end what runs."""
         self.is_closing = True
-        for served in self._all():
+        for served in self.all:
             served.is_closing = True
-            served.end_runs(shutting_down())
+            served.work.end(shutting_down())
         self.note_idle()
 
     async def close(self, limit_s: float) -> None:
         """Close the engines that are ours, after the loads and switches that run."""
         self.begin_close()
         await asyncio.gather(*self._loads.values(), *self._tasks, return_exceptions=True)
-        await asyncio.gather(*(served.close(limit_s) for served in self._all()))
+        await asyncio.gather(*(served.close(limit_s) for served in self.all))
         self._texts.shutdown()
 
     # ---- figures
@@ -509,11 +511,11 @@ class Pool:
     @property
     def n_busy(self) -> int:
         """Requests that run or wait for a slot, on all models."""
-        return sum(served.n_busy for served in self._all())
+        return sum(served.work.n_busy for served in self.all)
 
     def busy_owners(self) -> Counter[str]:
         """Number of each owner's requests of `n_busy`."""
-        return sum((one.busy_owners(has_parked=True) for one in self._all()), Counter[str]())
+        return sum((one.work.owners(has_parked=True) for one in self.all), Counter[str]())
 
     @property
     def is_ready(self) -> bool:
@@ -525,7 +527,7 @@ class Pool:
     @property
     def is_engine_lost(self) -> bool:
         """Whether closing an engine gave its thread up."""
-        return any(served.is_lost for served in self._all())
+        return any(served.is_lost for served in self.all)
 
     def stall(self, factor: float = 1.0) -> str | None:
         """Why requests make no progress, None if they do; any thread.
@@ -534,7 +536,7 @@ class Pool:
             factor: Times the settings' ``stall_timeout_s``.
         """
         limit_s = factor * self._live.settings.stall_timeout_s
-        return next((why for one in self._all() if (why := one.stall(limit_s)) is not None), None)
+        return next((why for one in self.all if (why := one.stall(limit_s)) is not None), None)
 
 
 def _models(config: Config) -> Mapping[str, Model]:

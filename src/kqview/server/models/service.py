@@ -30,7 +30,7 @@ from kqview.server.errors import model_changed, renamed, too_late
 from kqview.server.live_config import LiveConfig
 from kqview.server.models.events_bus import Bus
 from kqview.server.models.mod_runs import ModRuns
-from kqview.server.models.model_entry import OFFLOAD_ITEMS, ModelEntry, resolved
+from kqview.server.models.model_entry import ModelEntry, resolved
 from kqview.server.models.model_files import model_names
 from kqview.server.models.phrases import PhraseBan, Phrases
 from kqview.server.models.pool import Pool
@@ -38,7 +38,7 @@ from kqview.server.models.request import GenerateRequest
 from kqview.server.models.row_cache import RowCache
 from kqview.server.models.run import LastRun, Run
 from kqview.server.models.sessions import Sessions, StateFiles
-from kqview.server.models.truncation import truncated
+from kqview.server.models.texts import OFFLOAD_ITEMS, truncated
 from kqview.server.settings import Settings
 from kqview.server.web import endpoint
 from kqview.server.web.access import ANYONE, Caller
@@ -82,7 +82,7 @@ class Service(SocketHost):
         self.n_runs = 0
         self._n_runs_of: Counter[str] = Counter()
         self._last: dict[str, LastRun] = {}  # by owner; the run that ended last is the last entry
-        self.pool = Pool(self.live, engine, on_idle=self._note_idle)
+        self.pool = Pool(self.live, engine)
         self.pool.listeners.add(self.bus.publish)
         self.sessions = Sessions(self.live)
         self.mod_runs = ModRuns(self.live)
@@ -92,7 +92,6 @@ class Service(SocketHost):
         self._workers = ThreadPoolExecutor(_N_WORKERS, thread_name_prefix="kqview-rows")
         self._builders = Workers(_N_WORKERS, "requests")
         self._starting: dict[tuple[str, str], ModelEntry] = {}
-        self._is_idle = asyncio.Event()
         self.on_end: Callable[[Run], None] = lambda run: None
         self.on_drain: set[Callable[[], Awaitable[None]]] = set()
 
@@ -149,9 +148,7 @@ class Service(SocketHost):
         # A client that reads nothing cannot be told; the grace ends the wait for it.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.grace_left_s):
-                if self.pool.n_busy:
-                    self._is_idle.clear()
-                    await self._is_idle.wait()
+                await self.pool.idle()
                 await asyncio.gather(self.bus.close(), *(leave() for leave in list(self.on_drain)))
 
     async def close(self) -> None:
@@ -202,39 +199,39 @@ class Service(SocketHost):
             ModelChanged: The model was switched meanwhile.
         """
         settings, model = self.settings, model or self.pool.default
-        started_s = asyncio.get_running_loop().time()
-        try:
-            self._check_limits(request, caller, model)
-            self.mod_runs.check(request.mods)
-        except RequestError as error:
-            raise renamed(error, request.names) from None
-        hold = hold or uncounted()
+        loop = asyncio.get_running_loop()
+        started_s, hold = loop.time(), hold or uncounted()
         limit_s = settings.request_timeout_s
         limit = asyncio.timeout(limit_s or None)
-        label = request.request_id
-        if request.shares_name:
-            request = replace(request, request_id=self._free_name(caller, label))
-        name = caller.owner, request.request_id
-        self._starting[name] = model
+        name = label = request.request_id
         try:
-            async with limit:
-                generations, n_truncated = await self._generations(model, request, caller, hold)
+            self._check_limits(request, caller, model)
+            if request.mods:
+                self.mod_runs.check(request.mods)
+            # Others of one owner may be called so, but have names of their own here.
+            while request.shares_name and self._is_used(caller, name):
+                name = f"{label}-{uuid.uuid4().hex[:8]}"
+            if name != label:
+                request = replace(request, request_id=name)
+            self._starting[caller.owner, name] = model
+            try:
+                async with limit:
+                    generations, n_truncated = await self._begun(model, request, caller, hold)
+            finally:
+                del self._starting[caller.owner, name]
         except TimeoutError:
             raise (too_late(limit_s) if limit.expired() else TimeoutError) from None
         except RequestError as error:
             raise renamed(error, request.names) from None
-        finally:
-            del self._starting[name]
         run = Run(
             request, generations, hold.part(), on_close=partial(self._ended, model),
             owner=caller.owner, label=label, n_truncated=n_truncated,
             token_bytes=model.engine.token_bytes, traces_stored=self.mod_runs.stored,
         )  # fmt: skip
-        self.runs[name] = model.runs[name] = run
+        self.runs[caller.owner, name] = model.work.runs[caller.owner, name] = run
         self.n_runs += 1
         self._n_runs_of[caller.owner] += 1
         if limit_s:
-            loop = asyncio.get_running_loop()
             run.deadline = loop.call_at(started_s + limit_s, lambda: run.end(too_late(limit_s)))
         return run
 
@@ -252,47 +249,47 @@ class Service(SocketHost):
         Raises:
             RequestError: As `start`, like the other errors.
         """
-        prompts = (request.prompt, *request.more_prompts)
         try:
             self._check_limits(request, caller, model)
-            ids = [await _prompt_ids(model, prompt, hold) for prompt in prompts]
-            for one in ids:
-                _check_prompt(one, request, model.max_context)
+            ids = await _ids_of(model, request, hold)
+            _check_prompts(ids, request, model.max_context)
             hold.take((1 + top_logprobs) * _SCORE_BYTES * sum(map(len, ids)))
             async with self.working(model, caller) as engine:
                 return await engine.ascore(ids, top_logprobs=top_logprobs, lora=request.lora)
         except RequestError as error:
             raise renamed(error, {"texts": "prompt", **request.names}) from None
 
-    async def _generations(
+    async def _begun(
         self, model: ModelEntry, request: GenerateRequest, caller: Caller, hold: Reservation
     ) -> tuple[list[Generation], int]:
         """Begin the generations of *request*; large requests are built in another thread.
 
         Returns them, and how many tokens of its prompt were left out.
         """
-        engine = model.engine
+        engine, n_truncated = model.engine, 0
         try:
-            prompts = [
-                await _prompt_ids(model, prompt, hold)
-                for prompt in (request.prompt, *request.more_prompts)
-            ]
+            prompts = await _ids_of(model, request, hold)
             if engine is not model.loaded:
                 raise model_changed()
-            n_truncated = 0
             if request.truncates and isinstance(request.prompt, str):
                 n_whole = len(prompts[0])
                 prompts[0] = await self._truncated(model, request, prompts[0], hold)
                 n_truncated = n_whole - len(prompts[0])
-            for ids in prompts:
-                _check_prompt(ids, request, model.max_context)
-            steered = partial(
-                self.mod_runs.options, request.mods, owner=caller.owner, model=model.name
-            )
-            build = partial(self._build, engine, request, prompts, caller.owner, steered)
-            is_gone = StopFlag()
-            if _is_small(request, prompts):
-                return build(is_gone), n_truncated
+            _check_prompts(prompts, request, model.max_context)
+            options = None
+            if request.mods or self.settings.trace_url is not None:
+                options = partial(
+                    self.mod_runs.options, request.mods, owner=caller.owner, model=model.name
+                )
+            build = partial(self._build, engine, request, prompts, caller.owner, options)
+            sampling, is_gone = request.sampling, StopFlag()
+            lists = (sampling.logit_bias, sampling.banned_tokens, sampling.stop_tokens)
+            n_items = sum(map(len, lists)) * request.n_generations
+            n_items += sum(map(len, prompts)) * request.n_samples
+            given = (sampling.grammar, sampling.json_schema, sampling.regex)
+            # Mods are loaded first, and see the prompt.
+            if n_items < OFFLOAD_ITEMS and not request.mods and all(one is None for one in given):
+                return build(is_gone), n_truncated  # which takes about a millisecond
             try:
                 generations = await self._builders.run(hold.client, build, is_gone)
             except BaseException:
@@ -314,7 +311,7 @@ class Service(SocketHost):
     ) -> Sequence[int]:
         """The ids of a text whose front may be left out, as far as they fit."""
         with hold.part() as part:
-            memory = await model.ids(request.memory, add_special=False, hold=part)
+            memory = await model.texts.ids(request.memory, add_special=False, hold=part)
         return truncated(
             ids,
             memory,
@@ -329,7 +326,7 @@ class Service(SocketHost):
         request: GenerateRequest,
         prompts: Sequence[Sequence[int]],
         owner: str,
-        steered: Callable[[], dict[str, Any]],
+        with_mods: Callable[[], dict[str, Any]] | None,
         is_gone: StopFlag,
     ) -> list[Generation]:
         """Any thread; once *is_gone* is set, nobody waits for the result any more."""
@@ -344,15 +341,22 @@ class Service(SocketHost):
                 # One prompt's rows are enough.
                 rows = replace(capture, prompt=False) if capture and i else capture
                 forcing = None if request.forcing is None else request.forcing(engine)
-                options = _with_ban(steered(), request.banned_phrases, engine)
-                with_mods = (
-                    _for_mods(request.dialogue) if "mods" in options else contextlib.nullcontext()
-                )
-                with with_mods, owned_by(owner, is_gone):
+                sampling = request.sampling
+                if i_sample and sampling.seed is not None:
+                    sampling = replace(sampling, seed=(sampling.seed + i_sample) % (2**32 - 1))
+                options: dict[str, Any] = {"trace": False} if with_mods is None else with_mods()
+                if request.banned_phrases:
+                    engine.token_bytes(0)  # a model without a vocabulary is refused here
+                    phrases = PhraseBan(Phrases(request.banned_phrases), engine.token_bytes)
+                    options["mods"] = [*options.get("mods", ()), phrases]
+                seen = contextlib.nullcontext()
+                if "mods" in options:
+                    seen = _for_mods(request.dialogue)
+                with seen, owned_by(owner, is_gone):
                     generation = engine.generate(
                         prompts[i_prompt],
                         max_tokens=min(request.max_tokens, self.settings.max_tokens),
-                        sampling=_for_sample(request, i_sample),
+                        sampling=sampling,
                         capture=rows,
                         slot=request.slot if i == 0 else None,
                         cache_prompt=request.cache_prompt or i_sample > 0,
@@ -362,9 +366,9 @@ class Service(SocketHost):
                         **request.shift_options,
                         **options,
                     )
-                for one in generation.mods:
-                    if isinstance(one, PhraseBan):
-                        one.watch(generation)
+                for ban in generation.mods if request.banned_phrases else ():
+                    if isinstance(ban, PhraseBan):
+                        ban.watch(generation)
                 generations.append(generation)
         except BaseException:
             for generation in generations:
@@ -401,27 +405,26 @@ class Service(SocketHost):
     def _is_used(self, caller: Caller, name: str) -> bool:
         return (caller.owner, name) in self.runs or (caller.owner, name) in self._starting
 
-    def _free_name(self, caller: Caller, label: str) -> str:
-        """*label*, or something like it that no other run of *caller* is called."""
-        name = label
-        while self._is_used(caller, name):
-            name = f"{label}-{uuid.uuid4().hex[:8]}"
-        return name
-
     def _check_room(self, model: ModelEntry, caller: Caller) -> None:
         """Refuse a request where too many run or wait, on *model* or on all together.
 
         An owner with less than its share of the places is let in though others have taken them; so
         one alone may have all of them. Streams that nobody reads are no part of *model*'s queue.
         """
-        starting = [(owner, one) for (owner, _), one in self._starting.items()]
-        here = model.busy_owners(has_parked=False)
-        here.update(owner for owner, one in starting if one is model)
+        n_places = len(model.engine.slots) + self.settings.max_queued
+        most, starting = self.settings.max_running, self._starting
+        n_others = sum(len(one.work.others) for one in self.pool.all)
+        if len(model.work.runs) + len(starting) + n_others < n_places and (
+            len(self.runs) + len(starting) + n_others < most
+        ):
+            return
+        here = model.work.owners(has_parked=False)
+        here.update(owner for (owner, _), one in starting.items() if one is model)
         everywhere = self.pool.busy_owners()
         everywhere.update(owner for owner, _ in starting)
         for busy, limit, name in (
-            (here, len(model.engine.slots) + self.settings.max_queued, "slots + max_queued"),
-            (everywhere, self.settings.max_running, "max_running"),
+            (here, n_places, "slots + max_queued"),
+            (everywhere, most, "max_running"),
         ):
             n_own = busy[caller.owner]
             share = max(1, limit // len(busy.keys() | {caller.owner}))
@@ -431,14 +434,11 @@ class Service(SocketHost):
                     f"{share} now; let one of them end and try again"
                 )
 
-    def _note_idle(self) -> None:
-        if not self.pool.n_busy:
-            self._is_idle.set()
-
     def _ended(self, model: ModelEntry, run: Run) -> None:
         name = run.owner, run.request_id
         self.runs.pop(name, None)
-        model.ended(run)
+        model.work.runs.pop(name, None)
+        model.slots.released(run)
         seed = run.request.sampling.seed
         self._last.pop(run.owner, None)
         self._last[run.owner] = LastRun(
@@ -446,6 +446,7 @@ class Service(SocketHost):
             model.id,
         )  # fmt: skip
         self.on_end(run)
+        self.pool.note_idle()
 
     @contextlib.asynccontextmanager
     async def working(self, model: ModelEntry, caller: Caller) -> AsyncGenerator[Engine]:
@@ -460,8 +461,24 @@ class Service(SocketHost):
             TimedOut: It took longer than ``request_timeout_s``.
         """
         self._check_room(model, caller)
-        async with model.working(caller.owner) as engine:
-            yield engine
+        engine, limit_s = model.engine, self.settings.request_timeout_s
+        limit, others = asyncio.timeout(limit_s or None), model.work.others
+        try:
+            async with limit:
+                others[limit] = caller.owner, None
+                with owned_by(caller.owner):
+                    yield engine
+        except TimeoutError:
+            raise (
+                others[limit][1] or too_late(limit_s) if limit.expired() else TimeoutError
+            ) from None
+        except ClosedError:
+            if engine is not model.engine:
+                raise model_changed() from None
+            raise
+        finally:
+            others.pop(limit, None)
+            self.pool.note_idle()
 
     def find(
         self, caller: Caller = ANYONE, *, key: str = "", request_id: str | None = None
@@ -526,35 +543,31 @@ class Service(SocketHost):
         return await asyncio.get_running_loop().run_in_executor(self._workers, work, *args)
 
 
-async def _prompt_ids(
-    model: ModelEntry, prompt: str | Sequence[int], hold: Reservation
-) -> Sequence[int]:
-    if not isinstance(prompt, str):
-        return prompt
-    with hold.part() as ids:  # a prompt that fits is small
-        return await model.ids(prompt, add_special=True, hold=ids)
+async def _ids_of(
+    model: ModelEntry, request: GenerateRequest, hold: Reservation
+) -> list[Sequence[int]]:
+    """The ids of each prompt."""
+    found: list[Sequence[int]] = []
+    for prompt in (request.prompt, *request.more_prompts):
+        if isinstance(prompt, str):
+            with hold.part() as ids:  # a prompt that fits is small
+                prompt = await model.texts.ids(prompt, add_special=True, hold=ids)
+        found.append(prompt)
+    return found
 
 
-def _check_prompt(ids: Sequence[int], request: GenerateRequest, max_context: int) -> None:
+def _check_prompts(
+    prompts: Sequence[Sequence[int]], request: GenerateRequest, max_context: int
+) -> None:
     limit = min(max_context, request.max_context or max_context)
-    if len(ids) > limit:
-        raise PromptTooLong(
-            f"the prompt has {len(ids)} tokens, the limit is {limit}; shorten it",
-            parameter="prompt",
-            n_tokens=len(ids),
-            n_max=limit,
-        )
-
-
-def _is_small(request: GenerateRequest, prompts: Sequence[Sequence[int]]) -> bool:
-    """Whether building the generations of *request* takes about a millisecond."""
-    sampling = request.sampling
-    lists = (sampling.logit_bias, sampling.banned_tokens, sampling.stop_tokens)
-    n_items = sum(map(len, lists)) * request.n_generations
-    n_items += sum(map(len, prompts)) * request.n_samples
-    given = (sampling.grammar, sampling.json_schema, sampling.regex)
-    # Mods are loaded first, and see the prompt.
-    return n_items < OFFLOAD_ITEMS and not request.mods and all(one is None for one in given)
+    for ids in prompts:
+        if len(ids) > limit:
+            raise PromptTooLong(
+                f"the prompt has {len(ids)} tokens, the limit is {limit}; shorten it",
+                parameter="prompt",
+                n_tokens=len(ids),
+                n_max=limit,
+            )
 
 
 @contextlib.contextmanager
@@ -562,22 +575,6 @@ def _for_mods(dialogue: Dialogue | None) -> Generator[None]:
     """For a request with mods, which see the chat and whose failures are logged."""
     with conversation_of(dialogue), logging_failures():
         yield
-
-
-def _with_ban(options: dict[str, Any], phrases: Sequence[str], engine: Engine) -> dict[str, Any]:
-    """*options* of `Engine.generate`, with which *phrases* are never generated."""
-    if not phrases:
-        return options
-    engine.token_bytes(0)  # a model without a vocabulary is refused here
-    ban = PhraseBan(Phrases(phrases), engine.token_bytes)
-    return {**options, "mods": [*options.get("mods", ()), ban]}
-
-
-def _for_sample(request: GenerateRequest, i: int) -> Any:
-    sampling = request.sampling
-    if i == 0 or sampling.seed is None:
-        return sampling
-    return replace(sampling, seed=(sampling.seed + i) % (2**32 - 1))
 
 
 Call: TypeAlias = endpoint.Call[Service, ModelEntry]

@@ -162,7 +162,7 @@ class Slots:
                     continue
                 if fills:
                     if slot is self.get(slot.id):  # and not of a model that was replaced
-                        self._used(slot.id, caller.owner, n_processed=0)
+                        self._note(slot.id, caller.owner, 0)
                     return done
                 self.check(caller, slot.id)
                 # It may be of what any of these left; a generation that has just ended is settled
@@ -188,20 +188,20 @@ class Slots:
             "(slot_wait_s); try again when its generation has ended"
         )
 
-    def _used(self, slot_id: int, owner: str, *, n_processed: int) -> None:
-        self._owners.pop(slot_id, None)
-        self._owners[slot_id] = owner
-        self._users[slot_id].add(owner)
-        self._n_processed[slot_id] = n_processed
-
     def released(self, run: UsesSlots) -> None:
         """Note that *run* is over: what it leaves in its slots is its owner's."""
         for one in run.generations:
             if one.slot is not None:
                 n_processed = one.usage.prompt_tokens - one.usage.cached_tokens
-                self._used(one.slot, run.owner, n_processed=n_processed)
+                self._note(one.slot, run.owner, n_processed)
         self._freed.set()
         self._freed = asyncio.Event()
+
+    def _note(self, slot_id: int, owner: str, n_processed: int) -> None:
+        self._owners.pop(slot_id, None)
+        self._owners[slot_id] = owner
+        self._users[slot_id].add(owner)
+        self._n_processed[slot_id] = n_processed
 
     def forget(self) -> None:
         """Forget whose the contents are: the slots are those of another engine."""

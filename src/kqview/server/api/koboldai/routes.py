@@ -58,7 +58,7 @@ async def tokenize(call: Call, body: schema.TokenizeBody) -> HttpReply:
     if text is None:
         raise RequestError("text is missing; send text or content")
     add_special = first(body.add_special_tokens, body.add_special, False)
-    pieces = await call.model.tokenize(text, add_special=add_special, hold=call.hold)
+    pieces = await call.model.texts.tokenize(text, add_special=add_special, hold=call.hold)
 
     def written() -> bytes:
         tokens = [
@@ -78,13 +78,15 @@ async def detokenize(call: Call, body: schema.DetokenizeBody) -> schema.Detokeni
     if ids is None:
         raise RequestError("token_ids is missing; send token_ids or tokens")
     name = "tokens" if body.token_ids is None else "token_ids"
-    return schema.Detokenized(await call.model.detokenize(ids, name=name, client=call.hold.client))
+    return schema.Detokenized(
+        await call.model.texts.detokenize(ids, name=name, client=call.hold.client)
+    )
 
 
 async def token_count(call: Call, body: schema.TokenCountBody) -> HttpReply:
     """How many tokens a prompt has."""
     text = body.prompt or ""
-    ids = await call.model.ids(text, add_special=body.special, hold=call.hold)
+    ids = await call.model.texts.ids(text, add_special=body.special, hold=call.hold)
     counted = schema.TokenCount(len(ids), ids)
     return HttpReply(
         await call.service.converted(call.n_body_bytes, call.hold, json_in_slices, counted)
@@ -93,7 +95,7 @@ async def token_count(call: Call, body: schema.TokenCountBody) -> HttpReply:
 
 async def extra_detokenize(call: Call, body: schema.ExtraDetokenizeBody) -> schema.ExtraDetokenized:
     """Text of ids, as KoboldCpp answers it."""
-    text = await call.model.detokenize(body.ids, client=call.hold.client)
+    text = await call.model.texts.detokenize(body.ids, client=call.hold.client)
     return schema.ExtraDetokenized(text, success=True)
 
 

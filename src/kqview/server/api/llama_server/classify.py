@@ -86,7 +86,7 @@ async def classify(call: Call, body: ClassifyBody) -> HttpReply:
     if not texts:
         raise RequestError("inputs is empty; send at least one text", parameter="inputs")
     call.hold.take(_PREDICTION_BYTES * engine.n_classes * len(texts))
-    ids = await call.model.ids_of_each(texts, parse_special=False, hold=call.hold)
+    ids = await call.model.texts.ids_of_each(texts, parse_special=False, hold=call.hold)
     n_tokens = sum(map(len, ids))
     async with service.working(call.model, call.caller) as engine:
         model = call.model.name

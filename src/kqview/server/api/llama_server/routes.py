@@ -56,7 +56,7 @@ async def tokenize(call: Call, body: schema.TokenizeBody) -> HttpReply:
 async def detokenize(call: Call, body: schema.DetokenizeBody) -> schema.Content:
     """Text of ids."""
     ids = body.tokens or []
-    text = await call.model.detokenize(ids, name="tokens", client=call.hold.client)
+    text = await call.model.texts.detokenize(ids, name="tokens", client=call.hold.client)
     return schema.Content(text)
 
 
@@ -146,7 +146,7 @@ async def apply_template(call: Call, body: schema.TemplateBody) -> schema.Prompt
     model = call.model.engine.model
     if model.begin_ids and ids[:1] == [*model.begin_ids]:
         del ids[0]  # /completion begins the text with it
-    return schema.Prompt(await call.model.detokenize(ids, client=call.hold.client))
+    return schema.Prompt(await call.model.texts.detokenize(ids, client=call.hold.client))
 
 
 async def input_tokens(call: Call, body: schema.TemplateBody) -> schema.InputTokens:

@@ -177,7 +177,7 @@ async def list_slots(call: Call) -> list[properties.SlotState]:
 
 def _generation_on(call: Call, slot_id: int) -> properties.OnSlot | None:
     """What runs on a slot, if it is the caller's."""
-    for run in call.model.runs.values():
+    for run in call.model.work.runs.values():
         for generation in run.generations:
             if generation.slot == slot_id and call.caller.may_see(run.owner):
                 return properties.OnSlot(run.request, generation.usage, generation.text)

@@ -9,5 +9,5 @@ def state_of(served: ModelEntry) -> ModelState:
     return ModelState(
         id=served.id, state=served.state, progress=served.progress, pinned=served.pinned,
         error=served.error, estimated_bytes=served.estimated_bytes,
-        measured_bytes=served.measured_bytes, requests=served.n_uses, loads=served.n_loads,
+        measured_bytes=served.measured_bytes, requests=served.work.n_uses, loads=served.n_loads,
     )  # fmt: skip
