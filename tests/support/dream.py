@@ -16,8 +16,8 @@ from websockets.sync.client import connect
 from kqview.server.api.koboldai import request
 from kqview.server.api.koboldai.request import (
     Generate,
-    GenerateBody,
     KoboldFields,
+    KoboldGenerateBody,
     KoboldPlan,
     plan_of,
 )
@@ -76,7 +76,7 @@ def plan_from(
     **options: Any,
 ) -> KoboldPlan:
     """The plan of a body, of a WebSocket's message where it has a type."""
-    kind = kind or (Generate if "type" in fields else GenerateBody)
+    kind = kind or (Generate if "type" in fields else KoboldGenerateBody)
     body = msgspec.convert(fields, kind, strict=False)
     entry = entry_of(model, options.pop("max_context", None))
     with patch.object(request.secrets, "randbelow", lambda n: SEED):

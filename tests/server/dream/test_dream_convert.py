@@ -20,7 +20,7 @@ from kqview.errors import (
     RequestError,
 )
 from kqview.server.api.koboldai import failures, routes
-from kqview.server.api.koboldai.request import GenerateBody
+from kqview.server.api.koboldai.request import KoboldGenerateBody
 from kqview.server.errors import NoModel, answer_of
 from kqview.server.models.request import AttentionWanted
 from kqview.server.settings import Settings
@@ -48,7 +48,7 @@ def test_seed_request_becomes_what_it_says(name: str):
 
 
 def test_absent_and_null_fields_take_the_example_values_of_the_seed():
-    nulls = dict.fromkeys(GenerateBody.__struct_fields__)
+    nulls = dict.fromkeys(KoboldGenerateBody.__struct_fields__)
     plan = plan_from({**nulls, **IDS})
     assert plan == plan_from(IDS)
     sampling = plan.request.sampling

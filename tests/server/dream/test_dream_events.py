@@ -15,7 +15,7 @@ from kqview.errors import OutOfMemory, RequestError
 from kqview.server.api.koboldai.events import DreamEvents, packed
 from kqview.server.api.koboldai.failures import error_body
 from kqview.server.api.koboldai.reply import ReplyBuilder, check_size
-from kqview.server.api.koboldai.request import Cancel, Generate, GenerateBody, KoboldPlan
+from kqview.server.api.koboldai.request import Cancel, Generate, KoboldGenerateBody, KoboldPlan
 from kqview.server.api.koboldai.stream import message_of, name_in
 from kqview.server.errors import Answer, answer_of
 from kqview.server.models.run import Run, Step
@@ -218,7 +218,7 @@ def built(
     fields = {**golden("generate_request"), **changes}
     plan = plan_from(fields)
     has_logprobs = plan.request.sampling.top_logprobs is not None
-    body = msgspec.convert(fields, GenerateBody)
+    body = msgspec.convert(fields, KoboldGenerateBody)
     builder = ReplyBuilder(plan, body, b"%d".__mod__, Budget(2**30).hold(""), packs=packs)
     for sample in range(plan.request.n_samples):
         for i, (id_, text) in enumerate(TOKENS):

@@ -13,7 +13,7 @@ import pytest
 from kqview import Capture
 from kqview.server import Settings
 from kqview.server.api.koboldai import schema
-from kqview.server.api.koboldai.request import Generate, GenerateBody
+from kqview.server.api.koboldai.request import Generate, KoboldGenerateBody
 from tests.support.dream import (
     PROMPT,
     DreamSocket,
@@ -368,7 +368,7 @@ def test_request_that_cannot_work_is_refused_before_it_begins(
     demo.wait_idle()
 
 
-FIELDS = get_type_hints(GenerateBody)
+FIELDS = get_type_hints(KoboldGenerateBody)
 
 
 @pytest.mark.parametrize("field", FIELDS)

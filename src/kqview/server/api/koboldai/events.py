@@ -35,7 +35,7 @@ from kqview.types import PromptBlock, Token
 from kqview.types.token import Attention
 
 
-class LeftOut(Struct, kw_only=True):
+class KoboldLeftOut(Struct, kw_only=True):
     """What the server left out of a request.
 
     Attributes:
@@ -47,7 +47,7 @@ class LeftOut(Struct, kw_only=True):
     ignored: Annotated[Sequence[str] | UnsetType, example(["max_lenght"])] = UNSET
 
 
-class StartEvent(LeftOut, kw_only=True, tag_field="type", tag="start"):
+class StartEvent(KoboldLeftOut, kw_only=True, tag_field="type", tag="start"):
     """What follows, with ``start_event``.
 
     Attributes:
@@ -82,7 +82,7 @@ class LikelyToken(Struct):
 
 
 def left_out(run: Run, ignored: Sequence[str]) -> dict[str, Any]:
-    """`LeftOut` of a run; *ignored* are the names of what had no effect."""
+    """`KoboldLeftOut` of a run; *ignored* are the names of what had no effect."""
     return {"truncated_tokens": run.n_truncated or UNSET, "ignored": ignored or UNSET}
 
 
@@ -246,7 +246,7 @@ class KoboldDoneEvent(Struct, kw_only=True, tag_field="type", tag="done"):
     text: Annotated[str | UnsetType, example("�")] = UNSET
 
 
-class PlainEvent(LeftOut, kw_only=True):
+class PlainEvent(KoboldLeftOut, kw_only=True):
     """Text in KoboldAI's form, for requests without attention and ``request_id``.
 
     Attributes:

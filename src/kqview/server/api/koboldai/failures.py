@@ -138,16 +138,6 @@ def kobold_error_body(
     )
 
 
-def count_error_body(answer: Answer) -> KoboldFailure:
-    """A failure to count tokens."""
-    return kobold_error_body(answer, kind=CountFailure)
-
-
-def text_error_body(answer: Answer) -> KoboldFailure:
-    """A failure to turn ids into text."""
-    return kobold_error_body(answer, kind=TextFailure)
-
-
 def answer_for(
     model: ModelEntry | None,
     error: BaseException,

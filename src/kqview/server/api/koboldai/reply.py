@@ -13,8 +13,8 @@ from msgspec import UNSET, Struct, UnsetType
 
 from kqview.generation.stream import Generation
 from kqview.server.api.koboldai.events import (
+    KoboldLeftOut,
     KoboldToken,
-    LeftOut,
     details_of,
     dream_rows,
     dream_token,
@@ -23,7 +23,7 @@ from kqview.server.api.koboldai.events import (
 )
 from kqview.server.api.koboldai.failures import ReplyTooLarge
 from kqview.server.api.koboldai.pruning import PrunableSentence
-from kqview.server.api.koboldai.request import GenerateBody, KoboldPlan
+from kqview.server.api.koboldai.request import KoboldGenerateBody, KoboldPlan
 from kqview.server.api.wire.event_parts import AttentionObject, ModCall
 from kqview.server.api.wire.fields import first
 from kqview.server.api.wire.logprobs import Logprobs, LogprobsWriter
@@ -88,7 +88,7 @@ class SampleResult(Struct):
     logprobs: Logprobs | UnsetType | None = UNSET
 
 
-class Details(LeftOut, kw_only=True):
+class Details(KoboldLeftOut, kw_only=True):
     """What a reply tells of its request; times and counts are of its first sample.
 
     Attributes:
@@ -204,7 +204,7 @@ class ReplyBuilder:
     def __init__(
         self,
         plan: KoboldPlan,
-        body: GenerateBody,
+        body: KoboldGenerateBody,
         token_bytes: Callable[[int], bytes],
         hold: Reservation,
         *,

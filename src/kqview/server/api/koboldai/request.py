@@ -199,7 +199,7 @@ class DreamFields(KoboldFields, kw_only=True):
     prune_below: Annotated[float | None, example(0.01)] = None
 
 
-class GenerateBody(DreamFields, kw_only=True):
+class KoboldGenerateBody(DreamFields, kw_only=True):
     """Body of ``POST /api/v1/generate``.
 
     Attributes:

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,8 +17,8 @@ from kqview.server.api.koboldai.reply import GenerateReply, ReplyBuilder, check_
 from kqview.server.api.koboldai.request import (
     Cancel,
     Generate,
-    GenerateBody,
     KoboldFields,
+    KoboldGenerateBody,
     KoboldPlan,
     StreamBody,
     control_token,
@@ -52,7 +53,7 @@ _STOP_CODES: Final = {"length": 0, "stop": 1, "stop_token": 2, "stop_sequence": 
 # ---- text and ids
 
 
-async def tokenize(call: Call, body: schema.TokenizeBody) -> HttpReply:
+async def tokenize(call: Call, body: schema.KoboldTokenizeBody) -> HttpReply:
     """Ids and texts of a text."""
     text = first(body.text, body.content)
     if text is None:
@@ -65,14 +66,14 @@ async def tokenize(call: Call, body: schema.TokenizeBody) -> HttpReply:
             schema.TokenText(id_) if body.with_pieces is False else schema.TokenText(id_, piece)
             for id_, piece in pieces
         ]
-        reply = schema.Tokenized(tokens, [id_ for id_, _ in pieces], len(pieces))
+        reply = schema.KoboldTokenized(tokens, [id_ for id_, _ in pieces], len(pieces))
         empty(pieces)
         return json_in_slices(reply)
 
     return HttpReply(await call.service.converted(call.n_body_bytes, call.hold, written))
 
 
-async def detokenize(call: Call, body: schema.DetokenizeBody) -> schema.Detokenized:
+async def detokenize(call: Call, body: schema.KoboldDetokenizeBody) -> schema.Detokenized:
     """Text of ids."""
     ids = first(body.token_ids, body.tokens)
     if ids is None:
@@ -87,7 +88,7 @@ async def token_count(call: Call, body: schema.TokenCountBody) -> HttpReply:
     """How many tokens a prompt has."""
     text = body.prompt or ""
     ids = await call.model.texts.ids(text, add_special=body.special, hold=call.hold)
-    counted = schema.TokenCount(len(ids), ids)
+    counted = schema.KoboldTokenCount(len(ids), ids)
     return HttpReply(
         await call.service.converted(call.n_body_bytes, call.hold, json_in_slices, counted)
     )
@@ -102,7 +103,7 @@ async def extra_detokenize(call: Call, body: schema.ExtraDetokenizeBody) -> sche
 # ---- generation
 
 
-async def generate(call: Call, body: GenerateBody) -> HttpReply:
+async def generate(call: Call, body: KoboldGenerateBody) -> HttpReply:
     """``POST /api/v1/generate``: everything in one reply."""
     # MessagePack if the client asks for it by name; ``*/*`` is JSON.
     accepted = call.headers.get("accept", "").lower().split(",")
@@ -232,11 +233,11 @@ def _meant(call: Call, body: schema.RunBody) -> list[Run]:
 # ---- models
 
 
-async def model(call: Call) -> schema.Model:
+async def model(call: Call) -> schema.KoboldModel:
     """The model's facts; -1 stands for a token that it does not have."""
     info, name = call.model.engine.model, f"koboldcpp/{call.model.name}"
     is_whole = info.attention_layers == tuple(range(info.n_layer))
-    return schema.Model(
+    return schema.KoboldModel(
         result=name,
         model_name=name,
         vocab_size=info.n_vocab,
@@ -474,18 +475,18 @@ _MESSAGES: Final = (
 OPERATIONS: Final[list[Operation]] = [
     _post(
         "/api/v1/tokenize", tokenize, "Ids of a text, with the text of each.",
-        schema.TokenizeBody, schema.Tokenized, model="named",
+        schema.KoboldTokenizeBody, schema.KoboldTokenized, model="named",
     ),
     _post(
-        "/api/v1/detokenize", detokenize, "Text of ids.", schema.DetokenizeBody,
+        "/api/v1/detokenize", detokenize, "Text of ids.", schema.KoboldDetokenizeBody,
         schema.Detokenized, model="named",
     ),
     _get(
-        handler=model, summary="Facts about the model.", reply=schema.Model, model="named",
+        handler=model, summary="Facts about the model.", reply=schema.KoboldModel, model="named",
         **_v1("model"),
     ),
     _post(
-        handler=generate, body=GenerateBody, reply=GenerateReply, model="named",
+        handler=generate, body=KoboldGenerateBody, reply=GenerateReply, model="named",
         summary="Text in one reply, with the attention of every token if asked for.",
         example=_EXAMPLE, **_v1("generate"), **_GENERATE,
     ),
@@ -517,13 +518,15 @@ OPERATIONS: Final[list[Operation]] = [
     ),
     _post(
         "/api/extra/tokencount", token_count, "How many tokens a text has.",
-        schema.TokenCountBody, schema.TokenCount, also=("/api/extra/tokenize",),
-        error_body=failures.count_error_body, failure=failures.CountFailure, model="named",
+        schema.TokenCountBody, schema.KoboldTokenCount, also=("/api/extra/tokenize",),
+        model="named", failure=failures.CountFailure,
+        error_body=partial(failures.kobold_error_body, kind=failures.CountFailure),
     ),
     _post(
         "/api/extra/detokenize", extra_detokenize, "Text of ids.",
         schema.ExtraDetokenizeBody, schema.ExtraDetokenized,
-        error_body=failures.text_error_body, failure=failures.TextFailure, model="named",
+        model="named", failure=failures.TextFailure,
+        error_body=partial(failures.kobold_error_body, kind=failures.TextFailure),
     ),
     _get(
         handler=show_model_info, reply=schema.ModelInfoReply, model="named",

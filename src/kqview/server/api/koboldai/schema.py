@@ -21,7 +21,7 @@ KOBOLDCPP_VERSION: Final = "1.101"
 # ---- text and ids
 
 
-class TokenizeBody(Struct, kw_only=True):
+class KoboldTokenizeBody(Struct, kw_only=True):
     """Text to tokenize.
 
     Attributes:
@@ -52,7 +52,7 @@ class TokenText(Struct):
     text: Annotated[str | UnsetType, example(" a")] = UNSET
 
 
-class Tokenized(Struct):
+class KoboldTokenized(Struct):
     """Tokens of a text.
 
     Attributes:
@@ -66,7 +66,7 @@ class Tokenized(Struct):
     token_count: Annotated[int, example(2)]
 
 
-class DetokenizeBody(Struct, kw_only=True):
+class KoboldDetokenizeBody(Struct, kw_only=True):
     """Ids to turn into text.
 
     Attributes:
@@ -100,7 +100,7 @@ class TokenCountBody(Struct, kw_only=True):
     special: bool = True
 
 
-class TokenCount(Struct):
+class KoboldTokenCount(Struct):
     """How many tokens, and which.
 
     Attributes:
@@ -137,7 +137,7 @@ class ExtraDetokenized(Struct):
 # ---- what runs
 
 
-class Model(Struct, kw_only=True):
+class KoboldModel(Struct, kw_only=True):
     """What a client needs to read attention and to stay within the context.
 
     Attributes:

@@ -35,7 +35,7 @@ _JSON: Final = LenientDecoder(ClientMessage)
 _PACK: Final = LenientDecoder(ClientMessage, packs=True)
 
 
-class Named(msgspec.Struct):
+class NamedMessage(msgspec.Struct):
     """What is read of an invalid message, so that its error can name the request."""
 
     request_id: Any = None
@@ -67,9 +67,9 @@ def name_in(raw: bytes | str, *, packs: bool) -> str | None:
         return None
     try:
         if is_packed:
-            named = msgspec.msgpack.decode(data, type=Named)
+            named = msgspec.msgpack.decode(data, type=NamedMessage)
         else:
-            named = msgspec.json.decode(raw, type=Named)
+            named = msgspec.json.decode(raw, type=NamedMessage)
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None
     return named.request_id if isinstance(named.request_id, str) else None
