@@ -66,51 +66,7 @@ class Refuse(Mod):
 STEERED = [{"mods": [name]} for name in MODS]
 THOUGHT = "<think>Hm</think>Anna"
 
-# ---- attention in each form
-
-FIELD: list[Body] = [
-    {"attention": {**one, "top_k": 2}}
-    for one in (
-        {"prompt": True}, {"reduce": "mean"}, {"format": "sparse"}, {"format": "viz"},
-        {"layers": [1]}, {"reduce": "mean_heads"}, {"spans": [[0, 2], [2, None]]},
-    )
-]  # fmt: skip
-QUESTION = [{"role": "user", "content": "Who is Anna?"}]
-TOOL: Body = {"name": "look", "parameters": {"type": "object", "properties": {}}}
-CHAT: Body = {"messages": QUESTION, "max_tokens": 6, "temperature": 0}
-TEXT: Body = {"prompt": "Anna is a", "max_tokens": 6, "temperature": 0}
-WITHIN: Body = {"max_tokens": 40}
-
 BODIES: dict[str, list[Body]] = {
-    "/v1/chat/completions": [
-        CHAT,
-        {**CHAT, "logprobs": True, "top_logprobs": 2, "n": 2, "timings_per_token": True},
-        {**CHAT, "stream_options": {"include_usage": True}},
-        {**CHAT, **WITHIN, "tools": [{"type": "function", "function": TOOL}],
-         "tool_choice": "required"},
-        *({**CHAT, **one} for one in (*FIELD, *STEERED)),
-    ],
-    "/v1/completions": [
-        TEXT,
-        {**TEXT, "logprobs": 2, "n": 2, "echo": True},
-        {**TEXT, "stream_options": {"include_usage": True}},
-        *({**TEXT, **one} for one in (*FIELD, *STEERED)),
-    ],
-    "/v1/responses": [
-        {"input": "Who is Anna?", "max_output_tokens": 6, "temperature": 0, **one}
-        for one in (
-            {}, {"include": ["message.output_text.logprobs"], "top_logprobs": 2},
-            {"max_output_tokens": 40, "tools": [{"type": "function", **TOOL}],
-             "tool_choice": "required"},
-            *FIELD, *STEERED,
-        )
-    ],
-    "/v1/messages": [
-        CHAT,
-        {**CHAT, **WITHIN, "tools": [{"name": "look", "input_schema": TOOL["parameters"]}],
-         "tool_choice": {"type": "any"}},
-        *({**CHAT, **one} for one in (*FIELD, *STEERED)),
-    ],
     "/completion": [
         {"prompt": "Anna is a", "n_predict": 6, "temperature": 0, **one}
         for one in (
@@ -124,9 +80,6 @@ BODIES: dict[str, list[Body]] = {
     ],
 }  # fmt: skip
 REASONING: dict[str, Body] = {
-    "/v1/chat/completions": {**CHAT, **WITHIN},
-    "/v1/responses": {"input": "Who is Anna?", "max_output_tokens": 40},
-    "/v1/messages": {**CHAT, **WITHIN},
     "/generate": {"prompt": "Who is Anna?", "overrides": {"max_output_tokens": 40}},
 }
 # Sent only where a marker ends the reasoning, which the configuration has to name: see

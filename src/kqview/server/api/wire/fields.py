@@ -68,6 +68,10 @@ class FieldTable:
         own = {name: (name,) for name in OPTIONS if name in body.__struct_fields__}
         self.sampling: Final = {**own, **sampling}
         self.fields: Final = {**self.sampling, **others}
+        # What one field alone gives is looked up without a choice.
+        self._own = {option: of[0] for option, of in self.sampling.items() if len(of) == 1}
+        self._names = {parameter: of[0] for parameter, of in self.fields.items()}
+        self._several = {name: of for name, of in self.fields.items() if len(of) > 1}
 
     def name(self, body: Struct, parameter: str) -> str:
         """The field of *body* that gives *parameter*; the first one if none does."""
@@ -79,13 +83,15 @@ class FieldTable:
 
     def names(self, body: Struct) -> dict[str, str]:
         """Parameter -> the field that the client gave it by, for `GenerateRequest`."""
-        return {parameter: _given(body, names) for parameter, names in self.fields.items()}
+        return self._names | {name: _given(body, of) for name, of in self._several.items()}
 
     def options(self, body: Struct) -> dict[str, Any]:
         """Option of `Sampling` -> what *body* gives for it, None for nothing."""
-        return {
-            option: getattr(body, _given(body, names)) for option, names in self.sampling.items()
-        }
+        found: dict[str, Any] = {option: getattr(body, name) for option, name in self._own.items()}
+        for option in self._several:
+            if option in self.sampling:
+                found[option] = self.value(body, option)
+        return found
 
     def n_logprobs(self, body: Struct, *, if_true: int) -> int | None:
         """How many top logprobs are wanted, None for none; ``true`` is *if_true*.

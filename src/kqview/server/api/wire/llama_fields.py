@@ -161,15 +161,17 @@ FIELDS: Final = FieldTable(
 )
 """Names of llama.cpp's server."""
 names_of: Final = FIELDS.names
-# Numbers out of range are moved into it, as llama.cpp's server does.
-_CLAMPED: Final = frozenset(
-    {
+_LEAST: Final = 1e-6  # stands for 0 where the option has to be above it
+# Numbers out of range are moved into it, as llama.cpp's server does: to these ends.
+_CLAMPED: Final = {
+    name: (_LEAST if OPTIONS[name].low_excluded else OPTIONS[name].low, OPTIONS[name].high)
+    for name in (
         "temperature", "top_k", "top_p", "min_p", "typical_p", "xtc_probability", "xtc_threshold",
         "mirostat", "top_n_sigma", "min_keep", "dynatemp_range", "dynatemp_exponent",
-    }
-)  # fmt: skip
+    )
+}  # fmt: skip
+_LACKING: Final = (("adaptive_target", 0), ("n_indent", 1))  # what is not here, and from what on
 _CONSTRAINTS: Final = frozenset({"grammar", "json_schema", "regex"})  # at most one may be given
-_LEAST: Final = 1e-6  # stands for 0 where the option has to be above it
 _ID_DIGITS: Final = 20  # more than any id has: longer numbers are slow to read
 
 SAMPLERS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
@@ -232,14 +234,25 @@ def sampling_of(
         InvalidToken: ``logit_bias`` has an entry that is not a token with a bias.
         NotSupported: The request turns on a sampler that kqview does not have.
     """
-    _check_lacking(fields)
+    for name, least in _LACKING:
+        if (value := getattr(fields, name)) is not None and value >= least:
+            raise NotSupported(
+                f"{name} is {value!r}, which this server does not support; leave it out"
+            )
     given = FIELDS.options(fields)
-    given |= {option: _clamped(option, given[option]) for option in _CLAMPED}
-    given["stop"] = _stops(fields.stop)
-    given["logit_bias"] = _bias(fields.logit_bias, tokenize)
+    for option, (low, high) in _CLAMPED.items():
+        if (value := given[option]) is not None:
+            given[option] = type(value)(min(max(value, low), high))
+    if (stop := fields.stop) is not None:
+        given["stop"] = [one for one in ([stop] if isinstance(stop, str) else stop) if one]
+    if fields.logit_bias is not None:
+        given["logit_bias"] = _bias(fields.logit_bias, tokenize)
     given["top_logprobs"] = FIELDS.n_logprobs(fields, if_true=1) or None
     given["grammar"] = fields.grammar or None
-    given["json_schema"] = None if given["grammar"] else _schema(fields.json_schema)
+    if given["grammar"]:
+        given["json_schema"] = None
+    elif fields.json_schema == {}:
+        given["json_schema"] = {"type": "object"}
     if fields.dry_base is not None and fields.dry_base < 1:
         given["dry_base"] = None
     if fields.dry_sequence_breakers is not None and not fields.dry_sequence_breakers:
@@ -250,7 +263,9 @@ def sampling_of(
     chosen = {name: value for name, value in chosen.items() if value is not None}
     if not _CONSTRAINTS.isdisjoint(chosen):
         given |= dict.fromkeys(_CONSTRAINTS)
-    given |= chosen | _left_out(fields.samplers)
+    given |= chosen
+    if fields.samplers is not None:
+        given |= _left_out(fields.samplers)
     return FIELDS.sampling_of(fields, given)
 
 
@@ -281,16 +296,12 @@ def _most(fields: LlamaFields, field: str, special: str) -> int | None:
     return None if n == -1 else n
 
 
-def slot_of(fields: LlamaFields) -> int | None:
-    """The slot to use, None for any (-1)."""
-    return None if fields.id_slot == -1 else fields.id_slot
-
-
 def options_of(fields: LlamaFields, settings: Settings) -> dict[str, Any]:
     """Further fields of a `GenerateRequest`: slot, adapters, mods, and what moves positions."""
     return {
-        "slot": slot_of(fields),
-        "lora": lora_of(fields),
+        "slot": None if fields.id_slot == -1 else fields.id_slot,
+        # Adapters that are left out have 0.
+        "lora": None if fields.lora is None else {one.id: one.scale for one in fields.lora},
         "context_shift": settings.context_shift,
         "n_keep": first(fields.n_keep, 0),
         "n_discard": fields.n_discard or None,
@@ -302,11 +313,6 @@ def options_of(fields: LlamaFields, settings: Settings) -> dict[str, Any]:
     }
 
 
-def lora_of(fields: LlamaFields) -> dict[int | str, float] | None:
-    """Scale of each LoRA adapter by its id, None for the server's; those left out have 0."""
-    return None if fields.lora is None else {one.id: one.scale for one in fields.lora}
-
-
 def n_samples_of(fields: LlamaFields) -> int:
     """How many texts to generate from one prompt."""
     return first(fields.n_cmpl, fields.n, 1)
@@ -316,40 +322,6 @@ def active_samplers(fields: LlamaFields) -> list[str]:
     """Samplers that are applied, in their order."""
     wanted = _sampler_names(fields.samplers)
     return [name for name in SAMPLERS if wanted is None or name in wanted]
-
-
-def _check_lacking(fields: LlamaFields) -> None:
-    """Refuse what would change the text and is not here."""
-    lacking = {
-        "adaptive_target": first(fields.adaptive_target, -1) >= 0,
-        "n_indent": first(fields.n_indent, 0) > 0,
-    }
-    wanted = [name for name, is_on in lacking.items() if is_on]
-    if wanted:
-        raise NotSupported(
-            f"{wanted[0]} is {getattr(fields, wanted[0])!r}, which this server does not support; "
-            "leave it out"
-        )
-
-
-def _clamped(option: str, value: float | None) -> float | None:
-    if value is None:
-        return None
-    row = OPTIONS[option]
-    assert row.low is not None
-    assert row.high is not None
-    low = _LEAST if row.low_excluded else row.low
-    return type(value)(min(max(value, low), row.high))
-
-
-def _stops(stop: list[str] | str | None) -> list[str] | None:
-    if stop is None:
-        return None
-    return [one for one in ([stop] if isinstance(stop, str) else stop) if one]
-
-
-def _schema(schema: dict[str, Any] | None) -> dict[str, Any] | None:
-    return {"type": "object"} if schema == {} else schema
 
 
 def _bias(
