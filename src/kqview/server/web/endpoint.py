@@ -412,11 +412,6 @@ class Connection:
 UNKNOWN: Final = Connection()
 
 
-def connection_of(scope: Scope) -> Connection:
-    """The connection of a request, as the app noted it."""
-    return scope["state"].get("connection", UNKNOWN)
-
-
 # ---- one operation
 
 
@@ -469,7 +464,7 @@ class Endpoint:
         """Answer one request."""
         operation, host = self._operation, self._host
         headers = Headers(scope=scope)
-        connection = connection_of(scope)
+        connection = scope["state"].get("connection", UNKNOWN)
         response = Response(send, host.settings.idle_timeout_s, connection)
         hold: Reservation | None = None
         upload: Upload | None = None

@@ -123,7 +123,8 @@ class EdgeMiddleware:
         try:
             await self._cors.value(scope, receive, guarded)
         finally:
-            connection.watch(self._live.settings.idle_timeout_s)
+            if connection is not UNKNOWN:
+                connection.watch(self._live.settings.idle_timeout_s)
 
 
 def no_route(guide: str) -> Callable[[Request, Exception], Awaitable[Response]]:

@@ -9,6 +9,7 @@ import ipaddress
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final
 
 from starlette.datastructures import Headers
@@ -16,6 +17,7 @@ from starlette.types import Scope
 
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
+_MOST_NAMES: Final = 4096
 _IPV6_BITS: Final = 64  # a client of IPv6 has a whole network of addresses
 _SCHEMES: Final = {"http": "http", "https": "https", "ws": "http", "wss": "https"}
 # A pair of Forwarded (RFC 7239), or the comma between what two proxies wrote.
@@ -24,6 +26,7 @@ _FORWARDED: Final = re.compile(
 )
 
 
+@lru_cache(_MOST_NAMES)  # a client sends many requests
 def client_name(address: str) -> str:
     """The client that *address* counts as: the address itself, or its network of IPv6."""
     ip = _parsed(address)

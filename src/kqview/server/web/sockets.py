@@ -30,7 +30,6 @@ from kqview.server.web.endpoint import (
     Host,
     Operation,
     Stalled,
-    connection_of,
 )
 
 _log: Final = logging.getLogger("kqview.server")
@@ -275,7 +274,7 @@ class SocketEndpoint:
             receive,
             send,
             subprotocol=next((n for n in scope.get("subprotocols", ()) if n in known), None),
-            connection=connection_of(scope),
+            connection=scope["state"].get("connection", UNKNOWN),
             takes_frames=FRAMES in (scope.get("extensions") or {}),
             on_message=check,
         )

@@ -30,7 +30,10 @@ class Workers:
 
         Work cancelled before it began never begins.
         """
-        await self._turn(client)
+        if self._n_running.get(client, 0) < self._most:
+            self._n_running[client] = self._n_running.get(client, 0) + 1
+        else:
+            await self._turn(client)
         loop = asyncio.get_running_loop()
         try:
             future = self._pool.submit(work, *args)
@@ -46,9 +49,6 @@ class Workers:
         return await asyncio.wrap_future(future)
 
     async def _turn(self, client: str) -> None:
-        if self._n_running.get(client, 0) < self._most:
-            self._n_running[client] = self._n_running.get(client, 0) + 1
-            return
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(client, deque()).append(turn)
         try:
