@@ -19,135 +19,90 @@ from kqview.server.api.wire.chat import AnswerWriter, ChatRemoved, Part
 from kqview.server.api.wire.event_parts import PromptAttention, TokenAttention
 from kqview.server.errors import Answer
 from kqview.server.models.run import Run
-from kqview.server.web.described import example
+from kqview.server.web.described import about
 
 # ---- events
 
 
 class MessageFailureFacts(Struct, kw_only=True):
-    """What went wrong.
+    """What went wrong."""
 
-    Attributes:
-        type: Kind of the failure for programs.
-        message: What was wrong, what the limit is and what to do.
-    """
-
-    type: Annotated[str, example("invalid_request_error")]
-    message: Annotated[str, example("top_k is -5")]
+    type: Annotated[str, about("Kind of the failure for programs.", "invalid_request_error")]
+    message: Annotated[
+        str, about("What was wrong, what the limit is and what to do.", "top_k is -5")
+    ]
 
 
 class MessageFailure(Struct, tag_field="type", tag="error"):
-    """A failure, also as the last event of a stream.
+    """A failure, also as the last event of a stream."""
 
-    Attributes:
-        error: What went wrong.
-    """
-
-    error: MessageFailureFacts
+    error: Annotated[MessageFailureFacts, about("What went wrong.")]
 
 
 class MessageStart(Struct, tag_field="type", tag="message_start"):
-    """The message, which is empty so far.
+    """The message, which is empty so far."""
 
-    Attributes:
-        message: The message.
-    """
-
-    message: Message
+    message: Annotated[Message, about("The message.")]
 
 
 class BlockStart(Struct, tag_field="type", tag="content_block_start"):
-    """A block begins.
+    """A block begins."""
 
-    Attributes:
-        index: Of the block, from 0.
-        content_block: The block, which is empty so far.
-    """
-
-    index: Annotated[int, example(0)]
-    content_block: TextBlock | ThinkingBlock | ToolUseBlock
+    index: Annotated[int, about("Of the block, from 0.", 0)]
+    content_block: Annotated[
+        TextBlock | ThinkingBlock | ToolUseBlock, about("The block, which is empty so far.")
+    ]
 
 
 class TextDelta(Struct, tag_field="type", tag="text_delta"):
-    """Text that is new.
+    """Text that is new."""
 
-    Attributes:
-        text: The text.
-    """
-
-    text: Annotated[str, example("Anna")]
+    text: Annotated[str, about("The text.", "Anna")]
 
 
 class ThinkingDelta(Struct, tag_field="type", tag="thinking_delta"):
-    """Thinking that is new.
+    """Thinking that is new."""
 
-    Attributes:
-        thinking: The text.
-    """
-
-    thinking: Annotated[str, example("The user")]
+    thinking: Annotated[str, about("The text.", "The user")]
 
 
 class SignatureDelta(Struct, tag_field="type", tag="signature_delta"):
-    """The signature of a block of thinking.
+    """The signature of a block of thinking."""
 
-    Attributes:
-        signature: Always "": nothing checks it.
-    """
-
-    signature: Annotated[str, example("")] = ""
+    signature: Annotated[str, about('Always "": nothing checks it.', "")] = ""
 
 
 class JsonDelta(Struct, tag_field="type", tag="input_json_delta"):
-    """A piece of a call's arguments.
+    """A piece of a call's arguments."""
 
-    Attributes:
-        partial_json: The piece, such as "{\\"city\\": ".
-    """
-
-    partial_json: Annotated[str, example('{"city": ')]
+    partial_json: Annotated[str, about('The piece, such as "{\\"city\\": ".', '{"city": ')]
 
 
 class BlockDelta(Struct, tag_field="type", tag="content_block_delta"):
-    """A block goes on.
+    """A block goes on."""
 
-    Attributes:
-        index: Of the block, from 0.
-        delta: What is new in it.
-    """
-
-    index: Annotated[int, example(0)]
-    delta: TextDelta | ThinkingDelta | SignatureDelta | JsonDelta
+    index: Annotated[int, about("Of the block, from 0.", 0)]
+    delta: Annotated[
+        TextDelta | ThinkingDelta | SignatureDelta | JsonDelta, about("What is new in it.")
+    ]
 
 
 class BlockStop(Struct, tag_field="type", tag="content_block_stop"):
-    """A block ends.
+    """A block ends."""
 
-    Attributes:
-        index: Of the block, from 0.
-    """
-
-    index: Annotated[int, example(0)]
+    index: Annotated[int, about("Of the block, from 0.", 0)]
 
 
 class AttentionEvent(Struct, tag_field="type", tag="attention"):
-    """Attention of a token, if asked for; an event of kqview's own.
+    """Attention of a token, if asked for; an event of kqview's own."""
 
-    Attributes:
-        attention: The attention.
-    """
-
-    attention: TokenAttention
+    attention: Annotated[TokenAttention, about("The attention.")]
 
 
 class PromptAttentionEvent(Struct, tag_field="type", tag="prompt_attention"):
-    """Rows of the prompt, if asked for; an event of kqview's own.
+    """Rows of the prompt, if asked for; an event of kqview's own."""
 
-    Attributes:
-        attention: The rows.
-    """
-
-    attention: PromptAttention
+    attention: Annotated[PromptAttention, about("The rows.")]
 
 
 class RemovedEvent(ChatRemoved, tag_field="type", tag="removed"):
@@ -155,27 +110,21 @@ class RemovedEvent(ChatRemoved, tag_field="type", tag="removed"):
 
 
 class StopFacts(Struct):
-    """Why a message ended.
+    """Why a message ended."""
 
-    Attributes:
-        stop_reason: "end_turn", "max_tokens", "stop_sequence" or "tool_use".
-        stop_sequence: The stop sequence that ended it; null without one.
-    """
-
-    stop_reason: Annotated[str, example("end_turn")]
-    stop_sequence: Annotated[str | None, example("\n\n")]
+    stop_reason: Annotated[
+        str, about('"end_turn", "max_tokens", "stop_sequence" or "tool_use".', "end_turn")
+    ]
+    stop_sequence: Annotated[
+        str | None, about("The stop sequence that ended it; null without one.", "\n\n")
+    ]
 
 
 class MessageDelta(Struct, tag_field="type", tag="message_delta"):
-    """The message is whole.
+    """The message is whole."""
 
-    Attributes:
-        delta: Why it ended.
-        usage: Tokens of the request.
-    """
-
-    delta: StopFacts
-    usage: Usage
+    delta: Annotated[StopFacts, about("Why it ended.")]
+    usage: Annotated[Usage, about("Tokens of the request.")]
 
 
 class MessageStop(Struct, tag_field="type", tag="message_stop"):

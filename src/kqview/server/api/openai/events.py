@@ -39,7 +39,7 @@ from kqview.server.api.wire.mods_field import removed, tool_calls_of
 from kqview.server.api.wire.rows import event_pieces
 from kqview.server.errors import Answer
 from kqview.server.models.run import Removal, Run, Step, TokenLogprobs
-from kqview.server.web.described import example
+from kqview.server.web.described import about
 from kqview.stop_strings import ShownText
 from kqview.types import PromptBlock, Score, Token
 
@@ -54,114 +54,118 @@ _STOPPED: Final = frozenset({"stop", "stop_token", "stop_sequence", "cancelled",
 
 
 class AnswerDelta(Struct, kw_only=True):
-    """What is new in an answer.
+    """What is new in an answer."""
 
-    Attributes:
-        role: Always "assistant"; in the first chunk of an answer.
-        content: Text that is new; null in the first chunk.
-        reasoning_content: Reasoning that is new.
-        tool_calls: Calls that begin, and pieces of their arguments.
-    """
-
-    role: Literal["assistant"] | UnsetType = UNSET
-    content: Annotated[str | UnsetType | None, example("Anna")] = UNSET
-    reasoning_content: Annotated[str | UnsetType, example("The user")] = UNSET
-    tool_calls: list[ToolCall] | UnsetType = UNSET
+    role: Annotated[
+        Literal["assistant"] | UnsetType,
+        about('Always "assistant"; in the first chunk of an answer.'),
+    ] = UNSET
+    content: Annotated[
+        str | UnsetType | None, about("Text that is new; null in the first chunk.", "Anna")
+    ] = UNSET
+    reasoning_content: Annotated[str | UnsetType, about("Reasoning that is new.", "The user")] = (
+        UNSET
+    )
+    tool_calls: Annotated[
+        list[ToolCall] | UnsetType, about("Calls that begin, and pieces of their arguments.")
+    ] = UNSET
 
 
 class ChunkChoice(Struct, kw_only=True):
-    """What is new in one of the answers.
+    """What is new in one of the answers."""
 
-    Attributes:
-        index: Of the answer, from 0.
-        finish_reason: Why it ended; "length" and "tool_calls" are the others. Null before its last
-            chunk.
-        attention: Attention of the token, if asked for.
-        prompt_attention: Rows of the prompt, if asked for, in a chunk of their own.
-        removed: What mods took back, in a chunk of its own.
-    """
-
-    index: Annotated[int, example(0)]
-    finish_reason: Annotated[str | None, example("stop")] = None
-    attention: TokenAttention | UnsetType = UNSET
-    prompt_attention: PromptAttention | UnsetType = UNSET
-    removed: ChatRemoved | UnsetType = UNSET
+    index: Annotated[int, about("Of the answer, from 0.", 0)]
+    finish_reason: Annotated[
+        str | None,
+        about(
+            'Why it ended; "length" and "tool_calls" are the others. Null before its last chunk.',
+            "stop",
+        ),
+    ] = None
+    attention: Annotated[
+        TokenAttention | UnsetType, about("Attention of the token, if asked for.")
+    ] = UNSET
+    prompt_attention: Annotated[
+        PromptAttention | UnsetType,
+        about("Rows of the prompt, if asked for, in a chunk of their own."),
+    ] = UNSET
+    removed: Annotated[
+        ChatRemoved | UnsetType, about("What mods took back, in a chunk of its own.")
+    ] = UNSET
 
 
 class ChatChunkChoice(ChunkChoice, kw_only=True):
-    """What is new in one of the answers.
+    """What is new in one of the answers."""
 
-    Attributes:
-        delta: The new part.
-        logprobs: Those of the token, if asked for.
-    """
-
-    delta: AnswerDelta
-    logprobs: ChoiceLogprobs | None = None
+    delta: Annotated[AnswerDelta, about("The new part.")]
+    logprobs: Annotated[ChoiceLogprobs | None, about("Those of the token, if asked for.")] = None
 
 
 class TextChunkChoice(ChunkChoice, kw_only=True):
-    """What is new in one of the texts.
+    """What is new in one of the texts."""
 
-    Attributes:
-        text: Text that is new.
-        logprobs: Those of the token, if asked for, in OpenAI's older form and that of chat
-            completions; of the prompt in the first chunk, with ``echo``.
-        tool_calls: Calls that a mod made.
-    """
-
-    text: Annotated[str | UnsetType, example(" t")] = UNSET
-    logprobs: TextLogprobs | None = None
-    tool_calls: list[ModCall] | UnsetType = UNSET
+    text: Annotated[str | UnsetType, about("Text that is new.", " t")] = UNSET
+    logprobs: Annotated[
+        TextLogprobs | None,
+        about(
+            "Those of the token, if asked for, in OpenAI's older form and that of chat "
+            "completions; of the prompt in the first chunk, with ``echo``."
+        ),
+    ] = None
+    tool_calls: Annotated[list[ModCall] | UnsetType, about("Calls that a mod made.")] = UNSET
 
 
 class CompletionChunk(Struct, kw_only=True):
-    """A piece of a reply.
+    """A piece of a reply."""
 
-    Attributes:
-        id: Id of the reply, the same in each chunk.
-        created: When it was begun, in seconds since 1970.
-        model: The model, as the request names it.
-        system_fingerprint: What generated it.
-        usage: Tokens of the request, in a last chunk without choices, with
-            ``stream_options.include_usage``.
-        timings: What it cost, in the last chunk; in each one but that which begins a choice with
-            ``timings_per_token``.
-        prompt_progress: How much of the prompt is evaluated, with ``return_progress``, in chunks
-            without choices before the first token.
-    """
-
-    id: Annotated[str, example("chatcmpl-1")]
-    created: Annotated[int, example(1767225600)]
-    model: Annotated[str, example("demo")]
-    system_fingerprint: Annotated[str, example("kqview-0.1.0")]
-    usage: Usage | UnsetType = UNSET
-    timings: Timings | UnsetType = UNSET
-    prompt_progress: Progress | UnsetType = UNSET
+    id: Annotated[str, about("Id of the reply, the same in each chunk.", "chatcmpl-1")]
+    created: Annotated[int, about("When it was begun, in seconds since 1970.", 1767225600)]
+    model: Annotated[str, about("The model, as the request names it.", "demo")]
+    system_fingerprint: Annotated[str, about("What generated it.", "kqview-0.1.0")]
+    usage: Annotated[
+        Usage | UnsetType,
+        about(
+            "Tokens of the request, in a last chunk without choices, with "
+            "``stream_options.include_usage``."
+        ),
+    ] = UNSET
+    timings: Annotated[
+        Timings | UnsetType,
+        about(
+            "What it cost, in the last chunk; in each one but that which begins a choice with "
+            "``timings_per_token``."
+        ),
+    ] = UNSET
+    prompt_progress: Annotated[
+        Progress | UnsetType,
+        about(
+            "How much of the prompt is evaluated, with ``return_progress``, in chunks without "
+            "choices before the first token."
+        ),
+    ] = UNSET
 
 
 class ChatChunk(CompletionChunk, kw_only=True):
-    """A piece of a chat completion.
+    """A piece of a chat completion."""
 
-    Attributes:
-        object: Always "chat.completion.chunk".
-        choices: The answer that it belongs to; none in the one with the usage.
-    """
-
-    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
-    choices: list[ChatChunkChoice]
+    object: Annotated[
+        Literal["chat.completion.chunk"], about('Always "chat.completion.chunk".')
+    ] = "chat.completion.chunk"
+    choices: Annotated[
+        list[ChatChunkChoice],
+        about("The answer that it belongs to; none in the one with the usage."),
+    ]
 
 
 class TextChunk(CompletionChunk, kw_only=True):
-    """A piece of a text completion.
+    """A piece of a text completion."""
 
-    Attributes:
-        object: Always "text_completion".
-        choices: The text that it belongs to; none in the one with the usage.
-    """
-
-    object: Literal["text_completion"] = "text_completion"
-    choices: list[TextChunkChoice]
+    object: Annotated[Literal["text_completion"], about('Always "text_completion".')] = (
+        "text_completion"
+    )
+    choices: Annotated[
+        list[TextChunkChoice], about("The text that it belongs to; none in the one with the usage.")
+    ]
 
 
 # ---- logprobs

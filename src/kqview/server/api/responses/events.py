@@ -33,193 +33,135 @@ from kqview.server.api.wire.llama_fields import (
 from kqview.server.api.wire.logprobs import LOGPROB_BYTES
 from kqview.server.errors import Answer
 from kqview.server.models.run import Run
-from kqview.server.web.described import example
+from kqview.server.web.described import about
 from kqview.types import Token
 
 # ---- events
 
 
 class ResponseEvent(Struct, kw_only=True):
-    """An event.
+    """An event."""
 
-    Attributes:
-        sequence_number: Its place in the stream, from 0.
-    """
-
-    sequence_number: Annotated[int, example(0)] = 0
+    sequence_number: Annotated[int, about("Its place in the stream, from 0.", 0)] = 0
 
 
 class ResponseState(ResponseEvent, kw_only=True):
-    """The response begins, or ends.
+    """The response begins, or ends."""
 
-    Attributes:
-        type: "response.created" and "response.in_progress" begin it; "response.completed",
-            "response.incomplete" and "response.failed" end it.
-        response: The response, as it is at that time.
-        timings: What it cost, at the end.
-        prompt_progress: How much of the prompt is evaluated, with ``return_progress``, in two more
-            "response.in_progress" before the first token.
-    """
-
-    type: Literal[
+    type: Annotated[Literal[
         "response.created", "response.in_progress", "response.completed", "response.incomplete",
         "response.failed",
-    ]  # fmt: skip
-    response: Response
-    timings: Timings | UnsetType = UNSET
-    prompt_progress: Progress | UnsetType = UNSET
+    ], about('"response.created" and "response.in_progress" begin it; "response.completed", '
+'"response.incomplete" and "response.failed" end it.')]  # fmt: skip
+    response: Annotated[Response, about("The response, as it is at that time.")]
+    timings: Annotated[Timings | UnsetType, about("What it cost, at the end.")] = UNSET
+    prompt_progress: Annotated[
+        Progress | UnsetType,
+        about(
+            "How much of the prompt is evaluated, with ``return_progress``, in two more "
+            '"response.in_progress" before the first token.'
+        ),
+    ] = UNSET
 
 
 class ItemEvent(ResponseEvent, kw_only=True):
-    """An item begins, or is whole.
+    """An item begins, or is whole."""
 
-    Attributes:
-        type: "response.output_item.added" or "response.output_item.done".
-        output_index: Of the item in the output, from 0.
-        item: The item.
-    """
-
-    type: Literal["response.output_item.added", "response.output_item.done"]
-    output_index: Annotated[int, example(0)]
-    item: OutputItem
+    type: Annotated[
+        Literal["response.output_item.added", "response.output_item.done"],
+        about('"response.output_item.added" or "response.output_item.done".'),
+    ]
+    output_index: Annotated[int, about("Of the item in the output, from 0.", 0)]
+    item: Annotated[OutputItem, about("The item.")]
 
 
 class OfItem(ResponseEvent, kw_only=True):
-    """An event about an item.
+    """An event about an item."""
 
-    Attributes:
-        output_index: Of the item in the output, from 0.
-        item_id: Id of the item.
-    """
-
-    output_index: Annotated[int, example(0)]
-    item_id: Annotated[str, example("msg_1")]
+    output_index: Annotated[int, about("Of the item in the output, from 0.", 0)]
+    item_id: Annotated[str, about("Id of the item.", "msg_1")]
 
 
 class OfPart(OfItem, kw_only=True):
-    """An event about the part of an item.
+    """An event about the part of an item."""
 
-    Attributes:
-        content_index: Always 0: an item has one part.
-    """
-
-    content_index: Annotated[int, example(0)] = 0
+    content_index: Annotated[int, about("Always 0: an item has one part.", 0)] = 0
 
 
 class PartEvent(OfPart, kw_only=True):
-    """A part of an item begins, or is whole.
+    """A part of an item begins, or is whole."""
 
-    Attributes:
-        type: "response.content_part.added" or "response.content_part.done".
-        part: The part.
-    """
-
-    type: Literal["response.content_part.added", "response.content_part.done"]
-    part: OutputText | ReasoningText
+    type: Annotated[
+        Literal["response.content_part.added", "response.content_part.done"],
+        about('"response.content_part.added" or "response.content_part.done".'),
+    ]
+    part: Annotated[OutputText | ReasoningText, about("The part.")]
 
 
 class TextDelta(OfPart, kw_only=True, tag_field="type", tag="response.output_text.delta"):
-    """Text that is new.
+    """Text that is new."""
 
-    Attributes:
-        delta: The text.
-        logprobs: Those of its tokens, if asked for.
-        timings: What it cost so far, with ``timings_per_token``.
-    """
-
-    delta: Annotated[str, example("Anna")]
-    logprobs: Annotated[list[OutputLogprob], example([])]
-    timings: Timings | UnsetType = UNSET
+    delta: Annotated[str, about("The text.", "Anna")]
+    logprobs: Annotated[list[OutputLogprob], about("Those of its tokens, if asked for.", [])]
+    timings: Annotated[
+        Timings | UnsetType, about("What it cost so far, with ``timings_per_token``.")
+    ] = UNSET
 
 
 class TextDone(OfPart, kw_only=True, tag_field="type", tag="response.output_text.done"):
-    """Text that is whole.
+    """Text that is whole."""
 
-    Attributes:
-        text: The text.
-        logprobs: Those of its tokens, if asked for.
-    """
-
-    text: Annotated[str, example("Anna is a teacher.")]
-    logprobs: Annotated[list[OutputLogprob], example([])]
+    text: Annotated[str, about("The text.", "Anna is a teacher.")]
+    logprobs: Annotated[list[OutputLogprob], about("Those of its tokens, if asked for.", [])]
 
 
 class ReasoningDelta(OfPart, kw_only=True, tag_field="type", tag="response.reasoning_text.delta"):
-    """Reasoning that is new.
+    """Reasoning that is new."""
 
-    Attributes:
-        delta: The text.
-    """
-
-    delta: Annotated[str, example("The user")]
+    delta: Annotated[str, about("The text.", "The user")]
 
 
 class ReasoningDone(OfPart, kw_only=True, tag_field="type", tag="response.reasoning_text.done"):
-    """Reasoning that is whole.
+    """Reasoning that is whole."""
 
-    Attributes:
-        text: The text.
-    """
-
-    text: Annotated[str, example("The user asks for a name.")]
+    text: Annotated[str, about("The text.", "The user asks for a name.")]
 
 
 class ArgumentsDelta(
     OfItem, kw_only=True, tag_field="type", tag="response.function_call_arguments.delta"
 ):
-    """A piece of a call's arguments.
+    """A piece of a call's arguments."""
 
-    Attributes:
-        delta: The piece.
-    """
-
-    delta: Annotated[str, example('{"city": ')]
+    delta: Annotated[str, about("The piece.", '{"city": ')]
 
 
 class ArgumentsDone(
     OfItem, kw_only=True, tag_field="type", tag="response.function_call_arguments.done"
 ):
-    """A call's arguments are whole.
+    """A call's arguments are whole."""
 
-    Attributes:
-        arguments: The arguments as JSON.
-        name: Name of the function.
-    """
-
-    arguments: Annotated[str, example('{"city": "Rome"}')]
-    name: Annotated[str, example("weather")]
+    arguments: Annotated[str, about("The arguments as JSON.", '{"city": "Rome"}')]
+    name: Annotated[str, about("Name of the function.", "weather")]
 
 
 class AttentionEvent(ResponseEvent, kw_only=True, tag_field="type", tag="response.attention"):
-    """Attention of a token, if asked for; an event of kqview's own.
+    """Attention of a token, if asked for; an event of kqview's own."""
 
-    Attributes:
-        attention: The attention.
-    """
-
-    attention: TokenAttention
+    attention: Annotated[TokenAttention, about("The attention.")]
 
 
 class PromptAttentionEvent(
     ResponseEvent, kw_only=True, tag_field="type", tag="response.prompt_attention"
 ):
-    """Rows of the prompt, if asked for; an event of kqview's own.
+    """Rows of the prompt, if asked for; an event of kqview's own."""
 
-    Attributes:
-        attention: The rows.
-    """
-
-    attention: PromptAttention
+    attention: Annotated[PromptAttention, about("The rows.")]
 
 
 class RemovedEvent(ChatRemoved, kw_only=True, tag_field="type", tag="response.removed"):
-    """What mods took back, which a client drops; an event of kqview's own.
+    """What mods took back, which a client drops; an event of kqview's own."""
 
-    Attributes:
-        sequence_number: Its place in the stream, from 0.
-    """
-
-    sequence_number: Annotated[int, example(0)] = 0
+    sequence_number: Annotated[int, about("Its place in the stream, from 0.", 0)] = 0
 
 
 # ---- who writes them

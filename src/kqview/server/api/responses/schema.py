@@ -12,7 +12,7 @@ from msgspec import UNSET, Struct, UnsetType
 from kqview.server.api.wire.attention_field import Attention
 from kqview.server.api.wire.event_parts import PromptAttention, TokenAttention
 from kqview.server.api.wire.llama_fields import LlamaFields
-from kqview.server.web.described import example
+from kqview.server.web.described import about
 
 Object = dict[str, Any]
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
@@ -21,433 +21,361 @@ Status = Literal["in_progress", "completed", "incomplete", "failed"]
 
 
 class Part(Struct, kw_only=True):
-    """A part of a content; ``type`` says which of the other fields belong to it.
+    """A part of a content; ``type`` says which of the other fields belong to it."""
 
-    Attributes:
-        type: Kind of the part: "input_text", "output_text", "summary_text", "reasoning_text" or
-            "refusal".
-        text: Its text.
-        refusal: Of "refusal": the text.
-    """
-
-    type: Annotated[str, example("input_text")]
-    text: Annotated[str | None, example("Who is Anna?")] = None
-    refusal: Annotated[str | None, example("I cannot do that.")] = None
+    type: Annotated[
+        str,
+        about(
+            'Kind of the part: "input_text", "output_text", "summary_text", "reasoning_text" or '
+            '"refusal".',
+            "input_text",
+        ),
+    ]
+    text: Annotated[str | None, about("Its text.", "Who is Anna?")] = None
+    refusal: Annotated[str | None, about('Of "refusal": the text.', "I cannot do that.")] = None
 
 
 class Item(Struct, kw_only=True):
-    """An item of the input; ``type`` says which of the other fields belong to it.
+    """An item of the input; ``type`` says which of the other fields belong to it."""
 
-    Attributes:
-        type: Kind of the item: "message", "reasoning", "function_call" or "function_call_output".
-        role: Of "message": who speaks.
-        content: Of "message" and "reasoning": a text, or its parts.
-        summary: Of "reasoning": parts of its summary.
-        call_id: Of calls and their outputs: id of the call.
-        name: Of "function_call": the function.
-        arguments: Of "function_call": its arguments as JSON, such as "{\\"city\\": \\"Rome\\"}".
-        output: Of "function_call_output": what the function returned, or its parts.
-    """
-
-    type: str = "message"
-    role: Annotated[str | None, example("user")] = None
-    content: Annotated[str | list[Part] | None, example("Who is Anna?")] = None
-    summary: list[Part] | None = None
-    call_id: Annotated[str | None, example("call_1")] = None
-    name: Annotated[str | None, example("weather")] = None
-    arguments: Annotated[str | None, example('{"city": "Rome"}')] = None
-    output: Annotated[str | list[Part] | None, example("sunny")] = None
+    type: Annotated[
+        str,
+        about(
+            'Kind of the item: "message", "reasoning", "function_call" or "function_call_output".'
+        ),
+    ] = "message"
+    role: Annotated[str | None, about('Of "message": who speaks.', "user")] = None
+    content: Annotated[
+        str | list[Part] | None,
+        about('Of "message" and "reasoning": a text, or its parts.', "Who is Anna?"),
+    ] = None
+    summary: Annotated[list[Part] | None, about('Of "reasoning": parts of its summary.')] = None
+    call_id: Annotated[
+        str | None, about("Of calls and their outputs: id of the call.", "call_1")
+    ] = None
+    name: Annotated[str | None, about('Of "function_call": the function.', "weather")] = None
+    arguments: Annotated[
+        str | None,
+        about(
+            'Of "function_call": its arguments as JSON, such as "{\\"city\\": \\"Rome\\"}".',
+            '{"city": "Rome"}',
+        ),
+    ] = None
+    output: Annotated[
+        str | list[Part] | None,
+        about('Of "function_call_output": what the function returned, or its parts.', "sunny"),
+    ] = None
 
 
 class TextFormat(Struct, kw_only=True):
-    """Form of the text: any, JSON, or JSON that follows a schema.
+    """Form of the text: any, JSON, or JSON that follows a schema."""
 
-    Attributes:
-        type: "text" is any text, "json_object" JSON, "json_schema" JSON that follows the schema.
-        name: Name of the schema; not read.
-        schema: The JSON schema.
-        strict: Not read: the text always follows the schema.
-        description: What the schema is for; not read.
-    """
-
-    type: Literal["text", "json_object", "json_schema"] = "text"
-    name: Annotated[str | None, example("person")] = None
-    schema: Annotated[Object | None, example({"type": "object"})] = None
-    strict: bool | None = None
-    description: Annotated[str | None, example("A person.")] = None
+    type: Annotated[
+        Literal["text", "json_object", "json_schema"],
+        about(
+            '"text" is any text, "json_object" JSON, "json_schema" JSON that follows the schema.'
+        ),
+    ] = "text"
+    name: Annotated[str | None, about("Name of the schema; not read.", "person")] = None
+    schema: Annotated[Object | None, about("The JSON schema.", {"type": "object"})] = None
+    strict: Annotated[bool | None, about("Not read: the text always follows the schema.")] = None
+    description: Annotated[str | None, about("What the schema is for; not read.", "A person.")] = (
+        None
+    )
 
 
 class TextConfig(Struct, kw_only=True):
-    """How the text is written.
+    """How the text is written."""
 
-    Attributes:
-        format: Form of the text; any if not given.
-    """
-
-    format: TextFormat | None = None
+    format: Annotated[TextFormat | None, about("Form of the text; any if not given.")] = None
 
 
 class Reasoning(Struct, kw_only=True):
-    """How much the model thinks, where its template leaves the choice.
+    """How much the model thinks, where its template leaves the choice."""
 
-    Attributes:
-        effort: How much to think, as ``reasoning_effort`` of the model's template.
-    """
-
-    effort: Annotated[str | None, example("low")] = None
+    effort: Annotated[
+        str | None,
+        about("How much to think, as ``reasoning_effort`` of the model's template.", "low"),
+    ] = None
 
 
 class Tool(Struct, kw_only=True):
-    """A function that the model may call.
+    """A function that the model may call."""
 
-    Attributes:
-        type: Kind of the tool; those of other kinds are left out.
-        name: Name of the function.
-        description: What it does.
-        parameters: JSON schema of its arguments.
-        strict: Not read: arguments always follow their schema where a call is demanded.
-    """
-
-    type: Annotated[str, example("function")]
-    name: Annotated[str | None, example("weather")] = None
-    description: Annotated[str | None, example("Weather of a city.")] = None
-    parameters: Annotated[Object | None, example({"type": "object"})] = None
-    strict: bool | None = None
+    type: Annotated[str, about("Kind of the tool; those of other kinds are left out.", "function")]
+    name: Annotated[str | None, about("Name of the function.", "weather")] = None
+    description: Annotated[str | None, about("What it does.", "Weather of a city.")] = None
+    parameters: Annotated[
+        Object | None, about("JSON schema of its arguments.", {"type": "object"})
+    ] = None
+    strict: Annotated[
+        bool | None,
+        about("Not read: arguments always follow their schema where a call is demanded."),
+    ] = None
 
 
 class AllowedTool(Struct, kw_only=True):
-    """A tool that may be called.
+    """A tool that may be called."""
 
-    Attributes:
-        type: Always "function".
-        name: Name of the function.
-    """
-
-    type: Annotated[str, example("function")] = "function"
-    name: Annotated[str | None, example("weather")] = None
+    type: Annotated[str, about('Always "function".', "function")] = "function"
+    name: Annotated[str | None, about("Name of the function.", "weather")] = None
 
 
 class NamedTool(Struct, kw_only=True):
-    """The one tool that the model has to call, or those that it may.
+    """The one tool that the model has to call, or those that it may."""
 
-    Attributes:
-        type: What it says, which demands a call of the one in ``name``; "allowed_tools" allows
-            those in ``tools``.
-        name: Name of the function.
-        mode: Of "allowed_tools": whether one of them has to be called.
-        tools: Of "allowed_tools": those that may be called.
-    """
-
-    type: Annotated[str, example("function")]
-    name: Annotated[str | None, example("weather")] = None
-    mode: Literal["auto", "required"] | None = None
-    tools: list[AllowedTool] | None = None
+    type: Annotated[
+        str,
+        about(
+            'What it says, which demands a call of the one in ``name``; "allowed_tools" allows '
+            "those in ``tools``.",
+            "function",
+        ),
+    ]
+    name: Annotated[str | None, about("Name of the function.", "weather")] = None
+    mode: Annotated[
+        Literal["auto", "required"] | None,
+        about('Of "allowed_tools": whether one of them has to be called.'),
+    ] = None
+    tools: Annotated[
+        list[AllowedTool] | None, about('Of "allowed_tools": those that may be called.')
+    ] = None
 
 
 class InputBody(LlamaFields, kw_only=True):
-    """A conversation whose tokens to count.
+    """A conversation whose tokens to count."""
 
-    Attributes:
-        input: A text, or the whole conversation as items.
-        model: Id of a configured model; the default model if not given.
-        instructions: System prompt.
-        tools: Functions that the model may call.
-        tool_choice: Whether it calls them; "auto" if not given.
-        parallel_tool_calls: Whether there may be several calls; true if not given.
-        text: How the text is written.
-        reasoning: How much the model thinks.
-        previous_response_id: Has to be null: the server keeps no responses. Send the whole
-            conversation as input.
-        chat_template_kwargs: Variables for the model's chat template.
-        conversation: Has to be null: the server keeps no conversations.
-        prompt: Has to be null: the server keeps no prompts.
-    """
-
-    input: Annotated[str | list[Item], example("Who is Anna?")]
-    model: Annotated[str | None, example("demo")] = None
-    instructions: Annotated[str | None, example("Answer briefly.")] = None
-    tools: list[Tool] | None = None
-    tool_choice: Annotated[
-        Literal["none", "auto", "required"] | NamedTool | None, example(default="auto")
+    input: Annotated[
+        str | list[Item], about("A text, or the whole conversation as items.", "Who is Anna?")
+    ]
+    model: Annotated[
+        str | None, about("Id of a configured model; the default model if not given.", "demo")
     ] = None
-    parallel_tool_calls: Annotated[bool | None, example(default=True)] = None
-    text: TextConfig | None = None
-    reasoning: Reasoning | None = None
-    previous_response_id: Annotated[str | None, example(None)] = None
-    chat_template_kwargs: Annotated[Object | None, example({"enable_thinking": False})] = None
-    conversation: Annotated[Any, example(None)] = None
-    prompt: Annotated[Any, example(None)] = None
+    instructions: Annotated[str | None, about("System prompt.", "Answer briefly.")] = None
+    tools: Annotated[list[Tool] | None, about("Functions that the model may call.")] = None
+    tool_choice: Annotated[
+        Literal["none", "auto", "required"] | NamedTool | None,
+        about('Whether it calls them; "auto" if not given.', default="auto"),
+    ] = None
+    parallel_tool_calls: Annotated[
+        bool | None, about("Whether there may be several calls; true if not given.", default=True)
+    ] = None
+    text: Annotated[TextConfig | None, about("How the text is written.")] = None
+    reasoning: Annotated[Reasoning | None, about("How much the model thinks.")] = None
+    previous_response_id: Annotated[
+        str | None,
+        about(
+            "Has to be null: the server keeps no responses. Send the whole conversation as input.",
+            None,
+        ),
+    ] = None
+    chat_template_kwargs: Annotated[
+        Object | None, about("Variables for the model's chat template.", {"enable_thinking": False})
+    ] = None
+    conversation: Annotated[
+        Any, about("Has to be null: the server keeps no conversations.", None)
+    ] = None
+    prompt: Annotated[Any, about("Has to be null: the server keeps no prompts.", None)] = None
 
 
 class ResponsesBody(InputBody, kw_only=True):
-    """A conversation to continue; llama.cpp's sampling fields work too.
+    """A conversation to continue; llama.cpp's sampling fields work too."""
 
-    Attributes:
-        max_output_tokens: Most tokens to generate; as many as fit the context if not given.
-        top_logprobs: So many of the most probable tokens with each, where ``include`` asks for
-            logprobs. They are before bias, grammar and samplers.
-        include: What else the response has: ["message.output_text.logprobs"] for logprobs; the rest
-            is ignored.
-        metadata: Texts that the response repeats.
-        store: Has to be false: the server keeps no responses. false if not given.
-        background: Has to be false: it is not supported. false if not given.
-        attention: Which attention to send with each token; true for all defaults.
-    """
-
-    max_output_tokens: Annotated[int | None, example(128)] = None
-    top_logprobs: Annotated[int | None, example(3)] = None
-    include: Annotated[list[str] | None, example(["message.output_text.logprobs"])] = None
-    metadata: Annotated[dict[str, str] | None, example({"topic": "names"})] = None
-    store: Annotated[bool | None, example(default=False)] = None
-    background: Annotated[bool | None, example(default=False)] = None
-    attention: Attention | bool | None = None
+    max_output_tokens: Annotated[
+        int | None, about("Most tokens to generate; as many as fit the context if not given.", 128)
+    ] = None
+    top_logprobs: Annotated[
+        int | None,
+        about(
+            "So many of the most probable tokens with each, where ``include`` asks for "
+            "logprobs. They are before bias, grammar and samplers.",
+            3,
+        ),
+    ] = None
+    include: Annotated[
+        list[str] | None,
+        about(
+            'What else the response has: ["message.output_text.logprobs"] for logprobs; the '
+            "rest is ignored.",
+            ["message.output_text.logprobs"],
+        ),
+    ] = None
+    metadata: Annotated[
+        dict[str, str] | None, about("Texts that the response repeats.", {"topic": "names"})
+    ] = None
+    store: Annotated[
+        bool | None,
+        about("Has to be false: the server keeps no responses. false if not given.", default=False),
+    ] = None
+    background: Annotated[
+        bool | None,
+        about("Has to be false: it is not supported. false if not given.", default=False),
+    ] = None
+    attention: Annotated[
+        Attention | bool | None,
+        about("Which attention to send with each token; true for all defaults."),
+    ] = None
 
 
 # ---- replies
 
 
 class OutputTopLogprob(Struct, kw_only=True):
-    """A token that could have been chosen.
+    """A token that could have been chosen."""
 
-    Attributes:
-        token: Its text; U+FFFD for bytes that are not UTF-8.
-        bytes: Its bytes.
-        logprob: Its logprob before bias, grammar and samplers.
-    """
-
-    token: Annotated[str, example(" the")]
-    bytes: Annotated[list[int], example([32, 116, 104, 101])]
-    logprob: Annotated[float, example(-1.5)]
+    token: Annotated[str, about("Its text; U+FFFD for bytes that are not UTF-8.", " the")]
+    bytes: Annotated[list[int], about("Its bytes.", [32, 116, 104, 101])]
+    logprob: Annotated[float, about("Its logprob before bias, grammar and samplers.", -1.5)]
 
 
 class OutputLogprob(OutputTopLogprob, kw_only=True):
-    """A token that was chosen, and those that could have been.
+    """A token that was chosen, and those that could have been."""
 
-    Attributes:
-        top_logprobs: The most probable tokens at its place, the most probable first.
-    """
-
-    top_logprobs: list[OutputTopLogprob]
+    top_logprobs: Annotated[
+        list[OutputTopLogprob],
+        about("The most probable tokens at its place, the most probable first."),
+    ]
 
 
 class InputDetails(Struct, kw_only=True):
-    """Of the prompt's tokens.
+    """Of the prompt's tokens."""
 
-    Attributes:
-        cached_tokens: Those that were in the cache.
-        cache_write_tokens: Always 0.
-    """
-
-    cached_tokens: Annotated[int, example(0)]
-    cache_write_tokens: Annotated[int, example(0)] = 0
+    cached_tokens: Annotated[int, about("Those that were in the cache.", 0)]
+    cache_write_tokens: Annotated[int, about("Always 0.", 0)] = 0
 
 
 class OutputDetails(Struct, kw_only=True):
-    """Of the generated tokens.
+    """Of the generated tokens."""
 
-    Attributes:
-        reasoning_tokens: Those of the reasoning.
-    """
-
-    reasoning_tokens: Annotated[int, example(0)]
+    reasoning_tokens: Annotated[int, about("Those of the reasoning.", 0)]
 
 
 class ResponseUsage(Struct, kw_only=True):
-    """Tokens of the request.
+    """Tokens of the request."""
 
-    Attributes:
-        input_tokens: Tokens of the prompt.
-        input_tokens_details: More about them.
-        output_tokens: Tokens that were generated.
-        output_tokens_details: More about them.
-        total_tokens: Both together.
-    """
-
-    input_tokens: Annotated[int, example(12)]
-    input_tokens_details: InputDetails
-    output_tokens: Annotated[int, example(20)]
-    output_tokens_details: OutputDetails
-    total_tokens: Annotated[int, example(32)]
+    input_tokens: Annotated[int, about("Tokens of the prompt.", 12)]
+    input_tokens_details: Annotated[InputDetails, about("More about them.")]
+    output_tokens: Annotated[int, about("Tokens that were generated.", 20)]
+    output_tokens_details: Annotated[OutputDetails, about("More about them.")]
+    total_tokens: Annotated[int, about("Both together.", 32)]
 
 
 class OutputText(Struct, tag_field="type", tag="output_text"):
-    """Text of an answer.
+    """Text of an answer."""
 
-    Attributes:
-        text: The text.
-        annotations: Always [].
-        logprobs: Those of its tokens, if asked for.
-    """
-
-    text: Annotated[str, example("Anna is a teacher.")]
-    annotations: Annotated[list[Object], example([])] = []
-    logprobs: Annotated[list[OutputLogprob], example([])] = []
+    text: Annotated[str, about("The text.", "Anna is a teacher.")]
+    annotations: Annotated[list[Object], about("Always [].", [])] = []
+    logprobs: Annotated[list[OutputLogprob], about("Those of its tokens, if asked for.", [])] = []
 
 
 class ReasoningText(Struct, tag_field="type", tag="reasoning_text"):
-    """What the model thought.
+    """What the model thought."""
 
-    Attributes:
-        text: The text.
-    """
-
-    text: Annotated[str, example("The user asks for a name.")]
+    text: Annotated[str, about("The text.", "The user asks for a name.")]
 
 
 class MessageItem(Struct, kw_only=True, tag_field="type", tag="message"):
-    """A text of the answer.
+    """A text of the answer."""
 
-    Attributes:
-        id: Its id.
-        status: Whether it is whole.
-        role: Always "assistant".
-        content: Its one part; none while it comes.
-    """
-
-    id: Annotated[str, example("msg_1")]
-    status: Status = "in_progress"
-    role: Literal["assistant"] = "assistant"
-    content: list[OutputText] = []
+    id: Annotated[str, about("Its id.", "msg_1")]
+    status: Annotated[Status, about("Whether it is whole.")] = "in_progress"
+    role: Annotated[Literal["assistant"], about('Always "assistant".')] = "assistant"
+    content: Annotated[list[OutputText], about("Its one part; none while it comes.")] = []
 
 
 class ReasoningItem(Struct, kw_only=True, tag_field="type", tag="reasoning"):
-    """What the model thought before it went on.
+    """What the model thought before it went on."""
 
-    Attributes:
-        id: Its id.
-        status: Whether it is whole.
-        summary: Always [].
-        content: Its one part; none while it comes.
-    """
-
-    id: Annotated[str, example("rs_1")]
-    status: Status = "in_progress"
-    summary: Annotated[list[Object], example([])] = []
-    content: list[ReasoningText] = []
+    id: Annotated[str, about("Its id.", "rs_1")]
+    status: Annotated[Status, about("Whether it is whole.")] = "in_progress"
+    summary: Annotated[list[Object], about("Always [].", [])] = []
+    content: Annotated[list[ReasoningText], about("Its one part; none while it comes.")] = []
 
 
 class CallItem(Struct, kw_only=True, tag_field="type", tag="function_call"):
-    """A function that the model calls.
+    """A function that the model calls."""
 
-    Attributes:
-        id: Its id.
-        status: Whether it is whole.
-        call_id: Id of the call, which its output repeats.
-        name: Name of the function.
-        arguments: Its arguments as JSON; "" while they come.
-    """
-
-    id: Annotated[str, example("fc_1")]
-    status: Status = "in_progress"
-    call_id: Annotated[str, example("call_1")]
-    name: Annotated[str, example("weather")]
-    arguments: Annotated[str, example('{"city": "Rome"}')] = ""
+    id: Annotated[str, about("Its id.", "fc_1")]
+    status: Annotated[Status, about("Whether it is whole.")] = "in_progress"
+    call_id: Annotated[str, about("Id of the call, which its output repeats.", "call_1")]
+    name: Annotated[str, about("Name of the function.", "weather")]
+    arguments: Annotated[
+        str, about('Its arguments as JSON; "" while they come.', '{"city": "Rome"}')
+    ] = ""
 
 
 OutputItem = MessageItem | ReasoningItem | CallItem
 
 
 class ResponseError(Struct, kw_only=True):
-    """What went wrong.
+    """What went wrong."""
 
-    Attributes:
-        code: Kind of the failure for programs.
-        message: What was wrong, what the limit is and what to do.
-    """
-
-    code: Annotated[str, example("server_error")]
-    message: Annotated[str, example("the model was switched")]
+    code: Annotated[str, about("Kind of the failure for programs.", "server_error")]
+    message: Annotated[
+        str, about("What was wrong, what the limit is and what to do.", "the model was switched")
+    ]
 
 
 class Incomplete(Struct):
-    """Why a response is not whole.
+    """Why a response is not whole."""
 
-    Attributes:
-        reason: The limit that cut it.
-    """
-
-    reason: Literal["max_output_tokens"] = "max_output_tokens"
+    reason: Annotated[Literal["max_output_tokens"], about("The limit that cut it.")] = (
+        "max_output_tokens"
+    )
 
 
 class ReasoningShown(Struct):
-    """How much the model was asked to think.
+    """How much the model was asked to think."""
 
-    Attributes:
-        effort: That of the request.
-        summary: Always null.
-    """
-
-    effort: Annotated[str | None, example("low")]
-    summary: Annotated[None, example(None)] = None
+    effort: Annotated[str | None, about("That of the request.", "low")]
+    summary: Annotated[None, about("Always null.", None)] = None
 
 
 class Response(Struct, kw_only=True):
-    """The answer, or what of it there is so far.
+    """The answer, or what of it there is so far."""
 
-    Attributes:
-        id: Id of the response; kept attention has it as its name.
-        object: Always "response".
-        created_at: When it was begun, in seconds since 1970.
-        completed_at: When it ended; null before.
-        status: Whether it is whole; "incomplete" is one that a limit cut.
-        model: The model, as the request names it.
-        output: Items of the answer, in the order in which they came.
-        error: What went wrong; null otherwise.
-        incomplete_details: Which limit cut it; null otherwise.
-        instructions: Those of the request.
-        max_output_tokens: That of the request.
-        metadata: That of the request.
-        parallel_tool_calls: Whether there may be several calls.
-        previous_response_id: Always null.
-        reasoning: The request's effort.
-        store: Always false.
-        temperature: That of the request.
-        text: Form of the text.
-        tool_choice: That of the request.
-        tools: Those of the request.
-        top_logprobs: That of the request.
-        top_p: That of the request.
-        truncation: Always "disabled".
-        usage: Tokens of the request; null before its end.
-        attention: Attention of each token, if asked for.
-        prompt_attention: Rows of the prompt, if asked for.
-    """
-
-    id: Annotated[str, example("resp_1")]
-    object: Literal["response"] = "response"
-    created_at: Annotated[int, example(1767225600)]
-    completed_at: Annotated[int | None, example(1767225601)] = None
-    status: Status
-    model: Annotated[str, example("demo")]
-    output: list[OutputItem]
-    error: ResponseError | None = None
-    incomplete_details: Incomplete | None = None
-    instructions: Annotated[str | None, example("Answer briefly.")]
-    max_output_tokens: Annotated[int | None, example(128)]
-    metadata: Annotated[dict[str, str], example({"topic": "names"})]
-    parallel_tool_calls: bool
-    previous_response_id: Annotated[None, example(None)] = None
-    reasoning: ReasoningShown
-    store: bool = False
-    temperature: Annotated[float | None, example(0.7)]
-    text: TextConfig
-    tool_choice: Annotated[Any, example("auto")]
-    tools: Annotated[list[Tool], example([])]
-    top_logprobs: Annotated[int, example(0)]
-    top_p: Annotated[float | None, example(0.9)]
-    truncation: Literal["disabled"] = "disabled"
-    usage: ResponseUsage | None = None
-    attention: list[TokenAttention] | UnsetType = UNSET
-    prompt_attention: list[PromptAttention] | UnsetType = UNSET
+    id: Annotated[str, about("Id of the response; kept attention has it as its name.", "resp_1")]
+    object: Annotated[Literal["response"], about('Always "response".')] = "response"
+    created_at: Annotated[int, about("When it was begun, in seconds since 1970.", 1767225600)]
+    completed_at: Annotated[int | None, about("When it ended; null before.", 1767225601)] = None
+    status: Annotated[Status, about('Whether it is whole; "incomplete" is one that a limit cut.')]
+    model: Annotated[str, about("The model, as the request names it.", "demo")]
+    output: Annotated[
+        list[OutputItem], about("Items of the answer, in the order in which they came.")
+    ]
+    error: Annotated[ResponseError | None, about("What went wrong; null otherwise.")] = None
+    incomplete_details: Annotated[
+        Incomplete | None, about("Which limit cut it; null otherwise.")
+    ] = None
+    instructions: Annotated[str | None, about("Those of the request.", "Answer briefly.")]
+    max_output_tokens: Annotated[int | None, about("That of the request.", 128)]
+    metadata: Annotated[dict[str, str], about("That of the request.", {"topic": "names"})]
+    parallel_tool_calls: Annotated[bool, about("Whether there may be several calls.")]
+    previous_response_id: Annotated[None, about("Always null.", None)] = None
+    reasoning: Annotated[ReasoningShown, about("The request's effort.")]
+    store: Annotated[bool, about("Always false.")] = False
+    temperature: Annotated[float | None, about("That of the request.", 0.7)]
+    text: Annotated[TextConfig, about("Form of the text.")]
+    tool_choice: Annotated[Any, about("That of the request.", "auto")]
+    tools: Annotated[list[Tool], about("Those of the request.", [])]
+    top_logprobs: Annotated[int, about("That of the request.", 0)]
+    top_p: Annotated[float | None, about("That of the request.", 0.9)]
+    truncation: Annotated[Literal["disabled"], about('Always "disabled".')] = "disabled"
+    usage: Annotated[ResponseUsage | None, about("Tokens of the request; null before its end.")] = (
+        None
+    )
+    attention: Annotated[
+        list[TokenAttention] | UnsetType, about("Attention of each token, if asked for.")
+    ] = UNSET
+    prompt_attention: Annotated[
+        list[PromptAttention] | UnsetType, about("Rows of the prompt, if asked for.")
+    ] = UNSET
 
 
 class InputTokens(Struct, kw_only=True):
-    """How many tokens the prompt of a conversation has.
+    """How many tokens the prompt of a conversation has."""
 
-    Attributes:
-        object: Always "response.input_tokens".
-        input_tokens: How many there are.
-    """
-
-    object: Literal["response.input_tokens"] = "response.input_tokens"
-    input_tokens: Annotated[int, example(12)]
+    object: Annotated[
+        Literal["response.input_tokens"], about('Always "response.input_tokens".')
+    ] = "response.input_tokens"
+    input_tokens: Annotated[int, about("How many there are.", 12)]

@@ -52,7 +52,7 @@ from kqview.server.models.run import Removal, Run, Step
 from kqview.server.models.service import Call
 from kqview.server.models.stream import Events
 from kqview.server.settings import ReasoningFormat, Settings
-from kqview.server.web.described import example
+from kqview.server.web.described import about
 from kqview.server.web.endpoint import DECODED_TIMES, EVENT_TAIL, NAMED_HEAD, HttpReply, Sample
 from kqview.types import PromptBlock, Sampling, Token
 
@@ -408,15 +408,15 @@ async def answered(
 
 
 class ChatRemoved(Removed, kw_only=True):
-    """What mods took back of an answer, which a client drops.
+    """What mods took back of an answer, which a client drops."""
 
-    Attributes:
-        reasoning_characters: So many of the last characters of the reasoning.
-        tool_calls: All calls, of which there were so many; those that are left are sent again.
-    """
-
-    reasoning_characters: Annotated[int | UnsetType, example(2)] = UNSET
-    tool_calls: Annotated[int | UnsetType, example(1)] = UNSET
+    reasoning_characters: Annotated[
+        int | UnsetType, about("So many of the last characters of the reasoning.", 2)
+    ] = UNSET
+    tool_calls: Annotated[
+        int | UnsetType,
+        about("All calls, of which there were so many; those that are left are sent again.", 1),
+    ] = UNSET
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,90 +10,76 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
-from kqview.server.web.described import example, shown_as
+from kqview.server.web.described import about, shown_as
 
 
 class TextPart(Struct, kw_only=True):
-    """A part of a content.
+    """A part of a content."""
 
-    Attributes:
-        type: Always "text": models read nothing else.
-        text: The text.
-    """
-
-    type: Literal["text"]
-    text: Annotated[str, example("Who is Anna?")]
+    type: Annotated[Literal["text"], about('Always "text": models read nothing else.')]
+    text: Annotated[str, about("The text.", "Who is Anna?")]
 
 
 class CalledName(Struct, kw_only=True):
-    """The function of a call.
+    """The function of a call."""
 
-    Attributes:
-        name: Its name.
-        arguments: Its arguments, an object or its JSON.
-    """
-
-    name: Annotated[str, example("weather")]
-    arguments: Annotated[Any, example("{}")] = UNSET
+    name: Annotated[str, about("Its name.", "weather")]
+    arguments: Annotated[Any, about("Its arguments, an object or its JSON.", "{}")] = UNSET
 
 
 class EarlierCall(Struct, kw_only=True):
-    """A call that the assistant made.
+    """A call that the assistant made."""
 
-    Attributes:
-        id: Name of the call, which the message with its result repeats.
-        type: "function" for OpenAI's clients.
-        function: What was called.
-    """
-
-    id: Annotated[Any, example("call_1")] = UNSET
-    type: Annotated[Any, example("function")] = UNSET
-    function: CalledName | UnsetType = UNSET
+    id: Annotated[
+        Any, about("Name of the call, which the message with its result repeats.", "call_1")
+    ] = UNSET
+    type: Annotated[Any, about('"function" for OpenAI\'s clients.', "function")] = UNSET
+    function: Annotated[CalledName | UnsetType, about("What was called.")] = UNSET
 
 
 class ChatMessage(Struct, kw_only=True):
-    """A message; the model's chat template sees its other fields too.
+    """A message; the model's chat template sees its other fields too."""
 
-    Attributes:
-        role: Who says it; also "system", "assistant" and "tool", as far as the template knows them.
-        content: A text, or a list of parts. Null only beside calls, or in a message of the
-            assistant.
-        name: Name of the speaker, or of the function of a result.
-        tool_calls: Calls that the assistant made.
-        tool_call_id: The call that the message is the result of.
-    """
-
-    role: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z][A-Za-z0-9_.\-]{0,63}$"), example("user")]
-    content: Annotated[str | list[TextPart] | None, example("Who is Anna?")] = None
-    name: Annotated[str | None, example("weather")] = None
-    tool_calls: list[EarlierCall] | None = None
-    tool_call_id: Annotated[str | None, example("call_1")] = None
+    role: Annotated[
+        str,
+        msgspec.Meta(pattern=r"^[A-Za-z][A-Za-z0-9_.\-]{0,63}$"),
+        about(
+            'Who says it; also "system", "assistant" and "tool", as far as the template knows '
+            "them.",
+            "user",
+        ),
+    ]
+    content: Annotated[
+        str | list[TextPart] | None,
+        about(
+            "A text, or a list of parts. Null only beside calls, or in a message of the assistant.",
+            "Who is Anna?",
+        ),
+    ] = None
+    name: Annotated[
+        str | None, about("Name of the speaker, or of the function of a result.", "weather")
+    ] = None
+    tool_calls: Annotated[list[EarlierCall] | None, about("Calls that the assistant made.")] = None
+    tool_call_id: Annotated[
+        str | None, about("The call that the message is the result of.", "call_1")
+    ] = None
 
 
 class ToolFunction(Struct, kw_only=True):
-    """A function that may be called.
+    """A function that may be called."""
 
-    Attributes:
-        name: Its name.
-        description: What it does.
-        parameters: JSON schema of its arguments.
-    """
-
-    name: Annotated[str, example("weather")]
-    description: Annotated[Any, example("The weather of a town.")] = UNSET
-    parameters: Annotated[Any, example({"type": "object"})] = UNSET
+    name: Annotated[str, about("Its name.", "weather")]
+    description: Annotated[Any, about("What it does.", "The weather of a town.")] = UNSET
+    parameters: Annotated[Any, about("JSON schema of its arguments.", {"type": "object"})] = UNSET
 
 
 class ChatTool(Struct, kw_only=True):
-    """A tool.
+    """A tool."""
 
-    Attributes:
-        type: "function" for OpenAI's clients.
-        function: The function; a tool may also be the function itself.
-    """
-
-    type: Annotated[Any, example("function")] = UNSET
-    function: ToolFunction | UnsetType = UNSET
+    type: Annotated[Any, about('"function" for OpenAI\'s clients.', "function")] = UNSET
+    function: Annotated[
+        ToolFunction | UnsetType, about("The function; a tool may also be the function itself.")
+    ] = UNSET
 
 
 MessageObject = Annotated[dict[str, Any], shown_as(ChatMessage)]
