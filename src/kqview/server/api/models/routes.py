@@ -2,15 +2,12 @@
 
 from typing import Final
 
-from kqview.server.api.models.convert import state_of
 from kqview.server.api.models.schema import ModelState
 from kqview.server.errors import UnknownModel
 from kqview.server.models.model_entry import ModelEntry
 from kqview.server.models.service import Call
 from kqview.server.web.endpoint import Handler, Operation
 from kqview.server.web.pages import Failure, error_body
-
-_TAG: Final = "models"
 
 
 def _named(call: Call) -> ModelEntry:
@@ -22,18 +19,27 @@ def _named(call: Call) -> ModelEntry:
     raise UnknownModel(f"there is no model {name[:80]!r}; GET /v1/models lists those there are")
 
 
+def _state_of(served: ModelEntry) -> ModelState:
+    """What a reply says of *served*."""
+    return ModelState(
+        id=served.id, state=served.state, progress=served.progress, pinned=served.pinned,
+        error=served.error, estimated_bytes=served.estimated_bytes,
+        measured_bytes=served.measured_bytes, requests=served.work.n_uses, loads=served.n_loads,
+    )  # fmt: skip
+
+
 async def load(call: Call) -> ModelState:
     """``POST /models/{id}/load``."""
     served = _named(call)
     await call.service.pool.load_now(served)
-    return state_of(served)
+    return _state_of(served)
 
 
 async def unload(call: Call) -> ModelState:
     """``POST /models/{id}/unload``."""
     served = _named(call)
     await call.service.pool.unload_now(served)
-    return state_of(served)
+    return _state_of(served)
 
 
 async def pin(call: Call) -> ModelState:
@@ -41,7 +47,7 @@ async def pin(call: Call) -> ModelState:
     served = _named(call)
     await call.service.pool.load_now(served)
     served.pinned = True
-    return state_of(served)
+    return _state_of(served)
 
 
 async def unpin(call: Call) -> ModelState:
@@ -49,12 +55,12 @@ async def unpin(call: Call) -> ModelState:
     served = _named(call)
     served.pinned = False
     call.service.pool.note_idle()
-    return state_of(served)
+    return _state_of(served)
 
 
 def _operation(name: str, handler: Handler, summary: str) -> Operation:
     return Operation(
-        method="POST", path=f"/models/{{id:path}}/{name}", handler=handler, tag=_TAG,
+        method="POST", path=f"/models/{{id:path}}/{name}", handler=handler, tag="models",
         summary=summary, error_body=error_body, failure=Failure, reply=ModelState,
         access="admin", parameters={"id": 'Id of the model, such as "demo".'},
     )  # fmt: skip
