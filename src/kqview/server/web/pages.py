@@ -6,22 +6,19 @@ import msgspec
 
 from kqview.server.errors import Answer
 from kqview.server.web import static_files
-from kqview.server.web.described import example
+from kqview.server.web.described import about
 from kqview.server.web.endpoint import AnyCall, Handler, HttpReply, Operation
 
 _TAG: Final = "server"
 
 
 class Failure(msgspec.Struct, kw_only=True):
-    """What went wrong.
+    """What went wrong."""
 
-    Attributes:
-        error: What was wrong, what the limit is and what to do.
-        error_code: Kind of the failure for programs.
-    """
-
-    error: Annotated[str, example("a key is needed")]
-    error_code: Annotated[str, example("UNAUTHORIZED")]
+    error: Annotated[
+        str, about("What was wrong, what the limit is and what to do.", "a key is needed")
+    ]
+    error_code: Annotated[str, about("Kind of the failure for programs.", "UNAUTHORIZED")]
 
 
 def error_body(answer: Answer) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from kqview.server.api.wire.mods_field import calls_of, removed
 from kqview.server.api.wire.rows import event_pieces, joined_text
 from kqview.server.errors import Answer
 from kqview.server.models.run import Removal, Run, Step
-from kqview.server.web.described import example
+from kqview.server.web.described import about
 from kqview.server.web.endpoint import NEXT_EVENT, Frames
 from kqview.stop_strings import ShownText
 from kqview.types import PromptBlock, Token
@@ -36,49 +36,37 @@ from kqview.types.token import Attention
 
 
 class KoboldLeftOut(Struct, kw_only=True):
-    """What the server left out of a request.
+    """What the server left out of a request."""
 
-    Attributes:
-        truncated_tokens: Tokens at the front of a text that was too long.
-        ignored: Names in the request that had no effect.
-    """
-
-    truncated_tokens: Annotated[int | UnsetType, example(120)] = UNSET
-    ignored: Annotated[Sequence[str] | UnsetType, example(["max_lenght"])] = UNSET
+    truncated_tokens: Annotated[
+        int | UnsetType, about("Tokens at the front of a text that was too long.", 120)
+    ] = UNSET
+    ignored: Annotated[
+        Sequence[str] | UnsetType, about("Names in the request that had no effect.", ["max_lenght"])
+    ] = UNSET
 
 
 class StartEvent(KoboldLeftOut, kw_only=True, tag_field="type", tag="start"):
-    """What follows, with ``start_event``.
+    """What follows, with ``start_event``."""
 
-    Attributes:
-        request_id: Label of the request.
-        prompt_tokens: Tokens of the prompt.
-        cached_tokens: Those of them that were in a cache; the others were evaluated.
-        prompt_ids: Their ids, as they are evaluated.
-        seed: The seed that is used, also if the request gave none.
-        attention: What the rows are, if some were asked for.
-    """
-
-    request_id: Annotated[str, example("r1")]
-    prompt_tokens: Annotated[int, example(7)]
-    cached_tokens: Annotated[int, example(0)]
-    prompt_ids: Annotated[Sequence[int], example([0, 35, 444])]
-    seed: Annotated[int, example(2531011)]
-    attention: RowsDescribed | UnsetType = UNSET
+    request_id: Annotated[str, about("Label of the request.", "r1")]
+    prompt_tokens: Annotated[int, about("Tokens of the prompt.", 7)]
+    cached_tokens: Annotated[
+        int, about("Those of them that were in a cache; the others were evaluated.", 0)
+    ]
+    prompt_ids: Annotated[Sequence[int], about("Their ids, as they are evaluated.", [0, 35, 444])]
+    seed: Annotated[int, about("The seed that is used, also if the request gave none.", 2531011)]
+    attention: Annotated[
+        RowsDescribed | UnsetType, about("What the rows are, if some were asked for.")
+    ] = UNSET
 
 
 class LikelyToken(Struct):
-    """One of the most probable tokens at a place.
+    """One of the most probable tokens at a place."""
 
-    Attributes:
-        token_id: Its id.
-        text: Its text.
-        logprob: Its logprob before bias, grammar and samplers.
-    """
-
-    token_id: Annotated[int, example(354)]
-    text: Annotated[str, example(" the")]
-    logprob: Annotated[float, example(-1.5)]
+    token_id: Annotated[int, about("Its id.", 354)]
+    text: Annotated[str, about("Its text.", " the")]
+    logprob: Annotated[float, about("Its logprob before bias, grammar and samplers.", -1.5)]
 
 
 def left_out(run: Run, ignored: Sequence[str]) -> dict[str, Any]:
@@ -101,165 +89,155 @@ def details_of(run: Run, ignored: Sequence[str]) -> dict[str, Any]:
 
 
 class KoboldToken(Struct, kw_only=True):
-    """A token that was generated.
+    """A token that was generated."""
 
-    Attributes:
-        token_id: Its id.
-        text: The text that it completes; "" inside a character of several ids.
-        logprob: Its logprob before bias, grammar and samplers, if asked for.
-        top_logprobs: The most probable tokens at its place, if asked for.
-        sample: In a reply that is not streamed: index of the sample, if there are several.
-    """
-
-    token_id: Annotated[int, example(354)]
-    text: Annotated[str, example(" teac")]
-    logprob: Annotated[float | UnsetType, example(-0.6)] = UNSET
-    top_logprobs: list[LikelyToken] | UnsetType = UNSET
-    sample: Annotated[int | UnsetType, example(0)] = UNSET
+    token_id: Annotated[int, about("Its id.", 354)]
+    text: Annotated[
+        str, about('The text that it completes; "" inside a character of several ids.', " teac")
+    ]
+    logprob: Annotated[
+        float | UnsetType,
+        about("Its logprob before bias, grammar and samplers, if asked for.", -0.6),
+    ] = UNSET
+    top_logprobs: Annotated[
+        list[LikelyToken] | UnsetType, about("The most probable tokens at its place, if asked for.")
+    ] = UNSET
+    sample: Annotated[
+        int | UnsetType,
+        about("In a reply that is not streamed: index of the sample, if there are several.", 0),
+    ] = UNSET
 
 
 class KoboldTokenEvent(Struct, kw_only=True, tag_field="type", tag="token"):
-    """A token, with its attention.
+    """A token, with its attention."""
 
-    Attributes:
-        token: The token.
-        request_id: Name of the request.
-        sample: Index of the sample, if there are several.
-        attention: Its attention; null over SSE and absent over the WebSocket if none was asked for.
-    """
-
-    token: KoboldToken
-    request_id: Annotated[str, example("r1")]
-    sample: Annotated[int | UnsetType, example(0)] = UNSET
-    attention: Annotated[AttentionObject | UnsetType | None, example(ROW)] = UNSET
+    token: Annotated[KoboldToken, about("The token.")]
+    request_id: Annotated[str, about("Name of the request.", "r1")]
+    sample: Annotated[int | UnsetType, about("Index of the sample, if there are several.", 0)] = (
+        UNSET
+    )
+    attention: Annotated[
+        AttentionObject | UnsetType | None,
+        about(
+            "Its attention; null over SSE and absent over the WebSocket if none was asked for.", ROW
+        ),
+    ] = UNSET
 
 
 class KoboldTokenFrame(Struct, kw_only=True, tag_field="type", tag="token"):
-    """A token; a binary frame with its row follows.
+    """A token; a binary frame with its row follows."""
 
-    Attributes:
-        token_id: Its id.
-        text: The text that it completes.
-        attention: What the row is, if it is anything but float32 of all layers and heads; formats
-            that are not arrays are here completely.
-    """
-
-    token_id: Annotated[int, example(354)]
-    text: Annotated[str, example(" teac")]
-    attention: AttentionObject | UnsetType | None = UNSET
+    token_id: Annotated[int, about("Its id.", 354)]
+    text: Annotated[str, about("The text that it completes.", " teac")]
+    attention: Annotated[
+        AttentionObject | UnsetType | None,
+        about(
+            "What the row is, if it is anything but float32 of all layers and heads; formats "
+            "that are not arrays are here completely."
+        ),
+    ] = UNSET
 
 
 class KoboldPromptEvent(Struct, kw_only=True, tag_field="type", tag="prompt_attention"):
-    """Rows of the prompt, with ``prompt_attention``.
+    """Rows of the prompt, with ``prompt_attention``."""
 
-    Attributes:
-        request_id: Name of the request; absent in kobold's frames.
-        start: Position of their first token.
-        rows: How many tokens they are of.
-        attention: Their attention.
-    """
-
-    request_id: Annotated[str | UnsetType, example("r1")] = UNSET
-    start: Annotated[int, example(0)]
-    rows: Annotated[int, example(7)]
+    request_id: Annotated[
+        str | UnsetType, about("Name of the request; absent in kobold's frames.", "r1")
+    ] = UNSET
+    start: Annotated[int, about("Position of their first token.", 0)]
+    rows: Annotated[int, about("How many tokens they are of.", 7)]
     attention: Annotated[
-        AttentionObject | UnsetType | None, example({**ROW, "shape": [4, 8, 7, 7]})
+        AttentionObject | UnsetType | None,
+        about("Their attention.", {**ROW, "shape": [4, 8, 7, 7]}),
     ] = UNSET
 
 
 class KoboldRemovedEvent(Removed, kw_only=True, tag_field="type", tag="removed"):
-    """What mods took back, which a client drops; no binary frame follows.
+    """What mods took back, which a client drops; no binary frame follows."""
 
-    Attributes:
-        request_id: Name of the request; absent in kobold's frames.
-        sample: Index of the sample, if there are several.
-    """
-
-    request_id: Annotated[str | UnsetType, example("r1")] = UNSET
-    sample: Annotated[int | UnsetType, example(0)] = UNSET
+    request_id: Annotated[
+        str | UnsetType, about("Name of the request; absent in kobold's frames.", "r1")
+    ] = UNSET
+    sample: Annotated[int | UnsetType, about("Index of the sample, if there are several.", 0)] = (
+        UNSET
+    )
 
 
 class PruningEvent(Struct, kw_only=True, tag_field="type", tag="pruning_suggestion"):
-    """Sentences that got little attention, before the end, if there were ``sentences``.
+    """Sentences that got little attention, before the end, if there were ``sentences``."""
 
-    Attributes:
-        request_id: Name of the request.
-        prunable_sentences: The sentences, the one with the least attention first.
-    """
-
-    request_id: Annotated[str, example("r1")]
-    prunable_sentences: list[PrunableSentence]
+    request_id: Annotated[str, about("Name of the request.", "r1")]
+    prunable_sentences: Annotated[
+        list[PrunableSentence], about("The sentences, the one with the least attention first.")
+    ]
 
 
 class SampleEnd(Struct, kw_only=True):
-    """The end of a sample.
+    """The end of a sample."""
 
-    Attributes:
-        sample: Its index.
-        finish_reason: Why it ended.
-        total_tokens: Tokens that were generated.
-    """
-
-    sample: Annotated[int, example(0)]
-    finish_reason: Annotated[str | None, example("length")]
-    total_tokens: Annotated[int, example(2)]
+    sample: Annotated[int, about("Its index.", 0)]
+    finish_reason: Annotated[str | None, about("Why it ended.", "length")]
+    total_tokens: Annotated[int, about("Tokens that were generated.", 2)]
 
 
 class KoboldDoneEvent(Struct, kw_only=True, tag_field="type", tag="done"):
-    """The end, with the figures of the request; times and counts are of its first sample.
+    """The end, with the figures of the request; times and counts are of its first sample."""
 
-    Attributes:
-        finish_reason: Why it ended: of kobold "stop" or "length", of dream the exact reason.
-        total_tokens: Tokens that were generated.
-        request_id: Name of the request; absent in kobold's frames.
-        reason: Of kobold, why it ended exactly: "stop" if the model ended the text, "stop_token",
-            "stop_sequence", "length", "cancelled" or "tool_calls".
-        generation_time_ms: Of dream, milliseconds from admission to the end.
-        seed: The seed that was used, also if the request gave none.
-        prompt_tokens: Tokens of the prompt.
-        cached_tokens: Those of them that were in a cache; the others were evaluated.
-        queue_ms: Milliseconds that it waited for a slot.
-        prompt_ms: Milliseconds from then to the first token.
-        generation_ms: Milliseconds from the first token to the last.
-        truncated_tokens: Tokens at the front of a text that was too long.
-        ignored: Names in the request that had no effect.
-        tool_calls: Calls that a mod made.
-        samples: Of dream, the end of each sample, if there are several.
-        text: Of kobold, text that no token completed, if the model ended inside a character.
-    """
-
-    finish_reason: Annotated[str, example("length")]
-    total_tokens: Annotated[int, example(2)]
-    request_id: Annotated[str | UnsetType, example("r1")] = UNSET
-    reason: Annotated[str | UnsetType, example("length")] = UNSET
-    generation_time_ms: Annotated[int | UnsetType, example(4)] = UNSET
-    seed: Annotated[int, example(2531011)]
-    prompt_tokens: Annotated[int, example(7)]
-    cached_tokens: Annotated[int, example(0)]
-    queue_ms: Annotated[float, example(0.1)]
-    prompt_ms: Annotated[float, example(4.2)]
-    generation_ms: Annotated[float, example(1.7)]
-    truncated_tokens: Annotated[int | UnsetType, example(120)] = UNSET
-    ignored: Annotated[Sequence[str] | UnsetType, example(["max_lenght"])] = UNSET
-    tool_calls: list[ModCall] | UnsetType = UNSET
-    samples: list[SampleEnd] | UnsetType = UNSET
-    text: Annotated[str | UnsetType, example("�")] = UNSET
+    finish_reason: Annotated[
+        str,
+        about('Why it ended: of kobold "stop" or "length", of dream the exact reason.', "length"),
+    ]
+    total_tokens: Annotated[int, about("Tokens that were generated.", 2)]
+    request_id: Annotated[
+        str | UnsetType, about("Name of the request; absent in kobold's frames.", "r1")
+    ] = UNSET
+    reason: Annotated[
+        str | UnsetType,
+        about(
+            'Of kobold, why it ended exactly: "stop" if the model ended the text, "stop_token", '
+            '"stop_sequence", "length", "cancelled" or "tool_calls".',
+            "length",
+        ),
+    ] = UNSET
+    generation_time_ms: Annotated[
+        int | UnsetType, about("Of dream, milliseconds from admission to the end.", 4)
+    ] = UNSET
+    seed: Annotated[int, about("The seed that was used, also if the request gave none.", 2531011)]
+    prompt_tokens: Annotated[int, about("Tokens of the prompt.", 7)]
+    cached_tokens: Annotated[
+        int, about("Those of them that were in a cache; the others were evaluated.", 0)
+    ]
+    queue_ms: Annotated[float, about("Milliseconds that it waited for a slot.", 0.1)]
+    prompt_ms: Annotated[float, about("Milliseconds from then to the first token.", 4.2)]
+    generation_ms: Annotated[float, about("Milliseconds from the first token to the last.", 1.7)]
+    truncated_tokens: Annotated[
+        int | UnsetType, about("Tokens at the front of a text that was too long.", 120)
+    ] = UNSET
+    ignored: Annotated[
+        Sequence[str] | UnsetType, about("Names in the request that had no effect.", ["max_lenght"])
+    ] = UNSET
+    tool_calls: Annotated[list[ModCall] | UnsetType, about("Calls that a mod made.")] = UNSET
+    samples: Annotated[
+        list[SampleEnd] | UnsetType,
+        about("Of dream, the end of each sample, if there are several."),
+    ] = UNSET
+    text: Annotated[
+        str | UnsetType,
+        about(
+            "Of kobold, text that no token completed, if the model ended inside a character.", "�"
+        ),
+    ] = UNSET
 
 
 class PlainEvent(KoboldLeftOut, kw_only=True):
-    """Text in KoboldAI's form, for requests without attention and ``request_id``.
+    """Text in KoboldAI's form, for requests without attention and ``request_id``."""
 
-    Attributes:
-        token: Text that is new.
-        finish_reason: Why it ended: "length" or "stop"; null before the end.
-        removed: What mods took back.
-        tool_calls: Calls that a mod made.
-    """
-
-    token: Annotated[str, example(" t")]
-    finish_reason: Annotated[str | None, example(None)]
-    removed: Removed | UnsetType = UNSET
-    tool_calls: list[ModCall] | UnsetType = UNSET
+    token: Annotated[str, about("Text that is new.", " t")]
+    finish_reason: Annotated[
+        str | None, about('Why it ended: "length" or "stop"; null before the end.', None)
+    ]
+    removed: Annotated[Removed | UnsetType, about("What mods took back.")] = UNSET
+    tool_calls: Annotated[list[ModCall] | UnsetType, about("Calls that a mod made.")] = UNSET
 
 
 # ---- renderers

@@ -10,7 +10,7 @@ from kqview.server.api.koboldai.request import KoboldFields
 from kqview.server.errors import Answer, TooLarge, answer_of
 from kqview.server.models.model_entry import ModelEntry
 from kqview.server.models.run import Run
-from kqview.server.web.described import example
+from kqview.server.web.described import about
 
 _MIB: Final = 2**20
 _KINDS: Final = {
@@ -29,76 +29,78 @@ class ReplyTooLarge(TooLarge):
 
 
 class FailureDetail(Struct, kw_only=True):
-    """A failure in KoboldCpp's words.
+    """A failure in KoboldCpp's words."""
 
-    Attributes:
-        error: Name of the status; absent in replies of ``/api/v1/generate``.
-        msg: What was wrong, what the limit is and what to do.
-        type: Kind of the failure.
-    """
-
-    error: Annotated[str | UnsetType, example("Bad Request")] = UNSET
-    msg: Annotated[str, example("top_p is 2")]
-    type: Annotated[str, example("bad_input")]
+    error: Annotated[
+        str | UnsetType,
+        about("Name of the status; absent in replies of ``/api/v1/generate``.", "Bad Request"),
+    ] = UNSET
+    msg: Annotated[str, about("What was wrong, what the limit is and what to do.", "top_p is 2")]
+    type: Annotated[str, about("Kind of the failure.", "bad_input")]
 
 
 class KoboldFailure(Struct, kw_only=True):
-    """What went wrong, with the numbers that belong to it.
+    """What went wrong, with the numbers that belong to it."""
 
-    Attributes:
-        type: In events, and in all of the dream dialect: always "error".
-        request_id: In events: name of the request, if it is known.
-        error: What was wrong, what the limit is and what to do.
-        error_code: Kind of the failure for programs.
-        detail: The same as KoboldCpp says it, where its clients may read it.
-        context_length: Longest prompt in tokens, of a prompt that is too long and where memory was
-            short.
-        prompt_tokens: Tokens of the prompt, if they were counted.
-        vocab_size: Tokens of the vocabulary, of ids that are not in it.
-        reply_bytes: Bytes that the reply may have, if that is too much.
-        limit_bytes: The most that it may have.
-        attention_used_mb: MiB of attention that is held, where memory was short.
-        attention_budget_mb: The most that may be held.
-        vram_used_mb: MiB that all GPUs have in use, where memory was short.
-        vram_total_mb: MiB that they have.
-    """
-
-    type: Literal["error"] | UnsetType = UNSET
-    request_id: Annotated[str | UnsetType, example("r1")] = UNSET
-    error: Annotated[str, example("the model was switched; send the request again")]
-    error_code: Annotated[str, example("MODEL_CHANGED")]
-    detail: FailureDetail | UnsetType = UNSET
-    context_length: Annotated[int | UnsetType, example(2048)] = UNSET
-    prompt_tokens: Annotated[int | UnsetType, example(3000)] = UNSET
-    vocab_size: Annotated[int | UnsetType, example(1024)] = UNSET
-    reply_bytes: Annotated[int | UnsetType, example(300000000)] = UNSET
-    limit_bytes: Annotated[int | UnsetType, example(268435456)] = UNSET
-    attention_used_mb: Annotated[int | UnsetType, example(900)] = UNSET
-    attention_budget_mb: Annotated[int | UnsetType, example(1024)] = UNSET
-    vram_used_mb: Annotated[int | UnsetType, example(9000)] = UNSET
-    vram_total_mb: Annotated[int | UnsetType, example(24000)] = UNSET
+    type: Annotated[
+        Literal["error"] | UnsetType,
+        about('In events, and in all of the dream dialect: always "error".'),
+    ] = UNSET
+    request_id: Annotated[
+        str | UnsetType, about("In events: name of the request, if it is known.", "r1")
+    ] = UNSET
+    error: Annotated[
+        str,
+        about(
+            "What was wrong, what the limit is and what to do.",
+            "the model was switched; send the request again",
+        ),
+    ]
+    error_code: Annotated[str, about("Kind of the failure for programs.", "MODEL_CHANGED")]
+    detail: Annotated[
+        FailureDetail | UnsetType,
+        about("The same as KoboldCpp says it, where its clients may read it."),
+    ] = UNSET
+    context_length: Annotated[
+        int | UnsetType,
+        about(
+            "Longest prompt in tokens, of a prompt that is too long and where memory was short.",
+            2048,
+        ),
+    ] = UNSET
+    prompt_tokens: Annotated[
+        int | UnsetType, about("Tokens of the prompt, if they were counted.", 3000)
+    ] = UNSET
+    vocab_size: Annotated[
+        int | UnsetType, about("Tokens of the vocabulary, of ids that are not in it.", 1024)
+    ] = UNSET
+    reply_bytes: Annotated[
+        int | UnsetType, about("Bytes that the reply may have, if that is too much.", 300000000)
+    ] = UNSET
+    limit_bytes: Annotated[int | UnsetType, about("The most that it may have.", 268435456)] = UNSET
+    attention_used_mb: Annotated[
+        int | UnsetType, about("MiB of attention that is held, where memory was short.", 900)
+    ] = UNSET
+    attention_budget_mb: Annotated[int | UnsetType, about("The most that may be held.", 1024)] = (
+        UNSET
+    )
+    vram_used_mb: Annotated[
+        int | UnsetType, about("MiB that all GPUs have in use, where memory was short.", 9000)
+    ] = UNSET
+    vram_total_mb: Annotated[int | UnsetType, about("MiB that they have.", 24000)] = UNSET
 
 
 class CountFailure(KoboldFailure, kw_only=True):
-    """Why tokens were not counted.
+    """Why tokens were not counted."""
 
-    Attributes:
-        value: Always -1.
-    """
-
-    value: Annotated[int, example(-1)] = -1
+    value: Annotated[int, about("Always -1.", -1)] = -1
 
 
 class TextFailure(KoboldFailure, kw_only=True):
-    """Why ids were not turned into text.
+    """Why ids were not turned into text."""
 
-    Attributes:
-        result: Always "".
-        success: Always false.
-    """
-
-    result: Annotated[str, example("")] = ""
-    success: bool = False
+    result: Annotated[str, about('Always "".', "")] = ""
+    success: Annotated[bool, about("Always false.")] = False
 
 
 def error_body(answer: Answer, request_id: str | None = None) -> KoboldFailure:

@@ -16,38 +16,25 @@ from msgspec import Struct
 
 from kqview.errors import RequestError
 from kqview.server.models.request import AttentionWanted
-from kqview.server.web.described import example
+from kqview.server.web.described import about
 from kqview.types.token import Array, Attention
 
 
 class Sentence(Struct):
-    """A range of the prompt whose attention is watched.
+    """A range of the prompt whose attention is watched."""
 
-    Attributes:
-        turn_id: The client's; it is returned unchanged.
-        sentence_id: The same.
-        start: Position in ``input_ids`` where it begins.
-        end: Position before which it ends.
-    """
-
-    turn_id: Annotated[int | str, example(1)]
-    sentence_id: Annotated[int | str, example(2)]
-    start: Annotated[int, example(0)]
-    end: Annotated[int, example(5)]
+    turn_id: Annotated[int | str, about("The client's; it is returned unchanged.", 1)]
+    sentence_id: Annotated[int | str, about("The same.", 2)]
+    start: Annotated[int, about("Position in ``input_ids`` where it begins.", 0)]
+    end: Annotated[int, about("Position before which it ends.", 5)]
 
 
 class PrunableSentence(Struct):
-    """A sentence that got little attention from the generated tokens.
+    """A sentence that got little attention from the generated tokens."""
 
-    Attributes:
-        turn_id: That of the request.
-        sentence_id: That of the request.
-        max_attention: The most that it got from a token.
-    """
-
-    turn_id: Annotated[int | str, example(1)]
-    sentence_id: Annotated[int | str, example(2)]
-    max_attention: Annotated[float, example(0.004)]
+    turn_id: Annotated[int | str, about("That of the request.", 1)]
+    sentence_id: Annotated[int | str, about("That of the request.", 2)]
+    max_attention: Annotated[float, about("The most that it got from a token.", 0.004)]
 
 
 def check_sentences(

@@ -31,7 +31,7 @@ from kqview.server.api.wire.mods_field import calls_of
 from kqview.server.api.wire.rows import event_pieces
 from kqview.server.models.run import Run, Step, TokenLogprobs
 from kqview.server.web.budget import Reservation
-from kqview.server.web.described import example
+from kqview.server.web.described import about
 from kqview.types import ModelInfo, PromptBlock
 from kqview.types.token import Attention
 
@@ -41,100 +41,83 @@ _LOGPROB_BYTES: Final = 192  # one of top_logprobs, in all lists together
 
 
 class AttentionEntry(Struct):
-    """A token with its attention object.
+    """A token with its attention object."""
 
-    Attributes:
-        token_id: Id of the token.
-        text: The text that it completes.
-        attention: Its attention.
-        sample: Index of the sample, if there are several.
-    """
-
-    token_id: Annotated[int, example(259)]
-    text: Annotated[str, example(" t")]
-    attention: AttentionObject
-    sample: Annotated[int | UnsetType, example(0)] = UNSET
+    token_id: Annotated[int, about("Id of the token.", 259)]
+    text: Annotated[str, about("The text that it completes.", " t")]
+    attention: Annotated[AttentionObject, about("Its attention.")]
+    sample: Annotated[int | UnsetType, about("Index of the sample, if there are several.", 0)] = (
+        UNSET
+    )
 
 
 class PromptEntry(Struct):
-    """Rows of the prompt.
+    """Rows of the prompt."""
 
-    Attributes:
-        start: Position of the first token.
-        rows: How many tokens.
-        attention: Their attention, with an axis for the rows before that of the columns.
-    """
-
-    start: Annotated[int, example(0)]
-    rows: Annotated[int, example(6)]
-    attention: AttentionObject
+    start: Annotated[int, about("Position of the first token.", 0)]
+    rows: Annotated[int, about("How many tokens.", 6)]
+    attention: Annotated[
+        AttentionObject,
+        about("Their attention, with an axis for the rows before that of the columns."),
+    ]
 
 
 class SampleResult(Struct):
-    """One sample, as KoboldAI's clients expect it.
+    """One sample, as KoboldAI's clients expect it."""
 
-    Attributes:
-        text: The text.
-        finish_reason: Why it ended: "stop" or "length".
-        prompt_tokens: Tokens of the prompt.
-        completion_tokens: Tokens that were generated.
-        logprobs: Those of its tokens, if asked for.
-    """
-
-    text: Annotated[str, example(" teacher.")]
-    finish_reason: Annotated[str, example("length")]
-    prompt_tokens: Annotated[int, example(6)]
-    completion_tokens: Annotated[int, example(2)]
-    logprobs: Logprobs | UnsetType | None = UNSET
+    text: Annotated[str, about("The text.", " teacher.")]
+    finish_reason: Annotated[str, about('Why it ended: "stop" or "length".', "length")]
+    prompt_tokens: Annotated[int, about("Tokens of the prompt.", 6)]
+    completion_tokens: Annotated[int, about("Tokens that were generated.", 2)]
+    logprobs: Annotated[
+        Logprobs | UnsetType | None, about("Those of its tokens, if asked for.")
+    ] = UNSET
 
 
 class Details(KoboldLeftOut, kw_only=True):
-    """What a reply tells of its request; times and counts are of its first sample.
+    """What a reply tells of its request; times and counts are of its first sample."""
 
-    Attributes:
-        reason: Why that ended exactly: "stop" if the model ended the text, "stop_token",
-            "stop_sequence", "length", "cancelled" or "tool_calls".
-        seed: The seed that was used, also if the request gave none.
-        prompt_tokens: Tokens of the prompt.
-        cached_tokens: Those of them that were in a cache; the others were evaluated.
-        queue_ms: Milliseconds that it waited for a slot.
-        prompt_ms: Milliseconds from then to the first token.
-        generation_ms: Milliseconds from the first token to the last.
-    """
-
-    reason: Annotated[str, example("length")]
-    seed: Annotated[int, example(2531011)]
-    prompt_tokens: Annotated[int, example(7)]
-    cached_tokens: Annotated[int, example(0)]
-    queue_ms: Annotated[float, example(0.1)]
-    prompt_ms: Annotated[float, example(4.2)]
-    generation_ms: Annotated[float, example(1.7)]
+    reason: Annotated[
+        str,
+        about(
+            'Why that ended exactly: "stop" if the model ended the text, "stop_token", '
+            '"stop_sequence", "length", "cancelled" or "tool_calls".',
+            "length",
+        ),
+    ]
+    seed: Annotated[int, about("The seed that was used, also if the request gave none.", 2531011)]
+    prompt_tokens: Annotated[int, about("Tokens of the prompt.", 7)]
+    cached_tokens: Annotated[
+        int, about("Those of them that were in a cache; the others were evaluated.", 0)
+    ]
+    queue_ms: Annotated[float, about("Milliseconds that it waited for a slot.", 0.1)]
+    prompt_ms: Annotated[float, about("Milliseconds from then to the first token.", 4.2)]
+    generation_ms: Annotated[float, about("Milliseconds from the first token to the last.", 1.7)]
 
 
 class GenerateReply(Struct, kw_only=True):
-    """Reply of ``POST /api/v1/generate``; all but ``results`` and ``details`` only if asked for.
+    """Reply of ``POST /api/v1/generate``; all but ``results`` and ``details`` only if asked for."""
 
-    Attributes:
-        results: Each sample.
-        details: Figures of the request, and what had no effect.
-        generated_text: Text of the first sample.
-        finish_reason: Why the first sample ended.
-        tool_calls: Calls that a mod made.
-        prunable_sentences: Sentences that got little attention, if there were ``sentences``.
-        generated_tokens: Every token.
-        prompt_attention: Rows of the prompt, with ``prompt_attention``.
-        attention_data: Every token with its attention.
-    """
-
-    results: list[SampleResult]
-    details: Details
-    generated_text: Annotated[str | UnsetType, example(" teacher.")] = UNSET
-    finish_reason: Annotated[str | UnsetType, example("length")] = UNSET
-    tool_calls: list[ModCall] | UnsetType = UNSET
-    prunable_sentences: list[PrunableSentence] | UnsetType = UNSET
-    generated_tokens: list[KoboldToken] | UnsetType = UNSET
-    prompt_attention: list[PromptEntry] | UnsetType = UNSET
-    attention_data: list[AttentionEntry] | UnsetType = UNSET
+    results: Annotated[list[SampleResult], about("Each sample.")]
+    details: Annotated[Details, about("Figures of the request, and what had no effect.")]
+    generated_text: Annotated[str | UnsetType, about("Text of the first sample.", " teacher.")] = (
+        UNSET
+    )
+    finish_reason: Annotated[str | UnsetType, about("Why the first sample ended.", "length")] = (
+        UNSET
+    )
+    tool_calls: Annotated[list[ModCall] | UnsetType, about("Calls that a mod made.")] = UNSET
+    prunable_sentences: Annotated[
+        list[PrunableSentence] | UnsetType,
+        about("Sentences that got little attention, if there were ``sentences``."),
+    ] = UNSET
+    generated_tokens: Annotated[list[KoboldToken] | UnsetType, about("Every token.")] = UNSET
+    prompt_attention: Annotated[
+        list[PromptEntry] | UnsetType, about("Rows of the prompt, with ``prompt_attention``.")
+    ] = UNSET
+    attention_data: Annotated[
+        list[AttentionEntry] | UnsetType, about("Every token with its attention.")
+    ] = UNSET
 
 
 def check_size(

@@ -40,7 +40,7 @@ from kqview.server.models.request import (
     GenerateRequest,
 )
 from kqview.server.settings import AttentionValues, Settings
-from kqview.server.web.described import example
+from kqview.server.web.described import about, example
 from kqview.server.web.lenient import shown_names
 from kqview.types import ModelInfo, Sampling
 from kqview.types.capture import DType
@@ -68,113 +68,235 @@ Biases = Annotated[dict[str, float], msgspec.Meta(max_length=2**18)]
 
 
 class KoboldFields(SamplingFields, kw_only=True):
-    """Fields of a generation; names of the same thing stand together.
+    """Fields of a generation; names of the same thing stand together."""
 
-    Attributes:
-        prompt: Text to continue. If it is too long it loses its beginning, so that max_length
-            tokens, but no more than half of the context, are left for the reply.
-        memory: Text before the prompt, which then stays.
-        input_ids: Ids of tokens to continue; they win over the prompt. More than the context are
-            refused, in the dream API also more than the model was trained for.
-        model: Id of a configured model; the default model if not given.
-        request_id: Label of the request in events, and for ending it; several requests may have the
-            same.
-        genkey: KoboldAI's name of the request, for checking and aborting it.
-        mods: Mods of the server's folder that steer it.
-        max_length, max_new_tokens: Most tokens to generate; 50 if neither is given.
-        max_context_length: Most tokens of prompt and reply that the client allows.
-        typical: Keeps the tokens nearest to the expected information, of this probability together;
-            1 if not given, which is off.
-        nsigma: Keeps tokens whose logits are within so many standard deviations of the largest; 0
-            if not given, which is off.
-        rep_pen, repetition_penalty: Divides the logits of tokens that were there lately. 1 if
-            neither is given, which changes nothing.
-        rep_pen_range: Of how many of the last tokens; 64 if not given.
-        sampler_seed, seed: Makes the choice repeatable; -1, or none, is another one each time,
-            which the reply tells.
-        json_schema: JSON schema that it follows; an object, or a text.
-        regex: Regular expression that it matches. Only one of these three may be given.
-        stop_sequence: Texts that end the generation; empty ones do not count.
-        stop_tokens: Ids that do.
-        banned_tokens, banned_strings: Ids that are never chosen, and texts that the generated text
-            never has, such as ["old bridge"], in capitals or not and whatever their tokens are:
-            where one is complete, the generation goes back to its beginning and chooses another
-            token there. The text of a control token, such as "<|im_start|>", is its id.
-        ban_eos_token, bypass_eos: Whether the model cannot end the text itself.
-        trim_stop: Whether the text leaves out the stop sequence that ended it.
-        num_samples: Texts to generate from the prompt; 1 if not given.
-        logprobs, top_logprobs: Logprobs of each token and of so many of the most probable ones;
-            ``true`` is 5. They are before bias, grammar and samplers.
-        output_attentions, return_attention: Whether tokens come with their attention.
-        prompt_attention: Whether rows of the prompt's own tokens are sent as well.
-        attention_values: What rows hold: logits before the softmax, scores with the mask, or
-            probabilities.
-        attention_format: "per_layer" has a row for each head of each layer; "aggregated" one row of
-            them all; "sparse" the columns with the largest weights; "viz" a summary of each layer.
-            "per_layer" if not given.
-        aggregation_mode: How "aggregated" makes one row of many; "mean" if not given.
-        layer_weights: Weight of each layer for "weighted_layers".
-        sparse_top_k, attention_top_k: Columns of "sparse"; 50 if not given.
-        attention_layers: Layers to send; all if not given.
-        attention_heads: Heads to send; all if not given.
-        attention_spans: Ranges of columns, whose sums are sent in place of columns.
-        dtype: Type of the values; "float32" if not given.
-        start_event: Whether a stream begins with an event "start", which has the ids of the prompt,
-            the seed, and what the rows are.
-    """
+    prompt: Annotated[
+        str | None,
+        about(
+            "Text to continue. If it is too long it loses its beginning, so that max_length "
+            "tokens, but no more than half of the context, are left for the reply.",
+            "Anna is a",
+        ),
+    ] = None
+    memory: Annotated[
+        str | None, about("Text before the prompt, which then stays.", "A story about Anna.")
+    ] = None
+    input_ids: Annotated[
+        list[int] | None,
+        about(
+            "Ids of tokens to continue; they win over the prompt. More than the context are "
+            "refused, in the dream API also more than the model was trained for.",
+            [1, 557, 13],
+        ),
+    ] = None
+    model: Annotated[
+        str | None, about("Id of a configured model; the default model if not given.", "demo")
+    ] = None
+    request_id: Annotated[
+        str | None,
+        about(
+            "Label of the request in events, and for ending it; several requests may have the "
+            "same.",
+            "r1",
+        ),
+    ] = None
+    genkey: Annotated[
+        str | None,
+        about("KoboldAI's name of the request, for checking and aborting it.", "KCPP1234"),
+    ] = None
+    mods: Annotated[
+        ModsField | None, about("Mods of the server's folder that steer it.", ["stop_early"])
+    ] = None
 
-    prompt: Annotated[str | None, example("Anna is a")] = None
-    memory: Annotated[str | None, example("A story about Anna.")] = None
-    input_ids: Annotated[list[int] | None, example([1, 557, 13])] = None
-    model: Annotated[str | None, example("demo")] = None
-    request_id: Annotated[str | None, example("r1")] = None
-    genkey: Annotated[str | None, example("KCPP1234")] = None
-    mods: Annotated[ModsField | None, example(["stop_early"])] = None
-
-    max_length: Annotated[int | None, example(128, default=50)] = None
-    max_new_tokens: Annotated[int | None, example(128, default=50)] = None
-    max_context_length: Annotated[int | None, example(2048)] = None
+    max_length: Annotated[
+        int | None, about("Most tokens to generate; 50 if neither is given.", 128, default=50)
+    ] = None
+    max_new_tokens: Annotated[
+        int | None, about("Most tokens to generate; 50 if neither is given.", 128, default=50)
+    ] = None
+    max_context_length: Annotated[
+        int | None, about("Most tokens of prompt and reply that the client allows.", 2048)
+    ] = None
 
     temperature: Annotated[float | None, example(1.0, default=0.7)] = None
     top_p: Annotated[float | None, example(0.95, default=0.9)] = None
     top_k: Annotated[int | None, example(20, default=40)] = None
     min_p: Annotated[float | None, example(0.05, default=0)] = None
-    typical: Annotated[float | None, example(0.9, default=1)] = None
-    nsigma: Annotated[float | None, example(1.5, default=0)] = None
-    rep_pen: Annotated[float | None, example(1.1, default=1)] = None
-    repetition_penalty: Annotated[float | None, example(1.1, default=1)] = None
-    rep_pen_range: Annotated[int | None, example(256, default=64)] = None
-    sampler_seed: Annotated[int | None, example(7)] = None
-    seed: Annotated[int | None, example(7)] = None
-    json_schema: Annotated[dict[str, Any] | str | None, example({"type": "object"})] = None
-    regex: Annotated[str | None, example("yes|no")] = None
+    typical: Annotated[
+        float | None,
+        about(
+            "Keeps the tokens nearest to the expected information, of this probability "
+            "together; 1 if not given, which is off.",
+            0.9,
+            default=1,
+        ),
+    ] = None
+    nsigma: Annotated[
+        float | None,
+        about(
+            "Keeps tokens whose logits are within so many standard deviations of the largest; 0 "
+            "if not given, which is off.",
+            1.5,
+            default=0,
+        ),
+    ] = None
+    rep_pen: Annotated[
+        float | None,
+        about(
+            "Divides the logits of tokens that were there lately. 1 if neither is given, which "
+            "changes nothing.",
+            1.1,
+            default=1,
+        ),
+    ] = None
+    repetition_penalty: Annotated[
+        float | None,
+        about(
+            "Divides the logits of tokens that were there lately. 1 if neither is given, which "
+            "changes nothing.",
+            1.1,
+            default=1,
+        ),
+    ] = None
+    rep_pen_range: Annotated[
+        int | None, about("Of how many of the last tokens; 64 if not given.", 256, default=64)
+    ] = None
+    sampler_seed: Annotated[
+        int | None,
+        about(
+            "Makes the choice repeatable; -1, or none, is another one each time, which the "
+            "reply tells.",
+            7,
+        ),
+    ] = None
+    seed: Annotated[
+        int | None,
+        about(
+            "Makes the choice repeatable; -1, or none, is another one each time, which the "
+            "reply tells.",
+            7,
+        ),
+    ] = None
+    json_schema: Annotated[
+        dict[str, Any] | str | None,
+        about("JSON schema that it follows; an object, or a text.", {"type": "object"}),
+    ] = None
+    regex: Annotated[
+        str | None,
+        about(
+            "Regular expression that it matches. Only one of these three may be given.", "yes|no"
+        ),
+    ] = None
     logit_bias: Biases | None = None
 
-    stop_sequence: Annotated[Stops | None, example(["\n\n"])] = None
-    stop_tokens: Annotated[Ids | None, example([2])] = None
-    banned_tokens: Annotated[IdsOrTexts | None, example([13])] = None
-    banned_strings: Annotated[IdsOrTexts | None, example([13])] = None
-    ban_eos_token: bool | None = None
-    bypass_eos: bool | None = None
-    trim_stop: bool | None = None
-    num_samples: Annotated[int | None, example(2, default=1)] = None
-    logprobs: Annotated[bool | int | None, example(3)] = None
-    top_logprobs: Annotated[int | None, example(3)] = None
+    stop_sequence: Annotated[
+        Stops | None, about("Texts that end the generation; empty ones do not count.", ["\n\n"])
+    ] = None
+    stop_tokens: Annotated[Ids | None, about("Ids that do.", [2])] = None
+    banned_tokens: Annotated[
+        IdsOrTexts | None,
+        about(
+            "Ids that are never chosen, and texts that the generated text never has, such as "
+            '["old bridge"], in capitals or not and whatever their tokens are: where one is '
+            "complete, the generation goes back to its beginning and chooses another token "
+            'there. The text of a control token, such as "<|im_start|>", is its id.',
+            [13],
+        ),
+    ] = None
+    banned_strings: Annotated[
+        IdsOrTexts | None,
+        about(
+            "Ids that are never chosen, and texts that the generated text never has, such as "
+            '["old bridge"], in capitals or not and whatever their tokens are: where one is '
+            "complete, the generation goes back to its beginning and chooses another token "
+            'there. The text of a control token, such as "<|im_start|>", is its id.',
+            [13],
+        ),
+    ] = None
+    ban_eos_token: Annotated[
+        bool | None, about("Whether the model cannot end the text itself.")
+    ] = None
+    bypass_eos: Annotated[bool | None, about("Whether the model cannot end the text itself.")] = (
+        None
+    )
+    trim_stop: Annotated[
+        bool | None, about("Whether the text leaves out the stop sequence that ended it.")
+    ] = None
+    num_samples: Annotated[
+        int | None, about("Texts to generate from the prompt; 1 if not given.", 2, default=1)
+    ] = None
+    logprobs: Annotated[
+        bool | int | None,
+        about(
+            "Logprobs of each token and of so many of the most probable ones; ``true`` is 5. "
+            "They are before bias, grammar and samplers.",
+            3,
+        ),
+    ] = None
+    top_logprobs: Annotated[
+        int | None,
+        about(
+            "Logprobs of each token and of so many of the most probable ones; ``true`` is 5. "
+            "They are before bias, grammar and samplers.",
+            3,
+        ),
+    ] = None
 
-    output_attentions: bool | None = None
-    return_attention: bool | None = None
-    prompt_attention: bool | None = None
-    attention_values: AttentionValues | None = None
-    attention_format: Annotated[Format | None, example(default="per_layer")] = None
-    aggregation_mode: Annotated[Aggregation | None, example(default="mean")] = None
-    layer_weights: Annotated[Weights | None, example([0, 0, 1, 1])] = None
-    sparse_top_k: Annotated[int | None, example(10, default=50)] = None
-    attention_top_k: Annotated[int | None, example(10, default=50)] = None
-    attention_layers: Annotated[Indices | None, example([0, 3])] = None
-    attention_heads: Annotated[Indices | None, example([0, 5])] = None
-    attention_spans: Annotated[Spans | None, example([[0, 5], [5, None]])] = None
-    dtype: Annotated[DType | None, example(default="float32")] = None
-    start_event: bool | None = None
+    output_attentions: Annotated[
+        bool | None, about("Whether tokens come with their attention.")
+    ] = None
+    return_attention: Annotated[bool | None, about("Whether tokens come with their attention.")] = (
+        None
+    )
+    prompt_attention: Annotated[
+        bool | None, about("Whether rows of the prompt's own tokens are sent as well.")
+    ] = None
+    attention_values: Annotated[
+        AttentionValues | None,
+        about("What rows hold: logits before the softmax, scores with the mask, or probabilities."),
+    ] = None
+    attention_format: Annotated[
+        Format | None,
+        about(
+            '"per_layer" has a row for each head of each layer; "aggregated" one row of them '
+            'all; "sparse" the columns with the largest weights; "viz" a summary of each layer. '
+            '"per_layer" if not given.',
+            default="per_layer",
+        ),
+    ] = None
+    aggregation_mode: Annotated[
+        Aggregation | None,
+        about('How "aggregated" makes one row of many; "mean" if not given.', default="mean"),
+    ] = None
+    layer_weights: Annotated[
+        Weights | None, about('Weight of each layer for "weighted_layers".', [0, 0, 1, 1])
+    ] = None
+    sparse_top_k: Annotated[
+        int | None, about('Columns of "sparse"; 50 if not given.', 10, default=50)
+    ] = None
+    attention_top_k: Annotated[
+        int | None, about('Columns of "sparse"; 50 if not given.', 10, default=50)
+    ] = None
+    attention_layers: Annotated[
+        Indices | None, about("Layers to send; all if not given.", [0, 3])
+    ] = None
+    attention_heads: Annotated[
+        Indices | None, about("Heads to send; all if not given.", [0, 5])
+    ] = None
+    attention_spans: Annotated[
+        Spans | None,
+        about("Ranges of columns, whose sums are sent in place of columns.", [[0, 5], [5, None]]),
+    ] = None
+    dtype: Annotated[
+        DType | None, about('Type of the values; "float32" if not given.', default="float32")
+    ] = None
+    start_event: Annotated[
+        bool | None,
+        about(
+            'Whether a stream begins with an event "start", which has the ids of the prompt, '
+            "the seed, and what the rows are."
+        ),
+    ] = None
 
 
 class StreamBody(KoboldFields):
@@ -182,31 +304,41 @@ class StreamBody(KoboldFields):
 
 
 class DreamFields(KoboldFields, kw_only=True):
-    """Fields of a generation in the dream dialect, besides those of both dialects.
+    """Fields of a generation in the dream dialect, besides those of both dialects."""
 
-    Attributes:
-        encoding: How values of "per_layer" and "aggregated" are sent: base64 in the JSON, or as a
-            binary frame after it. Without it "aggregated" is a list of numbers, the others are
-            base64.
-        sentences: Ranges of the prompt to watch; those that get little attention are named at the
-            end.
-        prune_below: Attention below which a sentence is named; 1 / tokens of the prompt if not
-            given.
-    """
-
-    encoding: Encoding | None = None
-    sentences: list[Sentence] | None = None
-    prune_below: Annotated[float | None, example(0.01)] = None
+    encoding: Annotated[
+        Encoding | None,
+        about(
+            'How values of "per_layer" and "aggregated" are sent: base64 in the JSON, or as a '
+            'binary frame after it. Without it "aggregated" is a list of numbers, the others '
+            "are base64."
+        ),
+    ] = None
+    sentences: Annotated[
+        list[Sentence] | None,
+        about(
+            "Ranges of the prompt to watch; those that get little attention are named at the end."
+        ),
+    ] = None
+    prune_below: Annotated[
+        float | None,
+        about(
+            "Attention below which a sentence is named; 1 / tokens of the prompt if not given.",
+            0.01,
+        ),
+    ] = None
 
 
 class KoboldGenerateBody(DreamFields, kw_only=True):
-    """Body of ``POST /api/v1/generate``.
+    """Body of ``POST /api/v1/generate``."""
 
-    Attributes:
-        compression: "gzip" packs the reply for clients that accept it; "none" if not given.
-    """
-
-    compression: Annotated[Literal["gzip", "none"] | None, example(default="none")] = None
+    compression: Annotated[
+        Literal["gzip", "none"] | None,
+        about(
+            '"gzip" packs the reply for clients that accept it; "none" if not given.',
+            default="none",
+        ),
+    ] = None
 
 
 class Generate(DreamFields, kw_only=True, tag_field="type", tag="generate"):
@@ -214,13 +346,11 @@ class Generate(DreamFields, kw_only=True, tag_field="type", tag="generate"):
 
 
 class Cancel(Struct, kw_only=True, tag_field="type", tag="cancel"):
-    """Ends the generation of that name, or whichever runs; what was generated stays.
+    """Ends the generation of that name, or whichever runs; what was generated stays."""
 
-    Attributes:
-        request_id: The generation to end; whichever runs if not given.
-    """
-
-    request_id: Annotated[str | None, example("r1")] = None
+    request_id: Annotated[
+        str | None, about("The generation to end; whichever runs if not given.", "r1")
+    ] = None
 
 
 FIELDS: Final = FieldTable(

@@ -8,52 +8,46 @@ import msgspec
 from msgspec import Struct
 
 from kqview.server.models.run import TokenLogprobs
-from kqview.server.web.described import example
+from kqview.server.web.described import about
 
 LOGPROB_BYTES: Final = 2048
 """About the size of the JSON of a token's logprobs, with as many as a run keeps."""
 
 
 class TopLogprob(Struct):
-    """A token that could have been chosen.
+    """A token that could have been chosen."""
 
-    Attributes:
-        token: Its text; U+FFFD for bytes that are not UTF-8.
-        logprob: Its logprob before bias, grammar and samplers.
-        bytes: Its bytes.
-    """
-
-    token: Annotated[str, example(" the")]
-    logprob: Annotated[float, example(-1.5)]
-    bytes: Annotated[list[int], example([32, 116, 104, 101])]
+    token: Annotated[str, about("Its text; U+FFFD for bytes that are not UTF-8.", " the")]
+    logprob: Annotated[float, about("Its logprob before bias, grammar and samplers.", -1.5)]
+    bytes: Annotated[list[int], about("Its bytes.", [32, 116, 104, 101])]
 
 
 class TokenLogprob(TopLogprob, kw_only=True):
-    """A token that was chosen, and those that could have been.
+    """A token that was chosen, and those that could have been."""
 
-    Attributes:
-        top_logprobs: The most probable tokens at its place, the most probable first.
-    """
-
-    top_logprobs: list[TopLogprob]
+    top_logprobs: Annotated[
+        list[TopLogprob], about("The most probable tokens at its place, the most probable first.")
+    ]
 
 
 class Logprobs(Struct, kw_only=True):
-    """Logprobs of a generation as KoboldCpp sends them, in both of OpenAI's forms.
+    """Logprobs of a generation as KoboldCpp sends them, in both of OpenAI's forms."""
 
-    Attributes:
-        content: Each token with those that could have been, as in chat completions.
-        tokens: Text of each token.
-        token_logprobs: Logprob of each.
-        top_logprobs: The most probable tokens at each place by their texts.
-        text_offset: Character of the text at which each token begins.
-    """
-
-    content: list[TokenLogprob]
-    tokens: Annotated[list[str], example([" a"])]
-    token_logprobs: Annotated[list[float], example([-0.6])]
-    top_logprobs: Annotated[list[dict[str, float]], example([{" a": -0.6, " the": -1.5}])]
-    text_offset: Annotated[list[int], example([0])]
+    content: Annotated[
+        list[TokenLogprob],
+        about("Each token with those that could have been, as in chat completions."),
+    ]
+    tokens: Annotated[list[str], about("Text of each token.", [" a"])]
+    token_logprobs: Annotated[list[float], about("Logprob of each.", [-0.6])]
+    top_logprobs: Annotated[
+        list[dict[str, float]],
+        about(
+            "The most probable tokens at each place by their texts.", [{" a": -0.6, " the": -1.5}]
+        ),
+    ]
+    text_offset: Annotated[
+        list[int], about("Character of the text at which each token begins.", [0])
+    ]
 
 
 def logprobs_of(
