@@ -71,39 +71,37 @@ class AnswerDelta(Struct, kw_only=True):
     ] = UNSET
 
 
-class ChunkChoice(Struct, kw_only=True):
+Index = Annotated[int, about("Of the answer, from 0.", 0)]
+FinishReason = Annotated[
+    str | None,
+    about(
+        'Why it ended; "length" and "tool_calls" are the others. Null before its last chunk.',
+        "stop",
+    ),
+]
+Row = Annotated[TokenAttention | UnsetType, about("Attention of the token, if asked for.")]
+PromptRows = Annotated[
+    PromptAttention | UnsetType, about("Rows of the prompt, if asked for, in a chunk of their own.")
+]
+TakenBack = Annotated[ChatRemoved | UnsetType, about("What mods took back, in a chunk of its own.")]
+
+
+class ChatChunkChoice(Struct, kw_only=True):
     """What is new in one of the answers."""
 
-    index: Annotated[int, about("Of the answer, from 0.", 0)]
-    finish_reason: Annotated[
-        str | None,
-        about(
-            'Why it ended; "length" and "tool_calls" are the others. Null before its last chunk.',
-            "stop",
-        ),
-    ] = None
-    attention: Annotated[
-        TokenAttention | UnsetType, about("Attention of the token, if asked for.")
-    ] = UNSET
-    prompt_attention: Annotated[
-        PromptAttention | UnsetType,
-        about("Rows of the prompt, if asked for, in a chunk of their own."),
-    ] = UNSET
-    removed: Annotated[
-        ChatRemoved | UnsetType, about("What mods took back, in a chunk of its own.")
-    ] = UNSET
-
-
-class ChatChunkChoice(ChunkChoice, kw_only=True):
-    """What is new in one of the answers."""
-
+    index: Index
     delta: Annotated[AnswerDelta, about("The new part.")]
     logprobs: Annotated[ChoiceLogprobs | None, about("Those of the token, if asked for.")] = None
+    finish_reason: FinishReason = None
+    attention: Row = UNSET
+    prompt_attention: PromptRows = UNSET
+    removed: TakenBack = UNSET
 
 
-class TextChunkChoice(ChunkChoice, kw_only=True):
+class TextChunkChoice(Struct, kw_only=True):
     """What is new in one of the texts."""
 
+    index: Index
     text: Annotated[str | UnsetType, about("Text that is new.", " t")] = UNSET
     logprobs: Annotated[
         TextLogprobs | None,
@@ -112,6 +110,10 @@ class TextChunkChoice(ChunkChoice, kw_only=True):
             "completions; of the prompt in the first chunk, with ``echo``."
         ),
     ] = None
+    finish_reason: FinishReason = None
+    attention: Row = UNSET
+    prompt_attention: PromptRows = UNSET
+    removed: TakenBack = UNSET
     tool_calls: Annotated[list[ModCall] | UnsetType, about("Calls that a mod made.")] = UNSET
 
 
@@ -119,9 +121,11 @@ class CompletionChunk(Struct, kw_only=True):
     """A piece of a reply."""
 
     id: Annotated[str, about("Id of the reply, the same in each chunk.", "chatcmpl-1")]
+    object: Any  # of a kind of completions, as its choices
     created: Annotated[int, about("When it was begun, in seconds since 1970.", 1767225600)]
     model: Annotated[str, about("The model, as the request names it.", "demo")]
     system_fingerprint: Annotated[str, about("What generated it.", "kqview-0.1.0")]
+    choices: Any
     usage: Annotated[
         Usage | UnsetType,
         about(
