@@ -20,6 +20,7 @@ from tests.server.test_llama_slots import (
     ANNA,
     BORIS,
     TEXT,
+    act,
     clients_of,
     fill,
     saved,
@@ -64,6 +65,14 @@ def session(
     where = "" if slot is None else f"&slot={slot}"
     path = f"/sessions/{number}?action={action}{where}"
     return client.post(path, **({"json": body} if body else {}))
+
+
+def uses_of_file(client: httpx.Client, name: str) -> Iterator[httpx.Response]:
+    """Every use of a file: a session's, and those that llama.cpp's server has for a slot's."""
+    yield session(client, "remove", slot=None, file=name)
+    yield session(client, "restore", slot=1, file=name)
+    yield act(client, "save", json={"filename": name})
+    yield act(client, "restore", 1, json={"filename": name})
 
 
 def listed(client: httpx.Client) -> list[int]:
@@ -167,12 +176,18 @@ def test_file_that_was_altered_is_refused_and_changes_nothing(client: httpx.Clie
     data[len(data) // 2] ^= 1
     (folder / "a").write_bytes(data)
     (folder / "b").write_bytes(b"")
-    for name, fact in (("a", "checksum"), ("b", "magic")):
-        reply = session(client, "restore", slot=1, file=name)
-        assert reply.status_code == 400
-        assert fact in reply.json()["error"]["message"]
-        assert str(folder) not in reply.text
-    assert tokens(client, 1) == before
+    (folder / "c").write_bytes(b"hello")
+    (folder / "d").write_bytes(data[:-100])
+    for name, fact in (("a", "checksum"), ("b", "magic"), ("c", ""), ("d", "")):
+        for reply in (
+            session(client, "restore", slot=1, file=name),
+            act(client, "restore", 1, json={"filename": name}),
+        ):
+            error = reply.json()["error"]
+            assert (reply.status_code, error["type"]) == (400, "invalid_request_error"), name
+            assert fact in error["message"]
+            assert str(folder) not in reply.text
+            assert tokens(client, 1) == before
 
 
 WRONG_NAMES = (
@@ -186,8 +201,7 @@ def test_name_that_leads_elsewhere_is_refused_and_the_session_stays(
 ):
     session(client, "save")
     for name in WRONG_NAMES:
-        for action, slot in (("remove", None), ("restore", 1)):
-            reply = session(client, action, slot=slot, file=name)
+        for reply in uses_of_file(client, name):
             assert reply.status_code == 400, name
             assert "Invalid filename" in reply.json()["error"]["message"]
     assert listed(client) == [42]
@@ -208,8 +222,7 @@ def test_what_is_no_file_is_refused_and_the_session_stays(
         "folder": path.mkdir,
     }[kind]()
     session(client, "save")
-    for action, slot in (("remove", None), ("restore", 1)):
-        reply = session(client, action, slot=slot, file="x")
+    for reply in uses_of_file(client, "x"):
         assert reply.status_code == 400, reply.text
         assert "not a regular file" in reply.json()["error"]["message"]
     assert listed(client) == [42]
@@ -294,8 +307,7 @@ def test_body_that_cannot_be_read_is_400_and_the_session_stays(client: httpx.Cli
 def test_file_without_a_folder_is_501_and_missing_is_404(client: httpx.Client, demo: Served):
     with demo.client() as one:
         session(one, "save")
-        for action in ("remove", "restore"):
-            reply = session(one, action, file="a")
+        for reply in (*uses_of_file(one, "a"), act(one, "erase")):
             assert reply.status_code == 501
             assert "--slot-save-path" in reply.json()["error"]["message"]
         assert session(one, "remove", slot=None).is_success

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import stat
 from typing import TYPE_CHECKING, Any
 
@@ -81,51 +80,6 @@ def test_slot_is_saved_erased_and_restored_into_another(
     assert fill(client, 1)["timings"]["prompt_n"] == 1  # all but the last token were there
 
 
-def test_file_that_was_altered_is_refused_and_the_slot_stays(
-    served: Served, client: httpx.Client, folder: Path
-):
-    fill(client)
-    act(client, "save", filename="good.bin")
-    good = (folder / "good.bin").read_bytes()
-    fill(client, 1, "Something else")
-    ids = served.engine.slots[1].tokens
-    changed = bytearray(good)
-    changed[len(good) // 2] ^= 1
-    files = {"empty": b"", "text": b"hello", "cut": good[:-100], "changed": bytes(changed)}
-    for name, data in files.items():
-        (folder / name).write_bytes(data)
-        reply = act(client, "restore", 1, filename=name)
-        error = reply.json()["error"]
-        assert (reply.status_code, error["type"]) == (400, "invalid_request_error"), name
-        assert served.engine.slots[1].tokens == ids, name
-    assert fill(client, 1, "Something else")["stop_type"] == "limit"
-
-
-def test_what_is_no_regular_file_is_refused(client: httpx.Client, folder: Path, tmp_path: Path):
-    fill(client)
-    target = tmp_path / "target"
-    target.write_bytes(b"precious")
-    (folder / "link").symlink_to(target)
-    os.mkfifo(folder / "pipe")
-    (folder / "directory").mkdir()
-    for name in ("link", "pipe", "directory"):
-        for action in ("save", "restore"):
-            reply = act(client, action, filename=name)
-            assert reply.status_code == 400, (name, action, reply.text)
-    assert target.read_bytes() == b"precious"
-
-
-NAMES = ["", ".", "..", "a/b", "a\\b", "../x", "a" * 300, "a\nb", "/etc/passwd", " a", "a."]
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("action", ["save", "restore"])
-def test_name_that_is_no_plain_file_name_is_refused(client: httpx.Client, action: str, name: str):
-    reply = act(client, action, filename=name)
-    assert reply.status_code == 400
-    assert "Invalid filename" in reply.json()["error"]["message"]
-
-
 REFUSED: list[tuple[str, object, dict[str, Any], int, str]] = [
     ("restore", 0, {"filename": "none.bin"}, 404, "none.bin"),
     ("save", 7, {"filename": "a.bin"}, 404, "7"),
@@ -166,14 +120,6 @@ def test_busy_slot_is_a_conflict(served: Served, client: httpx.Client):
     assert reply.status_code == 409
     assert "slot 0" in reply.json()["error"]["message"]
     served.wait_idle()
-
-
-def test_without_a_folder_there_are_no_file_actions(demo: Served):
-    with demo.client() as client:
-        for action in ("save", "restore", "erase"):
-            reply = act(client, action, filename="a.bin")
-            assert reply.status_code == 501
-            assert "--slot-save-path" in reply.json()["error"]["message"]
 
 
 # ---- GET /slots
