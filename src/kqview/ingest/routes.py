@@ -81,7 +81,7 @@ def operations(
     async def ingest(call: AnyCall, upload: Upload) -> HttpReply:
         _check_media(call)
         with receiver.admitted():
-            await receiver.put(await upload.read(receiver.settings.max_body_bytes))
+            await receiver.put(await upload.read())
         return HttpReply(b"", "", status=201)
 
     async def list_traces(call: AnyCall) -> TraceList:

@@ -1,4 +1,4 @@
-"""Live: the configuration in effect, held once for a whole server.
+"""LiveConfig: the configuration in effect, held once for a whole server.
 
 It changes while the server runs (`App.reload`), so nothing keeps a copy of its values: whoever
 needs one asks here each time it needs it. What takes work to make of a value, such as a folder

@@ -1,4 +1,4 @@
-"""Kept: attention rows that clients fetch by the id of their reply, for a while.
+"""RowCache: attention rows that clients fetch by the id of their reply, for a while.
 
 What is kept is bounded in bytes, and counted in the server's `Budget` under a name of its own, so
 it takes nothing from the share of a client. Where there is no room, the owner who keeps most loses

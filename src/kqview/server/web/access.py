@@ -1,4 +1,4 @@
-"""Access: who may call, and what a key may: hosts, origins of pages, keys, rate.
+"""Who may call, and what a key may: hosts, origins of pages, keys, rate.
 
 A browser lets any page call whatever its user's machine can reach. Two checks keep foreign pages
 out: the Host header has to name this server (DNS rebinding points somebody else's name at it), and

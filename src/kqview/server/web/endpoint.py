@@ -196,16 +196,21 @@ class Upload:
         self._body = Body()
         self._is_whole = asyncio.Event()
 
-    async def read(self, most_bytes: int) -> Body:
+    async def read(self, most_bytes: int | None = None) -> Body:
         """The whole body, which lives until the reply is sent and is counted until then.
+
+        Args:
+            most_bytes: Its limit; None for the setting ``max_body_bytes``.
 
         Raises:
             UnsupportedMedia: It is compressed.
-            TooLarge: It has more than *most_bytes*.
+            TooLarge: It has more.
             SlowBody: It does not arrive in time.
             ClientGone: The client left.
             KqviewError: It does not fit into the memory that the client may hold.
         """
+        if most_bytes is None:
+            most_bytes = self._settings.max_body_bytes
         coding = ", ".join(self._headers.getlist("content-encoding")).strip()
         if coding.lower() not in ("", "identity"):
             raise UnsupportedMedia(f"the body is encoded as {coding!r}; send it uncompressed")
@@ -477,7 +482,7 @@ class Endpoint:
             if operation.body is Upload:
                 args, after_body = (upload,), upload.after_body
             elif self._decoder is not None:  # else a body is neither expected nor kept
-                body = await upload.read(host.settings.max_body_bytes)
+                body = await upload.read()
                 n_body_bytes = len(body)
                 value, unknown = await host.decoded(
                     partial(_decoded_body, self._decoder), body, hold

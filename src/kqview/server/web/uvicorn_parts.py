@@ -134,7 +134,9 @@ def uvicorn_options(given: Settings | LiveConfig) -> dict[str, Any]:
     }
     kind = type("HttpProtocol", (_BoundedHttpProtocol,), limits)
     if tls is not None:
-        kind = type("TlsDoor", (_TlsDoor,), {"kind": kind, "tls": tls, "handshakes": set()})
+        kind = type(
+            "TlsHandshake", (_TlsHandshake,), {"kind": kind, "tls": tls, "handshakes": set()}
+        )
     return {**_OPTIONS, "http": kind, "ws": WebSocketProtocol}
 
 
@@ -156,7 +158,7 @@ def identify(config: uvicorn.Config, certificate: ssl.SSLContext) -> None:
         RequestError: This version of uvicorn is not known, so that it takes a restart.
     """
     kind = config.http_protocol_class
-    if not issubclass(kind, _TlsDoor):
+    if not issubclass(kind, _TlsHandshake):
         raise RequestError("a new certificate needs a restart with this version of uvicorn")
     kind.tls = certificate
 
@@ -561,7 +563,7 @@ class _BoundedHttpProtocol(HttpToolsProtocol):
             self._timer = None
 
 
-class _TlsDoor(asyncio.Protocol):
+class _TlsHandshake(asyncio.Protocol):
     """Takes the place of uvicorn's protocol until a new connection has completed its handshake.
 
     asyncio's TLS server reports a connection only after that, so clients that never begin would

@@ -44,7 +44,7 @@ async def set_scales(call: Call, upload: Upload) -> properties.Success:
             "an admin key is needed to change the scales of everybody's requests; "
             'send "lora" with your own'
         )
-    body = await upload.read(call.service.settings.max_body_bytes)
+    body = await upload.read()
     scales: list[LoraScale] = states.json_of(body, list[LoraScale])
     try:
         call.model.engine.set_lora_scales({one.id: one.scale for one in scales})

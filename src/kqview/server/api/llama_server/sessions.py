@@ -89,7 +89,7 @@ async def _remove(call: Call, upload: Upload, session_id: int) -> states.Session
 
 async def _file_in(call: Call, upload: Upload) -> str | None:
     """The file that the body names; checked before anything is done."""
-    body = await upload.read(call.service.settings.max_body_bytes)
+    body = await upload.read()
     wanted: states.FileBody = states.json_of(body, states.FileBody)
     if wanted.file is not None:
         call.service.files.check(wanted.file)

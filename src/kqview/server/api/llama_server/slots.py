@@ -79,7 +79,7 @@ async def show_tokens(call: Call, upload: Upload, slot_id: int) -> states.Tokens
 async def context_shift(call: Call, upload: Upload, slot_id: int) -> states.Shifted:
     """Remove tokens from the slot; those after them move up."""
     call.model.slots.get(slot_id)
-    body = await upload.read(call.service.settings.max_body_bytes)
+    body = await upload.read()
     wanted: states.ShiftBody = states.json_of(body, states.ShiftBody)
     work = partial(states.shifted, n_keep=wanted.n_keep, n_discard=wanted.n_discard)
     return states.Shifted(success=True, new_n_tokens=await use(call, slot_id, work))
@@ -130,7 +130,7 @@ async def erase(call: Call, upload: Upload, slot_id: int) -> states.SlotErased:
 
 async def _filename(call: Call, upload: Upload) -> str:
     """The file that the body names; checked before anything is done."""
-    body = await upload.read(call.service.settings.max_body_bytes)
+    body = await upload.read()
     wanted: states.FilenameBody = states.json_of(body, states.FilenameBody)
     call.service.files.check(wanted.filename)
     return wanted.filename
