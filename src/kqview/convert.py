@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kqview import json_input
+from kqview.durable import WholeFile
 from kqview.errors import KqviewError, ModelLoadError, UnsupportedModel
-from kqview.state.durable import WholeFile
 
 WeightType = Literal["f32", "f16"]
 

@@ -48,8 +48,8 @@ from numpy.typing import NDArray
 
 from kqview import json_input
 from kqview.arguments import encode, to_path
+from kqview.durable import WholeFile
 from kqview.errors import InvalidCapture, KqviewError, RequestError, StateFormatError, shown
-from kqview.state.durable import WholeFile
 from kqview.types import Capture, Finished, ModelInfo, PromptBlock, Token, Usage
 from kqview.types.token import AnyAttention, Attention, Context, Positions, add_token
 

@@ -41,12 +41,12 @@ PYTHON_RINGS: dict[str, set[str]] = {
     "chat": set(),
     "rpc": set(),
     "demo": set(),
-    "trace": {"state"},  # its spool is written as sessions are
+    "trace": set(),
     "mods": {"trace"},
-    "saved": {"state"},  # likewise
-    "viz": {"state"},  # which writes files whole
-    "bench": {"state"},
-    "convert": {"state"},
+    "saved": set(),
+    "viz": set(),
+    "bench": set(),
+    "convert": set(),
     "server": {"state", "chat", "rpc", "demo", "trace", "mods"},
     # What the server loads, it loads.
     "ingest": {"server", "state", "chat", "rpc", "demo", "trace", "mods"},
@@ -79,8 +79,8 @@ INNER_RINGS = {
 # What `kqview.NAME` loads at its first use; importing the package does not.
 LOADED_WHEN_USED = {"kqview": {"viz"}}
 KNOWN_TO_INNER_RINGS = {
-    "arguments", "confined", "constraint_child", "errors", "json_input", "types", "machine",
-    "stop_strings", "_core",
+    "arguments", "confined", "constraint_child", "durable", "errors", "json_input", "types",
+    "machine", "stop_strings", "_core",
 }  # fmt: skip
 
 

@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kqview import Engine
+from kqview import Engine, durable
 from kqview.errors import QueueFull, RequestError
 from kqview.server import Settings
 from kqview.server.apps import conversation_states
 from kqview.server.apps.conversation_states import LEAST_TOKENS
-from kqview.state import durable
 from tests.server.test_run import request
 from tests.support.conversing import OWNER, WITHIN_S, Answered, Chats, chats, config_of
 from tests.support.sessions import SeenOs

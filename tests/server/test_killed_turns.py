@@ -28,7 +28,7 @@ PROMPT = "Tell me about the baker, the silver key and the old bridge of the vill
 SERVER = """
 import contextlib, os, signal, sys
 from kqview.cli.main import app
-from kqview.state import durable
+from kqview import durable
 from tests.support.sessions import SeenOs
 
 def tell(moment, call, *_):

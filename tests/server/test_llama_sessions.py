@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from kqview import durable
 from kqview.errors import RequestError
 from kqview.server import Settings, create_app
-from kqview.state import durable, read_state
+from kqview.state import read_state
 from tests.server.test_llama_slots import (
     ADMIN,
     ANNA,

@@ -1,6 +1,6 @@
 """Sessions without an engine, on a disk that may crash at any call.
 
-`SeenOs` stands in for the module ``os`` of `kqview.state.durable`. A process that dies keeps what
+`SeenOs` stands in for the module ``os`` of `kqview.durable`. A process that dies keeps what
 it has written; a machine that dies keeps what was synced, and of the rest anything:
 `Disk.states_after_power_loss` lists what may be found. Stricter than any real file system: names
 that were not synced are lost or kept one by one, whatever their order was.
@@ -21,8 +21,9 @@ from itertools import chain, combinations, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kqview import durable
 from kqview.errors import RequestError
-from kqview.state import SessionStore, durable
+from kqview.state import SessionStore
 from kqview.state.files import NO_MARKS, SlotMarks, StateFacts
 
 if TYPE_CHECKING:

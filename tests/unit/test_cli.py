@@ -22,7 +22,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import kqview
-from kqview import Engine, errors
+from kqview import Engine, durable, errors
 from kqview.cli import generate_command, serve_command, serving
 from kqview.cli import main as cli_main
 from kqview.cli import options as shared_options
@@ -30,7 +30,7 @@ from kqview.cli.generate_command import RowsFile
 from kqview.cli.main import app
 from kqview.cli.options import fetch
 from kqview.demo import MODEL_PATH
-from kqview.state import durable, write_state
+from kqview.state import write_state
 from kqview.state.files import SlotMarks, StateFacts
 from kqview.state.fingerprint import ModelFiles
 from kqview.types import Capture, EngineStats, ModelInfo, Sampling, Token, Usage

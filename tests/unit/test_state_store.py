@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kqview import errors
-from kqview.state import SessionStore, durable, read_state
+from kqview import durable, errors
+from kqview.state import SessionStore, read_state
 from kqview.state.files import SlotMarks, StateFacts
 from tests.support.sessions import BLOB, SCENARIOS, Disk, FakeSlot, SeenOs, blob_of, version_in
 

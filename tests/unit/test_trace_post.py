@@ -228,7 +228,7 @@ def test_spool_on_a_full_disk_keeps_traces_in_memory(
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("kqview.state.durable.write_whole", full)
+    monkeypatch.setattr("kqview.durable.write_whole", full)
     with posting(receiver.url, spool=tmp_path) as poster:
         poster.post(trace("a"))
         assert poster.flush(LONG_S)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kqview import __version__, _core, json_input
 from kqview.bench.pairs import Pairs, Spread
-from kqview.state.durable import append_line
+from kqview.durable import append_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

@@ -31,8 +31,8 @@ from kqview.cli.terminal import (
     show_delta,
     shown,
 )
+from kqview.durable import write_whole
 from kqview.errors import KqviewError, PromptTooLong, RequestError, UnsupportedModel
-from kqview.state.durable import write_whole
 from kqview.types.sampling import OPTIONS
 from kqview.viz.terminal import label
 

@@ -24,8 +24,8 @@ from kqview.cli.options import (
 )
 from kqview.cli.outputs import PAGE, check_drawn, check_output
 from kqview.cli.terminal import show_delta
+from kqview.durable import WholeFile, remove_leftovers
 from kqview.saved import streamed_metadata
-from kqview.state.durable import WholeFile, remove_leftovers
 
 if TYPE_CHECKING:
     from kqview import Capture, Engine, Generation, Token

@@ -25,9 +25,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kqview import json_input
+from kqview.durable import FileIdentity, write_whole
 from kqview.errors import StateFormatError, StateMismatch
 from kqview.state import ses1
-from kqview.state.durable import FileIdentity, write_whole
 from kqview.state.fingerprint import ModelFiles
 from kqview.state.ses1 import SavedState, inspect
 

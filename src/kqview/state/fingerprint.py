@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
+from kqview.durable import FileIdentity
 from kqview.errors import StateError
 from kqview.machine import default_threads
-from kqview.state.durable import FileIdentity
 
 CHUNK_BYTES: Final = 1 << 23
 _N_THREADS_MAX: Final = 4

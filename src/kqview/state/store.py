@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Protocol
 
+from kqview.durable import FileIdentity, remove, remove_leftovers
 from kqview.errors import CapacityError, RequestError, StateFormatError
-from kqview.state.durable import FileIdentity, remove, remove_leftovers
 from kqview.state.files import (
     SlotMarks,
     StateFacts,

@@ -30,8 +30,8 @@ from types import MappingProxyType
 from typing import Final, NamedTuple, Self
 from urllib.parse import urlsplit
 
+from kqview import durable
 from kqview.errors import RequestError
-from kqview.state import durable
 from kqview.trace.record import Trace
 
 DEFAULT_PATH: Final = "/ingest"

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from kqview.arguments import invalid, to_index
 from kqview.coloured.rows import Rows
+from kqview.durable import WholeFile
 from kqview.errors import InvalidCapture, KqviewError, RequestError, shown
-from kqview.state.durable import WholeFile
 from kqview.types import Token
 from kqview.types.capture import Kind
 from kqview.viz.heads import probabilities, select_head

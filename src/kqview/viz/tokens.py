@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Final
 
 from kqview.coloured.html import CELL_BYTES, coloured_html, document
+from kqview.durable import write_whole
 from kqview.errors import RequestError, shown
-from kqview.state.durable import write_whole
 from kqview.types import Token
 from kqview.types.capture import Kind
 from kqview.viz.source import Source, Values, rows_of

@@ -46,6 +46,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
+from kqview.durable import remove, remove_leftovers
 from kqview.engine import Engine
 from kqview.errors import (
     BusyError,
@@ -62,7 +63,6 @@ from kqview.server.models.run import Run
 from kqview.server.web.access import Caller
 from kqview.server.web.budget import Budget, Reservation
 from kqview.slot import Slot
-from kqview.state.durable import remove, remove_leftovers
 from kqview.state.files import SlotMarks, check_facts, read_ids, read_marked, write_marked
 from kqview.state.ses1 import ids_in
 

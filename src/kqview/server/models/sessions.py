@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from kqview.durable import remove_leftovers
 from kqview.errors import CapacityError, RequestError, StateError
 from kqview.server.errors import NotFound, NotSupported, StorageFailed, StorageFull
 from kqview.server.live_config import LiveConfig
 from kqview.server.web.access import Caller
 from kqview.slot import Slot
-from kqview.state.durable import remove_leftovers
 from kqview.state.files import SlotMarks, StateFacts, read_marked, write_marked
 from kqview.state.store import NAME_BYTES_MAX, SessionInfo, SessionStore, is_plain_name
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kqview.state import durable
-from kqview.state.durable import WholeFile, append_line, move, remove_leftovers, write_whole
+from kqview import durable
+from kqview.durable import WholeFile, append_line, move, remove_leftovers, write_whole
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -143,7 +143,7 @@ def test_file_size_limit_leaves_the_old_file(tmp_path: Path) -> None:
     # As a full disk, for who cannot make one: the kernel refuses to let the file grow.
     script = """
 import resource, sys
-from kqview.state.durable import append_line, write_whole
+from kqview.durable import append_line, write_whole
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 for call in (lambda p: write_whole(p, b"x" * 200_000), lambda p: append_line(p, "x" * 200_000)):
     try:
