@@ -16,7 +16,7 @@ import pytest
 from kqview import Engine
 from kqview.errors import BusyError, RequestError
 from kqview.server import Settings
-from kqview.server.api.llama_server import states
+from kqview.server.api.llama_server import blobs
 from kqview.server.models.slots import Slots
 from kqview.server.web.access import Caller
 from kqview.server.web.budget import Body
@@ -345,32 +345,32 @@ def body_of(data: bytes) -> Body:
 @pytest.mark.parametrize("n", range(90, 102))
 @pytest.mark.parametrize("mark", ["/", "\\/"])
 def test_base64_is_read_across_its_pieces(monkeypatch: pytest.MonkeyPatch, n: int, mark: str):
-    monkeypatch.setattr(states, "_TEXT", 33)
+    monkeypatch.setattr(blobs, "_TEXT", 33)
     blob = bytes([255] * n)  # its base64 is almost only "/"
     text = base64.b64encode(blob).decode().replace("/", mark)
     body = body_of(f'{{ "a": 1, "state" : "{text}", "b": 2}}'.encode())
-    with body, states.blob_in(body) as found:
+    with body, blobs.blob_in(body) as found:
         assert found.read() == blob
 
 
 @pytest.mark.parametrize("wrong", ["AA==AAAA" * 9, "A" * 97, "AAA=" * 12 + "AAAA", "AA\\u0041A"])
 def test_base64_that_is_wrong_in_any_piece_is_refused(monkeypatch: Any, wrong: str):
-    monkeypatch.setattr(states, "_TEXT", 32)
+    monkeypatch.setattr(blobs, "_TEXT", 32)
     with body_of(f'{{"state":"{wrong}"}}'.encode()) as body:
         with pytest.raises(RequestError, match="base64"):
-            states.blob_in(body)
+            blobs.blob_in(body)
 
 
 def test_base64_of_a_large_blob_is_never_whole_in_memory():
     blob = random.Random(1).randbytes(24 * 2**20)
     body = Body()
     tracemalloc.start()
-    reply = states.saved_reply(0, blob, 1.0)
+    reply = blobs.saved_reply(0, blob, 1.0)
     n_bytes = 0
     for piece in reply.pieces:
         n_bytes += len(piece)
         body.add(piece)
-    with body, states.blob_in(body) as found:
+    with body, blobs.blob_in(body) as found:
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         assert found.read() == blob

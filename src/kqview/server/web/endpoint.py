@@ -248,6 +248,16 @@ class Upload:
         self._is_whole.set()
         return self._body
 
+    async def json(self, kind: type[_T]) -> _T:
+        """A body of JSON as short as any other; an empty one is ``{}``.
+
+        Raises:
+            RequestError: It cannot be read; the message names the field.
+            KqviewError: As `read`.
+        """
+        body = await self.read()
+        return decoded(msgspec.json.Decoder(kind), body.read())
+
     async def after_body(self) -> Message:
         """``receive`` of ASGI for what follows the body."""
         await self._is_whole.wait()

@@ -1,7 +1,6 @@
-"""What llama.cpp's server says about itself: properties and slots. Pure."""
+"""What llama.cpp's server says about itself: properties, slots, and its LoRA adapters."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -9,12 +8,17 @@ from msgspec import UNSET, Struct, UnsetType
 
 from kqview import __version__
 from kqview.chat.tool_format import knows_tools
+from kqview.errors import RequestError
+from kqview.generation.stream import Generation
 from kqview.server.api.llama_server.convert import generation_settings
-from kqview.server.api.wire.llama_fields import LlamaFields
+from kqview.server.api.wire.llama_fields import LlamaFields, LoraScale
+from kqview.server.errors import Forbidden, renamed
 from kqview.server.models.request import GenerateRequest
+from kqview.server.models.service import Call
 from kqview.server.settings import Settings
 from kqview.server.web.described import about
-from kqview.types import ModelInfo, Sampling, SlotStats, Usage
+from kqview.server.web.endpoint import Upload
+from kqview.types import ModelInfo, Sampling, SlotStats
 
 _NO_FIELDS: Final = LlamaFields()
 
@@ -144,21 +148,14 @@ def props_of(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class OnSlot:
-    """What runs on a slot: the request, what it cost so far, and its text."""
-
-    request: GenerateRequest
-    usage: Usage
-    text: str
-
-
-def slot_state(slot: SlotStats, n_ctx: int, running: OnSlot | None) -> SlotState:
+def slot_state(
+    slot: SlotStats, n_ctx: int, request: GenerateRequest | None, running: Generation | None
+) -> SlotState:
     """A slot of *n_ctx* tokens, and what runs on it if the caller may know."""
     state = SlotState(id=slot.id, n_ctx=n_ctx, is_processing=slot.is_busy)
-    if running is None:
+    if request is None or running is None:
         return state
-    request, usage = running.request, running.usage
+    usage = running.usage
     state.id_task = request.request_id
     state.n_prompt_tokens = usage.prompt_tokens
     state.n_prompt_tokens_processed = usage.prompt_tokens - usage.cached_tokens
@@ -175,3 +172,37 @@ def slot_state(slot: SlotStats, n_ctx: int, running: OnSlot | None) -> SlotState
         )
     ]
     return state
+
+
+# ---- LoRA adapters
+
+
+class LoraAdapterState(Struct, kw_only=True):
+    """A loaded adapter."""
+
+    id: Annotated[int, about("Its index.", 0)]
+    path: Annotated[str, about("Its file.", "adapter.gguf")]
+    scale: Annotated[float, about("Its strength for requests that do not say.", 1.0)]
+    task_name: Annotated[str, about('Always "".', "")] = ""
+    prompt_prefix: Annotated[str, about('Always "".', "")] = ""
+
+
+async def list_adapters(call: Call) -> list[LoraAdapterState]:
+    """``GET /lora-adapters``."""
+    loaded = call.model.engine.lora
+    return [LoraAdapterState(id=one.id, path=one.path, scale=one.scale) for one in loaded]
+
+
+async def set_scales(call: Call, upload: Upload) -> Success:
+    """``POST /lora-adapters``: scales for requests from here on; adapters left out get 0."""
+    if call.service.settings.admin_keys and not call.caller.is_admin:
+        raise Forbidden(
+            "an admin key is needed to change the scales of everybody's requests; "
+            'send "lora" with your own'
+        )
+    scales = await upload.json(list[LoraScale])
+    try:
+        call.model.engine.set_lora_scales({one.id: one.scale for one in scales})
+    except RequestError as error:
+        raise renamed(error, {"scales": "id"}) from None
+    return Success()

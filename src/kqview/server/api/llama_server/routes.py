@@ -4,31 +4,41 @@ what becomes of them.
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from kqview.errors import RequestError
 from kqview.server.api.llama_server import (
-    adapters,
     convert,
     events,
     properties,
     schema,
-    sessions,
     slots,
 )
 from kqview.server.api.llama_server.classify import Classified, ClassifyBody, classify
 from kqview.server.api.llama_server.embeddings import Embedded, EmbeddingBody, embed
 from kqview.server.api.llama_server.rerank import RerankBody, Reranked, TeiResult, rerank
 from kqview.server.api.wire.chat import prompt_of
-from kqview.server.api.wire.llama_fields import Failure, LlamaFields, error_body, with_defaults
+from kqview.server.api.wire.llama_fields import (
+    Failure,
+    LlamaFields,
+    LoraScale,
+    error_body,
+    with_defaults,
+)
 from kqview.server.api.wire.prompts import ids_of, ids_of_each, prompts_of
 from kqview.server.errors import NotSupported
 from kqview.server.models.service import OFFLOAD_BYTES, Call
 from kqview.server.models.stream import Events
-from kqview.server.web.endpoint import Handler, HttpReply, Operation, Sample, empty, json_in_slices
-
-_TAG: Final = "llama-server"
-
+from kqview.server.web.endpoint import (
+    Handler,
+    HttpReply,
+    OneOf,
+    Operation,
+    Sample,
+    Upload,
+    empty,
+    json_in_slices,
+)
 
 # ---- text and ids
 
@@ -189,57 +199,41 @@ async def set_props(call: Call) -> properties.Success:
 # ---- the table
 
 
-def _post(
-    path: str, handler: Handler, summary: str, body: Any, reply: Any = None, **more: Any
+def _operation(
+    method: Literal["GET", "POST"], path: str, handler: Handler, summary: str, **more: Any
 ) -> Operation:
     more.setdefault("model", "named")
     return Operation(
-        method="POST", path=path, handler=handler, tag=_TAG, summary=summary,
-        error_body=error_body, failure=Failure, body=body, reply=reply, **more,
+        method=method, path=path, handler=handler, tag="llama-server", summary=summary,
+        error_body=error_body, failure=Failure, **more,
     )  # fmt: skip
 
 
-def _get(path: str, handler: Handler, summary: str, reply: Any = None, **more: Any) -> Operation:
-    return Operation(
-        method="GET", path=path, handler=handler, tag=_TAG, summary=summary,
-        error_body=error_body, failure=Failure, reply=reply, model="named", **more,
-    )  # fmt: skip
+def _post(
+    path: str, handler: Handler, summary: str, body: Any, reply: Any = None, **more: Any
+) -> Operation:
+    return _operation("POST", path, handler, summary, body=body, reply=reply, **more)
 
 
-_PARTIAL: Final[dict[str, Any]] = {
-    "index": 0, "content": " t", "tokens": [259], "stop": False, "id_slot": 0,
-    "tokens_predicted": 1, "tokens_evaluated": 6,
-}  # fmt: skip
+def _get(path: str, handler: Handler, summary: str, reply: Any, **more: Any) -> Operation:
+    return _operation("GET", path, handler, summary, reply=reply, **more)
+
+
+_SLOT: Final = "Index of the slot, such as 0."
 _COMPLETIONS: Final = schema.Completion | list[schema.Completion]  # a list for several texts
 _EVENTS: Final = (
-    Sample("server", "Each token", _PARTIAL, type=schema.Partial),
+    Sample("server", "Each token", type=schema.Partial),
     Sample(
         "server", "Tokens that a mod took back",
-        {**_PARTIAL, "content": "", "tokens": [], "removed": {"tokens": 1, "characters": 2}},
+        {"content": "", "tokens": [], "removed": {"tokens": 1, "characters": 2}},
         type=schema.Partial,
     ),
     Sample(
         "server", "The end of each text",
-        {
-            "index": 0, "content": "", "tokens": [], "id_slot": 0, "stop": True, "model": "demo",
-            "tokens_predicted": 2, "tokens_evaluated": 6, "generation_settings": {},
-            "prompt": "Anna is a", "has_new_line": False, "truncated": False,
-            "stop_type": "limit", "stopping_word": "", "tokens_cached": 7, "timings": {
-                "cache_n": 0, "prompt_n": 6, "prompt_ms": 4.2, "prompt_per_token_ms": 0.7,
-                "prompt_per_second": 1428.6, "predicted_n": 2, "predicted_ms": 4.0,
-                "predicted_per_token_ms": 2.0, "predicted_per_second": 500.0,
-            },
-        },
+        {"content": "", "has_new_line": False, "truncated": False},
         type=schema.Completion,
     ),
-    Sample(
-        "server", "A failure, in place of the end",
-        {"error": {
-            "code": 503, "message": "the model was switched; send the request again",
-            "type": "unavailable_error", "param": None,
-        }},
-        type=Failure,
-    ),
+    Sample("server", "A failure, in place of the end", type=Failure),
 )  # fmt: skip
 
 OPERATIONS: Final[list[Operation]] = [
@@ -283,7 +277,46 @@ OPERATIONS: Final[list[Operation]] = [
         "/classify", classify, "Scores of a classifier's labels for each text.",
         ClassifyBody, Classified, also=("/v1/classify",),
     ),
-    *adapters.OPERATIONS,
-    *slots.OPERATIONS,
-    *sessions.OPERATIONS,
+    _get(
+        "/lora-adapters", properties.list_adapters, "LoRA adapters and their scales.",
+        list[properties.LoraAdapterState],
+    ),
+    _post(
+        "/lora-adapters", properties.set_scales,
+        "Scales of LoRA adapters for requests that do not say.",
+        Upload, properties.Success, upload=OneOf((list[LoraScale],)),
+    ),
+    _post(
+        "/slots/{id_slot}", slots.slot_action,
+        "Save, restore, list or shorten what a slot holds, by ?action=.",
+        Upload, slots.SLOT_REPLIES, upload=slots.SLOT_BODIES, parameters={
+            "id_slot": _SLOT,
+            "action": 'What to do, such as "tokens", which lists its ids. "save-state" and '
+            '"restore-state" send and take its state, "context-shift" removes tokens; "save", '
+            '"restore" and "erase" work with files of the server.',
+        },
+    ),
+    _get(
+        "/slots", slots.list_slots, "What each slot does.", list[properties.SlotState],
+        parameters={
+            "fail_on_no_slot": 'Anything, such as "1", to fail with 503 if every slot is busy.',
+        },
+    ),
+    _get(
+        "/v1/slots/{id_slot}/info", slots.info, "Messages in a slot.", slots.SlotInfo,
+        parameters={"id_slot": _SLOT},
+    ),
+    _post(
+        "/sessions/{id_session}", slots.session_action,
+        "Save a slot as a session, restore it, or remove it, by ?action=.",
+        Upload, slots.SESSION_REPLIES, upload=OneOf((slots.FileBody,)), parameters={
+            "id_session": "Number of the session, such as 7.",
+            "action": 'What to do: save, restore or remove, such as "save".',
+            "slot": "Index of the slot to save or restore, such as 0.",
+        },
+    ),
+    _get(
+        "/sessions", slots.list_sessions, "Sessions in memory.", list[slots.SessionFacts],
+        model="none",
+    ),
 ]  # fmt: skip
