@@ -13,7 +13,7 @@ import pytest
 
 from kqview import Engine
 from kqview.server import Settings
-from kqview.server.api.llama_server.classify import predictions_of
+from kqview.server.api.llama_server.pooled import predictions_of
 from kqview.types import Classification
 from tests.support import tiny_gguf
 from tests.support.reference import BertReference

@@ -13,8 +13,7 @@ import pytest
 
 from kqview import Engine
 from kqview.server import Settings
-from kqview.server.api.llama_server.embeddings import normalized
-from kqview.server.api.llama_server.rerank import RerankBody, written
+from kqview.server.api.llama_server.pooled import RerankBody, normalized, ranked
 from kqview.types import Classification
 from tests.support import tiny_gguf
 from tests.support.serving import serving
@@ -214,7 +213,7 @@ def test_score_that_is_no_number_comes_last():
         return Classification("LABEL_0", 0.5, {"LABEL_0": 0.5}, (score,))
 
     body = RerankBody(query="a", documents=["a", "b", "c"])
-    reply = written(body, [one(1), one(math.nan), one(2)], n_tokens=3, model="m")
+    reply = ranked(body, [one(1), one(math.nan), one(2)], n_tokens=3, model="m")
     assert [result.index for result in reply.results] == [2, 0, 1]
 
 

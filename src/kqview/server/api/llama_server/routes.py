@@ -10,13 +10,11 @@ from kqview.errors import RequestError
 from kqview.server.api.llama_server import (
     convert,
     events,
+    pooled,
     properties,
     schema,
     slots,
 )
-from kqview.server.api.llama_server.classify import Classified, ClassifyBody, classify
-from kqview.server.api.llama_server.embeddings import Embedded, EmbeddingBody, embed
-from kqview.server.api.llama_server.rerank import RerankBody, Reranked, TeiResult, rerank
 from kqview.server.api.wire.chat import prompt_of
 from kqview.server.api.wire.llama_fields import (
     Failure,
@@ -260,12 +258,12 @@ OPERATIONS: Final[list[Operation]] = [
         schema.TemplateBody, schema.InputTokens, also=("/chat/completions/input_tokens",),
     ),
     _post(
-        "/embedding", embed, "A vector for each text, or for each token.",
-        EmbeddingBody, list[Embedded], also=("/embeddings",),
+        "/embedding", pooled.embed, "A vector for each text, or for each token.",
+        pooled.EmbeddingBody, list[pooled.Embedded], also=("/embeddings",),
     ),
     _post(
-        "/rerank", rerank, "Documents by how well they answer a query.", RerankBody,
-        Reranked | list[TeiResult],
+        "/rerank", pooled.rerank, "Documents by how well they answer a query.",
+        pooled.RerankBody, pooled.Reranked | list[pooled.TeiResult],
         example={"query": "a red ball", "documents": ["Tom found a ball.", "It rains."]},
         also=("/reranking", "/v1/rerank", "/v1/reranking"),
     ),
@@ -274,8 +272,8 @@ OPERATIONS: Final[list[Operation]] = [
     _post("/tokenize", tokenize, "Ids of a text.", schema.TokenizeBody, schema.Tokenized),
     _post("/detokenize", detokenize, "Text of ids.", schema.DetokenizeBody, schema.Content),
     _post(
-        "/classify", classify, "Scores of a classifier's labels for each text.",
-        ClassifyBody, Classified, also=("/v1/classify",),
+        "/classify", pooled.classify, "Scores of a classifier's labels for each text.",
+        pooled.ClassifyBody, pooled.Classified, also=("/v1/classify",),
     ),
     _get(
         "/lora-adapters", properties.list_adapters, "LoRA adapters and their scales.",
