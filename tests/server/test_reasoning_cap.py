@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import random
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 from hypothesis import example, given, settings
@@ -14,18 +15,17 @@ from kqview import Engine, Sampling
 from kqview.chat.reasoning import Split, TokenCounter
 from kqview.chat.turn import Answer, Reading
 from kqview.errors import RequestError
-from kqview.generation.text import TextStream
 from kqview.mods import Added, Backtrack, mod
 from kqview.server import Settings
-from kqview.server.api.wire.chat import ChatRequest, prepare
+from kqview.server.api.wire.chat import ChatRequest, prepare, with_fields
 from kqview.server.api.wire.llama_fields import LlamaFields, reasoning_budget_of
 from kqview.server.api.wire.reasoning_cap import (
     CapForcing,
     ReasoningCap,
-    budget_of,
     cap_of,
     cap_of_texts,
 )
+from kqview.stop_strings import TextStream
 from tests.support import chat_templates as shapes
 from tests.support import openai as api
 from tests.support import tiny_gguf
@@ -201,15 +201,18 @@ def test_limit_and_a_grammar_of_the_client_exclude_each_other():
         (None, 5, {}, 5),
         (3, 5, {}, 3),
         (0, 5, {}, 0),
-        (None, 5, {"regex": "a"}, None),
-        (3, 5, {"regex": "a"}, 3),
+        (None, 5, {"grammar": "root ::= [a]"}, None),
+        (3, 5, {"grammar": "root ::= [a]"}, 3),
     ],
 )
 def test_server_has_a_default_for_chats_without_a_grammar_of_their_own(
     wanted: int | None, default: int, options: dict[str, Any], expected: int | None
 ):
+    fields = LlamaFields(reasoning_budget_tokens=wanted, **options)
+    engine = cast("Engine", SimpleNamespace(tokenize=str.split))
     server = Settings(reasoning_budget=default)
-    assert budget_of(wanted, Sampling(**options), server) == expected
+    chat = with_fields(ChatRequest(messages=[]), fields, None, engine=engine, settings=server)
+    assert chat.reasoning_budget == expected
 
 
 def test_prompts_have_to_agree_where_reasoning_begins():

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kqview.generation.text import Mark, TextStream
+from kqview.stop_strings import Mark, TextStream
 
 
 @st.composite

@@ -28,8 +28,8 @@ from typing import Any, Final, cast
 from kqview import _core
 from kqview.errors import BusyError, KqviewError
 from kqview.generation.display import N_REMEMBERED
-from kqview.generation.text import Mark, TextStream
 from kqview.mods.failures import ModFailure
+from kqview.stop_strings import Mark, TextStream
 from kqview.trace import Trace
 from kqview.types import Capture, PromptBlock, Token, Usage
 from kqview.types.token import Context

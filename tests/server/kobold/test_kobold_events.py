@@ -12,14 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kqview.generation.text import TextStream
 from kqview.server.api.koboldai.events import KoboldEvents, KoboldFrames, PlainEvents
 from kqview.server.api.koboldai.request import KoboldPlan
 from kqview.server.api.wire.rows import RowWriter
 from kqview.server.models.request import AttentionWanted
 from kqview.server.models.run import Step
 from kqview.server.web.endpoint import EVENT_HEAD, EVENT_TAIL, NEXT_EVENT
-from kqview.stop_strings import ShownText
+from kqview.stop_strings import ShownText, TextStream
 from kqview.types import Token, Usage
 from tests.support.kobold import golden
 

@@ -192,8 +192,8 @@ class Slots:
         """Note that *run* is over: what it leaves in its slots is its owner's."""
         for one in run.generations:
             if one.slot is not None:
-                n_processed = one.usage.prompt_tokens - one.usage.cached_tokens
-                self._note(one.slot, run.owner, n_processed)
+                usage = one.usage
+                self._note(one.slot, run.owner, usage.prompt_tokens - usage.cached_tokens)
         self._freed.set()
         self._freed = asyncio.Event()
 

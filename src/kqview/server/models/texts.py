@@ -6,10 +6,10 @@ from typing import Final
 
 from kqview.engine import Engine
 from kqview.errors import RequestError
-from kqview.generation.text import TextStream
 from kqview.server.errors import renamed
 from kqview.server.web.budget import Reservation, uncounted
 from kqview.server.web.workers import Workers
+from kqview.stop_strings import TextStream
 
 # Below this, a hop to another thread takes longer than the work itself.
 _OFFLOAD_TEXT: Final = 32 * 1024  # characters: about a millisecond to tokenize

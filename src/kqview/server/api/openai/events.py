@@ -15,7 +15,6 @@ from kqview import __version__
 from kqview.chat.turn import Answer as ChatAnswer
 from kqview.chat.turn import AnswerReader, Delta
 from kqview.generation.stream import Generation
-from kqview.generation.text import TextStream
 from kqview.server.api.openai import schema
 from kqview.server.api.openai.convert import CompletionPlan
 from kqview.server.api.openai.schema import ChoiceLogprobs, TextLogprobs, ToolCall, Usage
@@ -40,7 +39,7 @@ from kqview.server.api.wire.rows import event_pieces
 from kqview.server.errors import Answer
 from kqview.server.models.run import Removal, Run, Step, TokenLogprobs
 from kqview.server.web.described import about
-from kqview.stop_strings import ShownText
+from kqview.stop_strings import ShownText, TextStream
 from kqview.types import PromptBlock, Score, Token
 
 HEAD: Final = b"data: "

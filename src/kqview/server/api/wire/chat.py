@@ -44,7 +44,7 @@ from kqview.server.api.wire.llama_fields import (
     with_defaults,
 )
 from kqview.server.api.wire.mods_field import calls_of, removed
-from kqview.server.api.wire.reasoning_cap import budget_of, cap_of
+from kqview.server.api.wire.reasoning_cap import cap_of, default_budget
 from kqview.server.api.wire.rows import event_pieces
 from kqview.server.errors import Answer, renamed
 from kqview.server.models.request import AttentionWanted, GenerateRequest
@@ -158,14 +158,15 @@ def with_fields(
         json_schema, names = body.json_schema, {**names, "json_schema": "json_schema"}
     # `prepare` decides how the answer is held to its schema.
     sampling = replace(sampling, json_schema=None)
+    budget = first(reasoning_budget_of(body), chat.reasoning_budget)
+    if budget is None and settings.reasoning_budget >= 0:
+        budget = default_budget(sampling, settings)
     return replace(
         chat,
         sampling=sampling,
         max_tokens=max_tokens_of(body),
         schema={"type": "object"} if json_schema == {} else json_schema,
-        reasoning_budget=budget_of(
-            first(reasoning_budget_of(body), chat.reasoning_budget), sampling, settings
-        ),
+        reasoning_budget=budget,
         attention=attention_of(attention, settings),
         names={**chat.names, **names_of(body), **ATTENTION_NAMES, **names},
         options=options_of(body, settings),

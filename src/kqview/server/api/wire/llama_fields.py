@@ -210,7 +210,8 @@ _Body = TypeVar("_Body", bound=LlamaFields)
 
 def with_defaults(body: _Body, settings: Settings) -> _Body:
     """*body*, with the operator's values in fields that it leaves open."""
-    defaults = {**settings.sampling_defaults, "max_tokens": settings.default_max_tokens}
+    defaults = settings.sampling_defaults if settings.sampling else {}
+    defaults = {**defaults, "max_tokens": settings.default_max_tokens}
     missing = {
         FIELDS.fields[option][0]: value
         for option, value in defaults.items()
@@ -298,6 +299,9 @@ def _most(fields: LlamaFields, field: str, special: str) -> int | None:
 
 def options_of(fields: LlamaFields, settings: Settings) -> dict[str, Any]:
     """Further fields of a `GenerateRequest`: slot, adapters, mods, and what moves positions."""
+    has_mods, mods = settings.mods_dir is not None, ()
+    if has_mods or fields.mods:
+        mods = mods_of_model(fields.mods, getattr(fields, "model", None), has_mods=has_mods)
     return {
         "slot": None if fields.id_slot == -1 else fields.id_slot,
         # Adapters that are left out have 0.
@@ -307,9 +311,7 @@ def options_of(fields: LlamaFields, settings: Settings) -> dict[str, Any]:
         "n_discard": fields.n_discard or None,
         "n_reuse_min": first(fields.n_cache_reuse, 0),
         "cache_prompt": fields.cache_prompt is not False,
-        "mods": mods_of_model(
-            fields.mods, getattr(fields, "model", None), has_mods=settings.mods_dir is not None
-        ),
+        "mods": mods,
     }
 
 

@@ -12,8 +12,8 @@ from typing import Final
 from kqview.chat.reasoning import Split, TokenCounter, opened_by
 from kqview.engine import Engine
 from kqview.errors import RequestError
-from kqview.generation.text import TextStream
 from kqview.server.settings import Settings
+from kqview.stop_strings import TextStream
 from kqview.types import Sampling
 
 _MOST_WAITS: Final = 3  # tokens for the rest of a character, which has at most four bytes
@@ -41,17 +41,9 @@ class ReasoningCap:
         return CapForcing(self, tokenize, engine.token_bytes)
 
 
-def budget_of(wanted: int | None, sampling: Sampling, settings: Settings) -> int | None:
-    """Most tokens of reasoning in a chat, None for any number.
-
-    Args:
-        wanted: What the request says, None if nothing.
-        sampling: Of the request; one with a grammar of its own has no default.
-        settings: For that default.
-    """
-    if wanted is not None or settings.reasoning_budget < 0 or _grammar_of(sampling) is not None:
-        return wanted
-    return settings.reasoning_budget
+def default_budget(sampling: Sampling, settings: Settings) -> int | None:
+    """The server's limit of reasoning; None for a request with a grammar of its own."""
+    return settings.reasoning_budget if _grammar_of(sampling) is None else None
 
 
 def _grammar_of(sampling: Sampling) -> str | None:

@@ -10,7 +10,6 @@ import msgspec
 from kqview.chat.turn import Reading
 from kqview.engine import Engine
 from kqview.errors import RequestError
-from kqview.generation.text import TextStream
 from kqview.server import config
 from kqview.server.api.wire.attention_field import ATTENTION_NAMES, Attention, attention_of
 from kqview.server.api.wire.chat import ChatRequest, prepare, prompt_of
@@ -24,6 +23,7 @@ from kqview.server.errors import Answer, Unprocessable
 from kqview.server.models.request import AttentionWanted, GenerateRequest
 from kqview.server.models.row_cache import PromptText, Rows
 from kqview.server.settings import Settings
+from kqview.stop_strings import TextStream
 from kqview.types.sampling import OPTIONS
 
 Object = dict[str, Any]
