@@ -70,6 +70,7 @@ class FieldTable:
         self.fields: Final = {**self.sampling, **others}
         # What one field alone gives is looked up without a choice.
         self._own = {option: of[0] for option, of in self.sampling.items() if len(of) == 1}
+        self._chosen = {option: of for option, of in self.sampling.items() if len(of) > 1}
         self._names = {parameter: of[0] for parameter, of in self.fields.items()}
         self._several = {name: of for name, of in self.fields.items() if len(of) > 1}
 
@@ -88,9 +89,8 @@ class FieldTable:
     def options(self, body: Struct) -> dict[str, Any]:
         """Option of `Sampling` -> what *body* gives for it, None for nothing."""
         found: dict[str, Any] = {option: getattr(body, name) for option, name in self._own.items()}
-        for option in self._several:
-            if option in self.sampling:
-                found[option] = self.value(body, option)
+        for option, of in self._chosen.items():
+            found[option] = getattr(body, _given(body, of))
         return found
 
     def n_logprobs(self, body: Struct, *, if_true: int) -> int | None:
