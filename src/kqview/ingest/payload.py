@@ -6,8 +6,9 @@ checked and written one by one, so that only a slice of them exists as objects a
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
+from functools import cache
 from typing import Any, Final, TypeVar, cast
 
 import msgspec
@@ -34,13 +35,6 @@ MOST_TEXT: Final = 64 * 1024
 """Characters of a trace that the search looks at."""
 _MOST_SHOWN: Final = 200  # characters of its text in a list
 
-_PAYLOAD: Final = msgspec.json.Decoder(Payload)
-_REQUEST: Final = msgspec.json.Decoder(Request)
-_EVENT: Final = msgspec.json.Decoder(Event)
-_MOD_CALL: Final = msgspec.json.Decoder(ModCall)
-_MOD_LOG: Final = msgspec.json.Decoder(ModLog)
-_ACTION: Final = msgspec.json.Decoder(Action)
-
 _ADDING: Final = frozenset({"Backtrack", "ForceTokens"})  # at an Added event
 
 
@@ -56,13 +50,16 @@ class Counts:
     n_mod_logs: int = 0
     n_actions: int = 0
     n_exceptions: int = 0
-    mods: dict[str, None] = field(default_factory=dict[str, None])  # in the order of their calls
-    texts: list[str] = field(default_factory=list[str])
-    n_text: int = 0
 
 
 class Posted:
-    """One posted trace. Parts are read once, in the order of the methods here."""
+    """One posted trace. Parts are read once, in the order of the methods here.
+
+    Attributes:
+        request: The request.
+        counts: Of the parts that were read.
+        mods: Names of the mods, in the order of their first calls; the values are None.
+    """
 
     def __init__(self, body: bytes) -> None:
         """Split *body*.
@@ -73,12 +70,15 @@ class Posted:
         """
         self.n_bytes = len(body)
         self.counts = Counts()
+        self.mods: dict[str, None] = {}
         if b"\\u0000" in body:
             body = _NUL.sub(rb"\1", body)
         if (depth := count_values(body, packs=False).depth) > DEPTH_MAX:
             raise RequestError(f"the JSON of the body cannot be read: {TooDeep(depth)}")
-        self._parts = _decoded(_PAYLOAD, body, "$")
-        self.request = _decoded(_REQUEST, self._parts.request, "$.request")
+        self._parts = _decoded(Payload, body, "$")
+        self.request = _decoded(Request, self._parts.request, "$.request")
+        self._texts: list[str] = []  # of sampled tokens, as many as the search looks at
+        self._n_text = 0
         self._orders: set[int] = set()
         self._added: set[int] = set()  # orders of Added events, then sequences of their calls
 
@@ -100,7 +100,7 @@ class Posted:
             RequestError: A ``sequence_order`` occurs twice, or as the constructor.
         """
         counts = self.counts
-        for place, event in _each(_EVENT, "events", self._parts.events):
+        for place, event in _each(Event, "events", self._parts.events):
             order = event.sequence_order
             if order in self._orders:
                 raise RequestError(
@@ -115,22 +115,22 @@ class Posted:
                 counts.n_added_tokens += n_added
                 counts.n_forced_tokens += n_added if event.forced else 0
                 self._added.add(order)
-            if event.token_text and counts.n_text < MOST_TEXT:
-                counts.texts.append(event.token_text)
-                counts.n_text += len(event.token_text)
+            if event.token_text and self._n_text < MOST_TEXT:
+                self._texts.append(event.token_text)
+                self._n_text += len(event.token_text)
             yield _row(event, place)
 
     def mod_call_rows(self) -> Iterator[Row]:
         """Rows of the calls of mods; raises RequestError for one of an unknown event."""
         counts = self.counts
         added, self._added = self._added, set()
-        for place, call in _each(_MOD_CALL, "mod_calls", self._parts.mod_calls):
+        for place, call in _each(ModCall, "mod_calls", self._parts.mod_calls):
             if call.event_sequence_order not in self._orders:
                 raise RequestError(
                     f"{place}.event_sequence_order is {call.event_sequence_order}, and no event "
                     "has this sequence_order"
                 )
-            counts.mods[call.mod_name] = None
+            self.mods[call.mod_name] = None
             counts.n_exceptions += call.exception_occurred
             if call.event_sequence_order in added:
                 self._added.add(counts.n_mod_calls)
@@ -139,14 +139,14 @@ class Posted:
 
     def mod_log_rows(self) -> Iterator[Row]:
         """Rows of what the mods logged; raises RequestError for a log of an unknown call."""
-        for place, log in _each(_MOD_LOG, "mod_logs", self._parts.mod_logs):
+        for place, log in _each(ModLog, "mod_logs", self._parts.mod_logs):
             self._check_call(place, log.mod_call_sequence)
             yield {**_row(log, place), "sequence": self.counts.n_mod_logs}
             self.counts.n_mod_logs += 1
 
     def action_rows(self) -> Iterator[Row]:
         """Rows of what the mods did; raises RequestError for an action of an unknown call."""
-        parts = _each(_ACTION, "actions", self._parts.actions)
+        parts = _each(Action, "actions", self._parts.actions)
         for i, (place, action) in enumerate(parts):
             self._check_call(place, action.mod_call_sequence)
             yield {**_row(action, place), "sequence": i}
@@ -165,26 +165,19 @@ class Posted:
 
     def summary_row(self) -> Row:
         """What lists show and search, once all parts are read."""
-        counts, request = self.counts, self.request
+        request = self.request
         text = request.final_text
-        if text is None and counts.texts:
-            text = "".join(counts.texts)
+        if text is None and self._texts:
+            text = "".join(self._texts)
         searched = [
             request.request_id, request.model, request.mod_text, request.active_mod_name,
-            *counts.mods, request.user_prompt, text,
+            *self.mods, request.user_prompt, text,
         ]  # fmt: skip
         return {
             "n_bytes": self.n_bytes,
-            "n_events": counts.n_events,
-            "n_steps": counts.n_steps,
-            "n_added_tokens": counts.n_added_tokens,
-            "n_forced_tokens": counts.n_forced_tokens,
-            "n_mod_calls": counts.n_mod_calls,
-            "n_mod_logs": counts.n_mod_logs,
-            "n_actions": counts.n_actions,
-            "n_exceptions": counts.n_exceptions,
+            **asdict(self.counts),
             "finish_reason": _finish_reason(request.inference_stats),
-            "mods": msgspec.json.encode(list(counts.mods)).decode(),
+            "mods": msgspec.json.encode(list(self.mods)).decode(),
             "text": text and text[:_MOST_SHOWN],
             "search_text": "\n".join(filter(None, searched))[:MOST_TEXT].casefold(),
         }
@@ -217,15 +210,18 @@ def digest_of(key: str) -> str:
     return known[1] if known else key_digest(key.encode().decode("latin-1"))
 
 
-def _each(decoder: "msgspec.json.Decoder[_T]", name: str, parts: list[Raw]) -> Iterator[Any]:
+def _each(kind: type[_T], name: str, parts: list[Raw]) -> Iterator[tuple[str, _T]]:
     for i, part in enumerate(parts):
         place = f"{name}[{i}]"
-        yield place, _decoded(decoder, part, f"$.{place}")
+        yield place, _decoded(kind, part, f"$.{place}")
 
 
-def _decoded(decoder: "msgspec.json.Decoder[_T]", raw: bytes | Raw, place: str) -> _T:
+_decoder_of: Final = cache(msgspec.json.Decoder)
+
+
+def _decoded(kind: type[_T], raw: bytes | Raw, place: str) -> _T:
     try:
-        return decoder.decode(raw)
+        return _decoder_of(kind).decode(raw)
     except msgspec.ValidationError as error:
         message = str(error)
         at = message.rpartition(" - at `$")

@@ -19,7 +19,7 @@ RequestId = Annotated[str, Meta(min_length=1, max_length=512)]
 Time = Annotated[datetime, Meta(tz=True)] | int | float | None
 """RFC 3339 with an offset, or seconds since 1970; always a datetime in replies."""
 
-TIMES: Final = frozenset({"created_at", "completed_at"})
+TIMES: Final = frozenset({"created_at", "completed_at", "stored_at"})
 """Fields of type `Time`, in every struct."""
 
 _ABSENT: Final[Any] = None  # of JSON of any shape, whose null is JSON too

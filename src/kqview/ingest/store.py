@@ -9,7 +9,7 @@ import contextlib
 import sqlite3
 import threading
 import time
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Final
@@ -29,8 +29,8 @@ from sqlalchemy.exc import (
 
 from kqview.errors import CapacityError, KqviewError, RequestError
 from kqview.ingest import tables
-from kqview.ingest.payload import Posted, Row, moment
-from kqview.ingest.schema import TIMES, Action, Event, ModCall, ModLog, Request, Summary, Values
+from kqview.ingest.payload import Posted, moment
+from kqview.ingest.schema import TIMES, Request, Summary, Values
 from kqview.server.errors import Forbidden, StorageFailed, StorageFull
 
 _SLICE: Final = 500  # rows in one statement
@@ -41,12 +41,6 @@ _DISK_FULL: Final = "53100"
 _CONNECTION: Final = ("08", "57")
 _MOST_VALUES: Final = 1000
 _PRUNED: Final = 20  # traces deleted in one transaction
-_PARTS: Final = (
-    ("events", tables.events, tables.events.c.sequence_order, Event),
-    ("mod_calls", tables.mod_calls, tables.mod_calls.c.sequence, ModCall),
-    ("mod_logs", tables.mod_logs, tables.mod_logs.c.sequence, ModLog),
-    ("actions", tables.actions, tables.actions.c.sequence, Action),
-)
 _SUMMARY: Final = tuple(
     tables.requests.c["user_key_sha256" if name == "user_api_key" else name]
     for name in Summary.__struct_fields__
@@ -140,9 +134,9 @@ class Store:
                 (tables.mod_logs, posted.mod_log_rows()),
                 (tables.actions, posted.action_rows()),
             ):
-                for some in _slices(rows):
+                while some := list(islice(rows, _SLICE)):
                     db.execute(sa.insert(table), [{**row, "trace": trace} for row in some])
-            if mods := posted.counts.mods:
+            if mods := posted.mods:
                 rows = [
                     {"trace": trace, "sequence": i, "mod_name": name} for i, name in enumerate(mods)
                 ]
@@ -294,9 +288,10 @@ class Store:
             if not reader.sees_all and row["user_key_sha256"] != reader.owner:
                 raise Forbidden(f"the trace {request_id!r} belongs to another key")
             parts = [b'{"request":', msgspec.json.encode(_part(Request, row, reader))]
-            for name, table, order, kind in _PARTS:
-                parts.append(b',"%s":[' % name.encode())
-                query = sa.select(table).where(table.c.trace == row["id"]).order_by(order)
+            for table, kind in tables.PARTS:
+                parts.append(b',"%s":[' % table.name.encode())
+                query = sa.select(table).where(table.c.trace == row["id"])
+                query = query.order_by(*table.primary_key)
                 rows = db.execution_options(yield_per=_SLICE).execute(query).mappings()
                 is_first = True
                 for some in rows.partitions():
@@ -436,12 +431,6 @@ def _named(error: SQLAlchemyError) -> KqviewError:
     return StorageFailed(f"database error: {first}")
 
 
-def _slices(rows: Iterable[Row]) -> Iterator[list[Row]]:
-    left = iter(rows)
-    while some := list(islice(left, _SLICE)):
-        yield some
-
-
 # ---- conditions and replies
 
 
@@ -499,18 +488,10 @@ def _part(kind: Any, row: Any, reader: Reader) -> Any:
             continue
         if name in TIMES:
             value = moment(value)
-        elif name in _JSON:
+        elif name in tables.JSON_COLUMNS:
             value = Raw(value.encode())
         values[name] = value
     return kind(**values)
-
-
-_JSON: Final = frozenset(
-    {
-        "user_prompt_token_ids", "final_token_ids", "inference_stats", "top_tokens",
-        "added_tokens", "details", "tokens", "tokens_as_text", "tool_calls",
-    }
-)  # fmt: skip
 
 
 def _shown_key(digest: str | None, reader: Reader) -> str | None:
@@ -523,11 +504,9 @@ def _shown_key(digest: str | None, reader: Reader) -> str | None:
 def _summary(row: Any, reader: Reader) -> Summary:
     values = {column.name: row[column.name] for column in _SUMMARY}
     created_at, completed_at = values["created_at"], values["completed_at"]
-    digest = values.pop("user_key_sha256")
-    values["user_api_key"] = _shown_key(digest, reader)
+    values["user_api_key"] = _shown_key(values.pop("user_key_sha256"), reader)
     values["mods"] = msgspec.json.decode(values["mods"])
     if completed_at is not None:
         values["duration_ms"] = (completed_at - created_at) / 1000
-    for name in ("created_at", "completed_at", "stored_at"):
-        values[name] = moment(values[name])
+    values |= {name: moment(values[name]) for name in TIMES}
     return Summary(**values)

@@ -1,13 +1,15 @@
 """Tables: where traces are stored, for SQLAlchemy Core; `create` makes them.
 
-Columns have the names of the payload's fields. Times are microseconds since 1970, lists and JSON of
-any shape are JSON text, so that both databases hold the same. A part's key is the trace and the
+Columns are the fields of the structs in `schema`. Times are microseconds since 1970, lists and JSON
+of any shape are JSON text, so that both databases hold the same. A part's key is the trace and the
 number by which other parts refer to it, so that references are foreign keys and rows need no ids of
 their own.
 """
 
-from typing import Final
+from typing import Any, Final
 
+import msgspec
+from msgspec import inspect
 from sqlalchemy import (
     BigInteger,
     Boolean,
@@ -25,13 +27,46 @@ from sqlalchemy import (
     select,
     text,
 )
+from sqlalchemy.types import TypeEngine
 
 from kqview.errors import RequestError
+from kqview.ingest.schema import TIMES, Action, Event, ModCall, ModLog, Request, Summary
 
 VERSION: Final = 1
 """Version of the schema."""
 
 _LOCK: Final = 0x6B717669  # "kqvi": of this program, among PostgreSQL's advisory locks
+
+_TYPES: Final[dict[type[inspect.Type], type[TypeEngine[Any]]]] = {
+    inspect.StrType: Text,
+    inspect.LiteralType: Text,
+    inspect.IntType: Integer,
+    inspect.FloatType: Double,
+    inspect.BoolType: Boolean,
+    inspect.ListType: Text,  # JSON
+    inspect.RawType: Text,
+}
+_json: set[str] = set()
+JSON_COLUMNS: Final = _json
+"""Names of the columns that hold JSON."""
+
+
+def _columns(kind: type[msgspec.Struct], *, but: tuple[str, ...] = ()) -> list[Column[Any]]:
+    """A column for each field of *kind*, but some; what a struct always has is never null."""
+    columns: list[Column[Any]] = []
+    for field in msgspec.structs.fields(kind):
+        if field.name in but:
+            continue
+        info = inspect.type_info(field.type)
+        if isinstance(info, inspect.UnionType):
+            info = next(one for one in info.types if not isinstance(one, inspect.NoneType))
+        if isinstance(info, inspect.ListType | inspect.RawType):
+            _json.add(field.name)
+        is_given = field.required or field.default_factory is not msgspec.NODEFAULT
+        sql_type = BigInteger if field.name in TIMES else _TYPES[type(info)]
+        columns.append(Column(field.name, sql_type, nullable=not is_given))
+    return columns
+
 
 metadata: Final = MetaData()
 
@@ -41,59 +76,34 @@ requests: Final = Table(
     Column("id", BigInteger().with_variant(Integer, "sqlite"), primary_key=True),
     Column("request_id", Text, nullable=False, unique=True),
     Column("created_at", BigInteger, nullable=False),
-    Column("completed_at", BigInteger),
-    Column("model", Text),
     Column("user_key_sha256", Text),
-    Column("max_tokens", Integer),
-    Column("temperature", Double),
-    Column("mod_text", Text),
-    Column("active_mod_name", Text),
-    Column("system_prompt", Text),
-    Column("user_prompt", Text),
-    Column("user_prompt_token_ids", Text),
-    Column("final_token_ids", Text),
-    Column("final_text", Text),
-    Column("inference_stats", Text),
+    *_columns(Request, but=("request_id", "created_at", "user_api_key")),
     # What lists show and filter by, counted once when the trace is stored.
-    Column("stored_at", BigInteger, nullable=False),
-    Column("revision", BigInteger, nullable=False),
     Column("n_bytes", BigInteger, nullable=False),
-    Column("n_events", Integer, nullable=False),
-    Column("n_steps", Integer, nullable=False),
-    Column("n_added_tokens", Integer, nullable=False),
-    Column("n_forced_tokens", Integer, nullable=False),
-    Column("n_mod_calls", Integer, nullable=False),
-    Column("n_mod_logs", Integer, nullable=False),
-    Column("n_actions", Integer, nullable=False),
-    Column("n_exceptions", Integer, nullable=False),
-    Column("mods", Text, nullable=False),
-    Column("finish_reason", Text),
-    Column("text", Text),
+    *_columns(
+        Summary,
+        but=(*Request.__struct_fields__, "n_bytes", "duration_ms"),
+    ),
+    Column("revision", BigInteger, nullable=False),
     Column("search_text", Text, nullable=False),
     Index("requests_created_at", "created_at", "id"),
     Index("requests_revision", "revision", "n_bytes"),  # retention adds up sizes
     Index("requests_user_key", "user_key_sha256"),
 )
 
+
+def _of_trace() -> Column[Any]:
+    return Column(
+        "trace", BigInteger, ForeignKey("requests.id", ondelete="CASCADE"), primary_key=True
+    )
+
+
 events: Final = Table(
     "events",
     metadata,
-    Column("trace", BigInteger, ForeignKey("requests.id", ondelete="CASCADE"), primary_key=True),
+    _of_trace(),
     Column("sequence_order", Integer, primary_key=True),
-    Column("event_type", Text, nullable=False),
-    Column("step", Integer, nullable=False),
-    Column("created_at", BigInteger),
-    Column("prompt_length", Integer),
-    Column("tokens_so_far_len", Integer),
-    Column("max_steps", Integer),
-    Column("input_text", Text),
-    Column("top_tokens", Text),
-    Column("sampled_token", Integer),
-    Column("token_text", Text),
-    Column("added_tokens", Text),
-    Column("added_token_count", Integer),
-    Column("forced", Boolean),
-    Column("details", Text),
+    *_columns(Event, but=("sequence_order",)),
     sqlite_with_rowid=False,
 )
 
@@ -102,86 +112,35 @@ events: Final = Table(
 request_mods: Final = Table(
     "request_mods",
     metadata,
-    Column("trace", BigInteger, ForeignKey("requests.id", ondelete="CASCADE"), primary_key=True),
+    _of_trace(),
     Column("sequence", Integer, primary_key=True),
     Column("mod_name", Text, nullable=False),
     sqlite_with_rowid=False,
 )
 
-mod_calls: Final = Table(
-    "mod_calls",
-    metadata,
-    Column("trace", BigInteger, primary_key=True),
-    Column("sequence", Integer, primary_key=True),
-    Column("event_sequence_order", Integer, nullable=False),
-    Column("mod_name", Text, nullable=False),
-    Column("event_type", Text, nullable=False),
-    Column("step", Integer, nullable=False),
-    Column("created_at", BigInteger),
-    Column("execution_time_ms", Double),
-    Column("exception_occurred", Boolean, nullable=False),
-    Column("exception_message", Text),
-    Column("exception_traceback", Text),
-    ForeignKeyConstraint(
-        ["trace", "event_sequence_order"],
-        ["events.trace", "events.sequence_order"],
-        ondelete="CASCADE",
-    ),
-    Index("mod_calls_event", "trace", "event_sequence_order"),
-    sqlite_with_rowid=False,
-)
 
-mod_logs: Final = Table(
-    "mod_logs",
-    metadata,
-    Column("trace", BigInteger, primary_key=True),
-    Column("sequence", Integer, primary_key=True),
-    Column("mod_call_sequence", Integer, nullable=False),
-    Column("mod_name", Text, nullable=False),
-    Column("log_message", Text, nullable=False),
-    Column("log_level", Text, nullable=False),
-    Column("created_at", BigInteger),
-    ForeignKeyConstraint(
-        ["trace", "mod_call_sequence"],
-        ["mod_calls.trace", "mod_calls.sequence"],
-        ondelete="CASCADE",
-    ),
-    Index("mod_logs_mod_call", "trace", "mod_call_sequence"),
-    sqlite_with_rowid=False,
-)
+def _answers(name: str, kind: type[msgspec.Struct], reference: str, target: Column[Any]) -> Table:
+    """The table of parts of *kind*, whose field *reference* is *target* of the same trace."""
+    return Table(
+        name,
+        metadata,
+        Column("trace", BigInteger, primary_key=True),
+        Column("sequence", Integer, primary_key=True),
+        *_columns(kind),
+        ForeignKeyConstraint(
+            ["trace", reference], [target.table.c.trace, target], ondelete="CASCADE"
+        ),
+        Index(f"{name}_{reference}", "trace", reference),
+        sqlite_with_rowid=False,
+    )
 
-actions: Final = Table(
-    "actions",
-    metadata,
-    Column("trace", BigInteger, primary_key=True),
-    Column("sequence", Integer, primary_key=True),
-    Column("mod_call_sequence", Integer, nullable=False),
-    Column("action_type", Text, nullable=False),
-    Column("action_order", Integer, nullable=False),
-    Column("created_at", BigInteger),
-    Column("new_prompt", Text),
-    Column("new_length", Integer),
-    Column("adjusted_max_steps", Integer),
-    Column("token_count", Integer),
-    Column("tokens_preview", Text),
-    Column("tokens", Text),
-    Column("tokens_as_text", Text),
-    Column("backtrack_steps", Integer),
-    Column("backtrack_token_count", Integer),
-    Column("logits_shape", Text),
-    Column("temperature", Double),
-    Column("has_tool_calls", Boolean),
-    Column("tool_calls", Text),
-    Column("error_message", Text),
-    Column("details", Text),
-    ForeignKeyConstraint(
-        ["trace", "mod_call_sequence"],
-        ["mod_calls.trace", "mod_calls.sequence"],
-        ondelete="CASCADE",
-    ),
-    Index("actions_mod_call", "trace", "mod_call_sequence"),
-    sqlite_with_rowid=False,
-)
+
+mod_calls: Final = _answers("mod_calls", ModCall, "event_sequence_order", events.c.sequence_order)
+mod_logs: Final = _answers("mod_logs", ModLog, "mod_call_sequence", mod_calls.c.sequence)
+actions: Final = _answers("actions", Action, "mod_call_sequence", mod_calls.c.sequence)
+
+PARTS: Final = ((events, Event), (mod_calls, ModCall), (mod_logs, ModLog), (actions, Action))
+"""Tables of the lists of a trace, which have their names, and what a row of each is."""
 
 # One row. Each stored trace takes the next revision as its last statement: whoever has seen one has
 # seen all before it, so that the live list asks for what came after.
