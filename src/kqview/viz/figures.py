@@ -86,8 +86,8 @@ def save_figure(figure: "Figure", path: "Path") -> None:
 # ---- heat map
 
 
-WHITE_TO_DARK: Final = ("#ffffff", "#d3e4f3", "#85bcdc", "#3181bd", "#0a4a90", "#08274f")
-BEYOND: Final = "#f0f1f3"  # cells of tokens that a query does not see
+_WHITE_TO_DARK: Final = ("#ffffff", "#d3e4f3", "#85bcdc", "#3181bd", "#0a4a90", "#08274f")
+_BEYOND: Final = "#f0f1f3"  # cells of tokens that a query does not see
 _GRID: Final = "#e4e7eb"
 _N_LABEL_CHARACTERS: Final = 14
 _MAX_INCHES: Final = 15.0  # of all cells; larger pictures get smaller cells
@@ -258,24 +258,19 @@ def _draw(
     step = max(1, math.ceil(_LEAST_LABEL_INCHES / cell))
     size = float(np.clip(cell * step * 72 * 0.62, 5.0, 9.0))
     has_parts = n_prompt is not None and n_prompt < n_columns
-    if axes is None:
-        height = _label_inches(column_labels, size) + (0.78 if has_parts else 0.6)
-        figure = new_figure(
-            "heatmap",
-            max(4.5, cell * n_columns + _label_inches(row_labels, size) + 1.3),
-            max(1.8, cell * n_rows + height),
-        )
-        axes = figure.add_subplot()
-        # Not the title of the axes: a small picture is narrower than its title.
-        figure.suptitle(title, fontsize=10, color=INK, x=0.01, ha="left", parse_math=False)
-    else:
-        figure = cast("Figure", axes.figure)
-        axes.set_title(title, fontsize=10, color=INK, loc="left", parse_math=False)
+    height = _label_inches(column_labels, size) + (0.78 if has_parts else 0.6)
+    figure, axes = axes_for(
+        "heatmap",
+        title,
+        axes,
+        max(4.5, cell * n_columns + _label_inches(row_labels, size) + 1.3),
+        max(1.8, cell * n_rows + height),
+    )
     image = axes.imshow(
         np.ma.masked_invalid(values),
         interpolation="nearest",
         aspect="equal",
-        **_colours(values, kind),
+        **scale_of(kind, largest_in(values) or 1.0),  # all zeros are drawn white
     )
     # Token texts are not formulas: "$x$" is literal.
     text: dict[str, Any] = {"fontsize": size, "color": INK, "parse_math": False}
@@ -293,10 +288,7 @@ def _draw(
         for place, part in ((-0.5, "prompt"), (n_prompt - 0.5, "generated")):
             axes.text(place, -0.75, part, fontsize=8, color=FAINT, va="bottom")
     axes.set_anchor("NW")
-    bar = figure.colorbar(image, ax=axes, fraction=0.03, pad=0.01, aspect=18, shrink=0.9)
-    bar.set_label("probability" if kind == "probs" else kind, fontsize=8.5, color=INK)
-    bar.ax.tick_params(labelsize=8, colors=INK, length=2, labelfontfamily="sans-serif")
-    bar.outline.set_visible(False)  # pyright: ignore
+    add_colour_bar(figure, axes, image, kind, shrink=0.9)
     return figure
 
 
@@ -304,18 +296,47 @@ def _label_inches(labels: Sequence[str], size: float) -> float:
     return 0.1 + max(map(len, labels)) * size * 0.62 / 72
 
 
-def _colours(values: NDArray[np.float64], kind: str) -> dict[str, Any]:
+def scale_of(kind: str, largest: float) -> dict[str, Any]:
+    """Colours of values of *kind* up to *largest*: from white at 0, or from blue to red."""
     from matplotlib import colormaps
     from matplotlib.colors import LinearSegmentedColormap
 
+    is_probs = kind == "probs"
+    colours = (
+        LinearSegmentedColormap.from_list("kqview", _WHITE_TO_DARK)
+        if is_probs
+        else colormaps["RdBu_r"]
+    )
+    least = 0.0 if is_probs else -largest
+    return {"cmap": colours.with_extremes(bad=_BEYOND), "vmin": least, "vmax": largest}
+
+
+def largest_in(values: NDArray[Any]) -> float:
+    """The largest magnitude; 0 without a finite value."""
     finite = values[np.isfinite(values)]
-    largest = float(np.abs(finite).max()) if finite.size else 0.0
-    largest = largest or 1.0  # all zeros are drawn white
-    if kind == "probs":
-        colours = LinearSegmentedColormap.from_list("kqview", WHITE_TO_DARK)
-        return {"cmap": colours.with_extremes(bad=BEYOND), "vmin": 0.0, "vmax": largest}
-    colours = colormaps["RdBu_r"].with_extremes(bad=BEYOND)
-    return {"cmap": colours, "vmin": -largest, "vmax": largest}
+    return float(np.abs(finite).max()) if finite.size else 0.0
+
+
+def axes_for(
+    name: str, title: str, axes: "Axes | None", width: float, height: float
+) -> "tuple[Figure, Axes]":
+    """*axes* with *title*, or those of a new figure for the function *name*."""
+    text: dict[str, Any] = {"fontsize": 10, "color": INK, "parse_math": False}
+    if axes is not None:
+        axes.set_title(title, loc="left", **text)
+        return cast("Figure", axes.figure), axes
+    figure = new_figure(name, width, height)
+    # Not the title of the axes: a small picture is narrower than its title.
+    figure.suptitle(title, x=0.01, ha="left", **text)
+    return figure, figure.add_subplot()
+
+
+def add_colour_bar(figure: "Figure", axes: "Axes", image: Any, kind: str, **options: Any) -> None:
+    """Draw the scale of *image*, values of *kind*, beside *axes*."""
+    bar = figure.colorbar(image, ax=axes, fraction=0.03, pad=0.01, aspect=18, **options)
+    bar.set_label("probability" if kind == "probs" else kind, fontsize=8.5, color=INK)
+    bar.ax.tick_params(labelsize=8, colors=INK, length=2, labelfontfamily="sans-serif")
+    bar.outline.set_visible(False)  # pyright: ignore
 
 
 # ---- overhead plot

@@ -4,7 +4,7 @@
 # pyright: reportUnknownMemberType=false
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,13 +13,14 @@ from kqview.coloured.rows import Rows
 from kqview.errors import RequestError
 from kqview.types.capture import Kind
 from kqview.viz.figures import (
-    BEYOND,
     INK,
-    WHITE_TO_DARK,
+    add_colour_bar,
+    axes_for,
     check_columns,
-    new_figure,
+    largest_in,
     place_of,
     require_matplotlib,
+    scale_of,
 )
 from kqview.viz.source import Source, Values, rows_of
 
@@ -85,7 +86,7 @@ def head_grid(
     i_heads = _places("head", heads, rows.heads, max(rows.n_heads[i] for i in i_layers))
     found = _squares(rows, hide_first)
     squares = [[found[i][j] if j < rows.n_heads[i] else None for j in i_heads] for i in i_layers]
-    largest = max(_largest(one) for line in squares for one in line if one is not None)
+    largest = max(largest_in(one) for line in squares for one in line if one is not None)
     picture = _picture(squares, rows.kind, largest if shared_scale else None)
     most_heads = max(i_layers, key=lambda i: rows.n_heads[i])
     head_names = rows.head_names(most_heads)
@@ -135,11 +136,6 @@ def _squares(rows: Rows, hide_first: bool) -> list[NDArray[np.float32]]:
     return squares
 
 
-def _largest(square: NDArray[np.float32]) -> float:
-    seen = square[np.isfinite(square)]
-    return float(np.abs(seen).max()) if seen.size else 0.0
-
-
 def _picture(
     squares: Sequence[Sequence[NDArray[np.float32] | None]], kind: str, largest: float | None
 ) -> NDArray[np.float64]:
@@ -148,25 +144,16 @@ def _picture(
     gap_high, gap_wide = (max(1, round(_GAP * n)) for n in (high, wide))
     step_high, step_wide = high + gap_high, wide + gap_wide
     picture = np.zeros((len(squares) * step_high, len(squares[0]) * step_wide, 4))
-    colours = _map(kind)
+    colours = scale_of(kind, 1.0)["cmap"]
     for i, line in enumerate(squares):
         for j, square in enumerate(line):
             if square is None:
                 continue
-            scale = (_largest(square) if largest is None else largest) or 1.0
+            scale = (largest_in(square) if largest is None else largest) or 1.0
             parts = square / scale if kind == "probs" else (square / scale + 1) / 2
             top, left = i * step_high + gap_high // 2, j * step_wide + gap_wide // 2
             picture[top : top + high, left : left + wide] = colours(np.ma.masked_invalid(parts))
     return picture
-
-
-def _map(kind: str) -> Any:
-    from matplotlib import colormaps
-    from matplotlib.colors import LinearSegmentedColormap
-
-    if kind == "probs":
-        return LinearSegmentedColormap.from_list("kqview", WHITE_TO_DARK).with_extremes(bad=BEYOND)
-    return colormaps["RdBu_r"].with_extremes(bad=BEYOND)
 
 
 def _draw(
@@ -181,15 +168,8 @@ def _draw(
     n_layers, n_heads = len(layer_names), len(head_names)
     side = min(_SQUARE_INCHES, _MAX_INCHES / max(n_layers, n_heads))
     step = max(1, round(_LEAST_LABEL_INCHES / side + 0.49))
-    if axes is None:
-        figure = new_figure(
-            "head_grid", max(4.5, side * n_heads + 1.0 + (largest is not None)), side * n_layers + 1
-        )
-        axes = figure.add_subplot()
-        figure.suptitle(title, fontsize=10, color=INK, x=0.01, ha="left", parse_math=False)
-    else:
-        figure = cast("Figure", axes.figure)
-        axes.set_title(title, fontsize=10, color=INK, loc="left", parse_math=False)
+    width = max(4.5, side * n_heads + 1.0 + (largest is not None))
+    figure, axes = axes_for("head_grid", title, axes, width, side * n_layers + 1)
     axes.imshow(picture, interpolation="nearest", aspect="equal", extent=(0, n_heads, n_layers, 0))
     text: dict[str, Any] = {"fontsize": 8.5, "color": INK}
     axes.set_xticks([i + 0.5 for i in range(0, n_heads, step)], head_names[::step], **text)
@@ -205,11 +185,7 @@ def _draw(
         from matplotlib.cm import ScalarMappable
         from matplotlib.colors import Normalize
 
-        norm = Normalize(0.0 if kind == "probs" else -largest, largest)
-        bar = figure.colorbar(
-            ScalarMappable(norm, _map(kind)), ax=axes, fraction=0.03, pad=0.01, aspect=18
-        )
-        bar.set_label("probability" if kind == "probs" else kind, fontsize=8.5, color=INK)
-        bar.ax.tick_params(labelsize=8, colors=INK, length=2, labelfontfamily="sans-serif")
-        bar.outline.set_visible(False)  # pyright: ignore
+        scale = scale_of(kind, largest)
+        norm = Normalize(scale["vmin"], scale["vmax"])
+        add_colour_bar(figure, axes, ScalarMappable(norm, scale["cmap"]), kind)
     return figure
