@@ -84,6 +84,11 @@ class SamplingOption:
         return number
 
     @property
+    def is_plain(self) -> bool:
+        """Whether it is a number or a flag; the others are texts and lists."""
+        return self.low is not None or isinstance(self.default, bool)
+
+    @property
     def allowed(self) -> str:
         """The range in words, such as "a number from 0 to 1"."""
         assert self.low is not None
@@ -510,3 +515,25 @@ Sampling.__doc__ = f"{Sampling.__doc__}\n    Attributes:\n" + "".join(
     f"        {option.name}: {option.doc}\n" for option in OPTIONS.values()
 )
 lists_options("Sampling", {name: option.default for name, option in OPTIONS.items()})(Sampling)
+
+SAMPLERS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
+    {
+        "penalties": {"repeat_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0},
+        "dry": {"dry_multiplier": 0.0},
+        "top_n_sigma": {"top_n_sigma": 0.0},
+        "top_k": {"top_k": 0},
+        "typ_p": {"typical_p": 1.0},
+        "top_p": {"top_p": 1.0},
+        "min_p": {"min_p": 0.0},
+        "xtc": {"xtc_probability": 0.0},
+        "temperature": {"temperature": 1.0, "dynatemp_range": 0.0},
+    }
+)
+"""Sampler, as llama.cpp calls it -> the options that turn it off; in the order in which the engine
+applies them."""
+
+TRUNCATIONS: Final = (
+    "top_k", "top_p", "min_p", "typical_p", "top_n_sigma", "min_keep", "xtc_probability",
+    "xtc_threshold", "dynatemp_range", "dynatemp_exponent",
+)  # fmt: skip
+"""Options that narrow or widen the choice; greedy sampling and mirostat do without."""

@@ -24,6 +24,7 @@ from kqview.server.api.wire.reasoning_cap import cap_of_texts
 from kqview.server.models.request import GenerateRequest
 from kqview.server.settings import Settings
 from kqview.types import Sampling
+from kqview.types.sampling import OPTIONS
 
 _STOP_TYPES: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -34,6 +35,13 @@ _STOP_TYPES: Final[Mapping[str, str]] = MappingProxyType(
         "tool_calls": "eos",
     }
 )
+
+
+_SHOWN: Final = [
+    name
+    for name, row in OPTIONS.items()
+    if row.is_plain and name not in ("top_logprobs", "min_tokens")  # it has no such
+]
 
 
 # ---- text and ids
@@ -167,16 +175,9 @@ def generation_settings(
         is_short: Leave out what may be long: texts and biases.
         ends: As in `plan_of`.
     """
-    names = (
-        "temperature", "top_k", "top_p", "min_p", "xtc_probability", "xtc_threshold", "typical_p",
-        "repeat_last_n", "repeat_penalty", "presence_penalty", "frequency_penalty",
-        "dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n", "mirostat",
-        "mirostat_tau", "mirostat_eta", "ignore_eos", "dynatemp_range", "dynatemp_exponent",
-        "min_keep", "post_sampling_probs",
-    )  # fmt: skip
     settings: dict[str, Any] = {
+        **{name: getattr(sampling, name) for name in _SHOWN},
         "seed": first(sampling.seed, 2**32 - 1),
-        **{name: getattr(sampling, name) for name in names},
         "top_n_sigma": sampling.top_n_sigma or -1.0,
         "adaptive_target": -1.0,
         "adaptive_decay": 0.9,

@@ -10,6 +10,7 @@ left out are off. Fields that change only how llama.cpp computes (``backend_samp
 """
 
 import math
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -27,7 +28,7 @@ from kqview.server.models.run import Run
 from kqview.server.settings import Settings
 from kqview.server.web.described import example
 from kqview.types import Sampling, Usage
-from kqview.types.sampling import OPTIONS
+from kqview.types.sampling import OPTIONS, SAMPLERS, TRUNCATIONS
 
 # Long lists, which are checked on the event loop, hold others up.
 BiasPairs = Annotated[list[Any], msgspec.Meta(max_length=2**16)]
@@ -165,29 +166,12 @@ _LEAST: Final = 1e-6  # stands for 0 where the option has to be above it
 # Numbers out of range are moved into it, as llama.cpp's server does: to these ends.
 _CLAMPED: Final = {
     name: (_LEAST if OPTIONS[name].low_excluded else OPTIONS[name].low, OPTIONS[name].high)
-    for name in (
-        "temperature", "top_k", "top_p", "min_p", "typical_p", "xtc_probability", "xtc_threshold",
-        "mirostat", "top_n_sigma", "min_keep", "dynatemp_range", "dynatemp_exponent",
-    )
-}  # fmt: skip
+    for name in ("temperature", "mirostat", *TRUNCATIONS)
+}
 _LACKING: Final = (("adaptive_target", 0), ("n_indent", 1))  # what is not here, and from what on
 _CONSTRAINTS: Final = frozenset({"grammar", "json_schema", "regex"})  # at most one may be given
+_ID: Final = re.compile("-?[0-9]+")
 _ID_DIGITS: Final = 20  # more than any id has: longer numbers are slow to read
-
-SAMPLERS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
-    {
-        "penalties": {"repeat_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0},
-        "dry": {"dry_multiplier": 0.0},
-        "top_n_sigma": {"top_n_sigma": 0.0},
-        "top_k": {"top_k": 0},
-        "typ_p": {"typical_p": 1.0},
-        "top_p": {"top_p": 1.0},
-        "min_p": {"min_p": 0.0},
-        "xtc": {"xtc_probability": 0.0},
-        "temperature": {"temperature": 1.0, "dynatemp_range": 0.0},
-    }
-)
-"""Sampler -> the options that turn it off; in the order in which the engine applies them."""
 
 _SAMPLER_NAMES: Final = MappingProxyType(
     {
@@ -266,7 +250,9 @@ def sampling_of(
         given |= dict.fromkeys(_CONSTRAINTS)
     given |= chosen
     if fields.samplers is not None:
-        given |= _left_out(fields.samplers)
+        wanted = _sampler_names(fields.samplers)
+        for name in SAMPLERS.keys() - wanted:
+            given |= SAMPLERS[name]
     return FIELDS.sampling_of(fields, given)
 
 
@@ -322,16 +308,16 @@ def n_samples_of(fields: LlamaFields) -> int:
 
 def active_samplers(fields: LlamaFields) -> list[str]:
     """Samplers that are applied, in their order."""
+    if fields.samplers is None:
+        return [*SAMPLERS]
     wanted = _sampler_names(fields.samplers)
-    return [name for name in SAMPLERS if wanted is None or name in wanted]
+    return [name for name in SAMPLERS if name in wanted]
 
 
 def _bias(
-    bias: dict[str, float | bool] | list[Any] | None, tokenize: Callable[[str], Sequence[int]]
-) -> dict[int, float] | None:
+    bias: dict[str, float | bool] | list[Any], tokenize: Callable[[str], Sequence[int]]
+) -> dict[int, float]:
     """Every form of llama.cpp's server: pairs or an object, ids or texts, false for a ban."""
-    if bias is None:
-        return None
     found: dict[int, float] = {}
     for token, value in _bias_pairs(bias):
         number = -math.inf if value is False else float(value)
@@ -343,7 +329,8 @@ def _bias(
 def _bias_pairs(bias: dict[str, float | bool] | list[Any]) -> list[tuple[int | str, float | bool]]:
     if isinstance(bias, dict):
         pairs: list[Any] = [
-            (int(key[:_ID_DIGITS]) if _is_id(key) else key, value) for key, value in bias.items()
+            (int(key[:_ID_DIGITS]) if _ID.fullmatch(key) else key, value)
+            for key, value in bias.items()
         ]
     else:
         pairs = bias
@@ -363,27 +350,8 @@ def _bias_pairs(bias: dict[str, float | bool] | list[Any]) -> list[tuple[int | s
     return checked
 
 
-def _is_id(key: str) -> bool:
-    return key.isascii() and key.removeprefix("-").isdecimal()
-
-
-def _left_out(samplers: Sequence[str] | str | None) -> dict[str, Any]:
-    """Options that turn off the samplers that the request's list does not name."""
-    wanted = _sampler_names(samplers)
-    if wanted is None:
-        return {}
-    return {
-        option: value
-        for name, off in SAMPLERS.items()
-        if name not in wanted
-        for option, value in off.items()
-    }
-
-
-def _sampler_names(samplers: Sequence[str] | str | None) -> frozenset[str] | None:
-    """None for all of them; unknown names are ignored."""
-    if samplers is None:
-        return None
+def _sampler_names(samplers: Sequence[str] | str) -> frozenset[str]:
+    """Names of `SAMPLERS`; unknown ones are ignored later."""
     if isinstance(samplers, str):
         return frozenset(_SAMPLER_LETTERS.get(letter, letter) for letter in samplers)
     plain = (name.replace("-", "").replace("_", "") for name in samplers)

@@ -17,7 +17,7 @@ from kqview.arguments import INT32_MAX, whole_number
 from kqview.errors import RequestError, shown
 from kqview.server.errors import Unprocessable
 from kqview.types import Sampling
-from kqview.types.sampling import OPTIONS
+from kqview.types.sampling import OPTIONS, TRUNCATIONS
 
 Origin = Literal["passport", "preset", "custom", "default"]
 
@@ -37,19 +37,12 @@ _UNLIMITED: Final = -1
 _MOST_FILTERED: Final = 64  # names of which a client chooses number and length
 _MOST_CHARACTERS: Final = 80
 _REPORTS: Final = frozenset({"top_logprobs", "post_sampling_probs"})
-# A field without a range is a flag; texts and lists have defaults of other types.
 _ENGINE: Final = {
-    name: row
-    for name, row in OPTIONS.items()
-    if name not in _REPORTS and (row.low is not None or isinstance(row.default, bool))
+    name: row for name, row in OPTIONS.items() if row.is_plain and name not in _REPORTS
 }
 
 # ---- what other fields make meaningless
 
-_TRUNCATIONS: Final = (
-    "top_k", "top_p", "min_p", "typical_p", "top_n_sigma", "min_keep", "xtc_probability",
-    "xtc_threshold", "dynatemp_range", "dynatemp_exponent",
-)  # fmt: skip
 _MIROSTAT: Final = ("mirostat_tau", "mirostat_eta")
 _PENALTIES: Final = ("repeat_penalty", "presence_penalty", "frequency_penalty")
 _DRY: Final = ("dry_base", "dry_allowed_length", "dry_penalty_last_n")
@@ -59,9 +52,9 @@ def _meaningless(sampling: Sampling) -> frozenset[str]:
     """Fields that do not change the text, whatever their value."""
     names: list[str] = []
     if sampling.temperature == 0 and sampling.dynatemp_range == 0:  # the most probable token
-        names += [*_TRUNCATIONS, "seed", "mirostat", *_MIROSTAT]
+        names += [*TRUNCATIONS, "seed", "mirostat", *_MIROSTAT]
     elif sampling.mirostat:
-        names += _TRUNCATIONS
+        names += TRUNCATIONS
     else:
         names += _MIROSTAT
         names += ["xtc_threshold"] if sampling.xtc_probability == 0 else []
