@@ -25,7 +25,8 @@ Pooling = Literal["none", "mean", "cls", "last", "rank"]
 
 PINNED_BYTES: Final = 2**30
 
-# As the core has them (cpp/llama/context.cpp); all slots together have at most n_ctx tokens.
+# As the core checks them once more (cpp/llama/context_params.cpp), after the model has been loaded;
+# all slots together have at most n_ctx tokens.
 SIZES_MAX: Final[Mapping[str, int]] = {
     "n_ctx": 2**30, "n_slots": 256, "n_batch": 2**20, "n_ubatch": 2**20, "n_threads": 512,
 }  # fmt: skip

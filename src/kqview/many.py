@@ -49,7 +49,7 @@ _PROGRESS_S: Final = 0.2
 
 
 @runtime_checkable
-class Saved(Protocol):
+class StoredResults(Protocol):
     """Results of `map` that are stored; `kqview.SavedFolder` is one."""
 
     def prompt_keys(self) -> Mapping[str, str | None]:
@@ -61,7 +61,7 @@ class PlainMapOptions(PlainGenerateOptions, total=False):
     """`MapOptions` without ``json_schema``, which says what `Finished.parsed` is."""
 
     progress: bool | Callable[[int, int | None], object] | None
-    skip: Container[str] | Saved | None
+    skip: Container[str] | StoredResults | None
     on_error: OnError | None
 
 
@@ -84,7 +84,7 @@ def mapped(
     prompts: Iterable[Prompt] | Mapping[str, Prompt],
     *,
     progress: bool | Callable[[int, int | None], object] | None = False,
-    skip: Container[str] | Saved | None = (),
+    skip: Container[str] | StoredResults | None = (),
     on_error: object = "raise",
     **options: Any,
 ) -> Generator[Finished[Any], None, None]:
@@ -99,7 +99,7 @@ def mapped(
     n_total = len(prompts) if isinstance(prompts, Sized) else None
     report = _reporter(progress, n_total)
     ids = cast("Container[str]", () if skip is None else skip)
-    if isinstance(skip, Saved) and not isinstance(prompts, Mapping):
+    if isinstance(skip, StoredResults) and not isinstance(prompts, Mapping):
         wanted = _unsaved(prompts, skip.prompt_keys())
     else:
         given: Iterable[tuple[object, Prompt]] = (

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from kqview.server.models.request import AttentionWanted
-from kqview.server.models.row_cache import PromptText, Row, RowCache
+from kqview.server.models.row_cache import CachedRow, PromptText, RowCache
 from kqview.server.web.budget import Budget
 
-ROW = Row(7, "x", (250,), bytes(1000))
+ROW = CachedRow(7, "x", (250,), bytes(1000))
 WANTED = AttentionWanted()
 
 

@@ -256,7 +256,7 @@ class Delta:
 
 
 @dataclass(slots=True)
-class Call:
+class WrittenCall:
     """A tool call of an answer; ``arguments`` is JSON, incomplete if the answer was cut off."""
 
     id: str
@@ -270,7 +270,7 @@ class Answer:
 
     reasoning: str = ""
     content: str = ""
-    calls: list[Call] = field(default_factory=list[Call])
+    calls: list[WrittenCall] = field(default_factory=list[WrittenCall])
 
     def add(self, deltas: Iterable[Delta]) -> None:
         """Append *deltas*."""
@@ -280,7 +280,7 @@ class Answer:
             if delta.call is None:
                 continue
             if delta.call.id is not None:
-                self.calls.append(Call(delta.call.id, delta.call.name or ""))
+                self.calls.append(WrittenCall(delta.call.id, delta.call.name or ""))
             self.calls[-1].arguments += delta.call.arguments
 
 
@@ -368,7 +368,7 @@ class AnswerReader:
         self.tokens.end()
         return deltas
 
-    def call(self, calls: Iterable[Call]) -> list[Delta]:
+    def call(self, calls: Iterable[WrittenCall]) -> list[Delta]:
         """The answer ends with these calls, which are no part of its text."""
         return self._of_calls(
             CallDelta(i, one.arguments, id=one.id, name=one.name)
@@ -409,7 +409,7 @@ class AnswerReader:
         return deltas
 
 
-def _call_of(call: Call) -> ToolCall | None:
+def _call_of(call: WrittenCall) -> ToolCall | None:
     """None for a call that was cut off."""
     try:
         arguments: object = json_input.loads(call.arguments) if call.arguments.strip() else {}

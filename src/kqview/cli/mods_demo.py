@@ -11,7 +11,7 @@ from rich.text import Text
 
 from kqview.mods.attention import AlignAtt, LookbackGuard, ReRead
 from kqview.mods.kit import ChoicesStrat, EraseMode, self_prompt_mod
-from kqview.trace.replay import Piece, pieces
+from kqview.trace.replay import ReplayedToken, pieces
 
 if TYPE_CHECKING:
     from kqview import Engine, Mod
@@ -82,7 +82,7 @@ def show_mods(console: Console, engine: "Engine", prompt: str, max_tokens: int) 
         console.print(f"finish reason: {generation.finish_reason}", style="dim", end="\n\n")
 
 
-def _mark(piece: Piece) -> Mark:
+def _mark(piece: ReplayedToken) -> Mark:
     return "removed" if piece.is_removed else "forced" if piece.is_forced else "sampled"
 
 

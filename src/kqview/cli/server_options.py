@@ -15,7 +15,7 @@ from typer.core import TyperCommand
 from kqview.cli.llama_server_flags import translated
 from kqview.cli.option_groups import option
 from kqview.server.settings import PREFIX, Settings
-from kqview.server.settings_table import Row, rows_of
+from kqview.server.settings_table import SettingRow, rows_of
 from kqview.server.web.supervisor import ENVIRONMENT
 
 if TYPE_CHECKING:
@@ -74,7 +74,9 @@ def reader_of(
     return read
 
 
-def with_settings(rows: Iterable[Row]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def with_settings(
+    rows: Iterable[SettingRow],
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Show typer an option for each of *rows*, which the command takes as ``**given``."""
     keyword = inspect.Parameter.KEYWORD_ONLY
     options: list[inspect.Parameter] = []

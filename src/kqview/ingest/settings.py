@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from kqview.errors import RequestError
 from kqview.server.settings import Settings, is_loopback
-from kqview.server.settings_table import Count, NotNegative, Row, Size, rows_of, setting
+from kqview.server.settings_table import Count, NotNegative, SettingRow, Size, rows_of, setting
 
 _MOST_CONNECTIONS: Final = 1024
 _MEMORY_BYTES: Final = 2**30
@@ -34,7 +34,7 @@ _WEB: Final[Mapping[str, Mapping[str, Any]]] = {
     "ssl_keyfile": {},
     "access_log": {"help": "one JSON line per request on stderr"},
 }
-WEB: Final[Mapping[str, Row]] = {
+WEB: Final[Mapping[str, SettingRow]] = {
     name: replace(rows_of(Settings)[name], **changes) for name, changes in _WEB.items()
 }
 """The server's settings that a receiver has too."""

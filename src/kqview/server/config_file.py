@@ -23,7 +23,7 @@ from kqview.errors import CapacityError, ModelError, RequestError, shown
 from kqview.server.apps.mia4.sampling import REASONING_MAX_TOKENS, check_sampling
 from kqview.server.config import TABLES, Config, Model, SystemPrompt
 from kqview.server.settings import PREFIX, Settings, values_in
-from kqview.server.settings_table import Row, rows_of
+from kqview.server.settings_table import SettingRow, rows_of
 from kqview.server.web.tls import tls_context
 
 Key = tuple[str | int, ...]
@@ -96,7 +96,7 @@ class Entry:
 
     key: Key
     value: Any
-    row: Row | None
+    row: SettingRow | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +191,7 @@ def _tables_in(key: Key, value: Any, text: str) -> Iterator[Table]:
     """The table at *key* and those in it; *text* is its help, if the table itself has none."""
     if isinstance(value, Mapping):
         items = cast("Mapping[str, Any]", value)
-        rows: Mapping[str, Row | None] = dict.fromkeys(items)
+        rows: Mapping[str, SettingRow | None] = dict.fromkeys(items)
         entries = [Entry((*key, n), part, None) for n, part in items.items() if not _is_table(part)]
         if entries or (not items and key[-1] == "sampling"):
             yield Table(key, text, entries)
@@ -357,7 +357,7 @@ class _Reader:
                 self._say(at, str(error))
         return found
 
-    def _value(self, row: Row, value: Any, key: Key) -> Any:
+    def _value(self, row: SettingRow, value: Any, key: Key) -> Any:
         kind = next((one for one in (row.kind, *get_args(row.kind)) if is_dataclass(one)), None)
         if kind is not None:
             found = cast("type", kind)(**self._fields(cast("type", kind), value, key))
@@ -398,7 +398,7 @@ class _Reader:
             path = Path(text)
         return text if path == Path(text) and path.is_absolute() else str(self._path.parent / path)
 
-    def _texts(self, value: Any, key: Key, row: Row) -> Any:
+    def _texts(self, value: Any, key: Key, row: SettingRow) -> Any:
         """*value* with what the files hold that ``{file = "NAME"}`` names, alone or in a list."""
         if not isinstance(value, list):
             return self._text(value, key, row) if isinstance(value, dict) else value
@@ -408,7 +408,7 @@ class _Reader:
             found += self._text(one, (*key, i), row) if is_file and row.kind is tuple else [one]
         return found
 
-    def _text(self, value: Any, key: Key, row: Row) -> Any:
+    def _text(self, value: Any, key: Key, row: SettingRow) -> Any:
         if set(value) != {"file"} or not isinstance(value["file"], str):
             raise RequestError(f'{name_of(key)} is no text; write it, or {{file = "FILE"}}')
         path = self._path_of(value["file"])

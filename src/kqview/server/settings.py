@@ -41,6 +41,8 @@ Duration = Annotated[float, Meta(ge=0.001, le=sys.float_info.max)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
 
 PREFIX: Final = "KQVIEW_"
+DEMO_CONTEXT: Final = 2048
+"""``n_ctx`` of the demo model: prompts of clients are longer than its trained context."""
 # Labels of a name; the first may stand for any.
 _HOST: Final = re.compile(r"(?:\*\.)?[a-z0-9_-]{1,63}(?:\.[a-z0-9_-]{1,63})*")
 _NUMERIC: Final = ", ".join(one.name for one in OPTIONS.values() if one.low is not None)

@@ -34,7 +34,7 @@ _SWITCH: Final = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class SettingRow:
     """What a table says of one field.
 
     Attributes:
@@ -131,7 +131,7 @@ def setting(
     is_secret: bool = False,
     check: Callable[[str], str] | None = None,
 ) -> Any:
-    """A field of a table, with the attributes of its `Row`; a secret may always be in a file."""
+    """A field of a table, with what `SettingRow` has; a secret may always be in a file."""
     metadata = {
         "help": text, "flag": flag, "place": place, "restart": restart,
         "is_text": is_text or is_secret, "is_secret": is_secret, "check": check,
@@ -142,15 +142,15 @@ def setting(
 
 
 @cache
-def rows_of(table: Any) -> Mapping[str, Row]:
+def rows_of(table: Any) -> Mapping[str, SettingRow]:
     """The fields of *table* that `setting` made by name, in their order."""
     types = get_type_hints(table, include_extras=True)
-    found: dict[str, Row] = {}
+    found: dict[str, SettingRow] = {}
     for spec in dataclasses.fields(table):
         if not spec.metadata:
             continue
         about: dict[str, Any] = dict(spec.metadata)
         about["flag"] = about["flag"] or "--" + spec.name.replace("_", "-")
         about["default"] = None if spec.default is dataclasses.MISSING else spec.default
-        found[spec.name] = Row(name=spec.name, type=types[spec.name], **about)
+        found[spec.name] = SettingRow(name=spec.name, type=types[spec.name], **about)
     return found

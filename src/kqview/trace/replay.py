@@ -18,7 +18,7 @@ from kqview.trace.record import Trace, TraceAction, TraceEvent
 
 
 @dataclass(slots=True)
-class Piece:
+class ReplayedToken:
     """A token that is or was in the output.
 
     Attributes:
@@ -42,14 +42,14 @@ def final_ids(trace: Trace) -> list[int]:
     return [one.id for one in pieces(trace) if one.is_kept and not one.is_removed]
 
 
-def pieces(trace: Trace) -> list[Piece]:
+def pieces(trace: Trace) -> list[ReplayedToken]:
     """Return every token of *trace* in text order, including those that were taken back."""
     actions: list[list[TraceAction]] = [[] for _ in trace.events]
     for action in trace.actions:
         if action.is_applied:
             event = trace.mod_calls[action.mod_call_sequence].event_sequence_order
             actions[event].append(action)
-    found: list[Piece] = []
+    found: list[ReplayedToken] = []
     for event, applied in zip(trace.events, actions, strict=True):
         is_added = event.event_type == "Added"
         if is_added:
@@ -70,12 +70,16 @@ def pieces(trace: Trace) -> list[Piece]:
     return found
 
 
-def _pieces(ids: Iterable[int], of: TraceEvent | TraceAction, *, is_forced: bool) -> list[Piece]:
+def _pieces(
+    ids: Iterable[int], of: TraceEvent | TraceAction, *, is_forced: bool
+) -> list[ReplayedToken]:
     n_kept = (of.details or {}).get("n_kept")
-    return [Piece(one, is_forced, n_kept is None or i < n_kept) for i, one in enumerate(ids)]
+    return [
+        ReplayedToken(one, is_forced, n_kept is None or i < n_kept) for i, one in enumerate(ids)
+    ]
 
 
-def _take_back(found: list[Piece], n: int) -> None:
+def _take_back(found: list[ReplayedToken], n: int) -> None:
     there = [piece for piece in found if not piece.is_removed]
     for piece in there[max(0, len(there) - n) :]:
         piece.is_removed = True

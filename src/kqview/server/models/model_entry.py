@@ -25,6 +25,7 @@ from kqview.server.live_config import LiveConfig
 from kqview.server.models.slots import Slots
 from kqview.server.models.texts import Texts
 from kqview.server.models.work import ModelWork
+from kqview.server.settings import DEMO_CONTEXT
 from kqview.server.web.workers import Workers
 from kqview.types import EngineStats
 
@@ -38,8 +39,6 @@ _FLASH_ATTN: Final[Mapping[str, Literal["auto"] | bool]] = {
     "on": True,
     "off": False,
 }
-DEMO_CONTEXT: Final = 2048
-"""Tokens of the demo model's context: prompts of clients are longer than its trained context."""
 
 
 class ModelEntry:

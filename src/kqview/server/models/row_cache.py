@@ -25,7 +25,7 @@ _SHARE: Final = 4  # of the budget, at most the 4th part
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class CachedRow:
     """The row of one token; *data* in C order, little-endian, of *shape*."""
 
     token_id: int
@@ -70,12 +70,12 @@ class PromptText:
 class _Replies:
     """Of one owner, oldest first."""
 
-    by_name: OrderedDict[str, "Rows"] = field(default_factory=OrderedDict[str, "Rows"])
+    by_name: OrderedDict[str, "CachedRows"] = field(default_factory=OrderedDict[str, "CachedRows"])
     n_bytes: int = 0
 
 
 @dataclass(slots=True)
-class Rows:
+class CachedRows:
     """Rows of one reply.
 
     Attributes:
@@ -90,13 +90,13 @@ class Rows:
 
     wanted: AttentionWanted
     layers: tuple[int, ...]
-    choices: list[dict[int, Row]]
+    choices: list[dict[int, CachedRow]]
     n_left_out: list[int] = field(default_factory=list[int])
     prompt: PromptText | None = None
     hidden: Set[int] = frozenset()
     n_bytes: int = 0
 
-    def shown(self, choice: int) -> list[tuple[int, Row]]:
+    def shown(self, choice: int) -> list[tuple[int, CachedRow]]:
         """The rows of a choice whose tokens the client may know, by the token's index."""
         rows = list(self.choices[choice].items())  # at once: others are being added
         return [(n, row) for n, row in rows if n not in self.hidden]
@@ -129,8 +129,8 @@ class RowCache:
         hidden: Set[int] = frozenset(),
     ) -> None:
         """Begin to keep rows of the reply *name* of *owner*; those of an older one are dropped."""
-        choices: list[dict[int, Row]] = [{} for _ in range(n_choices)]
-        rows = Rows(wanted, layers, choices, [0] * n_choices, prompt, hidden)
+        choices: list[dict[int, CachedRow]] = [{} for _ in range(n_choices)]
+        rows = CachedRows(wanted, layers, choices, [0] * n_choices, prompt, hidden)
         n_bytes = n_choices * _ROW_BYTES + (0 if prompt is None else prompt.n_bytes)
         with self._lock:
             self._drop(owner, name)
@@ -139,7 +139,7 @@ class RowCache:
                 replies.by_name[name] = rows
                 replies.n_bytes += rows.n_bytes
 
-    def add(self, owner: str, name: str, choice: int, n: int, row: Row) -> None:
+    def add(self, owner: str, name: str, choice: int, n: int, row: CachedRow) -> None:
         """Keep the row of token *n*, if there is room."""
         with self._lock:
             replies = self._by_owner.get(owner, _Replies())
@@ -165,12 +165,12 @@ class RowCache:
                 replies.n_bytes -= n_bytes
                 self._hold.take(-n_bytes)
 
-    def find(self, owner: str, name: str) -> Rows | None:
+    def find(self, owner: str, name: str) -> CachedRows | None:
         """Rows of a reply of *owner*; None if there are none, or no longer."""
         with self._lock:
             return self._by_owner.get(owner, _Replies()).by_name.get(name)
 
-    def _take(self, owner: str, name: str, n_bytes: int, rows: Rows) -> bool:
+    def _take(self, owner: str, name: str, n_bytes: int, rows: CachedRows) -> bool:
         """Count *n_bytes* for a reply; others may go for them."""
         while True:
             if self._hold.n_bytes + n_bytes <= self.most_bytes:

@@ -57,6 +57,16 @@ class Caller:
         users = () if self.is_admin else settings.api_keys
         return self.owner in map(key_digest, (*users, *settings.admin_keys))
 
+    def check_key(self, settings: Settings, to_do: str) -> None:
+        """Raise Unauthorized if the server has keys and none of them was sent."""
+        if (settings.api_keys or settings.admin_keys) and not self.owner:
+            raise Unauthorized(f"an API key is needed to {to_do}; send Authorization: Bearer KEY")
+
+    def check_admin_key(self, settings: Settings, to_do: str) -> None:
+        """Raise Forbidden if the server has admin keys and none of them was sent."""
+        if settings.admin_keys and not self.is_admin:
+            raise Forbidden(f"an admin key is needed to {to_do}")
+
 
 ANYONE: Final = Caller("anyone")
 """A caller without a key. On a server with keys nothing belongs to it."""

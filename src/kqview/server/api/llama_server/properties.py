@@ -12,7 +12,7 @@ from kqview.errors import RequestError
 from kqview.generation.stream import Generation
 from kqview.server.api.llama_server.convert import generation_settings
 from kqview.server.api.wire.llama_fields import LlamaFields, LoraScale
-from kqview.server.errors import Forbidden, renamed
+from kqview.server.errors import renamed
 from kqview.server.models.request import GenerateRequest
 from kqview.server.models.service import Call
 from kqview.server.settings import Settings
@@ -195,11 +195,10 @@ async def list_adapters(call: Call) -> list[LoraAdapterState]:
 
 async def set_scales(call: Call, upload: Upload) -> Success:
     """``POST /lora-adapters``: scales for requests from here on; adapters left out get 0."""
-    if call.service.settings.admin_keys and not call.caller.is_admin:
-        raise Forbidden(
-            "an admin key is needed to change the scales of everybody's requests; "
-            'send "lora" with your own'
-        )
+    call.caller.check_admin_key(
+        call.service.settings,
+        'change the scales of everybody\'s requests; send "lora" with your own',
+    )
     scales = await upload.json(list[LoraScale])
     try:
         call.model.engine.set_lora_scales({one.id: one.scale for one in scales})

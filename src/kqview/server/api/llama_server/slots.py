@@ -22,7 +22,7 @@ from kqview.server.api.llama_server.blobs import (
     n_tokens_in,
     saved_reply,
 )
-from kqview.server.errors import NotSupported, Unauthorized
+from kqview.server.errors import NotSupported
 from kqview.server.models.service import Call
 from kqview.server.models.sessions import SavedSlot
 from kqview.server.web.budget import Body
@@ -243,9 +243,7 @@ def _check_may_restore(call: Call, slot_id: int) -> None:
 
     A blob can put anything into the cache, so it is not taken from a stranger.
     """
-    settings = call.service.settings
-    if (settings.api_keys or settings.admin_keys) and not call.caller.owner:
-        raise Unauthorized("an API key is needed to restore; send Authorization: Bearer KEY")
+    call.caller.check_key(call.service.settings, "restore")
     call.model.slots.get(slot_id)
 
 

@@ -30,7 +30,7 @@ from kqview.server.api.wire.llama_fields import (
 from kqview.server.api.wire.reasoning_cap import cap_of_texts
 from kqview.server.errors import renamed
 from kqview.server.models.request import GenerateRequest
-from kqview.server.models.row_cache import Rows
+from kqview.server.models.row_cache import CachedRows
 from kqview.server.settings import Settings
 from kqview.types import ModelInfo
 
@@ -293,7 +293,7 @@ def _are_ids(items: Sequence[object]) -> bool:
 # ---- attention that is kept
 
 
-def kept_attention(name: str, rows: Rows) -> schema.KeptAttention:
+def kept_attention(name: str, rows: CachedRows) -> schema.KeptAttention:
     """The list of rows that are kept of a reply."""
     choices = [
         schema.KeptChoice(

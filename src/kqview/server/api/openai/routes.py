@@ -19,7 +19,7 @@ from kqview.server.api.wire.event_parts import PROMPT_ROWS, TOKEN_ROW
 from kqview.server.api.wire.llama_fields import Failure, error_body, with_defaults
 from kqview.server.api.wire.prompts import ids_of_each, prompts_of
 from kqview.server.errors import NotFound, NotSupported, renamed
-from kqview.server.models.row_cache import Row, Rows
+from kqview.server.models.row_cache import CachedRow, CachedRows
 from kqview.server.models.service import Call
 from kqview.server.models.stream import Events
 from kqview.server.web.endpoint import Handler, HttpReply, Operation, Sample
@@ -126,7 +126,7 @@ async def show_attention(call: Call) -> HttpReply:
     return HttpReply(data[start:end], row.media_type, 206, headers=headers)
 
 
-def _kept(call: Call, name: str) -> Rows:
+def _kept(call: Call, name: str) -> CachedRows:
     rows = call.service.kept.find(call.caller.owner, name)
     if rows is None:
         raise NotFound(
@@ -136,7 +136,7 @@ def _kept(call: Call, name: str) -> Rows:
     return rows
 
 
-def _row(rows: Rows, name: str, n: str, choice: str) -> Row:
+def _row(rows: CachedRows, name: str, n: str, choice: str) -> CachedRow:
     index = _number(choice)
     if index is None or index >= len(rows.choices):
         raise NotFound(f"choice is {choice[:20]!r}, {name} has {len(rows.choices)}, from 0")

@@ -20,7 +20,7 @@ from kqview.server.models.request import (
     Aggregation,
     AttentionWanted,
 )
-from kqview.server.models.row_cache import PromptText, Row, RowCache
+from kqview.server.models.row_cache import CachedRow, PromptText, RowCache
 from kqview.server.models.run import Removal, Run, Step
 from kqview.server.settings import AttentionValues, Settings
 from kqview.server.web.budget import Reservation
@@ -180,9 +180,11 @@ class AttentionWriter:
             )
         shown, data = self._rows.write(rows, run.count_copied, data="binary")
         if data is None:
-            row = Row(token.id, token.text, (), msgspec.json.encode(shown), "application/json")
+            row = CachedRow(
+                token.id, token.text, (), msgspec.json.encode(shown), "application/json"
+            )
         else:
-            row = Row(token.id, token.text, cast("tuple[int, ...]", shown.shape), data)
+            row = CachedRow(token.id, token.text, cast("tuple[int, ...]", shown.shape), data)
         self._kept.add(run.owner, run.request_id, step.sample, token.index, row)
         return None, None
 

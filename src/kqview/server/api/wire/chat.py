@@ -450,7 +450,8 @@ def taken_back(reader: AnswerReader, removal: Removal) -> TakenBack:
 def mod_calls(reader: AnswerReader, payload: object) -> list[Delta]:
     """A mod ended the answer with these calls."""
     return reader.call(
-        turn.Call(one.id, one.function.name, one.function.arguments) for one in calls_of(payload)
+        turn.WrittenCall(one.id, one.function.name, one.function.arguments)
+        for one in calls_of(payload)
     )
 
 

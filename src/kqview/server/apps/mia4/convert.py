@@ -21,7 +21,7 @@ from kqview.server.apps.mia4.passport import Known
 from kqview.server.apps.mia4.sampling import MAX_TOKENS, Merged, merge
 from kqview.server.errors import Answer, Unprocessable
 from kqview.server.models.request import AttentionWanted, GenerateRequest
-from kqview.server.models.row_cache import PromptText, Rows
+from kqview.server.models.row_cache import CachedRows, PromptText
 from kqview.server.settings import Settings
 from kqview.stop_strings import TextStream
 from kqview.types.sampling import OPTIONS
@@ -267,7 +267,7 @@ def card_of(
 # ---- attention that is kept
 
 
-def kept_attention(request_id: str, rows: Rows) -> schema.KeptAttention:
+def kept_attention(request_id: str, rows: CachedRows) -> schema.KeptAttention:
     """The list of rows that are kept of a request."""
     [n_left_out] = rows.n_left_out
     wanted = rows.wanted

@@ -26,7 +26,7 @@ from kqview.server.live_config import LiveConfig
 from kqview.server.models import events_bus
 from kqview.server.models.events_bus import Subscription
 from kqview.server.models.model_entry import ModelEntry, resolved
-from kqview.server.models.row_cache import Rows
+from kqview.server.models.row_cache import CachedRows
 from kqview.server.models.service import OFFLOAD_BYTES
 from kqview.server.web.endpoint import (
     EVENT_TAIL,
@@ -244,7 +244,7 @@ async def show_attention(call: Call) -> HttpReply:
     return HttpReply(row.data, row.media_type, headers=headers)
 
 
-def _kept(call: Call, name: str) -> Rows:
+def _kept(call: Call, name: str) -> CachedRows:
     rows = call.service.kept.find(call.caller.owner, name)
     if rows is None or rows.prompt is None:  # those of other APIs' replies have none
         raise NotFound(
