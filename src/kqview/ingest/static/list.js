@@ -1,7 +1,8 @@
 // The list of traces: newest first, filtered by the receiver, kept up to date while it is open.
 
 import { fetchTraces, fetchValues, key, listen } from "./api.js";
-import { choice, count, element, field, milliseconds, note, quietButton } from "./dom.js";
+import { count, element, field, milliseconds, note, quietButton } from "./dom.js";
+import { anyChoice, badge, offer } from "./parts.js";
 import { keyForm, problem } from "./problem.js";
 import { traceAddress } from "./trace.js";
 
@@ -24,8 +25,8 @@ class List {
       placeholder: "Id, prompt or text",
       oninput: () => this.typed(),
     });
-    this.model = choice([["", "Any"]], () => this.load());
-    this.mod = choice([["", "Any"]], () => this.load());
+    this.model = anyChoice([], () => this.load());
+    this.mod = anyChoice([], () => this.load());
     this.live = element("span", { class: "note", role: "status" });
     this.state = element("span", { class: "note", role: "status" });
     this.failure = element("div");
@@ -95,8 +96,8 @@ class List {
           fetchTraces(this.filters(), undefined, signal),
           fetchValues(signal),
         ]);
-        choices(this.model, values.models);
-        choices(this.mod, values.mods);
+        offer(this.model, values.models);
+        offer(this.mod, values.mods);
         this.rows.replaceChildren(...page.traces.map((trace) => row(trace)));
         this.endsAt(page.next_cursor);
       },
@@ -173,15 +174,6 @@ class List {
   }
 }
 
-// Offers *values*, and keeps what is chosen.
-function choices(select, values) {
-  const chosen = select.value;
-  select.replaceChildren(
-    ...choice([["", "Any"], ...values.map((value) => [value, value])]).children,
-  );
-  select.value = values.includes(chosen) ? chosen : "";
-}
-
 function row(trace, isNew = false) {
   const facts = [
     trace.model,
@@ -207,8 +199,7 @@ function row(trace, isNew = false) {
         new Date(trace.created_at).toLocaleString(),
       ),
       note(trace.text ? `${trace.request_id} · ${facts}` : facts),
-      trace.n_exceptions > 0 &&
-        element("span", { class: "badge failed" }, count(trace.n_exceptions, "exception")),
+      trace.n_exceptions > 0 && badge(count(trace.n_exceptions, "exception"), "failed"),
     ),
   );
 }

@@ -1,6 +1,7 @@
 // Figures of one trace: of each token, how tokens came, what mods did and how long they took.
 
 import { count, element, milliseconds, share, svg } from "./dom.js";
+import { bars, figure, remark } from "./parts.js";
 
 const WIDTH = 800;
 const HEIGHT = 160;
@@ -55,23 +56,14 @@ function lineChart(title, tokens, of, most, format, address) {
     .map((token) => ({ token, value: of(token) }))
     .filter(({ value }) => value !== undefined);
   if (points.length === 0)
-    return element(
-      "figure",
-      {},
-      element("figcaption", {}, title),
-      element("p", { class: "note" }, "The trace has no probabilities of sampled tokens."),
-    );
+    return figure(title, remark("The trace has no probabilities of sampled tokens."));
   const values = points.map(({ value }) => value);
-  const top =
-    most ??
-    Math.max(
-      values.reduce((a, b) => Math.max(a, b)),
-      1e-9,
-    );
   const mean = values.reduce((a, b) => a + b) / values.length;
   const low = values.reduce((a, b) => Math.min(a, b));
   const high = values.reduce((a, b) => Math.max(a, b));
+  const top = most ?? Math.max(high, 1e-9);
   const facts = `mean ${format(mean)}, lowest ${format(low)}, highest ${format(high)}, ${count(values.length, "token")}`;
+  const meanY = HEIGHT * (1 - mean / top);
   const cursor = svg("line", { y1: 0, y2: HEIGHT, class: "cursor", visibility: "hidden" });
   const chart = svg(
     "svg",
@@ -81,13 +73,7 @@ function lineChart(title, tokens, of, most, format, address) {
       role: "img",
       "aria-label": `${title}: ${facts}`,
     },
-    svg("line", {
-      x1: 0,
-      x2: WIDTH,
-      y1: HEIGHT * (1 - mean / top),
-      y2: HEIGHT * (1 - mean / top),
-      class: "mean",
-    }),
+    svg("line", { x1: 0, x2: WIDTH, y1: meanY, y2: meanY, class: "mean" }),
     curves(values, top),
     cursor,
   );
@@ -112,23 +98,13 @@ function lineChart(title, tokens, of, most, format, address) {
   chart.addEventListener("click", (event) => {
     location.hash = address("tokens", pointAt(event).token.step);
   });
-  return element(
-    "figure",
-    {},
-    element("figcaption", {}, title),
-    element(
-      "div",
-      { class: "chart" },
-      element(
-        "div",
-        { class: "note", "aria-hidden": "true" },
-        element("span", {}, format(top)),
-        element("span", {}, "0"),
-      ),
-      chart,
-    ),
-    here,
+  const axis = element(
+    "div",
+    { class: "note", "aria-hidden": "true" },
+    element("span", {}, format(top)),
+    element("span", {}, "0"),
   );
+  return figure(title, element("div", { class: "chart" }, axis, chart), here);
 }
 
 // The mean of each column as a line; where several tokens share a column, their range behind it.
@@ -158,27 +134,8 @@ function curves(values, top) {
 
 function barChart(title, rows, none) {
   const most = rows.reduce((a, [, n]) => Math.max(a, n), 0);
-  return element(
-    "figure",
-    {},
-    element("figcaption", {}, title),
-    rows.length === 0
-      ? element("p", { class: "note" }, none)
-      : element(
-          "ol",
-          { class: "bars" },
-          rows.map(([name, n]) => {
-            const row = element(
-              "li",
-              {},
-              element("span", { class: "name" }, name),
-              element("span", { class: "value" }, n.toLocaleString("en")),
-            );
-            row.style.setProperty("--part", `${(100 * n) / (most || 1)}%`);
-            return row;
-          }),
-        ),
-  );
+  const shown = rows.map(([name, n]) => [name, n, n.toLocaleString("en")]);
+  return figure(title, rows.length === 0 ? remark(none) : bars(shown, most));
 }
 
 // How many there are of each kind; most calls of most mods return Noop, which would hide the rest.
@@ -220,6 +177,13 @@ function modTable(calls) {
     );
   });
   const heads = ["Mod", "Calls", "Total", "Median", "95 %", "Longest", "Exceptions"];
+  const head = heads.map((name) => element("th", { scope: "col" }, name));
+  const table = element(
+    "table",
+    {},
+    element("thead", {}, element("tr", {}, head)),
+    element("tbody", {}, rows),
+  );
   return element(
     "figure",
     {},
@@ -227,20 +191,7 @@ function modTable(calls) {
     element(
       "div",
       { class: "scroll", tabindex: 0, role: "region", "aria-labelledby": "mod-times" },
-      element(
-        "table",
-        {},
-        element(
-          "thead",
-          {},
-          element(
-            "tr",
-            {},
-            heads.map((head) => element("th", { scope: "col" }, head)),
-          ),
-        ),
-        element("tbody", {}, rows),
-      ),
+      table,
     ),
   );
 }

@@ -12,6 +12,7 @@ import {
   quoted,
   share,
 } from "./dom.js";
+import { anyChoice, badge, disclosure, named } from "./parts.js";
 import { topTokens } from "./timeline.js";
 
 const PER_PAGE = 100;
@@ -45,8 +46,8 @@ class Steps {
     const mods = [...new Set(timeline.calls.map((call) => call.mod_name))].sort();
     const redraw = () => this.filter();
     this.which = choice(SHOWN, redraw);
-    this.kind = choice([["", "Any"], ...kinds.map((kind) => [kind, kind])], redraw);
-    this.mod = choice([["", "Any"], ...mods.map((mod) => [mod, mod])], redraw);
+    this.kind = anyChoice(kinds, redraw);
+    this.mod = anyChoice(mods, redraw);
     this.text = element("input", {
       type: "search",
       placeholder: "Token, log or exception",
@@ -143,9 +144,8 @@ class Steps {
       {},
       element("span", { class: "number" }, String(step.step)),
       element("span", { class: "made" }, codes(step.tokens)),
-      names.map((name) => element("span", { class: "badge" }, name)),
-      step.calls.some((call) => call.exception_occurred) &&
-        element("span", { class: "badge failed" }, "exception"),
+      names.map((name) => badge(name)),
+      step.calls.some((call) => call.exception_occurred) && badge("exception", "failed"),
       step.calls.length > 0 && note(milliseconds(time)),
     );
     const row = element("details", { class: "step", "data-step": step.step }, summary);
@@ -199,25 +199,13 @@ function about(event, step) {
     ];
   }
   if (event.event_type === "Sampled") {
-    return [
-      element(
-        "p",
-        {},
-        element("code", {}, quoted(event.token_text ?? "")),
-        ` id ${event.sampled_token}`,
-      ),
-    ];
+    const text = element("code", {}, quoted(event.token_text ?? ""));
+    return [element("p", {}, text, ` id ${event.sampled_token}`)];
   }
   const ids = event.added_tokens ?? [];
   const tokens = step.tokens.filter((token) => token.born === event.at).slice(0, ids.length);
-  return [
-    element(
-      "p",
-      {},
-      `${count(ids.length, "token")}${event.forced ? ", forced" : ""}: `,
-      codes(tokens),
-    ),
-  ];
+  const what = `${count(ids.length, "token")}${event.forced ? ", forced" : ""}: `;
+  return [element("p", {}, what, codes(tokens))];
 }
 
 function codes(tokens) {
@@ -235,10 +223,6 @@ function codes(tokens) {
     : some;
 }
 
-function named({ text, id }) {
-  return text === undefined ? `⟨${id}⟩` : quoted(text);
-}
-
 function callCard(call) {
   return element(
     "div",
@@ -246,13 +230,7 @@ function callCard(call) {
     element("h3", {}, call.mod_name, note(milliseconds(call.execution_time_ms))),
     call.exception_occurred &&
       element("p", { class: "bad" }, call.exception_message || "An exception without a message."),
-    call.exception_traceback &&
-      element(
-        "details",
-        {},
-        element("summary", {}, "Traceback"),
-        element("pre", { tabindex: 0 }, call.exception_traceback),
-      ),
+    call.exception_traceback && disclosure("Traceback", call.exception_traceback),
     call.logs.length > 0 &&
       element(
         "ul",
@@ -280,18 +258,12 @@ function actionCard(action) {
     element(
       "p",
       {},
-      element("span", { class: "badge" }, action_type),
+      badge(action_type),
       " ",
       inWords(action),
       details?.is_applied === false && note(" Without effect: another mod's action came first."),
     ),
-    Object.keys(payload).length > 0 &&
-      element(
-        "details",
-        {},
-        element("summary", {}, "Payload"),
-        element("pre", { tabindex: 0 }, JSON.stringify(payload, null, 2)),
-      ),
+    Object.keys(payload).length > 0 && disclosure("Payload", JSON.stringify(payload, null, 2)),
   );
 }
 

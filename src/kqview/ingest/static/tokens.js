@@ -3,6 +3,7 @@
 // classes only.
 
 import { choice, count, element, note, quoted, share } from "./dom.js";
+import { bars, factList, named, remark } from "./parts.js";
 import { Player } from "./player.js";
 import { topTokens } from "./timeline.js";
 
@@ -58,9 +59,7 @@ class Tokens {
     }
     if (timeline.tokens.length > N_SHOWN) {
       this.node.append(
-        element(
-          "p",
-          { class: "note" },
+        remark(
           `The first ${N_SHOWN.toLocaleString("en")} of ${count(timeline.tokens.length, "token")}.`,
         ),
       );
@@ -122,7 +121,7 @@ class Tokens {
         ),
       ),
     );
-    if (groups.length === 0) this.list = element("p", { class: "note" }, "No token was added.");
+    if (groups.length === 0) this.list = remark("No token was added.");
   }
 
   mark(erasure) {
@@ -251,11 +250,7 @@ class Tokens {
     if (!option) {
       const how = this.timeline.hasAttention ? "what it is and what it looked at" : "what it is";
       this.about.replaceChildren(
-        element(
-          "p",
-          { class: "note" },
-          `Point at a token, or move with the arrow keys, to see ${how}.`,
-        ),
+        remark(`Point at a token, or move with the arrow keys, to see ${how}.`),
         ...(this.timeline.hasAttention ? [] : [noAttention()]),
       );
       return;
@@ -294,25 +289,13 @@ class Tokens {
         facts.push(["Taken back", `at step ${this.timeline.events[token.died].step}`]);
     }
     if (this.timeline.hasAttention) facts.push(["Attention received", token.received.toFixed(3)]);
-    const others = topTokens(token.forward).slice(0, N_OTHERS);
+    const others = topTokens(token.forward)
+      .slice(0, N_OTHERS)
+      .map((one) => [named(one), one.probability, share(one.probability)]);
     return [
       element("h2", {}, token.text === undefined ? `token ${token.id}` : quoted(token.text)),
-      element(
-        "dl",
-        {},
-        facts.map(([name, value]) =>
-          element("div", {}, element("dt", {}, name), element("dd", {}, value)),
-        ),
-      ),
-      ...(others.length > 0
-        ? [
-            element("h3", {}, "Likeliest here"),
-            bars(
-              others.map((one) => [one.text, one.id, one.probability]),
-              1,
-            ),
-          ]
-        : []),
+      factList(facts),
+      ...(others.length > 0 ? [element("h3", {}, "Likeliest here"), bars(others, 1)] : []),
       ...this.lookedAt(token),
     ];
   }
@@ -321,11 +304,16 @@ class Tokens {
     if (!this.timeline.hasAttention) return [noAttention()];
     if (token.isPrompt) return [];
     if (!token.attention)
-      return [element("p", { class: "note" }, "The trace has no attention of this token.")];
+      return [remark("The trace has no attention of this token.")];
     const rows = token.attention
       .slice(0, N_SEEN)
-      .map((one) => [one.token.text, one.token.id, one.weight, `at ${one.token.position}`]);
-    return [element("h3", {}, "Looked at"), bars(rows, rows[0]?.[2])];
+      .map(({ token: at, weight }) => [
+        named(at),
+        weight,
+        share(weight),
+        note(`at ${at.position}`),
+      ]);
+    return [element("h3", {}, "Looked at"), bars(rows, rows[0]?.[1])];
   }
 
   aboutErasure({ n, action, at }) {
@@ -371,28 +359,8 @@ function by({ mod }) {
   return mod ? ` by ${mod}` : "";
 }
 
-function bars(rows, most) {
-  return element(
-    "ol",
-    { class: "bars" },
-    rows.map(([text, id, value, where]) => {
-      const row = element(
-        "li",
-        {},
-        element("span", { class: "name" }, text === undefined ? `⟨${id}⟩` : quoted(text)),
-        where && note(where),
-        element("span", { class: "value" }, share(value)),
-      );
-      row.style.setProperty("--part", `${(100 * value) / (most || 1)}%`);
-      return row;
-    }),
-  );
-}
-
 function noAttention() {
-  return element(
-    "p",
-    { class: "note" },
+  return remark(
     "This trace has no attention of single tokens: its request captured none, or the largest values " +
       "or sums of several (reduce max, spans, a mean of anything but probabilities).",
   );

@@ -3,6 +3,7 @@
 import { fetchTrace } from "./api.js";
 import { count, element, milliseconds, note } from "./dom.js";
 import { metricsView } from "./metrics.js";
+import { disclosure, factList } from "./parts.js";
 import { problem, reload } from "./problem.js";
 import { rawView } from "./raw.js";
 import { stepsView } from "./steps.js";
@@ -53,33 +54,22 @@ function summary({ request, tokens, finalIds, calls, actions }) {
     ["Mods", mods.join(", ")],
     ["Actions", n_actions],
     ["Exceptions", n_failed, n_failed > 0 ? "bad" : undefined],
-  ].filter(([, value]) => value !== undefined && value !== null && value !== "");
-  const list = element(
-    "dl",
-    { class: "facts" },
-    facts.map(([name, value, kind]) =>
-      element(
-        "div",
-        {},
-        element("dt", {}, name),
-        element("dd", { class: kind }, value.toLocaleString("en")),
-      ),
-    ),
-  );
+  ]
+    .filter(([, value]) => value !== undefined && value !== null && value !== "")
+    .map(([name, value, kind]) => [name, value.toLocaleString("en"), kind]);
   const texts = [
     ["Prompt", request.user_prompt],
     ["Final text", request.final_text],
   ]
     .filter(([, text]) => text)
     .map(([name, text]) =>
-      element(
-        "details",
-        { class: "text" },
-        element("summary", {}, name, note(count(text.length, "character"))),
-        element("pre", { tabindex: 0 }, text),
-      ),
+      disclosure([name, note(count(text.length, "character"))], text, { class: "text" }),
     );
-  return [element("h1", { class: "id" }, request.request_id), list, ...texts];
+  return [
+    element("h1", { class: "id" }, request.request_id),
+    factList(facts, { class: "facts" }),
+    ...texts,
+  ];
 }
 
 function duration(request) {
