@@ -113,7 +113,7 @@ class _Turns:
             ):
                 run = await self._service.start(request, _CALLER, hold, model=model)
                 if is_saved:
-                    seat.follow(run)
+                    seat.run = run
                 async with run:
                     await anext(run)
                     yield run

@@ -14,8 +14,8 @@ import pytest
 
 from kqview.demo import MODEL_PATH
 from kqview.server import Settings
-from kqview.server.apps.mia4 import routes
-from kqview.server.apps.mia4.turn import Turn
+from kqview.server.apps.mia4 import turn as mia4_turn
+from kqview.server.apps.mia4.turn import StreamedTurn
 from kqview.server.config import Config, Llm, Model, Persona, SystemPrompt, Ui
 from kqview.server.models.model_entry import ModelEntry as ServedModel
 from tests.support.browser import PHONE, sync_api, violations
@@ -331,7 +331,7 @@ def held_at(phase: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.E
     """A server that stays in *phase* of an answer until the event is set or it is cancelled."""
     opened = threading.Event()
     n_tokens = 3 if phase == "answer" else 0
-    load, written = ServedModel.load, routes._written
+    load, written = ServedModel.load, mia4_turn._written
 
     async def slow_load(self: ServedModel, progress: Callable[[float], object]) -> None:
         self.progress = 0.25
@@ -342,7 +342,7 @@ def held_at(phase: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.E
 
     async def slowly_written(service: Any, n_bytes: int, write: Any, *args: Any) -> Any:
         turn = getattr(write, "__self__", None)
-        if isinstance(turn, Turn) and args and args[0].token.index >= n_tokens:
+        if isinstance(turn, StreamedTurn) and args and args[0].token.index >= n_tokens:
             while not (opened.is_set() or turn.run.is_over):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         return await written(service, n_bytes, write, *args)
@@ -350,7 +350,7 @@ def held_at(phase: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.E
     if phase == "loading":
         monkeypatch.setattr(ServedModel, "load", slow_load)
     else:
-        monkeypatch.setattr(routes, "_written", slowly_written)
+        monkeypatch.setattr(mia4_turn, "_written", slowly_written)
     try:
         yield opened
     finally:

@@ -145,7 +145,7 @@ def test_any_text_is_a_name(tmp_path: Path, name: str):
     append(kept, 2, Key("o", f"{name}2"))
     kept.close()
     kept = store(database=str(tmp_path / "db"))
-    assert [one.id for one in kept.list("o")] == [f"{name}2", name]
+    assert [one.session_id for one in kept.list("o")] == [f"{name}2", name]
     assert numbers(kept, Key("o", name)) == [1]
     kept.close()
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kqview.errors import BusyError, RequestError
 from kqview.server.apps.conversation_store import ConversationStore, History, Key, Message
-from kqview.server.apps.conversations import Conversations, Turn, checked_id
+from kqview.server.apps.conversations import Conversations, ConversationTurn, checked_id
 from kqview.server.errors import NotFound, RateLimited, ShuttingDown, StorageFull, TooLarge
 from kqview.server.web.budget import Budget, uncounted
 from tests.support.conversing import WITHIN_S, config_of
@@ -39,7 +39,7 @@ async def opened(
 async def say(
     conversations: Conversations, budget: Budget, n: int, owner: str = "o", session: str = "s"
 ) -> Sequence[Message]:
-    """Turn *n*; returns what was stored before it."""
+    """ConversationTurn *n*; returns what was stored before it."""
     with budget.hold(owner) as hold:
         async with conversations.turn(owner, session, hold) as turn:
             await turn.append(f"prompt {n}", f"answer {n}", model="m")
@@ -216,14 +216,14 @@ async def test_sessions_leave_where_memory_is_short():
             with budget.hold("o") as hold:
                 async with conversations.turn("o", f"{n}", hold) as turn:
                     await turn.append("x" * 5000, "y", model="m")
-        names = [one.id for one in await conversations.list("o")]
+        names = [one.session_id for one in await conversations.list("o")]
         assert names == [f"{n}" for n in range(29, 29 - len(names), -1)]
         assert 5 < len(names) < 20
         assert budget.used_bytes <= 100_000
         async with conversations.turn("o", "large", budget.hold("o")) as turn:
             with pytest.raises(StorageFull):
                 await turn.append("x" * 150_000, "y", model="m")
-        assert [one.id for one in await conversations.list("o")] == names
+        assert [one.session_id for one in await conversations.list("o")] == names
 
 
 async def test_history_that_is_read_is_counted_for_its_client(tmp_path: Path):
@@ -259,17 +259,17 @@ async def test_old_sessions_are_forgotten_and_configured_anew():
             await say(conversations, budget, 1, session="new")
             assert await conversations.sweep() == 0  # a request uses it
         assert await conversations.sweep() == 1
-        assert [one.id for one in await conversations.list("o")] == ["new"]
+        assert [one.session_id for one in await conversations.list("o")] == ["new"]
     assert seen
 
 
 # ---- the prompt
 
 
-def turn_of(n_turns: int, n_skipped: int = 0) -> Turn:
+def turn_of(n_turns: int, n_skipped: int = 0) -> ConversationTurn:
     messages = [Message("user" if i % 2 == 0 else "assistant", f"{i}") for i in range(2 * n_turns)]
     nobody: Any = None
-    return Turn(nobody, Key("o", "s"), History(messages, n_skipped), [])
+    return ConversationTurn(nobody, Key("o", "s"), History(messages, n_skipped), [])
 
 
 @given(

@@ -16,7 +16,6 @@ import httpx
 import pytest
 
 from kqview.server.app import DIALECTS
-from kqview.server.models import events_bus
 from kqview.server.web.endpoint import Upload
 from kqview.server.web.openapi import describe
 from tests.support import mia4
@@ -24,7 +23,6 @@ from tests.support.serving import serving
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
-    from pathlib import Path
 
     from kqview.server.web.endpoint import Operation
     from tests.support.serving import Served
@@ -64,7 +62,6 @@ class Refuse(Mod):
 """,
 }
 STEERED = [{"mods": [name]} for name in MODS]
-THOUGHT = "<think>Hm</think>Anna"
 
 BODIES: dict[str, list[Body]] = {
     "/completion": [
@@ -74,17 +71,7 @@ BODIES: dict[str, list[Body]] = {
             {"n_probs": 2, "post_sampling_probs": True}, *STEERED,
         )
     ],
-    "/generate": [
-        {"prompt": "Who is Anna?", "overrides": {"max_output_tokens": 6, "attention": True}},
-        *({"prompt": "Who is Anna?", **one} for one in STEERED),
-    ],
 }  # fmt: skip
-REASONING: dict[str, Body] = {
-    "/generate": {"prompt": "Who is Anna?", "overrides": {"max_output_tokens": 40}},
-}
-# Sent only where a marker ends the reasoning, which the configuration has to name: see
-# test_events_of_the_server_fit_their_schemas.
-UNSEEN = {"ReasoningFrame"}
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +96,6 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         (folder / f"{name}.py").write_text(text)
     config = mia4.config(
         settings={"mods_dir": str(folder), "mod_time_limit_s": 30.0},
-        llm={"postproc": {"reasoning": {"drop_from_history": False}}},
     )
     with serving(config) as one:
         yield one
@@ -194,56 +180,8 @@ def test_events_of_each_stream_fit_their_schemas(
             comparison.check("server", streamed(client, path, body))
             if reply_schema and body.get("mods") != ["refuse"]:
                 replies.check("server", [("reply", client.post(path, json=body).json())])
-        if path in REASONING:
-            with mia4.saying(THOUGHT):
-                comparison.check("server", streamed(client, path, REASONING[path]))
-    assert comparison.unseen() <= UNSEEN
+    assert comparison.unseen() == set()
     served.wait_idle()
-
-
-def test_events_of_the_server_fit_their_schemas(described: dict[str, Any], tmp_path: Path):
-    broken = tmp_path / "broken.gguf"
-    broken.write_bytes(b"GGUF" * 16)
-    marker = {"marker": "===FINAL===", "drop_from_history": False}
-    config = mia4.config(
-        {"demo": {}, "other": {}, "broken": {"path": str(broken)}},
-        settings={"admin_keys": ["root"]},
-        llm={"reasoning_presets": {"brief": {"reasoning_max_tokens": 8}},
-             "postproc": {"reasoning": marker}},
-    )  # fmt: skip
-    heard = Comparison(described, described["paths"]["/events"]["get"]["x-events"])
-    frames = Comparison(described, described["paths"]["/generate"]["post"]["x-events"])
-    with serving(config) as served, mia4.listening(served, key="root") as events:
-
-        def hear(last: str) -> None:
-            for name, data in events:
-                heard.check("server", [(name, data)])
-                if name == last:
-                    return
-
-        preset = {"reasoning_preset": "brief"}
-        with mia4.saying("Tom asks.===FINAL===Anna."):
-            frames.check("server", mia4.generate(served, key="root", overrides=preset))
-        hear("GenerationCompleted")
-        mia4.generate(served, key="root", session_id="s", model="other")
-        hear("GenerationCompleted")
-        assert mia4.post(served, key="root", model="broken").status_code == 503
-        hear("ModelFailed")
-        with served.client(headers=mia4.headers("root")) as client:
-            assert client.post("/models/other/unload").status_code == 200
-        hear("ModelUnloaded")
-        bus = served.service.bus
-        end = events_bus.ModelUnloaded(model_id="demo", reason="admin")
-
-        def flood() -> None:
-            for _ in range(2 * events_bus.N_KEPT):
-                bus.publish(end)
-
-        with mia4.on_cancel(flood):
-            mia4.cancel(served, "x", key="root")
-        hear("Dropped")
-    assert heard.unseen() == set()
-    assert "ReasoningFrame" not in frames.unseen()
 
 
 def test_messages_that_are_shown_fit_their_schemas(described: dict[str, Any]):

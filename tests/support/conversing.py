@@ -91,7 +91,7 @@ class Chats:
                 assert not isinstance(request.prompt, str)
                 async with turn.seat(model, caller, request.prompt) as seat:
                     run = await service.start(request, caller, hold, model=model)
-                    seat.follow(run)
+                    seat.run = run
                     async with run:
                         async for _ in run:
                             if is_left:

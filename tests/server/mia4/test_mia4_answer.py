@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from kqview.chat.reasoning import Split
-from kqview.server.apps.mia4.answer import drops_reasoning, passport_values, split_for
+from kqview.server.apps.mia4.request import drops_reasoning, passport_values, split_for
 from kqview.server.apps.mia4.sampling import merge
 from kqview.server.config import Llm, Passport
 

@@ -11,8 +11,8 @@ import pytest
 
 from kqview import Engine
 from kqview.server import Settings
-from kqview.server.apps.mia4 import convert, schema
-from kqview.server.apps.mia4.frames import Writer
+from kqview.server.apps.mia4 import request, schema
+from kqview.server.apps.mia4.frames import FrameWriter
 from kqview.server.config import Llm, Model
 from tests.support import mia4
 
@@ -44,9 +44,9 @@ def engine() -> Iterator[Engine]:
         yield engine
 
 
-def plan(engine: Engine, llm: Llm, overrides: dict[str, Any], **model: Any) -> convert.Plan:
+def plan(engine: Engine, llm: Llm, overrides: dict[str, Any], **model: Any) -> request.TurnPlan:
     fields = {"temperature": 0, "ignore_eos": True, "max_output_tokens": N, **overrides}
-    return convert.plan_of(
+    return request.plan_of(
         schema.GenerateBody(prompt="Who is Anna?", overrides=fields),
         request_id="r",
         engine=engine,
@@ -57,14 +57,14 @@ def plan(engine: Engine, llm: Llm, overrides: dict[str, Any], **model: Any) -> c
     )
 
 
-def written(engine: Engine, asked: convert.Plan) -> tuple[list[mia4.Frame], Writer]:
+def written(engine: Engine, asked: request.TurnPlan) -> tuple[list[mia4.Frame], FrameWriter]:
     """Frames of the answer."""
-    request = asked.request
+    wanted = asked.request
     generation = engine.generate(
-        list(asked.ids), sampling=request.sampling, max_tokens=request.max_tokens,
-        forcing=request.forcing and request.forcing(engine),
+        list(asked.ids), sampling=wanted.sampling, max_tokens=wanted.max_tokens,
+        forcing=wanted.forcing and wanted.forcing(engine),
     )  # fmt: skip
-    writer = Writer("r", "demo", asked.reading, drops_reasoning=asked.drops_reasoning)
+    writer = FrameWriter("r", "demo", asked.reading, drops_reasoning=asked.drops_reasoning)
     raw = [frame for token in generation for frame in writer.token(token)]
     raw += writer.finish(generation.text)
     assert len(generation.tokens) == N

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kqview.chat.reasoning import Split
 from kqview.chat.turn import Reading
 from kqview.server.apps.mia4 import frames
-from kqview.server.apps.mia4.frames import Writer
+from kqview.server.apps.mia4.frames import FrameWriter
 from kqview.server.errors import Answer
 from kqview.types import Token, Usage
 from tests.support import mia4
@@ -36,14 +36,13 @@ def written(
     """Every frame of an answer of these tokens; *stop* was found after them."""
     options = {"drops_reasoning": False, **options}
     reading = Reading(split=split, stops=(stop,) if stop else ())
-    writer = Writer("r-1", "demo", reading, **options)
+    writer = FrameWriter("r-1", "demo", reading, **options)
     sent = [one for i, part in enumerate(parts) for one in writer.token(Token(i, part, i))]
     whole = "".join(parts)
     sent += writer.finish(whole.partition(stop)[0] if stop else whole)
     used = Usage(prompt_tokens=7, completion_tokens=len(parts))
-    figures = frames.figures_of(used, 0.5, writer.tokens)
-    sent.append(frames.usage("r-1", "demo", figures))
-    sent.append(frames.end("r-1", "stop"))
+    usage = frames.usage_of("r-1", "demo", used, 0.5, writer.tokens)
+    sent += [frames.encoded(one.event, one) for one in (usage, frames.end_of("r-1", "stop"))]
     return list(mia4.frames_of(b"\n\n".join(sent).decode().split("\n")))
 
 
@@ -83,8 +82,9 @@ def test_goldens_have_no_other_case():
 
 
 def test_error_has_the_fields_of_the_seed():
-    writer = Writer("r-1", "demo", Reading(), drops_reasoning=True)
-    sent = [writer.error(Answer(503, "OOM", "no memory")), frames.end("r-1", "error")]
+    writer = FrameWriter("r-1", "demo", Reading(), drops_reasoning=True)
+    last = writer.error(Answer(503, "OOM", "no memory")), frames.end_of("r-1", "error")
+    sent = [frames.encoded(one.event, one) for one in last]
     assert list(mia4.frames_of(b"\n\n".join(sent).decode().split("\n"))) == [
         ("error", {"request_id": "r-1", "model_id": "demo", "code": "OOM",
                    "error_type": "unavailable", "message": "no memory"}),

@@ -17,8 +17,8 @@ import pytest
 from kqview.errors import DecodeError, OutOfMemory
 from kqview.server import Settings
 from kqview.server.apps.conversations import Conversations
-from kqview.server.apps.mia4 import routes
-from kqview.server.apps.mia4.turn import Turn
+from kqview.server.apps.mia4 import turn
+from kqview.server.apps.mia4.turn import StreamedTurn
 from kqview.server.errors import ModelChanged, StorageFailed, TooLarge, too_late
 from kqview.server.models import service
 from kqview.server.models.run import Run
@@ -326,16 +326,16 @@ def test_what_is_held_for_long_is_written_in_another_thread(
 
     stored: list[Any] = []
     threads: set[str] = set()
-    finish = Turn.finish
+    finish = StreamedTurn.finish
 
-    def noted(self: Turn) -> list[bytes]:
+    def noted(self: StreamedTurn) -> list[bytes]:
         threads.add(threading.current_thread().name[:11])
         return finish(self)
 
     here = frames()
-    for module in (service, routes):
+    for module in (service, turn):
         monkeypatch.setattr(module, "OFFLOAD_BYTES", 0)
-    monkeypatch.setattr(Turn, "finish", noted)
+    monkeypatch.setattr(StreamedTurn, "finish", noted)
     assert frames() == here
     assert threads == {"kqview-rows"}
     assert stored[0] == stored[1]

@@ -8,7 +8,7 @@ import pytest
 
 from kqview.chat.reasoning import Split
 from kqview.chat.turn import Reading
-from kqview.server.apps.mia4.frames import Writer
+from kqview.server.apps.mia4.frames import FrameWriter
 from kqview.server.models.run import Removal
 from kqview.types import Token
 from tests.support import mia4
@@ -92,7 +92,7 @@ def test_mods_that_cannot_be_used_are_refused(
 def test_reasoning_and_answer_are_taken_back_apart():
     parts = ["<analysis>", "Tom", " asks", "</analysis><final>", "Anna", " is"]
     reading = Reading(split=Split(mode="tags", marker="===FINAL==="))
-    writer = Writer("r-1", "demo", reading, drops_reasoning=False)
+    writer = FrameWriter("r-1", "demo", reading, drops_reasoning=False)
     frames = [one for i, part in enumerate(parts) for one in writer.token(Token(i, part, i))]
     taken = Removal(0, 4, len("".join(parts[2:])), 2, parts[:2])
     writer, sent = writer.take_back(taken)

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kqview.server import Settings
-from kqview.server.apps.mia4 import routes
+from kqview.server.apps.mia4 import turn
 from kqview.server.apps.mia4.passport import hash_of
 from kqview.server.apps.mia4.persona import MOST_BYTES, Persona, parse
-from kqview.server.config import Config
 from kqview.server.live_config import LiveConfig
+from tests.support import mia4
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 
@@ -179,10 +179,15 @@ def test_readers_see_whole_texts_while_the_file_is_replaced(tmp_path: Path):
     assert persona.current.text == "c" * 5000
 
 
-async def test_server_that_nobody_has_any_more_is_freed():
-    service = SimpleNamespace(live=LiveConfig(Config.of(Settings())))
-    call: Any = SimpleNamespace(service=service)
-    assert await routes._persona(call) is None  # pyright: ignore[reportPrivateUsage]
+async def test_server_that_nobody_has_any_more_is_freed(tmp_path: Path):
+    async def converted(n_bytes: int, hold: None, work: Callable[[], object]) -> object:
+        return work()
+
+    live = LiveConfig(mia4.config(persona={"file": str(tmp_path / "none.md")}))
+    service = SimpleNamespace(live=live, converted=converted)
+    del live
+    call: Any = SimpleNamespace(service=service, hold=None)
+    assert await turn._persona(call) is None  # pyright: ignore[reportPrivateUsage]
     gone = weakref.ref(service.live)
     del service, call
     gc.collect()

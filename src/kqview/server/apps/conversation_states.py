@@ -76,19 +76,15 @@ _CLIENT: Final = "states of sessions"
 _NAME: Final = re.compile(r"chat-[0-9a-f]{64}\.ses1")
 
 
+@dataclass(slots=True)
 class Seat:
     """Where one turn is generated.
 
     Attributes:
-        run: Its run, None until `follow`.
+        run: Its run, whose slot holds the session when it has ended; to be set once it starts.
     """
 
-    def __init__(self) -> None:
-        self.run: Run | None = None
-
-    def follow(self, run: Run) -> None:
-        """Remember the run of this turn, whose slot holds the session when it has ended."""
-        self.run = run
+    run: Run | None = None
 
 
 @dataclass(slots=True)

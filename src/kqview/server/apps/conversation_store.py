@@ -16,13 +16,14 @@ import sqlite3
 import time
 from collections.abc import Callable, Collection, Generator, Sequence
 from pathlib import Path
-from typing import Final, Literal, NamedTuple
+from typing import Annotated, Final, Literal, NamedTuple
 
 import msgspec
 
 from kqview.errors import RequestError
 from kqview.server.config import ChatSessions
 from kqview.server.errors import StorageFailed, StorageFull
+from kqview.server.web.described import about
 
 _APPLICATION: Final = 0x6B716373  # "kqcs", which tells the file from other databases
 _VERSION: Final = 1
@@ -65,30 +66,23 @@ class Key(NamedTuple):
 
 
 class Message(msgspec.Struct, frozen=True):
-    """A message of a chat."""
+    """What the user said, or what was answered."""
 
-    role: Literal["user", "assistant"]
-    content: str
+    role: Annotated[
+        Literal["user", "assistant"], about('Who speaks: "user" or "assistant".', "user")
+    ]
+    content: Annotated[str, about("What was said.", "Who is Anna?")]
 
 
 class SessionInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """A session without its messages.
+    """A conversation that the server keeps, without its messages."""
 
-    Attributes:
-        id: As the client named it.
-        title: Beginning of the first prompt.
-        model: Id of the model that answered last.
-        n_messages: Messages that are stored.
-        created_s: Time of its first turn, in seconds since 1970.
-        used_s: Time of its last turn.
-    """
-
-    id: str
-    title: str
-    model: str
-    n_messages: int
-    created_s: float
-    used_s: float
+    session_id: Annotated[str, about("Its name, as the client chose it.", "s1")]
+    title: Annotated[str, about("How it begins.", "Who is Anna?")]
+    model: Annotated[str, about("Model that answered last.", "demo")]
+    n_messages: Annotated[int, about("Messages in it.", 2)]
+    created_s: Annotated[float, about("When it began, in seconds since 1970.", 1767225600.0)]
+    used_s: Annotated[float, about("When it was last used, the same.", 1767225600.0)]
 
 
 class History(NamedTuple):
@@ -308,16 +302,12 @@ class ConversationStore:
                 "WHERE owner = ? AND used_s >= ? ORDER BY used_s DESC, id DESC",
                 (owner, self._expired_s),
             ).fetchall()
-        return [
-            SessionInfo(
-                id=name, title=title, model=model, n_messages=n, created_s=created_s, used_s=used_s
-            )
-            for name, title, model, n, created_s, used_s in rows
-        ]
+        names = SessionInfo.__struct_fields__
+        return [SessionInfo(**dict(zip(names, row, strict=True))) for row in rows]
 
     def info(self, key: Key) -> SessionInfo | None:
         """The session without its messages; None if there is none. Raises as `read`."""
-        return next((one for one in self.list(key.owner) if one.id == key.session_id), None)
+        return next((one for one in self.list(key.owner) if one.session_id == key.session_id), None)
 
     def keys(self) -> set[Key]:
         """Every session; raises as `read`."""

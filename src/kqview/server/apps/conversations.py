@@ -35,7 +35,7 @@ from kqview.server.models.model_entry import ModelEntry
 from kqview.server.web.access import Caller
 from kqview.server.web.budget import Budget, Reservation
 
-__all__ = ["Conversations", "Message", "Seat", "SessionInfo", "Turn"]
+__all__ = ["ConversationTurn", "Conversations", "Message", "Seat", "SessionInfo"]
 
 _T = TypeVar("_T")
 _log: Final = logging.getLogger("kqview.server")
@@ -46,7 +46,7 @@ _READ_TIMES: Final = 4  # bytes of a history in memory, as text and as messages,
 _SWEEP_S: Final = 60.0
 
 
-class Turn:
+class ConversationTurn:
     """One request of a session, from `Conversations.turn`; nobody else uses the session meanwhile.
 
     Attributes:
@@ -214,7 +214,9 @@ class Conversations:
     # ---- a turn
 
     @contextlib.asynccontextmanager
-    async def turn(self, owner: str, session_id: str, hold: Reservation) -> AsyncGenerator[Turn]:
+    async def turn(
+        self, owner: str, session_id: str, hold: Reservation
+    ) -> AsyncGenerator[ConversationTurn]:
         """One request of a session, which is new if nothing is stored of it.
 
         Args:
@@ -234,7 +236,7 @@ class Conversations:
             history = await self._run(self._begun, key, self._turns.keys() - {key})
             with hold.part() as read:
                 read.take(_READ_TIMES * history.n_bytes)
-                yield Turn(self, key, history, copies)
+                yield ConversationTurn(self, key, history, copies)
         finally:
             self._leave(key, copies)
 
@@ -273,7 +275,12 @@ class Conversations:
         return store.read(key)
 
     def _append(
-        self, store: ConversationStore, turn: Turn, prompt: str, answer: str, **options: Any
+        self,
+        store: ConversationStore,
+        turn: ConversationTurn,
+        prompt: str,
+        answer: str,
+        **options: Any,
     ) -> None:
         self.states.forget(
             store.append(turn.key, prompt, answer, n_skipped=turn.n_left_out, **options)
@@ -289,8 +296,8 @@ class Conversations:
         self.states.forget(gone)
         return len(gone)
 
-    async def append(self, turn: Turn, prompt: str, answer: str, model: str) -> None:
-        """See `Turn.append`."""
+    async def append(self, turn: ConversationTurn, prompt: str, answer: str, model: str) -> None:
+        """See `ConversationTurn.append`."""
         work = partial(self._append, model=model, in_use=list(self._turns))
         # Work that waits for its thread is dropped with the task that waits for it.
         await asyncio.shield(asyncio.ensure_future(self._run(work, turn, prompt, answer)))

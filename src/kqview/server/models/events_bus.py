@@ -148,9 +148,16 @@ class ModelFailed(Event, kw_only=True):
 
 
 class Dropped(Event, kw_only=True):
-    """This subscriber read too slowly."""
+    """This client read too slowly: events were lost here."""
 
     n: Annotated[int, about("Events that it lost here.", 3)]
+
+
+EVENTS: Final = (
+    ReasoningPresetApplied, GenerationStarted, GenerationCompleted, ModelLoading, ModelLoaded,
+    ModelUnloaded, ModelFailed, Dropped,
+)  # fmt: skip
+"""What subscribers get."""
 
 
 class Subscription:

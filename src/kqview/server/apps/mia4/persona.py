@@ -43,7 +43,7 @@ _VERSION: Final = re.compile(r"""version\s*:\s*(["']?)([0-9]{1,9})\1\s*(?:#.*)?"
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class PersonaText:
     """A persona as it is used.
 
     Attributes:
@@ -55,7 +55,7 @@ class Text:
     known: Known
 
 
-def parse(source: str) -> Text:
+def parse(source: str) -> PersonaText:
     """The persona in the text of a file; version 1 if it names none."""
     lines = source.removeprefix("\ufeff").replace("\r\n", "\n").split("\n")
     version = 1
@@ -71,7 +71,7 @@ def parse(source: str) -> Text:
         version = int(match[2])
         del lines[0]
     text = "\n".join(lines).strip()
-    return Text(text, text_of(text, version))
+    return PersonaText(text, text_of(text, version))
 
 
 class Persona:
@@ -86,14 +86,14 @@ class Persona:
         """
         self._path = None if path is None else Path(path)
         self._check_s = check_s
-        self._current: Text | None = None
+        self._current: PersonaText | None = None
         self._seen: tuple[int, ...] | None = None  # of the file that was read last
         self._complaint: str | None = None
         self._next_s = 0.0
         self._lock = threading.Lock()
 
     @property
-    def current(self) -> Text | None:
+    def current(self) -> PersonaText | None:
         """The persona, None without one; never waits."""
         return self._current
 
@@ -102,7 +102,7 @@ class Persona:
         """Whether `refresh` would look at the file; never waits."""
         return self._path is not None and time.monotonic() >= self._next_s
 
-    def refresh(self, *, force: bool = False) -> Text | None:
+    def refresh(self, *, force: bool = False) -> PersonaText | None:
         """Read the file if it has changed; returns the persona. Blocks while it reads.
 
         Args:

@@ -1,10 +1,12 @@
 """Bodies of the MIA4 API. Types alone: msgspec reads, checks and writes them."""
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
 from kqview.server.api.wire.mods_field import ModsField
+from kqview.server.apps.conversation_store import Message, SessionInfo
 from kqview.server.web.described import about
 
 Object = dict[str, Any]
@@ -105,34 +107,18 @@ class Prompt(Struct):
     ]
 
 
-class Session(Struct, kw_only=True):
-    """A conversation that the server keeps."""
-
-    session_id: Annotated[str, about("Its name, as the client chose it.", "s1")]
-    title: Annotated[str, about("How it begins.", "Who is Anna?")]
-    model: Annotated[str, about("Model that answered last.", "demo")]
-    n_messages: Annotated[int, about("Messages in it.", 2)]
-    created_s: Annotated[float, about("When it began, in seconds since 1970.", 1767225600.0)]
-    used_s: Annotated[float, about("When it was last used, the same.", 1767225600.0)]
-
-
 class Sessions(Struct):
     """Conversations of the caller's key."""
 
-    sessions: Annotated[list[Session], about("The conversations, the most recently used first.")]
+    sessions: Annotated[
+        list[SessionInfo], about("The conversations, the most recently used first.")
+    ]
 
 
-class SessionMessage(Struct):
-    """What the user said, or what was answered."""
-
-    role: Annotated[str, about('Who speaks: "user" or "assistant".', "user")]
-    content: Annotated[str, about("What was said.", "Who is Anna?")]
-
-
-class WholeSession(Session, kw_only=True):
+class WholeSession(SessionInfo, frozen=True, kw_only=True):
     """A conversation with its messages."""
 
-    messages: Annotated[list[SessionMessage], about("The messages, the oldest first.")]
+    messages: Annotated[Sequence[Message], about("The messages, the oldest first.")]
 
 
 class KeptRow(Struct):

@@ -1,4 +1,4 @@
-"""MIA4 requests as requests for the service, and what the server says about its models. Pure."""
+"""What a request asks for, from its body, its model's passport and the configuration. Pure."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -7,62 +7,35 @@ from typing import Any, Final
 
 import msgspec
 
+from kqview.chat.reasoning import THINK_TAGS, Split
 from kqview.chat.turn import Reading
 from kqview.engine import Engine
 from kqview.errors import RequestError
-from kqview.server import config
 from kqview.server.api.wire.attention_field import ATTENTION_NAMES, Attention, attention_of
 from kqview.server.api.wire.chat import ChatRequest, prepare, prompt_of
+from kqview.server.api.wire.fields import first
 from kqview.server.api.wire.mods_field import mods_of
-from kqview.server.apps.conversation_store import Message, SessionInfo
-from kqview.server.apps.mia4 import passport, persona, schema
-from kqview.server.apps.mia4.answer import drops_reasoning, passport_values, split_for
+from kqview.server.apps.conversation_store import Message
+from kqview.server.apps.mia4 import passport, schema
 from kqview.server.apps.mia4.passport import Known
-from kqview.server.apps.mia4.sampling import MAX_TOKENS, Merged, merge
-from kqview.server.errors import Answer, Unprocessable
+from kqview.server.apps.mia4.persona import PersonaText
+from kqview.server.apps.mia4.sampling import MAX_TOKENS, REASONING_MAX_TOKENS, Merged, merge
+from kqview.server.config import MARKER, Llm, Model, Passport
+from kqview.server.errors import Unprocessable
 from kqview.server.models.request import AttentionWanted, GenerateRequest
-from kqview.server.models.row_cache import CachedRows, PromptText
+from kqview.server.models.row_cache import PromptText
 from kqview.server.settings import Settings
 from kqview.stop_strings import TextStream
 from kqview.types.sampling import OPTIONS
 
-Object = dict[str, Any]
 Fit = Callable[[Callable[[Sequence[Message]], int], int], Sequence[Message]]
-"""As `kqview.server.apps.conversations.Turn.fit`."""
+"""As `kqview.server.apps.conversations.ConversationTurn.fit`."""
 
 _OVERRIDES: Final = "overrides"
-_ERROR_TYPES: Final[Mapping[int, str]] = {
-    401: "unauthorized", 403: "forbidden", 404: "not_found", 408: "timeout", 409: "conflict",
-    413: "too_large", 429: "rate_limited", 501: "not_supported", 503: "unavailable",
-    504: "timeout", 507: "out_of_space",
-}  # fmt: skip
-
-
-def error_type_of(answer: Answer) -> str:
-    """What kind of failure it is."""
-    if (answer.status, answer.code) == (404, "NO_MODEL"):
-        return "model_not_found"
-    by_status = "server_error" if answer.status >= 500 else "invalid_request"
-    return _ERROR_TYPES.get(answer.status, by_status)
-
-
-def error_body(answer: Answer) -> Object:
-    """A failure before a stream began."""
-    body: Object = {
-        "code": answer.code, "error_type": error_type_of(answer), "message": answer.message,
-    }  # fmt: skip
-    if answer.parameter is not None:
-        body["field"] = answer.parameter
-    if answer.n_prompt_tokens is not None:
-        body |= {"prompt_tokens": answer.n_prompt_tokens, "context_length": answer.n_ctx}
-    return {**body, **answer.figures}
-
-
-# ---- what a request asks for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class TurnPlan:
     """What a request asks for, ready to run.
 
     Attributes:
@@ -96,12 +69,12 @@ def plan_of(
     request_id: str,
     engine: Engine,
     settings: Settings,
-    llm: config.Llm,
-    model: config.Model,
+    llm: Llm,
+    model: Model,
     max_context: int,
-    persona: persona.Text | None = None,
+    persona: PersonaText | None = None,
     fit: Fit = lambda count, n_most: (),
-) -> Plan:
+) -> TurnPlan:
     """What *body* asks for; any thread, because a template may take seconds.
 
     Args:
@@ -113,7 +86,8 @@ def plan_of(
         model: What is configured for this one.
         max_context: Longest prompt in tokens.
         persona: Text after the system prompt.
-        fit: `Turn.fit` of the conversation that it continues; without one nothing precedes it.
+        fit: `ConversationTurn.fit` of the conversation that it continues; without one, nothing
+            precedes it.
 
     Raises:
         RequestError: Or one of its kinds, or Unprocessable: it cannot work.
@@ -121,13 +95,22 @@ def plan_of(
     custom = dict(body.overrides or {})
     attention = _attention(custom.pop("attention", None), settings)
     preset, of_preset = _preset(custom.pop("reasoning_preset", None), llm)
-    merged = _merged(passport_values(llm, model.passport), of_preset, custom, settings)
+    try:
+        merged = merge(
+            passport_values(llm, model.passport), of_preset, custom, settings.sampling_defaults
+        )
+    except Unprocessable as error:
+        name = f"{_OVERRIDES}.{error.parameter}"
+        raise Unprocessable(f"{_OVERRIDES}.{error}", parameter=name) from None
     most = min(settings.max_tokens, merged.max_tokens or settings.max_tokens)
     merged = replace(merged, max_tokens=most, values=merged.values | {MAX_TOKENS: most})
-    system = _joined([system_text_of(model), persona and persona.text])
+    texts = (model.system_prompt and model.system_prompt.text, persona and persona.text)
+    system = "\n\n".join(text for text in texts if text)
 
     def chat_with(history: Sequence[Message]) -> ChatRequest:
-        return replace(chat, messages=_messages(system, history, body.prompt))
+        head = [{"role": "system", "content": system}] if system else []
+        said = [{"role": one.role, "content": one.content} for one in history]
+        return replace(chat, messages=[*head, *said, {"role": "user", "content": body.prompt}])
 
     chat = ChatRequest(
         messages=(),
@@ -147,7 +130,7 @@ def plan_of(
     work = prepare(engine, chat_with(history))
     ids = work.request.prompt
     assert not isinstance(ids, str)  # a chat's prompt is tokenized
-    return Plan(
+    return TurnPlan(
         request=work.request,
         ids=ids,
         reading=work.reading,
@@ -168,16 +151,6 @@ _NAMES: Final = {
     "stop": "llm.stop",
     "messages": "prompt",
 }
-
-
-def _joined(texts: Sequence[str | None]) -> str:
-    return "\n\n".join(text for text in texts if text)
-
-
-def _messages(system: str, history: Sequence[Message], prompt: str) -> list[Mapping[str, Any]]:
-    first = [{"role": "system", "content": system}] if system else []
-    said = [{"role": one.role, "content": one.content} for one in history]
-    return [*first, *said, {"role": "user", "content": prompt}]
 
 
 def _prompt_text(engine: Engine, ids: Sequence[int]) -> PromptText:
@@ -205,7 +178,7 @@ def _attention(value: object, settings: Settings) -> AttentionWanted | None:
         ) from None
 
 
-def _preset(name: object, llm: config.Llm) -> tuple[str | None, Mapping[str, Any]]:
+def _preset(name: object, llm: Llm) -> tuple[str | None, Mapping[str, Any]]:
     if name is None:
         return None, {}
     if not isinstance(name, str) or name not in llm.reasoning_presets:
@@ -217,90 +190,68 @@ def _preset(name: object, llm: config.Llm) -> tuple[str | None, Mapping[str, Any
     return name, llm.reasoning_presets[name]
 
 
-def _merged(
-    of_passport: Mapping[str, Any],
-    of_preset: Mapping[str, Any],
-    custom: Mapping[str, Any],
-    settings: Settings,
-) -> Merged:
-    try:
-        return merge(of_passport, of_preset, custom, settings.sampling_defaults)
-    except Unprocessable as error:
-        raise Unprocessable(
-            f"{_OVERRIDES}.{error}", parameter=f"{_OVERRIDES}.{error.parameter}"
-        ) from None
-
-
-# ---- what is known of a model
-
-
-def system_text_of(model: config.Model) -> str | None:
-    """The text of a model's system prompt, None without one."""
-    return None if model.system_prompt is None else model.system_prompt.text
-
-
-def system_prompt_of(model: config.Model) -> Known | None:
+def system_prompt_of(model: Model) -> Known | None:
     """Identity of a model's system prompt, None without one."""
-    text = system_text_of(model)
-    if text is None or model.system_prompt is None:
+    prompt = model.system_prompt
+    if prompt is None or prompt.text is None:
         return None
-    return passport.text_of(text, model.system_prompt.version)
+    return passport.text_of(prompt.text, prompt.version)
 
 
-def card_of(
-    id_: str, model: config.Model, *, context_length: int | None, state: Mapping[str, Any]
-) -> Object:
-    """A model in the list of ``GET /models``."""
-    prompt = system_prompt_of(model)
-    return {
-        "id": id_,
-        "role": model.role,
-        "capabilities": list(model.capabilities),
-        "context_length": context_length,
-        "flags": msgspec.to_builtins(model.flags),
-        "passport": msgspec.to_builtins(passport.passport_of(model.passport)),
-        **({} if prompt is None else {"system_prompt": msgspec.to_builtins(prompt)}),
-        **state,
-    }
+# ---- how its answer is read
 
 
-# ---- attention that is kept
+def split_for(
+    llm: Llm, passport: Passport, prompt: str, source: str, end: str, found: Split
+) -> Split:
+    """How the answer marks its reasoning; bound to the first three it is a `ChooseSplit`.
+
+    The first of these that applies:
+
+    1. The channels of Harmony, or ``<think>`` and its like, if the model's chat template has them;
+       unless the passport names a marker.
+    2. Tags, with the marker as their fallback, if ``llm.prompt.harmony`` is enabled.
+    3. The marker, if the configuration names one or the prompt contains the default one. An answer
+       is then held until the marker comes, so no model is suspected of it that was not told to.
+    4. ``<think>`` and its like, should the answer begin with them.
+
+    Args:
+        llm: What holds for all models.
+        passport: The model's own.
+        prompt: All text that the model is given.
+        source: Its chat template.
+        end: The end of the rendered prompt.
+        found: The split that template and prompt suggest.
+    """
+    own = passport.postproc.reasoning.marker
+    given = first(own, llm.postproc.reasoning.marker)
+    harmony = llm.prompt.harmony
+    has_tags = found.opened is not None or any(
+        mark in source for pair in THINK_TAGS.items() for mark in pair
+    )
+    if found.mode == "harmony" or (has_tags and own is None):
+        return found
+    marker: str = first(given, MARKER)
+    if harmony.enabled:
+        opening = f"<{harmony.analysis_tag}>"
+        return Split(
+            mode="tags",
+            opened=opening if end.rstrip().endswith(opening) else None,
+            tags=(harmony.analysis_tag, harmony.final_tag),
+            marker=marker,
+        )
+    if given is not None or marker in prompt:
+        return Split(mode="marker", marker=marker)
+    return found
 
 
-def kept_attention(request_id: str, rows: CachedRows) -> schema.KeptAttention:
-    """The list of rows that are kept of a request."""
-    [n_left_out] = rows.n_left_out
-    wanted = rows.wanted
-    return schema.KeptAttention(
-        request_id=request_id, values=wanted.kind, format=wanted.format, dtype=wanted.dtype,
-        layers=rows.layers, n_left_out=n_left_out,
-        rows=[
-            schema.KeptRow(n, row.token_id, row.text, row.shape) for n, row in rows.shown(0)
-        ],
-    )  # fmt: skip
+def passport_values(llm: Llm, passport: Passport) -> Mapping[str, Any]:
+    """The level "passport" of `merge`: sampling, and the limit of reasoning."""
+    most = first(passport.postproc.reasoning.max_tokens, llm.postproc.reasoning.max_tokens)
+    return {REASONING_MAX_TOKENS: most, **passport.sampling}
 
 
-def kept_prompt(request_id: str, prompt: PromptText) -> schema.Prompt:
-    """The prompt of a request."""
-    return schema.Prompt(request_id, prompt.ids, prompt.texts)
-
-
-# ---- conversations
-
-
-def sessions_of(found: Sequence[SessionInfo]) -> schema.Sessions:
-    """The list of conversations."""
-    return schema.Sessions([schema.Session(**_session_fields(one)) for one in found])
-
-
-def whole_session_of(info: SessionInfo, messages: Sequence[Message]) -> schema.WholeSession:
-    """A conversation with its messages."""
-    said = [schema.SessionMessage(one.role, one.content) for one in messages]
-    return schema.WholeSession(**_session_fields(info), messages=said)
-
-
-def _session_fields(info: SessionInfo) -> Object:
-    return {
-        "session_id": info.id, "title": info.title, "model": info.model,
-        "n_messages": info.n_messages, "created_s": info.created_s, "used_s": info.used_s,
-    }  # fmt: skip
+def drops_reasoning(llm: Llm, passport: Passport) -> bool:
+    """Whether reasoning is neither sent nor stored."""
+    own = passport.postproc.reasoning.drop_from_history
+    return first(own, llm.postproc.reasoning.drop_from_history, True)
