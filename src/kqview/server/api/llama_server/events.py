@@ -11,8 +11,9 @@ from msgspec import UNSET
 
 from kqview.server.api.llama_server import schema
 from kqview.server.api.llama_server.convert import Plan, fields_of, stop_type
-from kqview.server.api.wire.llama_fields import Clock, error_body, prompt_progress, timings
+from kqview.server.api.wire.failures import error_body
 from kqview.server.api.wire.mods_field import removed, tool_calls_of
+from kqview.server.api.wire.timings import Clock, prompt_progress, timings
 from kqview.server.errors import Answer
 from kqview.server.models.run import Removal, Run, Step
 from kqview.stop_strings import ShownText

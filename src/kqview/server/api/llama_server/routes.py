@@ -16,13 +16,8 @@ from kqview.server.api.llama_server import (
     slots,
 )
 from kqview.server.api.wire.chat import prompt_of
-from kqview.server.api.wire.llama_fields import (
-    Failure,
-    LlamaFields,
-    LoraScale,
-    error_body,
-    with_defaults,
-)
+from kqview.server.api.wire.failures import FailureBody, error_body
+from kqview.server.api.wire.llama_fields import LlamaFields, LoraScale, with_defaults
 from kqview.server.api.wire.prompts import ids_of, ids_of_each, prompts_of
 from kqview.server.errors import NotSupported
 from kqview.server.models.service import OFFLOAD_BYTES, Call
@@ -203,7 +198,7 @@ def _operation(
     more.setdefault("model", "named")
     return Operation(
         method=method, path=path, handler=handler, tag="llama-server", summary=summary,
-        error_body=error_body, failure=Failure, **more,
+        error_body=error_body, failure=FailureBody, **more,
     )  # fmt: skip
 
 
@@ -231,7 +226,7 @@ _EVENTS: Final = (
         {"content": "", "has_new_line": False, "truncated": False},
         type=schema.Completion,
     ),
-    Sample("server", "A failure, in place of the end", type=Failure),
+    Sample("server", "A failure, in place of the end", type=FailureBody),
 )  # fmt: skip
 
 OPERATIONS: Final[list[Operation]] = [

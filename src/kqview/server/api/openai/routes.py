@@ -16,7 +16,8 @@ from kqview.server.api.openai import convert, events, schema
 from kqview.server.api.wire.attention_field import AttentionWriter, ReplyLists, keeps
 from kqview.server.api.wire.chat import ID_BYTES, LARGE, collected
 from kqview.server.api.wire.event_parts import PROMPT_ROWS, TOKEN_ROW
-from kqview.server.api.wire.llama_fields import Failure, error_body, with_defaults
+from kqview.server.api.wire.failures import FailureBody, error_body
+from kqview.server.api.wire.llama_fields import with_defaults
 from kqview.server.api.wire.prompts import ids_of_each, prompts_of
 from kqview.server.errors import NotFound, NotSupported, renamed
 from kqview.server.models.row_cache import CachedRow, CachedRows
@@ -231,7 +232,7 @@ async def embeddings(call: Call, body: schema.EmbeddingsBody) -> HttpReply:
 def _operation(method: Any, path: str, handler: Handler, summary: str, **more: Any) -> Operation:
     return Operation(
         method=method, path=path, handler=handler, tag="openai", summary=summary,
-        error_body=error_body, failure=Failure, **more,
+        error_body=error_body, failure=FailureBody, **more,
     )  # fmt: skip
 
 
@@ -262,7 +263,7 @@ def _chunks(
             type=type,
         ),
         Sample("server", "The mark of the end", "[DONE]"),
-        Sample("server", "A failure, in place of the end", type=Failure),
+        Sample("server", "A failure, in place of the end", type=FailureBody),
     )  # fmt: skip
 
 

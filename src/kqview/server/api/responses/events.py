@@ -23,14 +23,8 @@ from kqview.server.api.responses.schema import (
 )
 from kqview.server.api.wire.chat import AnswerWriter, ChatRemoved, Part
 from kqview.server.api.wire.event_parts import PromptAttention, TokenAttention
-from kqview.server.api.wire.llama_fields import (
-    Clock,
-    Progress,
-    Timings,
-    prompt_progress,
-    timings_of,
-)
 from kqview.server.api.wire.logprobs import LOGPROB_BYTES
+from kqview.server.api.wire.timings import Clock, Progress, Timings, prompt_progress, timings
 from kqview.server.errors import Answer
 from kqview.server.models.run import Run
 from kqview.server.web.described import about
@@ -287,7 +281,9 @@ class ResponseWriter(AnswerWriter):
     def _ended(self, run: Run) -> list[Struct]:
         response = self.message(run)
         kind: Any = f"response.{response.status}"
-        return [ResponseState(type=kind, response=response, timings=timings_of(run))]
+        return [
+            ResponseState(type=kind, response=response, timings=timings(run.generations[0].usage))
+        ]
 
     def error(self, run: Run | None, answer: Answer) -> list[bytes]:
         """What went wrong."""

@@ -6,7 +6,7 @@ from kqview.server.api.responses import events, schema
 from kqview.server.api.responses.convert import chat_of, request_of
 from kqview.server.api.wire.chat import answered, counted, named_sample
 from kqview.server.api.wire.event_parts import PROMPT_ROWS, TOKEN_ROW
-from kqview.server.api.wire.llama_fields import Failure, error_body
+from kqview.server.api.wire.failures import FailureBody, error_body
 from kqview.server.models.service import Call
 from kqview.server.models.stream import Events
 from kqview.server.web.endpoint import HttpReply, Operation
@@ -28,7 +28,7 @@ async def count_tokens(call: Call, body: schema.InputBody) -> schema.InputTokens
 def _post(path: str, handler: Any, **more: Any) -> Operation:
     return Operation(
         method="POST", path=f"/v1{path}", also=(path,), handler=handler, tag="openai",
-        error_body=error_body, failure=Failure, **more,
+        error_body=error_body, failure=FailureBody, **more,
     )  # fmt: skip
 
 

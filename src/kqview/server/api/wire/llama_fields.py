@@ -1,4 +1,4 @@
-"""What the API of llama.cpp's server and OpenAI's share: request fields, timings, errors.
+"""Fields of requests that the API of llama.cpp's server and OpenAI's share.
 
 Pure. A dialect's body extends `LlamaFields`; `sampling_of` turns it into a `Sampling`. Null and
 absent fields take the defaults of `OPTIONS`, which are llama.cpp's. As in llama.cpp's server, some
@@ -11,23 +11,20 @@ left out are off. Fields that change only how llama.cpp computes (``backend_samp
 
 import math
 import re
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from types import MappingProxyType
 from typing import Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import Struct
 
 from kqview.errors import InvalidSampling, InvalidToken, RequestError
 from kqview.server.api.wire.fields import FieldTable, SamplingFields, Stops, first
 from kqview.server.api.wire.mods_field import ModsField, mods_of_model
-from kqview.server.errors import Answer, NotSupported
-from kqview.server.models.run import Run
+from kqview.server.errors import NotSupported
 from kqview.server.settings import Settings
 from kqview.server.web.described import example
-from kqview.types import Sampling, Usage
+from kqview.types import Sampling
 from kqview.types.sampling import OPTIONS, SAMPLERS, TRUNCATIONS
 
 # Long lists, which are checked on the event loop, hold others up.
@@ -288,6 +285,7 @@ def options_of(fields: LlamaFields, settings: Settings) -> dict[str, Any]:
     has_mods, mods = settings.mods_dir is not None, ()
     if has_mods or fields.mods:
         mods = mods_of_model(fields.mods, getattr(fields, "model", None), has_mods=has_mods)
+    has_mods = settings.mods_dir is not None
     return {
         "slot": None if fields.id_slot == -1 else fields.id_slot,
         # Adapters that are left out have 0.
@@ -356,188 +354,3 @@ def _sampler_names(samplers: Sequence[str] | str) -> frozenset[str]:
         return frozenset(_SAMPLER_LETTERS.get(letter, letter) for letter in samplers)
     plain = (name.replace("-", "").replace("_", "") for name in samplers)
     return frozenset(_SAMPLER_NAMES.get(name, name) for name in plain)
-
-
-# ---- replies
-
-
-class Timings(Struct, kw_only=True):
-    """What a generation cost; rates are 0 where nothing was computed.
-
-    Attributes:
-        cache_n: Tokens of the prompt that were in the cache.
-        prompt_n: Tokens of the prompt that were evaluated.
-        prompt_ms: Milliseconds of that.
-        prompt_per_token_ms: Milliseconds for each of them.
-        prompt_per_second: Such tokens a second.
-        predicted_n: Tokens that were generated.
-        predicted_ms: Milliseconds of that.
-        predicted_per_token_ms: Milliseconds for each of them but the first, which the prompt gives.
-        predicted_per_second: Such tokens a second.
-    """
-
-    cache_n: Annotated[int, example(0)]
-    prompt_n: Annotated[int, example(12)]
-    prompt_ms: Annotated[float, example(8.5)]
-    prompt_per_token_ms: Annotated[float, example(0.7)]
-    prompt_per_second: Annotated[float, example(1411.8)]
-    predicted_n: Annotated[int, example(20)]
-    predicted_ms: Annotated[float, example(40.0)]
-    predicted_per_token_ms: Annotated[float, example(2.0)]
-    predicted_per_second: Annotated[float, example(500.0)]
-
-
-def timings_of(run: Run, sample: int = 0) -> Timings:
-    """Timings of a generation of *run*, whole once it has ended."""
-    return timings(run.generations[sample].usage)
-
-
-def timings(usage: Usage) -> Timings:
-    """Timings of *usage*; rates are 0 where nothing was computed."""
-    n_prompt = usage.prompt_tokens - usage.cached_tokens
-    n = max(0, usage.completion_tokens - 1)
-    return Timings(
-        cache_n=usage.cached_tokens,
-        prompt_n=n_prompt,
-        prompt_ms=1000 * usage.prefill_s,
-        prompt_per_token_ms=_ratio(1000 * usage.prefill_s, n_prompt),
-        prompt_per_second=_ratio(n_prompt, usage.prefill_s),
-        predicted_n=usage.completion_tokens,
-        predicted_ms=1000 * usage.decode_s,
-        predicted_per_token_ms=_ratio(1000 * usage.decode_s, n),
-        predicted_per_second=_ratio(n, usage.decode_s),
-    )
-
-
-def _ratio(total: float, n: float) -> float:
-    return total / n if n > 0 else 0.0
-
-
-class Clock:
-    """Timings of a generation while it runs."""
-
-    def __init__(self, sample: int = 0) -> None:
-        """Begin with generation *sample* of a run."""
-        self._sample = sample
-        self.first_s: float | None = None
-        """When its first token came, in seconds of ``time.monotonic``; None before."""
-
-    def note(self) -> None:
-        """Note that a token came."""
-        if self.first_s is None:
-            self.first_s = time.monotonic()
-
-    def timings(self, run: Run) -> Timings:
-        """So far; whole once the run has ended."""
-        usage = run.generations[self._sample].usage
-        if run.is_over or self.first_s is None:
-            return timings(usage)
-        prefill_s, decode_s = self.first_s - run.started_s, time.monotonic() - self.first_s
-        return timings(replace(usage, prefill_s=prefill_s, decode_s=decode_s))
-
-
-class Progress(Struct):
-    """How much of a prompt is evaluated.
-
-    Attributes:
-        total: Tokens of the prompt.
-        cache: Those that were in the cache.
-        processed: Those that are evaluated or were in the cache.
-        time_ms: Milliseconds of that.
-    """
-
-    total: Annotated[int, example(12)]
-    cache: Annotated[int, example(0)]
-    processed: Annotated[int, example(12)]
-    time_ms: Annotated[int, example(8)]
-
-
-def prompt_progress(spent: Timings) -> list[tuple[Progress, Timings]]:
-    """How far a prompt was, and what it had cost, when its evaluation began and when it ended.
-
-    *spent* are the timings at the first token, which is when both are known.
-    """
-    n, cached = spent.cache_n + spent.prompt_n, spent.cache_n
-    begun = timings(Usage(prompt_tokens=cached, cached_tokens=cached))
-    ended = timings(Usage(n, cached, prefill_s=spent.prompt_ms / 1000))
-    return [
-        (Progress(n, cached, cached, 0), begun),
-        (Progress(n, cached, n, int(spent.prompt_ms)), ended),
-    ]
-
-
-# ---- errors
-
-_TYPES: Final[Mapping[int, str]] = MappingProxyType(
-    {
-        401: "authentication_error", 403: "permission_error", 404: "not_found_error",
-        405: "not_found_error", 501: "not_supported_error", 503: "unavailable_error",
-    }
-)  # fmt: skip
-
-
-class FailureFacts(Struct, kw_only=True):
-    """What went wrong.
-
-    Attributes:
-        code: Status.
-        message: What was wrong, what the limit is and what to do.
-        type: Kind of the failure for programs.
-        param: The field that is wrong; null if no single one is known.
-        n_prompt_tokens: Tokens of a prompt that is too long.
-        n_ctx: The most that it may have.
-    """
-
-    code: Annotated[int, example(400)]
-    message: Annotated[str, example("top_k is -5")]
-    type: Annotated[str, example("invalid_request_error")]
-    param: Annotated[str | None, example("top_k")]
-    n_prompt_tokens: Annotated[int | UnsetType, example(3000)] = UNSET
-    n_ctx: Annotated[int | UnsetType, example(2048)] = UNSET
-
-
-class Failure(Struct, kw_only=True):
-    """A failure, also as the last event of a stream.
-
-    Attributes:
-        error: What went wrong.
-    """
-
-    error: FailureFacts
-
-
-def error_type(answer: Answer) -> str:
-    """llama.cpp's name for a kind of failure."""
-    if answer.code == "CONTEXT_TOO_LONG":
-        return "exceed_context_size_error"
-    by_status = "server_error" if answer.status >= 500 else "invalid_request_error"
-    return _TYPES.get(answer.status, by_status)
-
-
-def error_body(answer: Answer) -> dict[str, Any]:
-    """A failure in the form of llama.cpp's server and OpenAI."""
-    return {
-        "error": {
-            "code": answer.status,
-            "message": _message(answer),
-            "type": error_type(answer),
-            "param": answer.parameter,
-            **_sizes(answer),
-        }
-    }
-
-
-def _message(answer: Answer) -> str:
-    """The message; clients know a prompt that is too long by these words of it."""
-    if answer.n_prompt_tokens is None or answer.n_ctx is None:
-        return answer.message
-    return (
-        f"the request ({answer.n_prompt_tokens} tokens) exceeds the available context size "
-        f"({answer.n_ctx} tokens): {answer.message}"
-    )
-
-
-def _sizes(answer: Answer) -> dict[str, int]:
-    if answer.n_prompt_tokens is None or answer.n_ctx is None:
-        return {}
-    return {"n_prompt_tokens": answer.n_prompt_tokens, "n_ctx": answer.n_ctx}
