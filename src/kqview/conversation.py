@@ -358,7 +358,7 @@ class Conversation:
         return ids + self._run_ids(run)
 
     def _run_ids(self, run: Sequence[Part]) -> list[int]:
-        text = "".join(part.text for part in run)
+        text = "".join([part.text for part in run])
         wanted = [self._control_ids[part.text] for part in run if part.is_special]
         ids = self._model.tokenize(encode("messages", text), False, True)
         if [i for i in ids if i in self._control_id_set] == wanted:

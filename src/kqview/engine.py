@@ -71,6 +71,7 @@ from kqview.vocabulary import Vocabulary
 
 _CHAT: Final = {**CHAT_DEFAULTS, **GENERATE_DEFAULTS}
 _MAP: Final = {"progress": False, "skip": (), "on_error": "raise", **GENERATE_DEFAULTS}
+_TOKENIZE: Final = {"add_special": True, "parse_special": True, "offsets": False}
 _TEXT: Final = {"priority": 0, "add_special": True, "parse_special": True}
 _EMBED: Final = {"normalize": True, **_TEXT}
 _SCORE: Final = {"last": None, "top_logprobs": None, "lora": None, **_TEXT}
@@ -515,14 +516,15 @@ class Engine(NamesMethods):
         offsets: Literal[True],
     ) -> Tokenized: ...
 
-    @names_options("tokenize")
+    @lists_options("tokenize", _TOKENIZE, first="text")
     def tokenize(
         self,
         text: str | bytes,
         *,
-        add_special: bool = True,
-        parse_special: bool = True,
-        offsets: bool = False,
+        add_special: bool | None = True,
+        parse_special: bool | None = True,
+        offsets: bool | None = False,
+        **unknown: Never,
     ) -> list[int] | Tokenized:
         """Convert *text* to token ids; any thread, even during generation.
 
@@ -544,7 +546,14 @@ class Engine(NamesMethods):
                 *offsets* is true, and the vocabulary changes the text in a way that cannot be
                 followed.
         """
-        return self._vocabulary.tokenize(text, add_special, parse_special, offsets)
+        for name in unknown:
+            raise unknown_option("tokenize", name, _TOKENIZE)
+        return self._vocabulary.tokenize(
+            text,
+            True if add_special is None else add_special,
+            True if parse_special is None else parse_special,
+            offsets or False,
+        )
 
     def detokenize(
         self,

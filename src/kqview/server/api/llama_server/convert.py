@@ -129,7 +129,10 @@ def plan_of(
     n = min(wanted, settings.max_tokens)
     sampling = sampling_of(body, tokenize=tokenize)
     (ids, _), *more = prompts
-    names = names_of(body)
+    names, budget, forcing = names_of(body), reasoning_budget_of(body), None
+    if budget is not None:
+        texts = [text for _, text in prompts]
+        forcing = cap_of_texts(budget, texts, sampling, max_tokens=max(n, 1), names=names)
     request = GenerateRequest(
         prompt=ids,
         more_prompts=tuple(ids for ids, _ in more),
@@ -138,13 +141,7 @@ def plan_of(
         request_id=request_id,
         n_samples=n_samples_of(body),
         names=names,
-        forcing=cap_of_texts(
-            reasoning_budget_of(body),
-            [text for _, text in prompts],
-            sampling,
-            max_tokens=max(n, 1),
-            names=names,
-        ),
+        forcing=forcing,
         **options_of(body, settings),
     )
     return Plan(

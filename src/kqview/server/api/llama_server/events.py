@@ -193,7 +193,7 @@ class CompletionEvents:
             timings=timings(replace(usage, completion_tokens=n_predicted)),
             completion_probabilities=UNSET if is_stream or not sample.logprobs else shown,
         )
-        calls = tool_calls_of(generation)
+        calls = {} if generation.tool_calls is None else tool_calls_of(generation)
         if not plan.body.response_fields and not calls:
             return reply
         fields = msgspec.structs.asdict(reply) | {"timings": msgspec.to_builtins(reply.timings)}

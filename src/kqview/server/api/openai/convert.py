@@ -244,6 +244,9 @@ def completion_plan(
             texts = [p if isinstance(p, str) else engine.detokenize(p) for p in prompts]
         except RequestError as error:
             raise renamed(error, {"ids": "prompt"}) from None
+    forcing = None
+    if budget is not None:
+        forcing = cap_of_texts(budget, texts, sampling, max_tokens=max_tokens, names=names)
     request = GenerateRequest(
         prompt=prompts[0],
         more_prompts=prompts[1:],
@@ -253,7 +256,7 @@ def completion_plan(
         attention=attention_of(body.attention, settings),
         n_samples=n_samples,
         names=names,
-        forcing=cap_of_texts(budget, texts, sampling, max_tokens=max_tokens, names=names),
+        forcing=forcing,
         **options_of(body, settings),
     )
     return CompletionPlan(

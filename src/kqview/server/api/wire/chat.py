@@ -157,7 +157,8 @@ def with_fields(
     if json_schema is None and body.json_schema is not None:
         json_schema, names = body.json_schema, {**names, "json_schema": "json_schema"}
     # `prepare` decides how the answer is held to its schema.
-    sampling = replace(sampling, json_schema=None)
+    if sampling.json_schema is not None:
+        sampling = replace(sampling, json_schema=None)
     budget = first(reasoning_budget_of(body), chat.reasoning_budget)
     if budget is None and settings.reasoning_budget >= 0:
         budget = default_budget(sampling, settings)

@@ -122,7 +122,10 @@ class FieldTable:
 
 def first(*values: Any) -> Any:
     """The first value that is not None, None if all are."""
-    return next((value for value in values if value is not None), None)
+    for value in values:
+        if value is not None:
+            return value
+    return None
 
 
 def tuple_of(values: list[Any] | None) -> tuple[Any, ...] | None:

@@ -53,7 +53,7 @@ def _grammar_of(sampling: Sampling) -> str | None:
 
 
 def cap_of(
-    most: int | None,
+    most: int,
     split: Split,
     sampling: Sampling,
     *,
@@ -63,7 +63,7 @@ def cap_of(
     """A limit for the reasoning of a request, None if it cannot be reached.
 
     Args:
-        most: Most tokens of reasoning, None for any number.
+        most: Most tokens of reasoning.
         split: How the answer marks its reasoning.
         sampling: As the client wants it, without a grammar that knows of the reasoning.
         max_tokens: Most tokens of the answer and its reasoning.
@@ -72,7 +72,7 @@ def cap_of(
     Raises:
         RequestError: The client's own grammar decides what follows.
     """
-    if most is None or split.mode == "none" or most >= max_tokens:
+    if split.mode == "none" or most >= max_tokens:
         return None
     name = _grammar_of(sampling)
     if name is not None:
@@ -85,7 +85,7 @@ def cap_of(
 
 
 def cap_of_texts(
-    most: int | None,
+    most: int,
     prompts: Sequence[str],
     sampling: Sampling,
     *,
@@ -97,8 +97,6 @@ def cap_of_texts(
     Raises:
         RequestError: As `cap_of`, or only some of the prompts open reasoning.
     """
-    if most is None:
-        return None
     opened = {opened_by(prompt) for prompt in prompts}
     if len(opened) > 1:
         raise _refused(

@@ -152,9 +152,11 @@ def dense(wanted: AttentionWanted, rows: Attention) -> tuple[Array, tuple[int, .
         n_context)``, and the second value is the heads of each layer; else it is None.
     """
     if wanted.format == "per_layer":
-        if isinstance(rows, tuple) and wanted.reduce_heads is None:
+        if not isinstance(rows, tuple):
+            return rows, None
+        if wanted.reduce_heads is None:
             return np.concatenate(rows)[None], tuple(map(len, rows))
-        return _stacked(rows), None
+        return np.stack(rows), None
     stacked = _stacked(rows)
     if wanted.aggregation == "weighted_layers":
         stacked = np.tensordot(wanted.weights(len(stacked)), stacked, axes=1)
