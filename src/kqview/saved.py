@@ -17,8 +17,7 @@ JSON, so other programs read it without kqview:
     n_hidden, ...       as n_columns, of each of the other arrays
     metadata["kqview"]  JSON: schema, id, texts, capture, model, finish_reason, usage, prompt_key
 
-An array that no token has a value for is left out; `_COLUMNS` is the table of them. Schema 1 had
-neither the arrays from logits on nor n_hidden: each token has hidden states there, or none.
+An array that no token has a value for is left out; `_COLUMNS` is the table of them.
 
 The attention of a prompt is a file of its own, in which ids are the prompt's:
 
@@ -38,6 +37,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from itertools import count, takewhile
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, BinaryIO, Final, NamedTuple, Protocol, cast, runtime_checkable
 from urllib.parse import quote, unquote
@@ -159,7 +159,7 @@ class _Taken:
 
 
 @dataclass(frozen=True, slots=True)
-class _Column:
+class _TokenColumn:
     """One value of a token, and the two arrays of a file that hold it for all tokens.
 
     The values have any number of axes, of which only the last one may differ from token to token.
@@ -179,44 +179,25 @@ class _Column:
     def written(self, tokens: Sequence[Token]) -> dict[str, Array]:
         """The arrays of a file; none if no token has a value."""
         values = [self.take(token) for token in tokens]
-        present = [value for value in values if value is not None]
-        widths = np.array([_width(value) for value in values], np.int32)
-        if not present:
+        first = next((value for value in values if value is not None), None)
+        if first is None:
             return {}
-        if not isinstance(present[0], tuple):
+        widths = np.array([_width(value) for value in values], np.int32)
+        if not isinstance(first, tuple):
             return {self.name: _padded(values), self.widths: widths}
+        n_layers = len(cast("tuple[Array, ...]", first))
         arrays = {
             f"{self.name}.{i}": _padded([None if value is None else value[i] for value in values])
-            for i in range(len(present[0]))  # pyright: ignore[reportUnknownArgumentType]
+            for i in range(n_layers)
         }
         return {**arrays, self.widths: widths}
 
-    def read(self, arrays: Mapping[str, Array]) -> "_Values | None":
-        """The values in a file; None if it has none."""
-        values = _array(arrays, self.name)
-        if values is None:
-            return None
-        return _Values(values, arrays[self.widths])
 
-
-def _attribute(attribute: str, name: str, widths: str) -> _Column:
+def _attribute(attribute: str, name: str, widths: str) -> _TokenColumn:
     """The column of an attribute that is an array or a tuple of them."""
-
-    def take(token: Token) -> Any:
-        return getattr(token, attribute)
-
-    def put(token: Token, value: Any) -> None:
-        setattr(token, attribute, value)
-
-    return _Column(name, widths, take, put)
-
-
-def _take_logprob(token: Token) -> Array | None:
-    return None if token.logprob is None else np.array([token.logprob])
-
-
-def _put_logprob(token: Token, value: Array) -> None:
-    token.logprob = float(value[0])
+    return _TokenColumn(
+        name, widths, attrgetter(attribute), lambda token, value: setattr(token, attribute, value)
+    )
 
 
 def _take_top(token: Token) -> Array | None:
@@ -233,31 +214,34 @@ def _take_discarded(token: Token) -> Array | None:
     return np.array([gone.start, gone.stop], np.int32) if gone else None
 
 
-def _put_discarded(token: Token, value: Array) -> None:
-    token.discarded = range(int(value[0]), int(value[1]))
-
-
-def _take_forced(token: Token) -> Array | None:
-    return np.array([True]) if token.forced else None
-
-
-def _put_forced(token: Token, value: Array) -> None:
-    token.forced = bool(value[0])
-
-
 _COLUMNS: Final = (
     _attribute("attention", "rows", "n_columns"),
     _attribute("attention_positions", "positions", "n_columns"),
     _attribute("hidden", "hidden", "n_hidden"),
     _attribute("logits", "logits", "n_logits"),
-    _Column("logprob", "n_logprob", _take_logprob, _put_logprob),
-    _Column("top_logprobs", "n_top_logprobs", _take_top, _put_top),
-    _Column("discarded", "n_discarded", _take_discarded, _put_discarded),
-    _Column("forced", "n_forced", _take_forced, _put_forced),
+    _TokenColumn(
+        "logprob",
+        "n_logprob",
+        lambda token: None if token.logprob is None else np.array([token.logprob]),
+        lambda token, value: setattr(token, "logprob", float(value[0])),
+    ),
+    _TokenColumn("top_logprobs", "n_top_logprobs", _take_top, _put_top),
+    _TokenColumn(
+        "discarded",
+        "n_discarded",
+        _take_discarded,
+        lambda token, value: setattr(token, "discarded", range(int(value[0]), int(value[1]))),
+    ),
+    _TokenColumn(
+        "forced",
+        "n_forced",
+        lambda token: np.array([True]) if token.forced else None,
+        lambda token, value: setattr(token, "forced", bool(value[0])),
+    ),
 )
 
 
-class _Values(NamedTuple):
+class _TokenValues(NamedTuple):
     """The values of a column for all tokens.
 
     Attributes:
@@ -278,10 +262,10 @@ class _Values(NamedTuple):
         return self.arrays[i, ..., :n]
 
 
-def _width(value: Any) -> int:
+def _width(value: Array | tuple[Array, ...] | None) -> int:
     if value is None:
         return -1
-    return (value[0] if isinstance(value, tuple) else value).shape[-1]  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
+    return (value[0] if isinstance(value, tuple) else value).shape[-1]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -316,7 +300,7 @@ class Saved:
     heads: tuple[int, ...]
     model: Mapping[str, str]
     error: str | None
-    _values: Mapping[str, _Values] = field(repr=False)
+    _values: Mapping[str, _TokenValues] = field(repr=False)
     _column_texts: Mapping[int, str] = field(repr=False)
     prompt_attention: PromptBlock | None = None
 
@@ -773,9 +757,9 @@ def _saved(arrays: Mapping[str, Array], metadata: Mapping[str, Any]) -> Saved:
         model=metadata["model"],
         error=metadata["error"],
         _values={
-            column.name: values
+            column.name: _TokenValues(values, arrays[column.widths])
             for column in _COLUMNS
-            if not is_prompt and (values := column.read(arrays)) is not None
+            if not is_prompt and (values := _array(arrays, column.name)) is not None
         },
         _column_texts={int(key): text for key, text in metadata["column_texts"].items()},
         prompt_attention=_block(arrays, metadata["start"]) if is_prompt else None,
