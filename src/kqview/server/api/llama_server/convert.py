@@ -3,8 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
-from typing import Any, Final, cast
+from typing import Any, Final
 
 from kqview.errors import RequestError
 from kqview.server.api.llama_server import schema
@@ -26,17 +25,6 @@ from kqview.server.settings import Settings
 from kqview.types import Sampling
 from kqview.types.sampling import OPTIONS
 
-_STOP_TYPES: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "stop": "eos",
-        "stop_token": "eos",
-        "stop_sequence": "word",
-        "length": "limit",
-        "tool_calls": "eos",
-    }
-)
-
-
 _SHOWN: Final = [
     name
     for name, row in OPTIONS.items()
@@ -53,21 +41,21 @@ def tokenized(
     """The reply to a request to tokenize."""
     if not with_pieces:
         return schema.Tokenized(list(ids))
-    return schema.Tokenized([schema.Piece(id_, _piece(bytes_of(id_))) for id_ in ids])
-
-
-def _piece(data: bytes) -> str | list[int]:
-    try:
-        return data.decode()
-    except UnicodeDecodeError:
-        return list(data)
+    pieces: list[int | schema.TokenPiece] = []
+    for id_ in ids:
+        data = bytes_of(id_)
+        try:
+            pieces.append(schema.TokenPiece(id_, data.decode()))
+        except UnicodeDecodeError:
+            pieces.append(schema.TokenPiece(id_, list(data)))
+    return schema.Tokenized(pieces)
 
 
 # ---- a completion
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class CompletionPlan:
     """A completion that was asked for, and what its reply says of it.
 
     Attributes:
@@ -92,10 +80,6 @@ class Plan:
         """Whether only the prompt is evaluated: the one token that comes is not shown."""
         return self.most_tokens == 0
 
-    def prompt_of(self, sample: int) -> int:
-        """Index of the prompt of a sample."""
-        return sample // self.request.n_samples
-
 
 def plan_of(
     body: LlamaFields,
@@ -107,7 +91,7 @@ def plan_of(
     settings: Settings,
     tokenize: Callable[[str], Sequence[int]],
     ends: Sequence[int] = (),
-) -> Plan:
+) -> CompletionPlan:
     """What *body* asks for.
 
     Args:
@@ -129,8 +113,8 @@ def plan_of(
     n = min(wanted, settings.max_tokens)
     sampling = sampling_of(body, tokenize=tokenize)
     (ids, _), *more = prompts
-    names, budget, forcing = names_of(body), reasoning_budget_of(body), None
-    if budget is not None:
+    names, forcing = names_of(body), None
+    if (budget := reasoning_budget_of(body)) is not None:
         texts = [text for _, text in prompts]
         forcing = cap_of_texts(budget, texts, sampling, max_tokens=max(n, 1), names=names)
     request = GenerateRequest(
@@ -144,7 +128,7 @@ def plan_of(
         forcing=forcing,
         **options_of(body, settings),
     )
-    return Plan(
+    return CompletionPlan(
         body=body,
         request=request,
         model=model,
@@ -298,24 +282,3 @@ def infill_ids(
         *suffix[:n_suffix],
         fim["middle"],
     ]
-
-
-def stop_type(reason: str | None) -> str:
-    """llama.cpp's name for the end of a generation."""
-    return _STOP_TYPES.get(reason or "", "none")
-
-
-def fields_of(reply: Mapping[str, Any], paths: Sequence[str] | None) -> Mapping[str, Any]:
-    """*reply*, or those of its values that *paths* name; a slash leads into an object."""
-    if not paths:
-        return reply
-    found: dict[str, Any] = {}
-    for path in paths:
-        value: Any = reply
-        for name in path.split("/"):
-            if not isinstance(value, dict) or name not in value:
-                break
-            value = cast("dict[str, Any]", value)[name]
-        else:
-            found[path] = value
-    return found

@@ -1,16 +1,18 @@
 """Completions of llama.cpp's server while they come: events of a stream, or one reply. Pure."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import exp
-from typing import Any, Final
+from types import MappingProxyType
+from typing import Any, Final, cast
 
 import msgspec
 from msgspec import UNSET
 
+from kqview.generation.stream import Generation
 from kqview.server.api.llama_server import schema
-from kqview.server.api.llama_server.convert import Plan, fields_of, stop_type
+from kqview.server.api.llama_server.convert import CompletionPlan
 from kqview.server.api.wire.failures import error_body
 from kqview.server.api.wire.mods_field import removed, tool_calls_of
 from kqview.server.api.wire.timings import Clock, prompt_progress, timings
@@ -22,19 +24,33 @@ from kqview.types import PromptBlock, Token
 HEAD: Final = b"data: "
 """How an event begins; there is no other line in it."""
 _NEXT: Final = b"\n\n" + HEAD
+_TOKEN_BYTES: Final = 256  # of memory: an id, its text, its place in lists
+_LOGPROB_BYTES: Final = 512
+_STOP_TYPES: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "stop": "eos",
+        "stop_token": "eos",
+        "stop_sequence": "word",
+        "length": "limit",
+        "tool_calls": "eos",
+    }
+)
 
 
-class Sample:
+class CompletionText:
     """One text: what was sent of it, and what the reply says of it at its end."""
 
-    def __init__(self, index: int, stops: Sequence[str]) -> None:
-        """Begin the text of sample *index*; *stops* are not shown."""
+    def __init__(self, index: int, plan: CompletionPlan) -> None:
+        """Begin the text of sample *index*; stop texts are not shown."""
         self.index = index
+        i_prompt = index // plan.request.n_samples
+        self.prompt = plan.prompts[i_prompt]
+        self.n_prompt = plan.n_prompt[i_prompt]
         self.ids: list[int] = []
         self.logprobs: list[tuple[int, Any]] = []  # JSON, and where its text begins
         self.has_discarded = False
         self._n_text = 0
-        self.shown = ShownText(stops)
+        self.shown = ShownText(plan.request.sampling.stop)
         self.clock = Clock(index)
 
     def add(self, token: Token) -> str:
@@ -45,7 +61,7 @@ class Sample:
         self._n_text += len(token.text)
         return self.shown.feed(token.text)
 
-    def keep(self, token: Token, logprob: schema.TokenLogprob) -> None:
+    def keep(self, token: Token, logprob: schema.CompletionLogprob) -> None:
         """Keep the logprob of the token that was just added.
 
         As JSON: a large reply has objects enough for the garbage collector to stop the event loop.
@@ -64,12 +80,13 @@ class Sample:
 class CompletionEvents:
     """``data: {...}`` for each token, and for the end of each text; no ``[DONE]``."""
 
-    def __init__(self, plan: Plan, n_samples: int, bytes_of: Callable[[int], bytes]) -> None:
+    def __init__(
+        self, plan: CompletionPlan, n_samples: int, bytes_of: Callable[[int], bytes]
+    ) -> None:
         """Write what *plan* asks for; *bytes_of* gives the bytes of an id."""
         self._plan = plan
         self._bytes_of = bytes_of
-        stops = plan.request.sampling.stop
-        self._samples = [Sample(i, stops) for i in range(n_samples)]
+        self._samples = [CompletionText(i, plan) for i in range(n_samples)]
 
     # ---- a stream
 
@@ -135,28 +152,30 @@ class CompletionEvents:
 
     # ---- parts
 
-    def _added(self, run: Run, step: Step) -> tuple[Sample, str]:
+    def _added(self, run: Run, step: Step) -> tuple[CompletionText, str]:
         sample = self._samples[step.sample]
         text = sample.add(step.token)
         if sample.is_late(self._plan.body.t_max_predict_ms, text):
             run.generations[step.sample].cancel()
         return sample, text
 
-    def _text(self, run: Run, sample: Sample) -> str:
+    def _text(self, run: Run, sample: CompletionText) -> str:
         return "" if self._plan.is_prefill else run.generations[sample.index].text
 
-    def _partial(self, run: Run, sample: Sample, text: str, ids: list[int]) -> schema.Partial:
+    def _partial(
+        self, run: Run, sample: CompletionText, text: str, ids: list[int]
+    ) -> schema.Partial:
         return schema.Partial(
             index=sample.index,
             content=text,
             tokens=ids,
-            id_slot=self._slot(run, sample),
+            id_slot=_slot(run.generations[sample.index]),
             tokens_predicted=len(sample.ids),
-            tokens_evaluated=self._n_prompt(sample),
+            tokens_evaluated=sample.n_prompt,
             timings=sample.clock.timings(run) if self._plan.body.timings_per_token else UNSET,
         )
 
-    def _progress(self, run: Run, sample: Sample) -> list[schema.Partial]:
+    def _progress(self, run: Run, sample: CompletionText) -> list[schema.Partial]:
         empty = msgspec.structs.replace(self._partial(run, sample, "", []), tokens_predicted=0)
         has_timings = self._plan.body.timings_per_token
         return [
@@ -166,7 +185,7 @@ class CompletionEvents:
             for progress, spent in prompt_progress(sample.clock.timings(run))
         ]
 
-    def _end(self, run: Run, sample: Sample, *, is_stream: bool) -> Any:
+    def _end(self, run: Run, sample: CompletionText, *, is_stream: bool) -> Any:
         plan, generation = self._plan, run.generations[sample.index]
         text, usage = self._text(run, sample), generation.usage
         n_tokens = len(sample.ids)
@@ -179,38 +198,33 @@ class CompletionEvents:
             index=sample.index,
             content="" if is_stream else text,
             tokens=sample.ids if keeps_ids else [],
-            id_slot=self._slot(run, sample),
+            id_slot=_slot(generation),
             model=plan.model,
             tokens_predicted=n_predicted,
-            tokens_evaluated=self._n_prompt(sample),
+            tokens_evaluated=sample.n_prompt,
             generation_settings=dict(plan.settings),
-            prompt=plan.prompts[plan.prompt_of(sample.index)],
+            prompt=sample.prompt,
             has_new_line="\n" in text,
             truncated=is_full or sample.has_discarded,
-            stop_type="limit" if is_cut else stop_type(generation.finish_reason),
+            stop_type="limit"
+            if is_cut
+            else _STOP_TYPES.get(generation.finish_reason or "", "none"),
             stopping_word=generation.stop_match or "",
-            tokens_cached=self._n_prompt(sample) + max(0, n_tokens - 1),
+            tokens_cached=sample.n_prompt + max(0, n_tokens - 1),
             timings=timings(replace(usage, completion_tokens=n_predicted)),
             completion_probabilities=UNSET if is_stream or not sample.logprobs else shown,
         )
-        calls = {} if generation.tool_calls is None else tool_calls_of(generation)
-        if not plan.body.response_fields and not calls:
+        if not plan.body.response_fields and generation.tool_calls is None:
             return reply
         fields = msgspec.structs.asdict(reply) | {"timings": msgspec.to_builtins(reply.timings)}
-        fields = {name: value for name, value in fields.items() if value is not UNSET} | calls
-        return fields_of(fields, plan.body.response_fields)
+        fields = {name: value for name, value in fields.items() if value is not UNSET}
+        fields |= tool_calls_of(generation)
+        return _named(fields, plan.body.response_fields)
 
-    def _n_prompt(self, sample: Sample) -> int:
-        return self._plan.n_prompt[self._plan.prompt_of(sample.index)]
-
-    def _slot(self, run: Run, sample: Sample) -> int:
-        slot = run.generations[sample.index].slot
-        return -1 if slot is None else slot
-
-    def _logprob(self, token: Token) -> schema.TokenLogprob:
+    def _logprob(self, token: Token) -> schema.CompletionLogprob:
         assert token.logprob is not None
-        one = schema.TokenLogprob(token.id, *self._written(token.id))
-        top, of = token.top_logprobs or (), schema.TopLogprob
+        one = schema.CompletionLogprob(token.id, *self._written(token.id))
+        top, of = token.top_logprobs or (), schema.CompletionTopLogprob
         if self._plan.request.sampling.post_sampling_probs:
             one.prob = exp(token.logprob)
             one.top_probs = [of(id_, *self._written(id_), prob=exp(p)) for id_, p in top]
@@ -224,5 +238,21 @@ class CompletionEvents:
         return data.decode("utf-8", "replace"), list(data)
 
 
-_TOKEN_BYTES: Final = 256  # of memory: an id, its text, its place in lists
-_LOGPROB_BYTES: Final = 512
+def _slot(generation: Generation) -> int:
+    return -1 if generation.slot is None else generation.slot
+
+
+def _named(reply: Mapping[str, Any], paths: Sequence[str] | None) -> Mapping[str, Any]:
+    """*reply*, or those of its values that *paths* name; a slash leads into an object."""
+    if not paths:
+        return reply
+    found: dict[str, Any] = {}
+    for path in paths:
+        value: Any = reply
+        for name in path.split("/"):
+            if not isinstance(value, dict) or name not in value:
+                break
+            value = cast("dict[str, Any]", value)[name]
+        else:
+            found[path] = value
+    return found

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from kqview.engine import Engine
 from kqview.errors import RequestError
+from kqview.server.api.llama_server.schema import ModelId
 from kqview.server.api.wire.prompts import ids_of_each, prompts_of
 from kqview.server.errors import NotSupported, renamed
 from kqview.server.models.service import Call
@@ -20,9 +21,6 @@ from kqview.server.web.endpoint import HttpReply, json_in_slices
 from kqview.types import Classification
 
 Vectors = NDArray[np.float32]
-ModelId = Annotated[
-    str | None, about("Id of a configured model; the default model if not given.", "demo")
-]
 ModelName = Annotated[str, about("The model, as the request names it.", "demo")]
 AlwaysList = Annotated[str, about('Always "list".', "list")]
 

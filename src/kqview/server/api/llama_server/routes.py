@@ -56,11 +56,11 @@ async def tokenize(call: Call, body: schema.TokenizeBody) -> HttpReply:
     return HttpReply(await call.service.converted(call.n_body_bytes, call.hold, written))
 
 
-async def detokenize(call: Call, body: schema.DetokenizeBody) -> schema.Content:
+async def detokenize(call: Call, body: schema.DetokenizeBody) -> schema.PlainText:
     """Text of ids."""
     ids = body.tokens or []
     text = await call.model.texts.detokenize(ids, name="tokens", client=call.hold.client)
-    return schema.Content(text)
+    return schema.PlainText(text)
 
 
 # ---- completions
@@ -143,18 +143,18 @@ async def _complete(
 # ---- chats without an answer
 
 
-async def apply_template(call: Call, body: schema.TemplateBody) -> schema.Prompt:
+async def apply_template(call: Call, body: schema.TemplateBody) -> schema.TemplatePrompt:
     """The prompt that a chat becomes."""
     ids = await _chat_ids(call, body)
     model = call.model.engine.model
     if model.begin_ids and ids[:1] == [*model.begin_ids]:
         del ids[0]  # /completion begins the text with it
-    return schema.Prompt(await call.model.texts.detokenize(ids, client=call.hold.client))
+    return schema.TemplatePrompt(await call.model.texts.detokenize(ids, client=call.hold.client))
 
 
-async def input_tokens(call: Call, body: schema.TemplateBody) -> schema.InputTokens:
+async def input_tokens(call: Call, body: schema.TemplateBody) -> schema.TemplateTokens:
     """How many tokens the prompt of a chat has."""
-    return schema.InputTokens(len(await _chat_ids(call, body)))
+    return schema.TemplateTokens(len(await _chat_ids(call, body)))
 
 
 async def _chat_ids(call: Call, body: schema.TemplateBody) -> list[int]:
@@ -246,11 +246,11 @@ OPERATIONS: Final[list[Operation]] = [
     ),
     _post(
         "/apply-template", apply_template, "The prompt that a chat becomes.",
-        schema.TemplateBody, schema.Prompt,
+        schema.TemplateBody, schema.TemplatePrompt,
     ),
     _post(
         "/v1/chat/completions/input_tokens", input_tokens, "How many tokens a chat has.",
-        schema.TemplateBody, schema.InputTokens, also=("/chat/completions/input_tokens",),
+        schema.TemplateBody, schema.TemplateTokens, also=("/chat/completions/input_tokens",),
     ),
     _post(
         "/embedding", pooled.embed, "A vector for each text, or for each token.",
@@ -265,7 +265,7 @@ OPERATIONS: Final[list[Operation]] = [
     _get("/props", props, "Properties of the server and its model.", properties.Props),
     _post("/props", set_props, "Change properties.", None, properties.Success, model="none"),
     _post("/tokenize", tokenize, "Ids of a text.", schema.TokenizeBody, schema.Tokenized),
-    _post("/detokenize", detokenize, "Text of ids.", schema.DetokenizeBody, schema.Content),
+    _post("/detokenize", detokenize, "Text of ids.", schema.DetokenizeBody, schema.PlainText),
     _post(
         "/classify", pooled.classify, "Scores of a classifier's labels for each text.",
         pooled.ClassifyBody, pooled.Classified, also=("/v1/classify",),

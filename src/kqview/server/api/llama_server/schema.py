@@ -14,6 +14,10 @@ from kqview.server.api.wire.llama_fields import LlamaFields
 from kqview.server.api.wire.timings import Progress, Timings
 from kqview.server.web.described import about
 
+ModelId = Annotated[
+    str | None, about("Id of a configured model; the default model if not given.", "demo")
+]
+
 # ---- text and ids
 
 Parts = Annotated[list[int | str], msgspec.Meta(max_length=2**20)]
@@ -26,9 +30,7 @@ class TokenizeBody(Struct, kw_only=True):
     content: Annotated[
         str | Parts | None, about("A text, or a list of ids and texts.", "Anna is a")
     ] = None
-    model: Annotated[
-        str | None, about("Id of a configured model; the default model if not given.", "demo")
-    ] = None
+    model: ModelId = None
     add_special: Annotated[
         bool | None,
         about(
@@ -48,7 +50,7 @@ class TokenizeBody(Struct, kw_only=True):
     ] = None
 
 
-class Piece(Struct):
+class TokenPiece(Struct):
     """A token and its text."""
 
     id: Annotated[int, about("Its id.", 259)]
@@ -60,19 +62,19 @@ class Piece(Struct):
 class Tokenized(Struct):
     """Tokens of a text."""
 
-    tokens: Annotated[list[int | Piece], about("Ids, or objects with their texts.", [259, 354])]
+    tokens: Annotated[
+        list[int | TokenPiece], about("Ids, or objects with their texts.", [259, 354])
+    ]
 
 
 class DetokenizeBody(Struct, kw_only=True):
     """Ids to turn into text."""
 
     tokens: Annotated[list[int] | None, about("The ids.", [259, 354])] = None
-    model: Annotated[
-        str | None, about("Id of a configured model; the default model if not given.", "demo")
-    ] = None
+    model: ModelId = None
 
 
-class Content(Struct):
+class PlainText(Struct):
     """A text."""
 
     content: Annotated[str, about("The text.", "Anna is a")]
@@ -88,9 +90,7 @@ class TemplateBody(Struct, kw_only=True):
             [{"role": "user", "content": "Who is Anna?"}],
         ),
     ] = None
-    model: Annotated[
-        str | None, about("Id of a configured model; the default model if not given.", "demo")
-    ] = None
+    model: ModelId = None
     tools: Annotated[
         list[ToolObject] | None,
         about(
@@ -118,13 +118,13 @@ class TemplateBody(Struct, kw_only=True):
     ] = None
 
 
-class Prompt(Struct):
+class TemplatePrompt(Struct):
     """The text that a chat template makes."""
 
     prompt: Annotated[str, about("The text.", "user: Who is Anna?")]
 
 
-class InputTokens(Struct):
+class TemplateTokens(Struct):
     """How many tokens a chat has."""
 
     input_tokens: Annotated[int, about("How many there are.", 12)]
@@ -149,7 +149,7 @@ class CompletionBody(LlamaFields):
     ] = None
 
 
-class Extra(Struct, kw_only=True):
+class InfillFile(Struct, kw_only=True):
     """Another file of a project."""
 
     text: Annotated[str, about("What is in it.", "def area(r): ...")]
@@ -164,13 +164,13 @@ class InfillBody(LlamaFields):
     ] = None
     input_suffix: Annotated[str | Parts | None, about("What follows it.", "\n")] = None
     input_extra: Annotated[
-        Annotated[list[Extra], msgspec.Meta(max_length=4096)] | None,
+        Annotated[list[InfillFile], msgspec.Meta(max_length=4096)] | None,
         about("Other files of the project."),
     ] = None
     prompt: Annotated[str | None, about("How the text in the gap begins.", "3.14")] = None
 
 
-class TopLogprob(Struct):
+class CompletionTopLogprob(Struct):
     """A token that could have been chosen."""
 
     id: Annotated[int, about("Its id.", 354)]
@@ -185,15 +185,15 @@ class TopLogprob(Struct):
     ] = UNSET
 
 
-class TokenLogprob(TopLogprob):
+class CompletionLogprob(CompletionTopLogprob):
     """A token that was chosen, and those that could have been."""
 
     top_logprobs: Annotated[
-        list[TopLogprob] | UnsetType,
+        list[CompletionTopLogprob] | UnsetType,
         about("The most probable tokens at its place, the most probable first."),
     ] = UNSET
     top_probs: Annotated[
-        list[TopLogprob] | UnsetType, about("The same with ``post_sampling_probs``.")
+        list[CompletionTopLogprob] | UnsetType, about("The same with ``post_sampling_probs``.")
     ] = UNSET
 
 
@@ -218,7 +218,7 @@ class Partial(Struct, kw_only=True):
         ),
     ] = UNSET
     completion_probabilities: Annotated[
-        list[TokenLogprob] | UnsetType, about("Logprobs of the token, with ``n_probs``.")
+        list[CompletionLogprob] | UnsetType, about("Logprobs of the token, with ``n_probs``.")
     ] = UNSET
     removed: Annotated[Removed | UnsetType, about("What mods took back.")] = UNSET
 
@@ -247,6 +247,6 @@ class Completion(Struct, kw_only=True):
     tokens_cached: Annotated[int, about("Tokens that the slot holds afterwards.", 7)]
     timings: Annotated[Timings, about("What it cost.")]
     completion_probabilities: Annotated[
-        list[TokenLogprob] | UnsetType, about("Logprobs of each token, with ``n_probs``.")
+        list[CompletionLogprob] | UnsetType, about("Logprobs of each token, with ``n_probs``.")
     ] = UNSET
     tool_calls: Annotated[list[ModCall] | UnsetType, about("Calls that a mod made.")] = UNSET
