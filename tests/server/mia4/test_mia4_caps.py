@@ -65,7 +65,7 @@ def written(engine: Engine, asked: request.TurnPlan) -> tuple[list[mia4.Frame], 
         forcing=wanted.forcing and wanted.forcing(engine),
     )  # fmt: skip
     writer = FrameWriter("r", "demo", asked.reading, drops_reasoning=asked.drops_reasoning)
-    raw = [frame for token in generation for frame in writer.token(token)]
+    raw = [frame for token in generation for frame in writer.feed(token.text, token.index)]
     raw += writer.finish(generation.text)
     assert len(generation.tokens) == N
     lines = [line for frame in raw for line in frame.decode().splitlines()]

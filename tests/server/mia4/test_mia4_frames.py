@@ -16,7 +16,7 @@ from kqview.chat.turn import Reading
 from kqview.server.apps.mia4 import frames
 from kqview.server.apps.mia4.frames import FrameWriter
 from kqview.server.errors import Answer
-from kqview.types import Token, Usage
+from kqview.types import Usage
 from tests.support import mia4
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def written(
     options = {"drops_reasoning": False, **options}
     reading = Reading(split=split, stops=(stop,) if stop else ())
     writer = FrameWriter("r-1", "demo", reading, **options)
-    sent = [one for i, part in enumerate(parts) for one in writer.token(Token(i, part, i))]
+    sent = [one for i, part in enumerate(parts) for one in writer.feed(part, i)]
     whole = "".join(parts)
     sent += writer.finish(whole.partition(stop)[0] if stop else whole)
     used = Usage(prompt_tokens=7, completion_tokens=len(parts))

@@ -16,7 +16,7 @@ import pytest
 
 from kqview.errors import DecodeError, OutOfMemory
 from kqview.server import Settings
-from kqview.server.apps.conversations import Conversations
+from kqview.server.apps.conversations import ConversationTurn
 from kqview.server.apps.mia4 import turn
 from kqview.server.apps.mia4.turn import StreamedTurn
 from kqview.server.errors import ModelChanged, StorageFailed, TooLarge, too_late
@@ -448,7 +448,7 @@ FAULTS: dict[str, tuple[Callable[[int], Any], str]] = {
     ),
     "storage": (
         lambda at: mock.patch.object(
-            Conversations, "append", side_effect=StorageFailed("the disk is gone")
+            ConversationTurn, "append", side_effect=StorageFailed("the disk is gone")
         ),
         "INTERNAL",
     ),

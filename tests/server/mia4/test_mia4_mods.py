@@ -10,7 +10,6 @@ from kqview.chat.reasoning import Split
 from kqview.chat.turn import Reading
 from kqview.server.apps.mia4.frames import FrameWriter
 from kqview.server.models.run import Removal
-from kqview.types import Token
 from tests.support import mia4
 
 if TYPE_CHECKING:
@@ -93,12 +92,12 @@ def test_reasoning_and_answer_are_taken_back_apart():
     parts = ["<analysis>", "Tom", " asks", "</analysis><final>", "Anna", " is"]
     reading = Reading(split=Split(mode="tags", marker="===FINAL==="))
     writer = FrameWriter("r-1", "demo", reading, drops_reasoning=False)
-    frames = [one for i, part in enumerate(parts) for one in writer.token(Token(i, part, i))]
+    frames = [one for i, part in enumerate(parts) for one in writer.feed(part, i)]
     taken = Removal(0, 4, len("".join(parts[2:])), 2, parts[:2])
     writer, sent = writer.take_back(taken)
     frames += sent
     rest = [" waits", "</analysis><final>", "Bea"]
-    frames += [one for i, part in enumerate(rest) for one in writer.token(Token(i, part, 2 + i))]
+    frames += [one for i, part in enumerate(rest) for one in writer.feed(part, 2 + i)]
     frames += writer.finish("".join(parts[:2] + rest))
     heard = list(mia4.frames_of(b"\n\n".join(frames).decode().split("\n")))
     assert applied(heard) == "Bea"

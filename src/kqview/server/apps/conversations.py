@@ -28,14 +28,12 @@ from kqview.server.apps.conversation_store import (
     Message,
     SessionInfo,
 )
-from kqview.server.config import ChatSessions, Config
+from kqview.server.config import Config
 from kqview.server.errors import NotFound, RateLimited, ShuttingDown, TooLarge
 from kqview.server.live_config import LiveConfig
 from kqview.server.models.model_entry import ModelEntry
 from kqview.server.web.access import Caller
 from kqview.server.web.budget import Budget, Reservation
-
-__all__ = ["ConversationTurn", "Conversations", "Message", "Seat", "SessionInfo"]
 
 _T = TypeVar("_T")
 _log: Final = logging.getLogger("kqview.server")
@@ -127,7 +125,13 @@ class ConversationTurn:
             StorageFull: There is no room; the session stays as it was.
             StorageFailed: The database cannot be written.
         """
-        await self._owner.append(self, prompt, answer, model)
+        appending = self._owner.change(
+            lambda store, in_use: store.append(
+                self.key, prompt, answer, model=model, n_skipped=self.n_left_out, in_use=in_use
+            )
+        )
+        # Work that waits for its thread is dropped with the task that waits for it.
+        await asyncio.shield(asyncio.ensure_future(appending))
 
 
 class Conversations:
@@ -181,8 +185,9 @@ class Conversations:
             raise
 
     async def _open(self) -> None:
-        make = partial(self._new_store, self._limits, fits=self._fits)
-        store = await self._in_thread(make)
+        store = await self._in_thread(
+            partial(self._new_store, lambda: self._live.config.sessions, fits=self._fits)
+        )
         try:
             await self._in_thread(lambda: self.states.open(store.keys()))
         except BaseException:
@@ -208,9 +213,6 @@ class Conversations:
         self._thread.shutdown(wait=False)
         self._hold.close()
 
-    def _limits(self) -> ChatSessions:
-        return self._live.config.sessions
-
     # ---- a turn
 
     @contextlib.asynccontextmanager
@@ -233,7 +235,13 @@ class Conversations:
         copies: list[asyncio.Task[None]] = []
         await self._enter(key)
         try:
-            history = await self._run(self._begun, key, self._turns.keys() - {key})
+            in_use = self._turns.keys() - {key}
+
+            def begun(store: ConversationStore) -> History:
+                self.states.forget(store.sweep(in_use))
+                return store.read(key)
+
+            history = await self._run(begun)
             with hold.part() as read:
                 read.take(_READ_TIMES * history.n_bytes)
                 yield ConversationTurn(self, key, history, copies)
@@ -249,7 +257,10 @@ class Conversations:
         except BaseException as error:
             self._left(key)
             if isinstance(error, TimeoutError):
-                raise _in_use(key) from None
+                raise BusyError(
+                    f"session {key.session_id[:80]!r} is in use by another request; wait until "
+                    "that has ended, or cancel it"
+                ) from None
             raise
 
     def _leave(self, key: Key, copies: Sequence["asyncio.Task[None]"] = ()) -> None:
@@ -268,45 +279,25 @@ class Conversations:
             del self._turns[key]
             self._freed.set()
 
-    # In the database's thread, with the store:
+    async def change(self, work: Callable[[ConversationStore, Collection[Key]], set[Key]]) -> int:
+        """*work* of the store, given the sessions in use; returns how many sessions left by it.
 
-    def _begun(self, store: ConversationStore, key: Key, in_use: Collection[Key]) -> History:
-        self.states.forget(store.sweep(in_use))
-        return store.read(key)
+        What is saved of those is removed.
+        """
+        in_use = list(self._turns)
 
-    def _append(
-        self,
-        store: ConversationStore,
-        turn: ConversationTurn,
-        prompt: str,
-        answer: str,
-        **options: Any,
-    ) -> None:
-        self.states.forget(
-            store.append(turn.key, prompt, answer, n_skipped=turn.n_left_out, **options)
-        )
+        def changed(store: ConversationStore) -> int:
+            gone = work(store, in_use)
+            self.states.forget(gone)
+            return len(gone)
 
-    def _delete(self, store: ConversationStore, key: Key) -> bool:
-        gone = store.delete(key)
-        self.states.forget(gone)
-        return bool(gone)
-
-    def _sweep(self, store: ConversationStore, in_use: Collection[Key]) -> int:
-        gone = store.sweep(in_use)
-        self.states.forget(gone)
-        return len(gone)
-
-    async def append(self, turn: ConversationTurn, prompt: str, answer: str, model: str) -> None:
-        """See `ConversationTurn.append`."""
-        work = partial(self._append, model=model, in_use=list(self._turns))
-        # Work that waits for its thread is dropped with the task that waits for it.
-        await asyncio.shield(asyncio.ensure_future(self._run(work, turn, prompt, answer)))
+        return await self._run(changed)
 
     # ---- sessions
 
     async def list(self, owner: str) -> list[SessionInfo]:
         """Sessions of *owner*, the one used last first; raises StorageFailed."""
-        return await self._run(ConversationStore.list, owner)
+        return await self._run(lambda store: store.list(owner))
 
     async def get(
         self, owner: str, session_id: str, hold: Reservation
@@ -318,11 +309,11 @@ class Conversations:
             StorageFailed: The database cannot be read.
         """
         key = Key(owner, session_id)
-        found = await self._run(_found, key)
-        if found is None:
+        info, history = await self._run(lambda store: (store.info(key), store.read(key)))
+        if info is None:
             raise _no_session(key)
-        hold.take(_READ_TIMES * found[1].n_bytes)
-        return found
+        hold.take(_READ_TIMES * history.n_bytes)
+        return info, history
 
     async def delete(self, owner: str, session_id: str) -> None:
         """Forget a session.
@@ -335,18 +326,18 @@ class Conversations:
         key = Key(owner, session_id)
         await self._enter(key)
         try:
-            if not await self._run(self._delete, key):
+            if not await self.change(lambda store, in_use: store.delete(key)):
                 raise _no_session(key)
         finally:
             self._leave(key)
 
     async def sweep(self) -> int:
         """Forget the sessions that nobody used for ``ttl_s``; returns how many."""
-        return await self._run(self._sweep, list(self._turns))
+        return await self.change(ConversationStore.sweep)
 
     async def _sweep_often(self) -> None:
         while True:
-            await asyncio.sleep(min(_SWEEP_S, max(1.0, self._limits().ttl_s / 4)))
+            await asyncio.sleep(min(_SWEEP_S, max(1.0, self._live.config.sessions.ttl_s / 4)))
             try:
                 await self.sweep()
             except KqviewError as error:
@@ -361,20 +352,16 @@ class Conversations:
             return False
         return True
 
-    async def _run(self, work: Callable[..., _T], *args: Any) -> _T:
+    async def _run(self, work: Callable[[ConversationStore], _T]) -> _T:
         if self._is_closed:
             raise ShuttingDown("the server is shutting down; try again later")
         if self._store is None:
             await self.open()
-        return await self._in_thread(work, self._store, *args)
+        assert self._store is not None  # `open` has made it
+        return await self._in_thread(work, self._store)
 
     async def _in_thread(self, work: Callable[..., _T], *args: Any) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
-
-
-def _found(store: ConversationStore, key: Key) -> tuple[SessionInfo, History] | None:
-    info = store.info(key)
-    return info and (info, store.read(key))
 
 
 class _Place:
@@ -400,13 +387,6 @@ def checked_id(session_id: str) -> str:
             parameter="session_id",
         )
     return session_id
-
-
-def _in_use(key: Key) -> BusyError:
-    return BusyError(
-        f"session {key.session_id[:80]!r} is in use by another request; wait until that has ended, "
-        "or cancel it"
-    )
 
 
 def _no_session(key: Key) -> NotFound:

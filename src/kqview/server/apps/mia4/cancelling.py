@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Generator
+from dataclasses import dataclass
 from typing import Final, Literal
 
 from kqview.errors import RequestError
@@ -24,16 +25,14 @@ class Cancelled(Exception):
     """The request was cancelled while it waited."""
 
 
-class Work:
+@dataclass(slots=True)
+class CancellableRequest:
     """One request that can be cancelled."""
 
-    def __init__(self, owner: str, request_id: str) -> None:
-        self.owner = owner
-        self.request_id = request_id
-        self.is_cancelled = False
-        """Whether it was cancelled before it ended."""
-        self._run: Run | None = None
-        self._wait: asyncio.Timeout | None = None
+    owner: str
+    is_cancelled: bool = False
+    _run: Run | None = None
+    _wait: asyncio.Timeout | None = None
 
     def cancel(self) -> None:
         """End it; what it produced so far stays. Idempotent."""
@@ -75,7 +74,7 @@ class Cancelling:
     """Every request that can be cancelled."""
 
     def __init__(self) -> None:
-        self._running: dict[tuple[str, str], Work] = {}
+        self._running: dict[tuple[str, str], CancellableRequest] = {}
         self._ended: dict[str, OrderedDict[str, None]] = {}  # names by owner, oldest first
 
     @property
@@ -84,7 +83,7 @@ class Cancelling:
         return list(self._running)
 
     @contextlib.contextmanager
-    def known(self, owner: str, request_id: str) -> Generator[Work]:
+    def known(self, owner: str, request_id: str) -> Generator[CancellableRequest]:
         """A request of *owner* that can be cancelled until the block is left.
 
         Raises:
@@ -95,7 +94,7 @@ class Cancelling:
             raise RequestError(
                 f"request_id {request_id!r} is in use; send another one", parameter="request_id"
             )
-        work = self._running[name] = Work(owner, request_id)
+        work = self._running[name] = CancellableRequest(owner)
         try:
             yield work
         finally:

@@ -19,7 +19,7 @@ from kqview.server.errors import Answer
 from kqview.server.models.run import Removal
 from kqview.server.web.described import about
 from kqview.stop_strings import ShownText
-from kqview.types import Token, Usage
+from kqview.types import Usage
 
 StopReason = Literal["stop", "stop_sequence", "length", "cancelled", "error"]
 
@@ -239,11 +239,8 @@ class FrameWriter:
 
     # ---- while it comes
 
-    def token(self, token: Token) -> list[bytes]:
+    def feed(self, text: str, index: int) -> list[bytes]:
         """Frames of the next token, and of those before it whose text is certain now."""
-        return self._feed(token.text, token.index)
-
-    def _feed(self, text: str, index: int) -> list[bytes]:
         self._n_tokens += 1
         self.tokens.add(text)
         if self._waiting is not None:
@@ -263,7 +260,7 @@ class FrameWriter:
             has_attention=self._waiting is not None, hidden=self._hidden,
         )  # fmt: skip
         for i, text in enumerate(removal.texts):
-            left._feed(text, i)
+            left.feed(text, i)
         left._n_answer, left._n_analysis = self._n_answer, self._n_analysis
         left._is_reasoning_sent = self._is_reasoning_sent
         n_reasoning = len(self._reasoned) - len(left._reasoned)

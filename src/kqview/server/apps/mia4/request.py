@@ -73,7 +73,7 @@ def plan_of(
     model: Model,
     max_context: int,
     persona: PersonaText | None = None,
-    fit: Fit = lambda count, n_most: (),
+    fit: Fit | None = None,
 ) -> TurnPlan:
     """What *body* asks for; any thread, because a template may take seconds.
 
@@ -126,7 +126,9 @@ def plan_of(
     )
     # A history that is too long leaves room for an answer.
     n_most = max_context - min(max_context // 4, most)
-    history = fit(lambda history: len(prompt_of(engine, chat_with(history))[0]), n_most)
+    history: Sequence[Message] = ()
+    if fit is not None:
+        history = fit(lambda history: len(prompt_of(engine, chat_with(history))[0]), n_most)
     work = prepare(engine, chat_with(history))
     ids = work.request.prompt
     assert not isinstance(ids, str)  # a chat's prompt is tokenized

@@ -90,7 +90,7 @@ async def _begun(
             _LARGE, call.hold, request.plan_of, body, request_id=request_id, engine=engine,
             settings=given.settings, llm=given.llm, model=configured(call, model),
             max_context=model.max_context, persona=await _persona(call),
-            **({} if talk is None else {"fit": talk.fit}),
+            fit=None if talk is None else talk.fit,
         )  # fmt: skip
         seat = None
         if talk is not None:
@@ -296,7 +296,7 @@ class StreamedTurn:
         """Frames of the next token; any thread, because its row may be large."""
         self.run.hold.take(_TOKEN_BYTES)
         sent = [] if step.removal is None else self._take_back(step.removal)
-        sent += self._writer.token(step.token)
+        sent += self._writer.feed(step.token.text, step.token.index)
         if self._attention is not None:  # only then, so that `hidden` knows the token
             self._attention.token(self.run, step)
         return sent
