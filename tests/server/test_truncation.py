@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kqview.server.models.texts import truncated
+from kqview.server.models.texts import room_of, truncated
 
 TEXT = list(range(100))
 
@@ -28,7 +28,7 @@ def test_front_goes_and_what_begins_every_text_stays(
     n_memory: int, limit: int, max_tokens: int, expected: list[int]
 ):
     memory = TEXT[1 : 1 + n_memory]
-    assert truncated(TEXT, memory, n_first=1, limit=limit, max_tokens=max_tokens) == expected
+    assert truncated(TEXT, memory, n_first=1, room=room_of(limit, max_tokens)) == expected
 
 
 @given(
@@ -40,7 +40,7 @@ def test_result_fits_and_is_in_order(
 ):
     ids = list(range(n_ids))
     memory = ids[n_first : n_first + n_memory]
-    found = truncated(ids, memory, n_first=n_first, limit=limit, max_tokens=max_tokens)
+    found = truncated(ids, memory, n_first=n_first, room=room_of(limit, max_tokens))
     room = limit - min(max_tokens, limit // 2)
     assert len(found) == min(n_ids, room)
     assert list(found) == sorted(set(found))

@@ -141,7 +141,7 @@ class GenerateRequest:
 
     Attributes:
         prompt: Text, tokenized as ``engine.generate`` does, or ids.
-        truncates: Whether a text that is too long loses its front; see `truncation.truncated`.
+        truncates: Whether a text that is too long loses its front; see `texts.truncated`.
         memory: Beginning of the text that stays then.
         more_prompts: Further prompts, whose samples follow those of the first.
         max_tokens: Most tokens to generate.

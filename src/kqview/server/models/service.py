@@ -38,7 +38,7 @@ from kqview.server.models.request import GenerateRequest
 from kqview.server.models.row_cache import RowCache
 from kqview.server.models.run import LastRun, Run
 from kqview.server.models.sessions import Sessions, StateFiles
-from kqview.server.models.texts import OFFLOAD_ITEMS, truncated
+from kqview.server.models.texts import OFFLOAD_ITEMS, room_of, truncated
 from kqview.server.settings import Settings
 from kqview.server.web import endpoint
 from kqview.server.web.access import ANYONE, Caller
@@ -310,15 +310,16 @@ class Service(SocketHost):
         self, model: ModelEntry, request: GenerateRequest, ids: Sequence[int], hold: Reservation
     ) -> Sequence[int]:
         """The ids of a text whose front may be left out, as far as they fit."""
+        limit = model.max_context
+        if request.max_context:
+            limit = min(limit, request.max_context)
+        room = room_of(limit, min(request.max_tokens, self.settings.max_tokens))
+        if len(ids) <= room:  # the memory's ids are not needed
+            return ids
         with hold.part() as part:
             memory = await model.texts.ids(request.memory, add_special=False, hold=part)
-        return truncated(
-            ids,
-            memory,
-            n_first=int(ids[:1] == [model.engine.model.bos_token_id]),
-            limit=min(model.max_context, request.max_context or model.max_context),
-            max_tokens=min(request.max_tokens, self.settings.max_tokens),
-        )
+        n_first = int(ids[:1] == [model.engine.model.bos_token_id])
+        return truncated(ids, memory, n_first=n_first, room=room)
 
     def _build(
         self,

@@ -85,23 +85,27 @@ class Texts:
             raise renamed(error, {"ids": name}) from None
 
 
-def truncated(
-    ids: Sequence[int], memory: Sequence[int], *, n_first: int, limit: int, max_tokens: int
-) -> Sequence[int]:
-    """The ids of a text that fits into *limit* tokens together with what is generated from it.
+def room_of(limit: int, max_tokens: int) -> int:
+    """Tokens of a prompt that fit into *limit* together with what is generated from it.
 
     As in KoboldCpp, *max_tokens* are left for that; but no more than half of *limit*, because a
     client that asks for very much would lose its whole prompt.
+    """
+    return limit - min(max_tokens, limit // 2)
+
+
+def truncated(
+    ids: Sequence[int], memory: Sequence[int], *, n_first: int, room: int
+) -> Sequence[int]:
+    """The last of *ids* that fit into *room* tokens, after the first ones and the memory.
 
     Args:
         ids: Of the whole text; returned as they are if they fit.
         memory: Of the part that follows the first ids, which stays: only if it leaves no room for
             the text behind it, it loses its own front.
         n_first: How many ids at the beginning stay.
-        limit: Most tokens of both together, at least 1.
-        max_tokens: Most tokens to generate.
+        room: Most tokens, at least 1.
     """
-    room = limit - min(max_tokens, limit // 2)
     if len(ids) <= room:
         return ids
     n_first = min(n_first, room - 1)

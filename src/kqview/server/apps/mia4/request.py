@@ -97,7 +97,10 @@ def plan_of(
     preset, of_preset = _preset(custom.pop("reasoning_preset", None), llm)
     try:
         merged = merge(
-            passport_values(llm, model.passport), of_preset, custom, settings.sampling_defaults
+            passport_values(llm, model.passport),
+            of_preset,
+            custom,
+            settings.sampling_defaults if settings.sampling else {},
         )
     except Unprocessable as error:
         name = f"{_OVERRIDES}.{error.parameter}"
