@@ -410,7 +410,7 @@ class AnswerReader:
 
 
 def _call_of(call: WrittenCall) -> ToolCall | None:
-    """None for a call that was cut off."""
+    """*call* as callers get it; None if it was cut off."""
     try:
         arguments: object = json_input.loads(call.arguments) if call.arguments.strip() else {}
     except ValueError:

@@ -359,7 +359,7 @@ class PlainSource:
         return None
 
     def peek(self, within_s: float) -> Token | PromptBlock | None:
-        """What comes first if it comes in time; an error is left to who takes it."""
+        """What comes first if it comes within that time; an error is raised by the next `take`."""
         with contextlib.suppress(KqviewError):
             event = self.handle.next(within_s)
             if isinstance(event, _core.PromptEvent | _core.TokenEvent):

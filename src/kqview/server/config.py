@@ -38,7 +38,7 @@ def _tag(text: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Reasoning:
-    """What is not the answer. Fields of a passport win."""
+    """How reasoning is told from the answer, and what becomes of it. Fields of a passport win."""
 
     marker: Name | None = setting(
         None,
@@ -94,7 +94,7 @@ class Llm:
 
 @dataclass(frozen=True, kw_only=True)
 class Flags:
-    """Shown to clients."""
+    """Marks of a model that clients are shown."""
 
     experimental: bool = setting(False)
     deprecated: bool = setting(False)

@@ -354,10 +354,10 @@ class ConversationStates:
 
 
 class _Seats:
-    """As many turns at a time as an engine has slots, and others of owners who were left none.
+    """How many turns are generated at a time: as many as the engine has slots, or a few more.
 
-    Where one owner has several seats, or all, an owner without gets one at once, as the engine
-    gives it a slot.
+    Where one owner has several seats, or all, an owner without one gets a further seat at once, as
+    the engine takes a slot from the other for it.
     """
 
     def __init__(self, n: int) -> None:

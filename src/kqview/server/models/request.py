@@ -1,4 +1,4 @@
-"""A request for text in neutral terms: what every dialect turns its own into."""
+"""A request for text in neutral terms, which every dialect makes of its own bodies."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

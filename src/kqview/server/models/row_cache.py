@@ -68,7 +68,7 @@ class PromptText:
 
 @dataclass(slots=True)
 class _Replies:
-    """Of one owner, oldest first."""
+    """The replies of one owner, oldest first."""
 
     by_name: OrderedDict[str, "CachedRows"] = field(default_factory=OrderedDict[str, "CachedRows"])
     n_bytes: int = 0

@@ -573,7 +573,7 @@ def _check_prompts(
 
 @contextlib.contextmanager
 def _for_mods(dialogue: Dialogue | None) -> Generator[None]:
-    """For a request with mods, which see the chat and whose failures are logged."""
+    """The block in which mods are begun: they see the chat, and their failures are logged."""
     with conversation_of(dialogue), logging_failures():
         yield
 

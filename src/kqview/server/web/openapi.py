@@ -1,8 +1,8 @@
 """The OpenAPI description, made from the route table and from the types of its bodies and events.
 
-What a field means stands once: in the docstring of its class, under "Attributes", or in the table
-of sampling options for a field that is called as one. Its example is in its annotation
-(`web.described.example`).
+What a field means stands once: in its annotation (`web.described.about`), in the docstring of its
+class, under "Attributes", or, if it is called as a sampling option, in the table of these. Its
+example is in its annotation.
 """
 
 import json

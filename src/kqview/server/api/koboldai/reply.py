@@ -1,4 +1,4 @@
-"""The reply of ``POST /api/v1/generate``, which both dialects have.
+"""The reply of ``POST /api/v1/generate``, for clients of KoboldAI and of the dream API.
 
 Each token's attention is encoded when the token arrives, so that the engine gets its memory back;
 the encoded pieces are joined once, at the end.

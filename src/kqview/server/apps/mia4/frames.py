@@ -81,7 +81,7 @@ class RemovedFrame(Removed, kw_only=True):
 
 
 class UsageFrame(Struct, kw_only=True):
-    """What it took."""
+    """What the answer took."""
 
     event: ClassVar = "usage"
     request_id: _RequestName
@@ -148,7 +148,7 @@ class Failure(Struct, kw_only=True):
 
 
 def error_body(answer: Answer) -> dict[str, Any]:
-    """A failure before a stream began."""
+    """The body of a reply for a failure before a stream began."""
     body: dict[str, Any] = {
         "code": answer.code, "error_type": _error_type_of(answer), "message": answer.message,
     }  # fmt: skip
