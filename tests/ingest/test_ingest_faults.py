@@ -20,7 +20,7 @@ from sqlalchemy import event
 
 from kqview.errors import RequestError
 from kqview.ingest import IngestSettings, tables
-from kqview.ingest.store import Filter, Reader, Store
+from kqview.ingest.store import Reader, Store, TraceFilter
 from tests.support import postgres
 from tests.support.receiving import Receiving, receiving, sqlite_url
 from tests.support.serve_process import Parent, started
@@ -56,7 +56,7 @@ def is_whole(store: Store, request_id: str) -> bool:
     if read is None:
         return False
     trace = json.loads(read)
-    [summary] = store.summaries(Reader(), Filter(text=request_id), limit=1)[0]
+    [summary] = store.summaries(Reader(), TraceFilter(search=request_id), limit=1)[0]
     assert summary.n_events == len(trace["events"]) == len(trace["mod_calls"])
     return True
 
@@ -85,7 +85,7 @@ def test_trace_that_turns_out_wrong_at_its_end_leaves_the_older_one(stored: Rece
     with stored.client() as client:
         assert client.post("/ingest", json=older).status_code == 201
         assert client.post("/ingest", json=newer).status_code == 400
-    [summary] = stored.store.summaries(Reader(), Filter(), limit=9)[0]
+    [summary] = stored.store.summaries(Reader(), TraceFilter(), limit=9)[0]
     assert summary.n_events == 3
     assert is_whole(stored.store, "a")
 
@@ -275,7 +275,7 @@ def test_what_was_stored_first_is_deleted_first(
     n_deleted = store.prune(
         limits.get("max_traces", 0), limits.get("max_bytes", 0), limits.get("older_than")
     )
-    kept = store.summaries(Reader(), Filter(), limit=9)[0]
+    kept = store.summaries(Reader(), TraceFilter(), limit=9)[0]
     store.close()
     assert sorted(one.request_id for one in kept) == left
     assert n_deleted == 5 - len(left)

@@ -127,7 +127,7 @@ def _facts(report: "StateReport") -> list[tuple[str, str]]:
         rows += [
             ("checksum", "correct"),
             ("exact tokens", "unknown" if n_exact is None else f"{n_exact:,}"),
-            ("model", trailer.model),
+            ("model", trailer.facts.model),
         ]
     elif not report.has_trailer and report.state:
         rows.append(("checksum", "none: a raw blob, so the model is unknown as well"))
@@ -147,6 +147,6 @@ def _to_json(report: "StateReport") -> dict[str, Any]:
         content["n_bytes"] = report.n_bytes
         content["n_tokens"] = report.state.n_tokens
     if report.trailer:
-        content["model"] = report.trailer.model
+        content["model"] = report.trailer.facts.model
         content["n_exact"] = report.trailer.marks.n_exact
     return content

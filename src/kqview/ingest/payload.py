@@ -21,7 +21,7 @@ from kqview.json_input import DEPTH_MAX, TooDeep
 from kqview.server.errors import Unprocessable
 from kqview.server.web.access import key_digest
 
-Row = dict[str, Any]
+TableRow = dict[str, Any]
 _T = TypeVar("_T", bound=msgspec.Struct)
 
 EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
@@ -82,7 +82,7 @@ class Posted:
         self._orders: set[int] = set()
         self._added: set[int] = set()  # orders of Added events, then sequences of their calls
 
-    def request_row(self) -> Row:
+    def request_row(self) -> TableRow:
         """The row of the request, without what is counted.
 
         Raises:
@@ -93,7 +93,7 @@ class Posted:
         row["user_key_sha256"] = None if key is None else digest_of(key)
         return row
 
-    def event_rows(self) -> Iterator[Row]:
+    def event_rows(self) -> Iterator[TableRow]:
         """Rows of the events.
 
         Raises:
@@ -120,7 +120,7 @@ class Posted:
                 self._n_text += len(event.token_text)
             yield _row(event, place)
 
-    def mod_call_rows(self) -> Iterator[Row]:
+    def mod_call_rows(self) -> Iterator[TableRow]:
         """Rows of the calls of mods; raises RequestError for one of an unknown event."""
         counts = self.counts
         added, self._added = self._added, set()
@@ -137,14 +137,14 @@ class Posted:
             yield {**_row(call, place), "sequence": counts.n_mod_calls}
             counts.n_mod_calls += 1
 
-    def mod_log_rows(self) -> Iterator[Row]:
+    def mod_log_rows(self) -> Iterator[TableRow]:
         """Rows of what the mods logged; raises RequestError for a log of an unknown call."""
         for place, log in _each(ModLog, "mod_logs", self._parts.mod_logs):
             self._check_call(place, log.mod_call_sequence)
             yield {**_row(log, place), "sequence": self.counts.n_mod_logs}
             self.counts.n_mod_logs += 1
 
-    def action_rows(self) -> Iterator[Row]:
+    def action_rows(self) -> Iterator[TableRow]:
         """Rows of what the mods did; raises RequestError for an action of an unknown call."""
         parts = _each(Action, "actions", self._parts.actions)
         for i, (place, action) in enumerate(parts):
@@ -163,7 +163,7 @@ class Posted:
             self.counts.n_added_tokens += len(action.tokens or ())
             self.counts.n_forced_tokens += len(action.tokens or ())
 
-    def summary_row(self) -> Row:
+    def summary_row(self) -> TableRow:
         """What lists show and search, once all parts are read."""
         request = self.request
         text = request.final_text
@@ -231,7 +231,7 @@ def _decoded(kind: type[_T], raw: bytes | Raw, place: str) -> _T:
         raise RequestError(f"the body is not JSON: {error}; correct it") from None
 
 
-def _row(one: msgspec.Struct, place: str) -> Row:
+def _row(one: msgspec.Struct, place: str) -> TableRow:
     return {name: _column(name, getattr(one, name), place) for name in one.__struct_fields__}
 
 

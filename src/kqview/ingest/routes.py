@@ -4,15 +4,14 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Final, Literal
 
 import msgspec
-from prometheus_client import CollectorRegistry, Counter, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from kqview.errors import RequestError
 from kqview.ingest.payload import microseconds
 from kqview.ingest.receiver import Receiver
-from kqview.ingest.schema import Health, Time, Trace, TraceList, Values
-from kqview.ingest.store import Filter, Reader
+from kqview.ingest.schema import FilterValues, Health, Time, Trace, TraceList
+from kqview.ingest.store import Reader, TraceFilter
 from kqview.server.errors import Answer, NotFound, Unprocessable, UnsupportedMedia
 from kqview.server.web import static_files
 from kqview.server.web.access import Access, sent_key
@@ -54,16 +53,8 @@ class Metrics:
             ("kqview_ingest_stored_bytes", "Bytes of traces as posted.", totals.n_bytes),
             ("kqview_ingest_posts", "Posts being received or stored.", self._receiver.n_posts),
         ):
-            gauges.register(_Gauge(GaugeMetricFamily(name, help_text, value=value)))
+            Gauge(name, help_text, registry=gauges).set(value)
         return generate_latest(self._registry) + generate_latest(gauges)
-
-
-class _Gauge:
-    def __init__(self, metric: Metric) -> None:
-        self._metric = metric
-
-    def collect(self) -> list[Metric]:
-        return [self._metric]
 
 
 def error_body(answer: Answer) -> dict[str, Any]:
@@ -110,7 +101,7 @@ def operations(
         revision = int(after) if after.isdecimal() and len(after) < 19 else None
         return Feed(receiver.feed(_reader(call), revision))
 
-    async def values(call: AnyCall) -> Values:
+    async def values(call: AnyCall) -> FilterValues:
         return await receiver.read(store.values, _reader(call))
 
     async def health(call: AnyCall) -> HttpReply:
@@ -141,7 +132,8 @@ def operations(
                    access=whoever_may_delete, status=204, parameters=_ONE),
         _operation("GET", "/v1/stream", stream, "A summary of each trace when it is stored.",
                    streams=True),
-        _operation("GET", "/v1/values", values, "What lists can be filtered by.", reply=Values),
+        _operation("GET", "/v1/values", values, "What lists can be filtered by.",
+                   reply=FilterValues),
         _operation("GET", "/health", health, "Whether the database answers.", reply=Health,
                    access="open"),
         _operation("GET", "/metrics", show_metrics, "Counters in Prometheus' format.",
@@ -204,15 +196,15 @@ def _limit(call: AnyCall) -> int:
     return int(text)
 
 
-def _chosen(call: AnyCall) -> Filter:
+def _chosen(call: AnyCall) -> TraceFilter:
     query = {name: _text(call.query.get(name, "")) or None for name in _FILTERS}
-    return Filter(
+    return TraceFilter(
         model=query["model"],
         mod=query["mod"],
         finish_reason=query["finish_reason"],
         since=_time("since", query["since"]),
         until=_time("until", query["until"]),
-        text=query["search"],
+        search=query["search"],
     )
 
 

@@ -170,7 +170,7 @@ class Trace(msgspec.Struct):
     actions: list[Action]
 
 
-class Values(msgspec.Struct):
+class FilterValues(msgspec.Struct):
     """Reply of ``GET /v1/values``: what lists can be filtered by."""
 
     models: list[str]

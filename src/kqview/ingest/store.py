@@ -30,7 +30,7 @@ from sqlalchemy.exc import (
 from kqview.errors import CapacityError, KqviewError, RequestError
 from kqview.ingest import tables
 from kqview.ingest.payload import Posted, moment
-from kqview.ingest.schema import TIMES, Request, Summary, Values
+from kqview.ingest.schema import TIMES, FilterValues, Request, Summary
 from kqview.server.errors import Forbidden, StorageFailed, StorageFull
 
 _SLICE: Final = 500  # rows in one statement
@@ -58,7 +58,7 @@ class Reader:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Filter:
+class TraceFilter:
     """Which traces a list has; None or "" for no condition. Times are microseconds since 1970."""
 
     model: str | None = None
@@ -66,7 +66,7 @@ class Filter:
     finish_reason: str | None = None
     since: int | None = None
     until: int | None = None
-    text: str | None = None
+    search: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +229,7 @@ class Store:
     # ---- reading
 
     def summaries(
-        self, reader: Reader, chosen: Filter, *, limit: int, cursor: str | None = None
+        self, reader: Reader, chosen: TraceFilter, *, limit: int, cursor: str | None = None
     ) -> tuple[list[Summary], str | None]:
         """Traces that *reader* may see, newest first, and the cursor of the next ones.
 
@@ -258,7 +258,7 @@ class Store:
         requests = tables.requests
         query = (
             sa.select(*_SUMMARY, requests.c.revision)
-            .where(requests.c.revision > revision, *_conditions(reader, Filter()))
+            .where(requests.c.revision > revision, *_conditions(reader, TraceFilter()))
             .order_by(requests.c.revision)
             .limit(limit)
         )
@@ -301,10 +301,10 @@ class Store:
                 parts.append(b"]")
         return b"".join([*parts, b"}"])
 
-    def values(self, reader: Reader) -> Values:
+    def values(self, reader: Reader) -> FilterValues:
         """What the traces that *reader* may see can be filtered by."""
         requests, mods = tables.requests, tables.request_mods
-        visible = _conditions(reader, Filter())
+        visible = _conditions(reader, TraceFilter())
 
         def distinct(db: sa.Connection, column: sa.Column[Any], *conditions: Any) -> list[str]:
             query = sa.select(column).where(column.is_not(None), *visible, *conditions)
@@ -312,7 +312,7 @@ class Store:
             return list(db.execute(query).scalars())
 
         with self._reading() as db:
-            return Values(
+            return FilterValues(
                 models=distinct(db, requests.c.model),
                 mods=distinct(db, mods.c.mod_name, mods.c.trace == requests.c.id),
                 finish_reasons=distinct(db, requests.c.finish_reason),
@@ -434,21 +434,20 @@ def _named(error: SQLAlchemyError) -> KqviewError:
 # ---- conditions and replies
 
 
-def _conditions(reader: Reader, chosen: Filter) -> list[sa.ColumnElement[bool]]:
+def _conditions(reader: Reader, chosen: TraceFilter) -> list[sa.ColumnElement[bool]]:
     requests, mods = tables.requests, tables.request_mods
     conditions: list[sa.ColumnElement[bool]] = []
     if not reader.sees_all:
         conditions.append(requests.c.user_key_sha256 == reader.owner)
-    if chosen.model:
-        conditions.append(requests.c.model == chosen.model)
-    if chosen.finish_reason:
-        conditions.append(requests.c.finish_reason == chosen.finish_reason)
+    for column in (requests.c.model, requests.c.finish_reason):
+        if value := getattr(chosen, column.name):
+            conditions.append(column == value)
     if chosen.since is not None:
         conditions.append(requests.c.created_at >= chosen.since)
     if chosen.until is not None:
         conditions.append(requests.c.created_at < chosen.until)
-    if chosen.text:
-        text = chosen.text.casefold()
+    if chosen.search:
+        text = chosen.search.casefold()
         conditions.append(requests.c.search_text.contains(text, autoescape=True))
     if chosen.mod:
         named = sa.select(mods.c.trace).where(

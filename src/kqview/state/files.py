@@ -101,21 +101,10 @@ def trailer_bytes(end: bytes, n_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Trailer:
-    """A trailer whose checksum is correct.
+    """A trailer whose checksum is correct: what the cache depends on, and marks of the slot."""
 
-    Attributes:
-        model: Fingerprint of the model.
-        kv_type: Type of the KV cache.
-        marks: Facts about the slot.
-    """
-
-    model: str
-    kv_type: str
+    facts: StateFacts
     marks: SlotMarks
-
-    def check(self, own: StateFacts) -> None:
-        """Raise StateMismatch unless the slot was saved by an engine with *own* facts."""
-        check_facts(StateFacts(self.model, self.kv_type), own)
 
 
 def read_trailer(blob: bytes, trailer: bytes) -> Trailer:
@@ -136,7 +125,8 @@ def read_trailer(blob: bytes, trailer: bytes) -> Trailer:
         raise StateFormatError(
             "the checksum of the state file does not match; the file was altered"
         )
-    return Trailer(str(content.get("model")), str(content.get("kv_type")), _marks(content))
+    facts = StateFacts(str(content.get("model")), str(content.get("kv_type")))
+    return Trailer(facts, _marks(content))
 
 
 def check_trailer(blob: bytes, trailer: bytes, facts: StateFacts | None) -> SlotMarks:
@@ -148,7 +138,7 @@ def check_trailer(blob: bytes, trailer: bytes, facts: StateFacts | None) -> Slot
     """
     read = read_trailer(blob, trailer)
     if facts is not None:
-        read.check(facts)
+        check_facts(read.facts, facts)
     return read.marks
 
 
@@ -385,7 +375,7 @@ def check_file(path: str | os.PathLike[str], model: ModelFiles | None = None) ->
         except StateFormatError as error:
             problems.append(str(error))
     if model is not None:
-        is_of_model = trailer and trailer.model == model.fingerprint()
+        is_of_model = trailer and trailer.facts.model == model.fingerprint()
         if is_of_model is False:
             problems.append("it was saved with another model or other LoRA adapters")
         elif not trailer_text:

@@ -8,14 +8,17 @@ from numpy.typing import NDArray
 
 from kqview.types.capture import RAW_KINDS
 
-Row = NDArray[np.floating[Any]]
+Weights = NDArray[np.floating[Any]]
 
 N_LATEST: Final = 4
 """Columns at the end of a row that `select_head` ignores: the query and the three before it."""
 
 
 def select_head(
-    rows: Sequence[Row | Sequence[Row]], *, layer: int | None = None, head: int | None = None
+    rows: Sequence[Weights | Sequence[Weights]],
+    *,
+    layer: int | None = None,
+    head: int | None = None,
 ) -> tuple[int, int]:
     """Choose the sharpest head: the one that attends most to one token, neither first nor recent.
 
@@ -55,7 +58,7 @@ def select_head(
     return i_layer, i_head
 
 
-def probabilities(values: Row, kind: str, scale: float) -> Row:
+def probabilities(values: Weights, kind: str, scale: float) -> Weights:
     """Convert values of any kind of capture to probabilities over the last axis.
 
     "probs" are returned as they are, without a copy. "qk" is scaled first; the result is

@@ -16,7 +16,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.style import Style
 from rich.text import Text
 
-Row = NDArray[np.floating[Any]]
+Weights = NDArray[np.floating[Any]]
 
 RAMP: Final = " .:-=+*#%@"
 """Characters for values from 0 to 1, for terminals without colours."""
@@ -27,7 +27,7 @@ _PALETTE: Final = ((12, 8, 38), (86, 16, 110), (187, 55, 84), (249, 142, 9), (25
 
 
 def terminal_heatmap(
-    rows: Sequence[Row],
+    rows: Sequence[Weights],
     row_labels: Sequence[str],
     column_labels: Sequence[str],
     *,
