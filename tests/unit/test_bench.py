@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Self
 
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
 
 from kqview import Capture, ModelInfo
@@ -31,20 +30,6 @@ def rank_of_bound(n: int) -> int | None:
 # ---- quantiles
 
 
-def test_quantile_of_odd_count_is_the_middle_value() -> None:
-    assert pairs.quantile([3.0, 1.0, 2.0], 0.5) == 2.0
-
-
-def test_quantile_between_two_values_is_interpolated() -> None:
-    assert pairs.quantile([10.0, 20.0], 0.25) == 12.5
-
-
-@given(ratios, st.floats(0.0, 1.0))
-def test_quantile_lies_between_smallest_and_largest_value(values: list[float], q: float) -> None:
-    found = pairs.quantile(values, q)
-    assert min(values) - 1e-9 <= found <= max(values) + 1e-9
-
-
 def test_quantile_of_nothing_is_an_error() -> None:
     with pytest.raises(ValueError, match="values is empty"):
         pairs.quantile([], 0.5)
@@ -53,16 +38,12 @@ def test_quantile_of_nothing_is_an_error() -> None:
 # ---- the bound
 
 
-def test_bound_of_20_ratios_is_the_15th_smallest() -> None:
-    assert rank_of_bound(20) == 15
-
-
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 def test_bound_of_fewer_than_5_ratios_does_not_exist(n: int) -> None:
     assert rank_of_bound(n) is None
 
 
-@pytest.mark.parametrize("n", [5, 8, 10, 21, 40, 101])
+@pytest.mark.parametrize("n", [5, 8, 20, 21, 101])
 def test_bound_has_the_least_rank_that_covers_95_percent(n: int) -> None:
     rank = rank_of_bound(n)
     assert rank is not None
@@ -71,12 +52,6 @@ def test_bound_has_the_least_rank_that_covers_95_percent(n: int) -> None:
         return sum(comb(n, j) for j in range(k)) / 2**n
 
     assert coverage(rank - 1) < 0.95 <= coverage(rank)
-
-
-@given(ratios)
-def test_bound_is_never_below_the_median(values: list[float]) -> None:
-    bound = pairs.median_upper_bound(values)
-    assert bound is None or bound >= pairs.quantile(values, 0.5)
 
 
 # ---- pairs

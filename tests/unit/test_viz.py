@@ -61,18 +61,16 @@ def labels(figure: Figure) -> tuple[list[str], list[str]]:
 
 def test_every_value_of_the_chosen_head_is_in_its_cell():
     made = tokens(3)
-    drawn = cells(heatmap(made, PROMPT, layer=1, head=2))
+    figure = heatmap(made, PROMPT, layer=1, head=2)
+    drawn = cells(figure)
+    assert labels(figure) == (
+        ["t0", "t1", "t2"], ["<s>", "Anna", "has", "a", "red", "ball", ".", "t0", "t1"]
+    )  # fmt: skip
     assert drawn.shape == (3, 9)
     for i, token in enumerate(made):
         assert isinstance(token.attention, np.ndarray)
         np.testing.assert_array_equal(drawn[i, : 7 + i].data, token.attention[1, 2])
         assert drawn.mask[i].tolist() == [column >= 7 + i for column in range(9)]
-
-
-def test_rows_are_labelled_with_what_was_generated_and_columns_with_the_context():
-    rows, columns = labels(heatmap(tokens(3), PROMPT, layer=0, head=0))
-    assert rows == ["t0", "t1", "t2"]
-    assert columns == ["<s>", "Anna", "has", "a", "red", "ball", ".", "t0", "t1"]
 
 
 def test_columns_without_texts_show_their_positions():
@@ -99,15 +97,11 @@ def test_sharpest_head_is_drawn_unless_one_is_named():
     assert cells(heatmap(made, PROMPT, layer=0))[:, 0].tolist() == [1.0] * 6
 
 
-def test_title_counts_layers_and_heads_as_the_model_does():
-    made = tokens(1, layers=(5, 9), heads=(0, 2, 7), kind="scores")
-    figure = heatmap(made, PROMPT, layer=9, head=7)
-    assert figure.get_suptitle().startswith("layer 9, head 7")
-
-
 def test_layers_and_heads_are_those_of_the_model_not_of_the_rows():
     made = tokens(2, layers=(5, 9), heads=(0, 2, 7), kind="probs")
-    drawn = cells(heatmap(made, PROMPT, layer=9, head=2))
+    figure = heatmap(made, PROMPT, layer=9, head=2)
+    assert figure.get_suptitle().startswith("layer 9, head 2")
+    drawn = cells(figure)
     np.testing.assert_array_equal(drawn[0, :7], made[0].rows[1, 1])
     np.testing.assert_array_equal(cells(heatmap(made, PROMPT, layer=-1, head=2)), drawn)
     for place in ({"layer": 1}, {"head": 1}, {"layer": -3}):
@@ -163,10 +157,8 @@ def test_matrix_has_no_head_to_choose():
     np.testing.assert_array_equal(drawn.filled(0.0), matrix)
     with pytest.raises(ValueError, match="omit both"):
         heatmap(matrix, layer=0)
-
-
-def test_attention_of_one_token_is_one_row():
-    assert cells(heatmap(np.ones((2, 3, 7)), PROMPT, layer=0, head=1)).shape == (1, 7)
+    with pytest.raises(RequestError, match="use heatmap"):
+        head_grid(matrix)
 
 
 def test_object_with_an_array_is_drawn_like_its_array():
@@ -232,14 +224,9 @@ def test_labels_are_short_on_one_line_and_never_formulas(tmp_path: Path):
 @pytest.mark.parametrize(
     ("attention", "texts", "message"),
     [
-        ([], None, "no rows"),
+        # What both kinds of pictures refuse: test_coloured.py.
         ([Token(0, "x", 0)], None, "no rows"),
-        (np.ones(3), None, r"shape \(3,\)"),
-        (np.ones((4, 3)), None, "4 queries .* 3 tokens"),
-        (np.ones((2, 3)), ["a"], "tokens has 1 .* 3 columns"),
         (np.ones((2, 3)), ["a"] * 4, "tokens has 4 .* 3 columns"),
-        (tokens(2), PROMPT[1:], "tokens has 6 .* 8 columns"),
-        (tokens(2), [*PROMPT, "a", "b", "c"], "tokens has 10 .* 8 columns"),
     ],
 )
 def test_what_cannot_be_drawn_is_refused(attention: Any, texts: Any, message: str):
@@ -350,11 +337,6 @@ def test_scores_are_drawn_around_white():
     square = squares(head_grid(array, kind="scores", causal=False, hide_first=False), 1, 1)[0, 0]
     low, middle, high, _ = square[~np.isnan(square)]
     assert middle > 0.95 > max(low, high)
-
-
-def test_matrix_has_no_heads_for_a_grid():
-    with pytest.raises(ValueError, match="use heatmap"):
-        head_grid(np.eye(3))
 
 
 # ---- overhead plot
