@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import stat
 from typing import TYPE_CHECKING, Any
 
@@ -164,15 +163,3 @@ def test_what_runs_is_shown_only_to_its_key():
                 assert other.get("/slots").json()[0]["is_processing"] is True
                 assert "params" in mine.get("/slots").json()[0]
             served.wait_idle()
-
-
-def test_endpoints_of_slots_can_be_turned_off(tmp_path: Path):
-    settings = Settings(slot_endpoints=False, slot_save_path=str(tmp_path))
-    with serving(settings) as served, served.client() as client:
-        fill(client)
-        assert act(client, "save", filename="a.bin").status_code == 200  # needs the folder only
-        assert act(client, "tokens").status_code == 501
-        reply = client.get("/slots")
-        assert reply.status_code == 501
-        assert json.loads(reply.text)["error"]["type"] == "not_supported_error"
-        assert client.get("/props").json()["endpoint_slots"] is False

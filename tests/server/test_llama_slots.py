@@ -283,12 +283,17 @@ def test_wrong_request_is_refused_with_its_reason_and_changes_nothing(
     assert tokens(client) == before
 
 
-def test_server_without_slots_answers_501():
-    with serving(Settings(slot_endpoints=False)) as served, served.client() as client:
+def test_server_without_slots_answers_501_but_for_their_files(tmp_path: Path):
+    settings = Settings(slot_endpoints=False, slot_save_path=str(tmp_path))
+    with serving(settings) as served, served.client() as client:
+        fill(client)
+        assert act(client, "save", json={"filename": "a.bin"}).status_code == 200
         replies = [
             act(client, "tokens"), act(client, "burn"), client.get("/v1/slots/0/info"),
-            client.get("/sessions"), client.post("/sessions/1?action=save&slot=0"),
+            client.get("/slots"), client.get("/sessions"),
+            client.post("/sessions/1?action=save&slot=0"),
         ]  # fmt: skip
+        assert client.get("/props").json()["endpoint_slots"] is False
     assert {reply.status_code for reply in replies} == {501}
     assert {reply.json()["error"]["type"] for reply in replies} == {"not_supported_error"}
 

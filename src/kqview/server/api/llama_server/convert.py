@@ -1,10 +1,12 @@
 """Bodies of llama.cpp's server as neutral requests, and results as its replies. Pure."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
+from kqview.engine import Engine
 from kqview.errors import RequestError
 from kqview.server.api.llama_server import schema
 from kqview.server.api.wire.chat import ChatRequest
@@ -30,25 +32,6 @@ _SHOWN: Final = [
     for name, row in OPTIONS.items()
     if row.is_plain and name not in ("top_logprobs", "min_tokens")  # it has no such
 ]
-
-
-# ---- text and ids
-
-
-def tokenized(
-    ids: Sequence[int], bytes_of: Callable[[int], bytes], *, with_pieces: bool
-) -> schema.Tokenized:
-    """The reply to a request to tokenize."""
-    if not with_pieces:
-        return schema.Tokenized(list(ids))
-    pieces: list[int | schema.TokenPiece] = []
-    for id_ in ids:
-        data = bytes_of(id_)
-        try:
-            pieces.append(schema.TokenPiece(id_, data.decode()))
-        except UnicodeDecodeError:
-            pieces.append(schema.TokenPiece(id_, list(data)))
-    return schema.Tokenized(pieces)
 
 
 # ---- a completion
@@ -84,34 +67,34 @@ class CompletionPlan:
 def plan_of(
     body: LlamaFields,
     prompts: Sequence[tuple[Sequence[int], str]],
+    engine: Engine,
+    settings: Settings,
     *,
     request_id: str,
     model: str,
-    n_ctx: int,
-    settings: Settings,
-    tokenize: Callable[[str], Sequence[int]],
-    ends: Sequence[int] = (),
 ) -> CompletionPlan:
     """What *body* asks for.
 
     Args:
         body: The request.
         prompts: Ids and text of each prompt.
+        engine: The engine that will answer.
+        settings: Those of the server.
         request_id: Its name.
         model: Name of the model.
-        n_ctx: Tokens that a slot holds.
-        settings: Those of the server.
-        tokenize: As in `sampling_of`.
-        ends: Ids that end a text, which ``ignore_eos`` bans.
 
     Raises:
         RequestError: Or one of its kinds: it cannot work.
         NotSupported: As `sampling_of`.
     """
-    endless = settings.max_tokens if settings.context_shift else n_ctx
+    endless = settings.max_tokens if settings.context_shift else engine.n_ctx
     wanted = first(max_tokens_of(body), endless)
     n = min(wanted, settings.max_tokens)
+    tokenize = partial(engine.tokenize, add_special=False, parse_special=False)
     sampling = sampling_of(body, tokenize=tokenize)
+    ends = [
+        id_ for id_ in (engine.model.eos_token_id, engine.model.eot_token_id) if id_ is not None
+    ]
     (ids, _), *more = prompts
     names, forcing = names_of(body), None
     if (budget := reasoning_budget_of(body)) is not None:
@@ -154,7 +137,7 @@ def generation_settings(
         sampling: What `sampling_of` made of it.
         n_predict: Most tokens.
         is_short: Leave out what may be long: texts and biases.
-        ends: As in `plan_of`.
+        ends: Ids that end a text, which ``ignore_eos`` bans.
     """
     settings: dict[str, Any] = {
         **{name: getattr(sampling, name) for name in _SHOWN},

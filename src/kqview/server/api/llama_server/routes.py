@@ -47,9 +47,18 @@ async def tokenize(call: Call, body: schema.TokenizeBody) -> HttpReply:
         parse_special=body.parse_special is not False,
     )
 
+    def piece(id_: int) -> schema.TokenPiece:
+        data = engine.token_bytes(id_)
+        try:
+            return schema.TokenPiece(id_, data.decode())
+        except UnicodeDecodeError:
+            return schema.TokenPiece(id_, list(data))
+
     def written() -> bytes:
-        reply = convert.tokenized(ids, engine.token_bytes, with_pieces=bool(body.with_pieces))
-        data = json_in_slices(reply)
+        tokens: list[int | schema.TokenPiece] = [*ids]
+        if body.with_pieces:
+            tokens = [piece(id_) for id_ in ids]
+        data = json_in_slices(schema.Tokenized(tokens))
         empty(ids)
         return data
 
@@ -114,15 +123,8 @@ async def _complete(
 
     shown = await service.converted(call.n_body_bytes, call.hold, with_texts)
     plan = await service.converted(
-        call.n_body_bytes, call.hold, convert.plan_of, body, shown,
-        request_id=call.request_id, model=call.model.name, n_ctx=engine.n_ctx,
-        settings=settings,
-        tokenize=partial(engine.tokenize, add_special=False, parse_special=False),
-        ends=[
-            id_
-            for id_ in (engine.model.eos_token_id, engine.model.eot_token_id)
-            if id_ is not None
-        ],
+        call.n_body_bytes, call.hold, convert.plan_of, body, shown, engine, settings,
+        request_id=call.request_id, model=call.model.name,
     )  # fmt: skip
     run = await service.start(plan.request, call.caller, call.hold, model=call.model)
     writer = events.CompletionEvents(plan, len(run.generations), engine.token_bytes)
