@@ -1,11 +1,10 @@
 // A generation whose rows of attention are all here: the text, coloured by what one token or all of
 // them looked at, and a grid with a strip for each head of each layer.
 
-import { Coloured, RowChoice, bars, scale, visible } from "./coloured.js";
+import { Coloured, RowChoice, colourAndList, moveFocus, visible } from "./coloured.js";
 import { count, element, field, quoted } from "./dom.js";
-import { heats, largest } from "./rows.js";
+import { heats } from "./rows.js";
 
-const N_LISTED = 8;
 const CELL = { height: 14, gap: 3 }; // of the grid, in CSS pixels
 
 export class AttentionView {
@@ -75,16 +74,9 @@ export class AttentionView {
       if (n !== undefined && !String(getSelection())) this.choose(n === this.chosen ? -1 : n);
     });
     this.text.addEventListener("focusin", (event) => this.choose(at(event)));
-    this.text.addEventListener("keydown", (event) => {
-      const n = at(event);
-      const to = { ArrowLeft: n - 1, ArrowRight: n + 1, Home: 0, End: this.rows.length - 1 }[event.key];
-      const node = to >= 0 && this.nodes[this.nPrompt + to];
-      if (!node) return;
-      event.preventDefault();
-      this.nodes[this.nPrompt + n].tabIndex = -1;
-      node.tabIndex = 0;
-      node.focus();
-    });
+    this.text.addEventListener("keydown", (event) =>
+      moveFocus(event, this.nodes.slice(this.nPrompt), at(event)),
+    );
     this.grid.addEventListener("click", ({ offsetX, offsetY }) => {
       const { nLayers = 1, nHeads = 1 } = this.choice;
       const l = Math.floor((offsetY / this.grid.clientHeight) * nLayers);
@@ -161,14 +153,8 @@ export class AttentionView {
     const n = this.pointed ?? this.chosen;
     const rows = n === undefined ? this.rows : [this.rows[n]];
     if (this.choice.offer(rows[0])) this.onchange();
-    const shown = this.choice.shown(mean(rows, this.layer, this.head));
-    const top = largest(shown, N_LISTED);
-    const most = top[0]?.[1] ?? 0;
-    this.coloured.colour(heats(shown, most));
-    this.legend.replaceChildren(...scale(most));
-    this.listed.replaceChildren(
-      ...bars(top.map(([column, weight]) => [quoted(this.texts[column]), weight])),
-    );
+    const weights = mean(rows, this.layer, this.head);
+    colourAndList(this, weights, (column) => quoted(this.texts[column]));
     this.tell(n);
     this.drawGrid(rows);
   }

@@ -2,6 +2,9 @@
 // is: of a layer and a head, or their mean.
 
 import { choice, element, field } from "./dom.js";
+import { heats, largest } from "./rows.js";
+
+const N_LISTED = 8;
 
 // Elements by the column of a row, with the heat of each; a change of heat is all that is drawn.
 export class Coloured {
@@ -94,13 +97,35 @@ function fill(select, n) {
   select.disabled = n < 2;
 }
 
+// Colours the tokens of *view* by *weights*, with a legend, and lists the columns with the largest
+// ones, which nameOf(column) names.
+export function colourAndList({ choice, coloured, legend, listed }, weights, nameOf) {
+  const shown = choice.shown(weights);
+  const top = largest(shown, N_LISTED);
+  const most = top[0]?.[1] ?? 0;
+  coloured.colour(heats(shown, most));
+  legend.replaceChildren(...scale(most));
+  listed.replaceChildren(...bars(top.map(([column, weight]) => [nameOf(column), weight])));
+}
+
+// Moves the focus within *nodes*, of which *at* has it, as the key of *event* says.
+export function moveFocus(event, nodes, at) {
+  const to = { ArrowLeft: at - 1, ArrowRight: at + 1, Home: 0, End: nodes.length - 1 }[event.key];
+  const node = nodes[to];
+  if (!node) return;
+  event.preventDefault();
+  nodes[at].tabIndex = -1;
+  node.tabIndex = 0;
+  node.focus();
+}
+
 // A scale from no colour to the hottest, which is *most*.
-export function scale(most) {
+function scale(most) {
   return most > 0 ? ["0", element("span", { class: "scale" }), percent(most)] : [];
 }
 
 // Names with their weights as bars, [name, weight], the largest first.
-export function bars(rows) {
+function bars(rows) {
   return rows.map(([name, weight]) => {
     const row = element(
       "li",
@@ -113,7 +138,7 @@ export function bars(rows) {
   });
 }
 
-export function percent(weight) {
+function percent(weight) {
   const value = 100 * weight;
   return `${value < 10 ? value.toFixed(1) : Math.round(value)} %`;
 }

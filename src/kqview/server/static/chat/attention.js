@@ -2,12 +2,9 @@
 // of it, looked at. A token is chosen by pointing at it, with the keyboard in the answer, or with
 // the slider.
 
-import { Coloured, RowChoice, bars, scale, visible } from "../coloured.js";
+import { Coloured, RowChoice, colourAndList, visible } from "../coloured.js";
 import { element, field, quoted } from "../dom.js";
-import { heats, largest } from "../rows.js";
 import { Looked } from "./looked.js";
-
-const N_LISTED = 8;
 
 export class Attention {
   constructor() {
@@ -30,13 +27,13 @@ export class Attention {
       value: 0,
       oninput: () => this.choose(this.looked.marks[this.slider.value - 1]),
     });
-    this.scale = element("span", { class: "legend note", "aria-hidden": "true" });
+    this.legend = element("span", { class: "legend note", "aria-hidden": "true" });
     this.body = element(
       "div",
       { hidden: true },
       this.what,
       field("Token of the answer", this.slider),
-      element("div", { class: "over" }, element("h3", {}, "Prompt"), this.scale),
+      element("div", { class: "over" }, element("h3", {}, "Prompt"), this.legend),
       this.prompt,
       this.choice.nodes,
       element("h3", {}, "Looked at most"),
@@ -146,14 +143,7 @@ export class Attention {
       if (some?.nLayers && this.choice.offer(some)) this.mix();
       weights = looked.mean();
     }
-    const shown = this.choice.shown(weights);
-    const top = largest(shown, N_LISTED);
-    const most = top[0]?.[1] ?? 0;
-    this.coloured.colour(heats(shown, most));
-    this.scale.replaceChildren(...scale(most));
-    this.listed.replaceChildren(
-      ...bars(top.map(([column, weight]) => [this.nameOf(column), weight])),
-    );
+    colourAndList(this, weights, (column) => this.nameOf(column));
   }
 
   // Says what is shown, and keeps the slider at it.

@@ -12,7 +12,6 @@ const PATHS = {
   settings: "M4 7h9M17 7h3M4 17h3M11 17h9M15 4.5v5M9 14.5v5",
   eye: "M2.5 12C5 7.5 8.5 5.5 12 5.5S19 7.5 21.5 12C19 16.5 15.5 18.5 12 18.5S5 16.5 2.5 12zM12 9a3 3 0 100 6 3 3 0 000-6z",
   down: "M12 5v14M6 13l6 6 6-6",
-  copy: "M9 9h11v11H9zM5 15H4V4h11v1",
 };
 
 export const icon = (name) =>

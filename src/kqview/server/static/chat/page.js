@@ -1,6 +1,7 @@
 // The chat page. The address names the conversation, "#/ID"; without one a new one begins with the
 // first message. The parts know nothing of each other; here they meet.
 
+import { moveFocus } from "../coloured.js";
 import { button, element, field, quietButton } from "../dom.js";
 import { Answer } from "./answer.js";
 import { Attention } from "./attention.js";
@@ -359,15 +360,8 @@ $("turns").addEventListener("keydown", (event) => {
   const mark = markOf(event.target);
   if (!mark?.looked) return;
   const { marks } = mark.looked;
-  const at = marks.indexOf(mark);
-  const to = { ArrowRight: at + 1, ArrowLeft: at - 1, Home: 0, End: marks.length - 1 }[event.key];
   if (event.key === "Enter") showPanel("attention");
-  const node = marks[to]?.nodes[0];
-  if (!node) return;
-  event.preventDefault();
-  mark.nodes[0].tabIndex = -1;
-  node.tabIndex = 0;
-  node.focus();
+  moveFocus(event, marks.map(({ nodes }) => nodes[0]), marks.indexOf(mark));
 });
 
 document.addEventListener("keydown", (event) => {
