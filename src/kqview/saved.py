@@ -526,7 +526,8 @@ def _tokens_of(generation: Running, taken: Sequence[Token] | None) -> list[Token
             add_token(tokens, token)
         if generation.finish_reason is not None:
             del tokens[len(tokens) - generation.n_removed :]
-    if [token.id for token in tokens] != ids or not _are_of(generation, tokens):
+    is_other = bool(tokens) and tokens[0].column_ids != generation.prompt_ids
+    if is_other or [token.id for token in tokens] != ids:
         raise RequestError(
             f"{len(ids)} tokens of {generation.request_id} were taken already; pass them as tokens"
             if taken is None
@@ -538,11 +539,6 @@ def _tokens_of(generation: Running, taken: Sequence[Token] | None) -> list[Token
         add_token(tokens, token)
     del tokens[len(generation.tokens) :]  # taken back at the end
     return tokens
-
-
-def _are_of(generation: Running, tokens: Sequence[Token]) -> bool:
-    """Whether *tokens* follow the prompt of *generation*."""
-    return not tokens or tokens[0].column_ids == generation.prompt_ids
 
 
 def file_name(name: str) -> str:

@@ -90,7 +90,6 @@
       this.listen(text);
       this.what = element("p", { class: "what", role: "status" });
       this.list = element("ol", {});
-      this.most = element("span", {});
       root.append(
         element("style", {}, STYLE_OF_VIEW),
         ...(title ? [element("p", {}, element("strong", {}, title))] : []),
@@ -129,7 +128,6 @@
       if (layers.length > 0) nodes.push(layerLabel);
       if (layers.some(([, heads]) => heads.length > 0)) nodes.push(headLabel);
       if (hasFirst) nodes.push(element("label", {}, this.first, "Leave out the first token"));
-      this.most = element("span", {});
       this.scale = element("span", { class: "scale", "aria-hidden": "true" });
       return [...nodes, this.scale];
     }

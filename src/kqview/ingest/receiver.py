@@ -51,7 +51,8 @@ class Receiver(Host):
         n_writers = 1 if self.store.kind == "sqlite" else _N_WRITERS
         self._writers = ThreadPoolExecutor(n_writers, "kqview-ingest-write")
         self._readers = ThreadPoolExecutor(_N_READERS, "kqview-ingest-read")
-        self._n_posts = 0
+        self.n_posts = 0
+        """Posts that are being received or stored."""
         self._news = asyncio.Event()
         self._is_closing = False
         self._pruning: asyncio.Task[None] | None = None
@@ -60,11 +61,6 @@ class Receiver(Host):
     def settings(self) -> Settings:
         """Address, keys and HTTP limits."""
         return self.options.web
-
-    @property
-    def n_posts(self) -> int:
-        """Posts that are being received or stored."""
-        return self._n_posts
 
     def open(self) -> None:
         """Begin to delete what exceeds the limits, if there are any."""
@@ -101,15 +97,15 @@ class Receiver(Host):
             CapacityError: There are too many.
         """
         most = self.options.max_posts
-        if self._n_posts >= most:
+        if self.n_posts >= most:
             raise CapacityError(
                 f"{most} traces are already being received or stored; post again later"
             )
-        self._n_posts += 1
+        self.n_posts += 1
         try:
             yield
         finally:
-            self._n_posts -= 1
+            self.n_posts -= 1
 
     async def put(self, body: Body) -> None:
         """Store a posted trace; raises as `Store.put`."""

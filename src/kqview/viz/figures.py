@@ -20,7 +20,7 @@ from kqview.errors import InvalidCapture, KqviewError, RequestError, shown
 from kqview.types import Token
 from kqview.types.capture import Kind
 from kqview.viz.heads import probabilities, select_head
-from kqview.viz.source import Source, Values, rows_of
+from kqview.viz.source import AttentionSource, WeightArray, rows_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -96,7 +96,7 @@ _LEAST_LABEL_INCHES: Final = 0.12  # smaller cells share a label
 
 
 def heatmap(
-    attention: Source | tuple[Values, ...],
+    attention: AttentionSource | tuple[WeightArray, ...],
     tokens: Sequence[str | Token] | None = None,
     *,
     layer: int | None = None,

@@ -22,7 +22,7 @@ from kqview.viz.figures import (
     require_matplotlib,
     scale_of,
 )
-from kqview.viz.source import Source, Values, rows_of
+from kqview.viz.source import AttentionSource, WeightArray, rows_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -36,7 +36,7 @@ _LEAST_LABEL_INCHES: Final = 0.2
 
 
 def head_grid(
-    attention: Source | tuple[Values, ...],
+    attention: AttentionSource | tuple[WeightArray, ...],
     *,
     layers: Sequence[int] | None = None,
     heads: Sequence[int] | None = None,

@@ -16,7 +16,7 @@ from kqview.types import Finished, Token
 from kqview.types.capture import Kind
 from kqview.types.token import Attention
 
-Values = NDArray[np.floating[Any]]
+WeightArray = NDArray[np.floating[Any]]
 
 
 class HasArray(Protocol):
@@ -38,11 +38,13 @@ class HasTokens(Protocol):
         ...
 
 
-Source = Generation | PromptAttention | Finished | HasTokens | HasArray | Sequence[Token] | Values
+AttentionSource = (
+    Generation | PromptAttention | Finished | HasTokens | HasArray | Sequence[Token] | WeightArray
+)
 
 
 def rows_of(
-    attention: "Source | tuple[Values, ...]",
+    attention: "AttentionSource | tuple[WeightArray, ...]",
     tokens: Sequence[str | Token] | None = None,
     kind: Kind | None = None,
     *,

@@ -10,7 +10,7 @@ from kqview.durable import write_whole
 from kqview.errors import RequestError, shown
 from kqview.types import Token
 from kqview.types.capture import Kind
-from kqview.viz.source import Source, Values, rows_of
+from kqview.viz.source import AttentionSource, WeightArray, rows_of
 
 FILE_BYTES: Final = 16 << 20
 SUFFIXES: Final = (".html", ".htm")
@@ -35,7 +35,7 @@ class ColouredText:
 
 
 def coloured(
-    attention: Source | tuple[Values, ...],
+    attention: AttentionSource | tuple[WeightArray, ...],
     tokens: Sequence[str | Token] | None = None,
     *,
     kind: Kind | None = None,
@@ -73,7 +73,7 @@ def coloured(
 
 def to_html(
     path: str | os.PathLike[str],
-    attention: Source | tuple[Values, ...],
+    attention: AttentionSource | tuple[WeightArray, ...],
     tokens: Sequence[str | Token] | None = None,
     *,
     kind: Kind | None = None,
@@ -114,7 +114,7 @@ def to_html(
 
 
 def _html(
-    attention: Source | tuple[Values, ...],
+    attention: AttentionSource | tuple[WeightArray, ...],
     tokens: Sequence[str | Token] | None,
     kind: Kind | None,
     causal: bool,
