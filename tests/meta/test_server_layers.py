@@ -81,6 +81,13 @@ def test_data_of_a_dialect_knows_no_transport(path: Path):
     assert used_of(modules_of(path), TRANSPORT) == []
 
 
+def test_receiver_of_traces_uses_http_and_what_is_below_it():
+    above = tuple(f"kqview.server.{part}" for layer in LAYERS[2:] for part in layer)
+    used = set[str]().union(*(modules_of(path) for path in (SERVER.parent / "ingest").glob("*.py")))
+    assert used_of(used, ("kqview.server.web",))
+    assert used_of(used, above) == []
+
+
 def test_only_one_file_knows_uvicorn():
     """What is private there can change with every version."""
     found = [path.name for path in SERVER.rglob("*.py") if used_of(modules_of(path), ("uvicorn",))]
