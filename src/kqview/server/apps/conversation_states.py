@@ -1,11 +1,11 @@
-"""ConversationStates: the KV cache of chat sessions, so that a returning one does not evaluate its
+"""ConversationStates: the KV cache of conversations, so that a returning one does not evaluate its
 history again.
 
 After a turn the slot that answered is copied between two steps of the engine, and a thread writes
-the copy to a file (SES1 with a trailer, `kqview.state.files`) named by a digest of the session. A
-returning session is looked for in the slots first; only if a file has more of its prompt than they,
-the file is restored into the least recently used slot. What cannot be restored (damaged, of another
-model or other adapters) is removed, and the history is evaluated.
+the copy to a file (SES1 with a trailer, `kqview.state.files`) named by a digest of the
+conversation. A returning conversation is looked for in the slots first; only if a file has more of
+its prompt than they, the file is restored into the least recently used slot. What cannot be
+restored (damaged, of another model or other adapters) is removed, and the history is evaluated.
 
 How much is reused: the tokens that the cache and the new prompt have in common from the start
 (``cached_tokens`` of the run's usage). The history is rendered again for each turn. What the two
@@ -81,7 +81,7 @@ class Seat:
     """Where one turn is generated.
 
     Attributes:
-        run: Its run, whose slot holds the session when it has ended; to be set once it starts.
+        run: Its run, whose slot holds the conversation when it has ended; to be set once it starts.
     """
 
     run: Run | None = None
@@ -115,7 +115,7 @@ class ConversationStates:
         self._is_closed = False
 
     def open(self, keys: Iterable[Key]) -> None:
-        """Take the folder for this process, and remove files of sessions that are none of *keys*.
+        """Take the folder for this process; remove files of conversations that are none of *keys*.
 
         Blocks.
 
@@ -165,7 +165,7 @@ class ConversationStates:
         Args:
             model: What the turn runs on.
             caller: Who asks.
-            key: The session.
+            key: The conversation.
             ids: The whole prompt.
             on_copy: Gets the task that copies the slot afterwards.
 
@@ -196,7 +196,7 @@ class ConversationStates:
     # ---- before it
 
     async def _bring(self, model: ModelEntry, caller: Caller, key: Key, ids: Sequence[int]) -> None:
-        """Restore the session into a free slot if that saves an evaluation."""
+        """Restore the conversation into a free slot if that saves an evaluation."""
         slots = model.slots
         try:
             is_worth = await asyncio.to_thread(self._is_worth_restoring, model.engine, key, ids)
@@ -221,7 +221,7 @@ class ConversationStates:
         return n_saved >= LEAST_TOKENS + max(_n_common(one, prompt) for one in warm)
 
     def _saved_ids(self, key: Key) -> NDArray[np.int32]:
-        """Ids of what is saved of the session; none if nothing is."""
+        """Ids of what is saved of the conversation; none if nothing is."""
         copy = self._copies.get(key)
         if copy is not None:
             return ids_in(copy.blob)
@@ -254,7 +254,7 @@ class ConversationStates:
     async def _keep(
         self, model: ModelEntry, caller: Caller, key: Key, ids: Sequence[int], run: Run | None
     ) -> None:
-        """Copy the slot that *run* used, if it still holds the session."""
+        """Copy the slot that *run* used, if it still holds the conversation."""
         if run is None or not run.n_tokens or len(ids) < LEAST_TOKENS:
             return
         slot_id = run.generations[0].slot
@@ -280,7 +280,7 @@ class ConversationStates:
         self._disk.submit(self._write, key)
 
     def _write(self, key: Key) -> None:
-        """Write the latest copy of the session; the disk's thread."""
+        """Write the latest copy of the conversation; the disk's thread."""
         with self._lock:
             copy = self._copies.get(key)
         if copy is None:  # forgotten, or written with an older one
@@ -304,7 +304,7 @@ class ConversationStates:
     # ---- files
 
     def forget(self, keys: Iterable[Key]) -> None:
-        """Remove what is saved of these sessions, soon; any thread."""
+        """Remove what is saved of these conversations, soon; any thread."""
         for key in keys:
             with self._lock:
                 copy = self._copies.pop(key, None)

@@ -1,8 +1,8 @@
-"""ConversationStore: the turns of chat sessions, in a SQLite database or in memory.
+"""ConversationStore: the turns of conversations, in a SQLite database or in memory.
 
-A session belongs to the key that made it (`Caller.owner`); two keys may use one id. It is a list of
-turns, each a prompt and its answer. System prompts, personas and dropped reasoning are no part of
-it.
+A conversation belongs to the key that made it (`Caller.owner`); two keys may use one id. It is a
+list of turns, each a prompt and its answer. System prompts, personas and dropped reasoning are no
+part of it.
 
 In memory it is SQLite as well, so that both keep the same rules. A file has a write-ahead log that
 is synced at each commit: after a crash or a power failure there are all turns whose `append`
@@ -28,9 +28,9 @@ from kqview.server.web.described import about
 _APPLICATION: Final = 0x6B716373  # "kqcs", which tells the file from other databases
 _VERSION: Final = 1
 _OPENS_WITHIN_S: Final = 5.0  # a process that ends may still have the file
-_TURN_BYTES: Final = 200  # of a turn and of a session, besides their texts
+_TURN_BYTES: Final = 200  # of a turn and of a conversation, besides their texts
 _SESSION_BYTES: Final = 600
-_SHARE: Final = 8  # a session may have the 8th part of all bytes
+_SHARE: Final = 8  # a conversation may have the 8th part of all bytes
 _TITLE_CHARACTERS: Final = 80
 _TABLES: Final = """
 CREATE TABLE sessions (
@@ -59,7 +59,7 @@ CREATE TABLE turns (
 
 
 class Key(NamedTuple):
-    """What names a session: whose it is, and the id that the client gave it."""
+    """What names a conversation: whose it is, and the id that the client gave it."""
 
     owner: str
     session_id: str
@@ -74,7 +74,7 @@ class Message(msgspec.Struct, frozen=True):
     content: Annotated[str, about("What was said.", "Who is Anna?")]
 
 
-class SessionInfo(msgspec.Struct, frozen=True, kw_only=True):
+class ConversationInfo(msgspec.Struct, frozen=True, kw_only=True):
     """A conversation that the server keeps, without its messages."""
 
     session_id: Annotated[str, about("Its name, as the client chose it.", "s1")]
@@ -86,7 +86,7 @@ class SessionInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class History(NamedTuple):
-    """What is stored of a session; empty if nothing is.
+    """What is stored of a conversation; empty if nothing is.
 
     Attributes:
         messages: Prompts and answers in turn, oldest first.
@@ -100,7 +100,7 @@ class History(NamedTuple):
 
 
 class ConversationStore:
-    """All sessions."""
+    """All conversations."""
 
     def __init__(
         self,
@@ -115,12 +115,12 @@ class ConversationStore:
             limits: Table ``[sessions]`` of the configuration, which may change; ``database`` counts
                 at the start only.
             clock: Seconds since 1970.
-            fits: Counts so many bytes of sessions in memory, if they fit; False if not. Called
+            fits: Counts so many bytes of conversations in memory, if they fit; False if not. Called
                 after each change where there is no database.
 
         Raises:
             RequestError: The database cannot be opened: another process has it, it is damaged, or
-                is not one of sessions.
+                is not one of conversations.
         """
         self._limits = limits
         self._clock = clock
@@ -131,10 +131,10 @@ class ConversationStore:
         """Close the database; idempotent."""
         self._db.close()
 
-    # ---- a session
+    # ---- a conversation
 
     def read(self, key: Key) -> History:
-        """What is stored of a session.
+        """What is stored of a conversation.
 
         Raises:
             StorageFailed: The database cannot be read.
@@ -169,23 +169,23 @@ class ConversationStore:
         n_skipped: int = 0,
         in_use: Collection[Key] = (),
     ) -> set[Key]:
-        """Add a turn to a session, or begin one with it; it is synced when this returns.
+        """Add a turn to a conversation, or begin one with it; it is synced when this returns.
 
-        What is over a limit leaves: the oldest turns of the session, and of all sessions the least
-        recently used one of the owner who has most. If turns leave that were in prompts, prompts
-        leave out a quarter of ``max_messages`` more, so that those of the next turns begin alike
-        and reuse the cache.
+        What is over a limit leaves: the oldest turns of the conversation, and of all conversations
+        the least recently used one of the owner who has most. If turns leave that were in prompts,
+        prompts leave out a quarter of ``max_messages`` more, so that those of the next turns begin
+        alike and reuse the cache.
 
         Args:
-            key: The session.
+            key: The conversation.
             prompt: What the user wrote.
             answer: What the model answered, without dropped reasoning.
             model: Id of the model.
             n_skipped: As of `History`: messages of what `read` returned that prompts leave out.
-            in_use: Sessions that do not expire yet.
+            in_use: Conversations that do not expire yet.
 
         Returns:
-            The sessions that left.
+            The conversations that left.
 
         Raises:
             StorageFull: There is no room for it: on the disk, or in memory.
@@ -224,7 +224,7 @@ class ConversationStore:
             return gone | self._make_room(session)
 
     def _session(self, key: Key, title: str, now_s: float) -> tuple[int, int]:
-        """Number of the session, made if there is none, and that of its first turn in prompts."""
+        """Number of the conversation, made if need be, and that of its first turn in prompts."""
         self._db.execute(
             "INSERT INTO sessions (owner, name, title, model, created_s, used_s, first, n_turns,"
             " n_bytes) VALUES (?, ?, ?, '', ?, ?, 0, 0, 0) ON CONFLICT (owner, name) DO NOTHING",
@@ -257,7 +257,7 @@ class ConversationStore:
         return kept
 
     def _make_room(self, session: int) -> set[Key]:
-        """Remove other sessions until all limits hold."""
+        """Remove other conversations until all limits hold."""
         gone: set[Key] = set()
         while True:
             (n_sessions,) = self._db.execute("SELECT count(*) FROM sessions").fetchone()
@@ -283,7 +283,7 @@ class ConversationStore:
             gone.add(Key(*row[1:]))
 
     def delete(self, key: Key) -> set[Key]:
-        """Forget a session; returns it, or nothing if there is none.
+        """Forget a conversation; returns it, or nothing if there is none.
 
         Raises:
             StorageFailed: The database cannot be written.
@@ -294,7 +294,7 @@ class ConversationStore:
 
     # ---- all of them
 
-    def list(self, owner: str) -> list[SessionInfo]:
+    def list(self, owner: str) -> list[ConversationInfo]:
         """Sessions of *owner*, the one used last first; raises as `read`."""
         with _failures():
             rows = self._db.execute(
@@ -302,20 +302,20 @@ class ConversationStore:
                 "WHERE owner = ? AND used_s >= ? ORDER BY used_s DESC, id DESC",
                 (owner, self._expired_s),
             ).fetchall()
-        names = SessionInfo.__struct_fields__
-        return [SessionInfo(**dict(zip(names, row, strict=True))) for row in rows]
+        names = ConversationInfo.__struct_fields__
+        return [ConversationInfo(**dict(zip(names, row, strict=True))) for row in rows]
 
-    def info(self, key: Key) -> SessionInfo | None:
-        """The session without its messages; None if there is none. Raises as `read`."""
+    def info(self, key: Key) -> ConversationInfo | None:
+        """The conversation without its messages; None if there is none. Raises as `read`."""
         return next((one for one in self.list(key.owner) if one.session_id == key.session_id), None)
 
     def keys(self) -> set[Key]:
-        """Every session; raises as `read`."""
+        """Every conversation; raises as `read`."""
         with _failures():
             return {Key(*row) for row in self._db.execute("SELECT owner, name FROM sessions")}
 
     def sweep(self, in_use: Collection[Key] = ()) -> set[Key]:
-        """Forget the sessions that nobody used for ``ttl_s``, but those *in_use*; returns them.
+        """Forget what nobody used for ``ttl_s``, but those *in_use*; returns the conversations.
 
         Raises:
             StorageFailed: The database cannot be written.

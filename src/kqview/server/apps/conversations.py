@@ -1,7 +1,7 @@
-"""Conversations: chat sessions that the server remembers, and the turns that go on in them.
+"""Conversations: the chats that the server remembers, and the turns that go on in them.
 
-A session answers one request at a time. A second one for the same session waits a little, because
-the first may just be ending (its client left), and is then refused with BusyError (409).
+A conversation answers one request at a time. A second one for the same conversation waits a little,
+because the first may just be ending (its client left), and is then refused with BusyError (409).
 
 What is stored is in `conversation_store`: prompts and answers, neither system prompts and personas
 nor reasoning that is dropped. The KV cache is saved beside it (`conversation_states`).
@@ -22,11 +22,11 @@ from typing import Any, Final, TypeVar
 from kqview.errors import BusyError, CapacityError, KqviewError, RequestError
 from kqview.server.apps.conversation_states import ConversationStates, Seat
 from kqview.server.apps.conversation_store import (
+    ConversationInfo,
     ConversationStore,
     History,
     Key,
     Message,
-    SessionInfo,
 )
 from kqview.server.config import Config
 from kqview.server.errors import NotFound, RateLimited, ShuttingDown, TooLarge
@@ -45,10 +45,10 @@ _SWEEP_S: Final = 60.0
 
 
 class ConversationTurn:
-    """One request of a session, from `Conversations.turn`; nobody else uses the session meanwhile.
+    """One request of a conversation, which no other one uses meanwhile; see `Conversations.turn`.
 
     Attributes:
-        key: The session.
+        key: The conversation.
         messages: What is stored, oldest first: prompts and answers in turn.
         n_left_out: How many of `messages`, from the start, the prompt leaves out.
     """
@@ -71,8 +71,8 @@ class ConversationTurn:
 
         If they do not fit, the oldest turns leave the prompt until it has three quarters of
         *n_most*: the prompts of the next turns then begin alike and reuse the cache. They stay
-        stored. Of the sessions that go on, the prompt begins where that of the last turn did. Any
-        thread, because *count* renders a template.
+        stored. Of the conversations that go on, the prompt begins where that of the last turn did.
+        Any thread, because *count* renders a template.
 
         Args:
             count: Tokens of the prompt made of these messages and the new one.
@@ -111,7 +111,7 @@ class ConversationTurn:
         return self._owner.states.seat(model, caller, self.key, ids, self._copies.append)
 
     async def append(self, prompt: str, answer: str, *, model: str) -> None:
-        """Store this turn; it is on the disk when this returns, if the sessions have a database.
+        """Store this turn; where there is a database, it is on the disk when this returns.
 
         For a turn with an answer, one that was cancelled or failed midway included. It is stored
         even if the waiting task is cancelled.
@@ -122,7 +122,7 @@ class ConversationTurn:
             model: Id of the model.
 
         Raises:
-            StorageFull: There is no room; the session stays as it was.
+            StorageFull: There is no room; the conversation stays as it was.
             StorageFailed: The database cannot be written.
         """
         appending = self._owner.change(
@@ -135,7 +135,7 @@ class ConversationTurn:
 
 
 class Conversations:
-    """The sessions of one server."""
+    """The conversations of one server."""
 
     def __init__(
         self,
@@ -149,9 +149,9 @@ class Conversations:
 
         Args:
             settings: The configuration; table ``[sessions]`` counts here.
-            budget: Counts the sessions that memory holds.
+            budget: Counts the conversations that memory holds.
             store: Makes the store.
-            busy_wait_s: How long a request waits for another one of its session.
+            busy_wait_s: How long a request waits for another one of its conversation.
         """
         self._live = LiveConfig.of(settings)
         self.states = ConversationStates(self._live, budget)
@@ -219,16 +219,16 @@ class Conversations:
     async def turn(
         self, owner: str, session_id: str, hold: Reservation
     ) -> AsyncGenerator[ConversationTurn]:
-        """One request of a session, which is new if nothing is stored of it.
+        """One request of a conversation, which is new if nothing is stored of it.
 
         Args:
-            owner: `Caller.owner` of who asks; sessions of others are other sessions.
+            owner: `Caller.owner` of who asks; conversations of others are other conversations.
             session_id: The client's name for it.
             hold: Counts the history.
 
         Raises:
-            RequestError: *session_id* cannot name a session.
-            BusyError: Another request of this session runs.
+            RequestError: *session_id* cannot name a conversation.
+            BusyError: Another request of this conversation runs.
             StorageFailed: The database cannot be read.
         """
         key = Key(owner, checked_id(session_id))
@@ -280,7 +280,7 @@ class Conversations:
             self._freed.set()
 
     async def change(self, work: Callable[[ConversationStore, Collection[Key]], set[Key]]) -> int:
-        """*work* of the store, given the sessions in use; returns how many sessions left by it.
+        """*work* of the store, given those in use; returns how many conversations left by it.
 
         What is saved of those is removed.
         """
@@ -293,19 +293,19 @@ class Conversations:
 
         return await self._run(changed)
 
-    # ---- sessions
+    # ---- conversations
 
-    async def list(self, owner: str) -> list[SessionInfo]:
+    async def list(self, owner: str) -> list[ConversationInfo]:
         """Sessions of *owner*, the one used last first; raises StorageFailed."""
         return await self._run(lambda store: store.list(owner))
 
     async def get(
         self, owner: str, session_id: str, hold: Reservation
-    ) -> tuple[SessionInfo, History]:
-        """A session with its history, which is counted in *hold*.
+    ) -> tuple[ConversationInfo, History]:
+        """A conversation with its history, which is counted in *hold*.
 
         Raises:
-            NotFound: *owner* has no such session.
+            NotFound: *owner* has no such conversation.
             StorageFailed: The database cannot be read.
         """
         key = Key(owner, session_id)
@@ -316,10 +316,10 @@ class Conversations:
         return info, history
 
     async def delete(self, owner: str, session_id: str) -> None:
-        """Forget a session.
+        """Forget a conversation.
 
         Raises:
-            NotFound: *owner* has no such session.
+            NotFound: *owner* has no such conversation.
             BusyError: A request of it runs.
             StorageFailed: The database cannot be written.
         """
@@ -332,7 +332,7 @@ class Conversations:
             self._leave(key)
 
     async def sweep(self) -> int:
-        """Forget the sessions that nobody used for ``ttl_s``; returns how many."""
+        """Forget the conversations that nobody used for ``ttl_s``; returns how many."""
         return await self.change(ConversationStore.sweep)
 
     async def _sweep_often(self) -> None:
@@ -365,7 +365,7 @@ class Conversations:
 
 
 class _Place:
-    """The turns of one session: the one that runs, and those that wait."""
+    """The turns of one conversation: the one that runs, and those that wait."""
 
     def __init__(self) -> None:
         self.lock = asyncio.Lock()
@@ -373,7 +373,7 @@ class _Place:
 
 
 def checked_id(session_id: str) -> str:
-    """*session_id* if it can name a session; names of files are digests, so most text can.
+    """*session_id* if it can name a conversation; names of files are digests, so most text can.
 
     Raises:
         RequestError: It is empty, longer than 256 bytes, or has control characters.

@@ -1,1 +1,1 @@
-"""MIA4: a chat front with several models, passports, presets and sessions."""
+"""MIA4: a chat front with several models, passports, presets and conversations."""

@@ -29,7 +29,7 @@ from kqview.server.web.endpoint import (
 )
 
 _TAG: Final = "mia4"
-_LISTED_BYTES: Final = 512  # of a row or a session in a list, with its JSON
+_LISTED_BYTES: Final = 512  # of a row or a conversation in a list, with its JSON
 _PROMPT_TIMES: Final = 10  # bytes of a prompt's ids and texts as lists, per byte that is kept
 _KEEP_ALIVE_S: Final = 15.0
 _KEEP_ALIVE: Final = b": nothing happened"

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct
 
 from kqview.server.api.wire.mods_field import ModsField
-from kqview.server.apps.conversation_store import Message, SessionInfo
+from kqview.server.apps.conversation_store import ConversationInfo, Message
 from kqview.server.web.described import about
 
 Object = dict[str, Any]
@@ -111,11 +111,11 @@ class Sessions(Struct):
     """Conversations of the caller's key."""
 
     sessions: Annotated[
-        list[SessionInfo], about("The conversations, the most recently used first.")
+        list[ConversationInfo], about("The conversations, the most recently used first.")
     ]
 
 
-class WholeSession(SessionInfo, frozen=True, kw_only=True):
+class WholeSession(ConversationInfo, frozen=True, kw_only=True):
     """A conversation with its messages."""
 
     messages: Annotated[Sequence[Message], about("The messages, the oldest first.")]
