@@ -82,12 +82,9 @@ def test_slot_is_saved_erased_and_restored_into_another(
 REFUSED: list[tuple[str, object, dict[str, Any], int, str]] = [
     ("restore", 0, {"filename": "none.bin"}, 404, "none.bin"),
     ("save", 7, {"filename": "a.bin"}, 404, "7"),
-    ("erase", -1, {}, 404, "-1"),
-    ("save", "1abc", {"filename": "a.bin"}, 400, "1abc"),
     ("save", 0, {}, 400, "filename"),
     ("save", 0, {"filename": 5}, 400, "filename"),
     ("dance", 0, {}, 400, "save, restore, erase"),
-    ("", 0, {}, 400, "save, restore, erase"),
 ]
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-import pytest
-
 if TYPE_CHECKING:
     import httpx
 
@@ -62,10 +60,3 @@ def test_id_outside_the_vocabulary_is_refused_in_llama_cpps_form(client: httpx.C
     assert error["type"] == "invalid_request_error"
     assert str(10**6) in error["message"]
     assert error["message"].startswith("tokens ")
-
-
-@pytest.mark.parametrize("body", [b"{", b"[]", b'{"content": 1}', b'{"content": [null]}'])
-def test_body_that_cannot_be_read_is_400(client: httpx.Client, body: bytes):
-    reply = client.post("/tokenize", content=body)
-    assert reply.status_code == 400
-    assert reply.json()["error"]["type"] == "invalid_request_error"

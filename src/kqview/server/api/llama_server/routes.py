@@ -17,7 +17,7 @@ from kqview.server.api.llama_server import (
 )
 from kqview.server.api.wire.chat import prompt_of
 from kqview.server.api.wire.failures import FailureBody, error_body
-from kqview.server.api.wire.llama_fields import LlamaFields, LoraScale, with_defaults
+from kqview.server.api.wire.llama_fields import LlamaFields, LoraScale, max_tokens_of, with_defaults
 from kqview.server.api.wire.prompts import ids_of, ids_of_each, prompts_of
 from kqview.server.errors import NotSupported
 from kqview.server.models.service import OFFLOAD_BYTES, Call
@@ -106,7 +106,7 @@ async def infill(call: Call, body: schema.InfillBody) -> HttpReply | Events:
         extra=await plain(convert.extra_texts(body, fim)),
         bos=list(engine.model.begin_ids),
         n_ctx=call.model.max_context,
-        n_predict=max(convert.first(convert.max_tokens_of(body), 0), 1),
+        n_predict=max(max_tokens_of(body) or 0, 1),
     )
     return await _complete(call, body, [ids])
 
@@ -195,25 +195,23 @@ async def set_props(call: Call) -> properties.Success:
 
 
 def _operation(
-    method: Literal["GET", "POST"], path: str, handler: Handler, summary: str, **more: Any
+    method: Literal["GET", "POST"],
+    path: str,
+    handler: Handler,
+    summary: str,
+    body: Any = None,
+    reply: Any = None,
+    model: Literal["named", "none"] = "named",
+    **more: Any,
 ) -> Operation:
-    more.setdefault("model", "named")
     return Operation(
-        method=method, path=path, handler=handler, tag="llama-server", summary=summary,
-        error_body=error_body, failure=FailureBody, **more,
+        method=method, path=path, handler=handler, tag="llama-server", summary=summary, body=body,
+        reply=reply, error_body=error_body, failure=FailureBody, model=model, **more,
     )  # fmt: skip
 
 
-def _post(
-    path: str, handler: Handler, summary: str, body: Any, reply: Any = None, **more: Any
-) -> Operation:
-    return _operation("POST", path, handler, summary, body=body, reply=reply, **more)
-
-
-def _get(path: str, handler: Handler, summary: str, reply: Any, **more: Any) -> Operation:
-    return _operation("GET", path, handler, summary, reply=reply, **more)
-
-
+_get = partial(_operation, "GET")
+_post = partial(_operation, "POST")
 _SLOT: Final = "Index of the slot, such as 0."
 _COMPLETIONS: Final = schema.Completion | list[schema.Completion]  # a list for several texts
 _EVENTS: Final = (
@@ -264,7 +262,8 @@ OPERATIONS: Final[list[Operation]] = [
         example={"query": "a red ball", "documents": ["Tom found a ball.", "It rains."]},
         also=("/reranking", "/v1/rerank", "/v1/reranking"),
     ),
-    _get("/props", props, "Properties of the server and its model.", properties.Props),
+    _get("/props", props, "Properties of the server and its model.",
+        reply=properties.Props),
     _post("/props", set_props, "Change properties.", None, properties.Success, model="none"),
     _post("/tokenize", tokenize, "Ids of a text.", schema.TokenizeBody, schema.Tokenized),
     _post("/detokenize", detokenize, "Text of ids.", schema.DetokenizeBody, schema.PlainText),
@@ -274,7 +273,7 @@ OPERATIONS: Final[list[Operation]] = [
     ),
     _get(
         "/lora-adapters", properties.list_adapters, "LoRA adapters and their scales.",
-        list[properties.LoraAdapterState],
+        reply=list[properties.LoraAdapterState],
     ),
     _post(
         "/lora-adapters", properties.set_scales,
@@ -292,13 +291,14 @@ OPERATIONS: Final[list[Operation]] = [
         },
     ),
     _get(
-        "/slots", slots.list_slots, "What each slot does.", list[properties.SlotState],
+        "/slots", slots.list_slots, "What each slot does.",
+        reply=list[properties.SlotState],
         parameters={
             "fail_on_no_slot": 'Anything, such as "1", to fail with 503 if every slot is busy.',
         },
     ),
     _get(
-        "/v1/slots/{id_slot}/info", slots.info, "Messages in a slot.", slots.SlotInfo,
+        "/v1/slots/{id_slot}/info", slots.info, "Messages in a slot.", reply=slots.SlotInfo,
         parameters={"id_slot": _SLOT},
     ),
     _post(
@@ -311,7 +311,7 @@ OPERATIONS: Final[list[Operation]] = [
         },
     ),
     _get(
-        "/sessions", slots.list_sessions, "Sessions in memory.", list[slots.SessionFacts],
+        "/sessions", slots.list_sessions, "Sessions in memory.", reply=list[slots.SessionFacts],
         model="none",
     ),
 ]  # fmt: skip
