@@ -19,7 +19,7 @@ import msgspec
 from kqview.chat import tool_format
 from kqview.chat.formats import FORMATS
 from kqview.chat.reasoning import Split
-from kqview.chat.turn import Answer, AnswerReader, Reading, reading_of
+from kqview.chat.turn import AnswerReader, ChatAnswer, Reading, reading_of
 from tests.attack.summary import Summary, main
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def is_open(arguments: str) -> bool:
 def read(form: str, pieces: Sequence[str]) -> list[object]:
     """Reasoning, content and calls of an answer that came in *pieces*."""
     reader = AnswerReader(READINGS[form])
-    answer = Answer()
+    answer = ChatAnswer()
     for piece in pieces:
         answer.add(reader.feed(piece))
     answer.add(reader.finish("".join(pieces)))

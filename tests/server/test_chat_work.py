@@ -16,7 +16,7 @@ from kqview import Engine, Sampling
 from kqview.chat.formats import format_of
 from kqview.chat.reasoning import Split
 from kqview.chat.tool_format import Reasoning, Wanted, grammar, literal
-from kqview.chat.turn import Answer, AnswerReader, Reading
+from kqview.chat.turn import AnswerReader, ChatAnswer, Reading
 from kqview.errors import InvalidSampling, RequestError
 from kqview.server.api.openai.events import finish_reason
 from kqview.server.api.wire.chat import ChatRequest, prepare
@@ -60,10 +60,10 @@ def chat(**options: Any) -> ChatRequest:
     return ChatRequest(**given | options)
 
 
-def answered(engine: Engine, request: ChatRequest) -> Answer:
+def answered(engine: Engine, request: ChatRequest) -> ChatAnswer:
     """What the engine answers, read as it comes."""
     work = prepare(engine, request)
-    answer, reader = Answer(), AnswerReader(work.reading)
+    answer, reader = ChatAnswer(), AnswerReader(work.reading)
     assert not isinstance(work.request.prompt, str)
     generation = engine.generate(
         list(work.request.prompt), sampling=work.request.sampling, max_tokens=700
@@ -330,7 +330,7 @@ def test_any_cutting_of_an_answer_reads_the_same(form: Any, text: str, cuts: lis
     reading = Reading(calls=form, stops=("END",))
     whole = text.partition("END")[0]
     ends = sorted({min(cut, len(text)) for cut in cuts} | {0, len(text)})
-    reader, answer = AnswerReader(reading), Answer()
+    reader, answer = AnswerReader(reading), ChatAnswer()
     for start, end in pairwise(ends):
         answer.add(reader.feed(text[start:end]))
     answer.add(reader.finish(whole))

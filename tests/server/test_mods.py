@@ -13,7 +13,7 @@ import httpx
 import pytest
 from websockets.sync.client import connect
 
-from kqview.chat.turn import Answer, AnswerReader, Reading
+from kqview.chat.turn import AnswerReader, ChatAnswer, Reading
 from kqview.server import Settings
 from kqview.server.api.wire.chat import taken_back
 from kqview.server.api.wire.mods_field import calls_of
@@ -472,7 +472,7 @@ def test_reasoning_content_and_calls_are_taken_back_apart():
     call = '<tool_call>{"name": "look", "arguments": {"at": "Anna"}}</tool_call>'
     reader = AnswerReader(reading)
     whole = "<think>Hmm.</think>It is noon." + call
-    answer = Answer()
+    answer = ChatAnswer()
     answer.add(reader.feed(whole))
     assert (answer.reasoning, answer.content, len(answer.calls)) == ("Hmm.", "It is noon.", 1)
     taken = taken_back(reader, removal("<think>Hmm.</think>It is", 9))
@@ -481,7 +481,7 @@ def test_reasoning_content_and_calls_are_taken_back_apart():
     assert taken.removed == {
         "tokens": 4, "characters": len("It is"), "reasoning_characters": len("m.")
     }  # fmt: skip
-    rest = Answer()
+    rest = ChatAnswer()
     rest.add(taken.reader.finish("<think>Hm</think>No."))
     assert (rest.reasoning, rest.content) == ("", "No.")
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kqview import Engine, Sampling
 from kqview.chat.reasoning import Split, TokenCounter
-from kqview.chat.turn import Answer, Reading
+from kqview.chat.turn import ChatAnswer, Reading
 from kqview.errors import RequestError
 from kqview.mods import Added, Backtrack, mod
 from kqview.server import Settings
@@ -297,7 +297,7 @@ def test_control_token_closes_the_reasoning(engine: Engine, most: int):
     assert again.tokens == generation.tokens[most + 1 :]
 
 
-def reasoned(engine: Engine, request: ChatRequest) -> Answer:
+def reasoned(engine: Engine, request: ChatRequest) -> ChatAnswer:
     """The answer to a chat in Harmony whose model begins to reason."""
     work = prepare(engine, request)
     assert work.request.forcing is not None

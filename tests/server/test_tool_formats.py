@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from kqview.chat.formats import FORMATS, format_of
 from kqview.chat.reasoning import opened_by, split_of
 from kqview.chat.tool_format import Wanted, grammar, literal, text_parameters
-from kqview.chat.turn import Answer, AnswerReader, Reading
+from kqview.chat.turn import AnswerReader, ChatAnswer, Reading
 from kqview.errors import RequestError
 from tests.support import stock, stock_templates
 from tests.support.accepting import accepts
@@ -135,19 +135,19 @@ def reading_of(form: str, opened: str | None = None) -> Reading:
     return Reading(split, form, texts=TEXTS)
 
 
-def calls_of(answer: Answer) -> Calls:
+def calls_of(answer: ChatAnswer) -> Calls:
     return [(call.name, json.loads(call.arguments)) for call in answer.calls]
 
 
-def streamed(reading: Reading, pieces: Sequence[str]) -> Answer:
-    reader, answer = AnswerReader(reading), Answer()
+def streamed(reading: Reading, pieces: Sequence[str]) -> ChatAnswer:
+    reader, answer = AnswerReader(reading), ChatAnswer()
     for piece in pieces:
         answer.add(reader.feed(piece))
     answer.add(reader.finish("".join(pieces)))
     return answer
 
 
-def shape(answer: Answer) -> tuple[str, str, list[tuple[str, str]]]:
+def shape(answer: ChatAnswer) -> tuple[str, str, list[tuple[str, str]]]:
     calls = [(call.name, call.arguments) for call in answer.calls]
     return answer.reasoning, answer.content, calls
 

@@ -265,7 +265,7 @@ class WrittenCall:
 
 
 @dataclass(slots=True)
-class Answer:
+class ChatAnswer:
     """A whole answer."""
 
     reasoning: str = ""
@@ -300,9 +300,9 @@ class Reading:
     stops: tuple[str, ...] = ()
     texts: Mapping[str, frozenset[str]] = field(default_factory=dict[str, frozenset[str]])
 
-    def answer(self, text: str) -> Answer:
+    def answer(self, text: str) -> ChatAnswer:
         """The answer with this whole text, without its stop sequence."""
-        answer = Answer()
+        answer = ChatAnswer()
         answer.add(AnswerReader(self).finish(text))
         return answer
 

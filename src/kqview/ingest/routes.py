@@ -13,7 +13,7 @@ from kqview.ingest.receiver import Receiver
 from kqview.ingest.schema import FilterValues, Health, Time, Trace, TraceList
 from kqview.ingest.store import Reader, TraceFilter
 from kqview.server.errors import Answer, NotFound, Unprocessable, UnsupportedMedia
-from kqview.server.web import static_files
+from kqview.server.web import pages
 from kqview.server.web.access import Access, sent_key
 from kqview.server.web.endpoint import AnyCall, Feed, HttpReply, Operation, Upload
 
@@ -159,13 +159,13 @@ def _operation(
 
 def _pages() -> list[Operation]:
     """The trace page, which shares some of its parts with the server's pages."""
-    own, shared = static_files.folder("kqview.ingest"), static_files.folder("kqview.server")
+    own, shared = pages.folder("kqview.ingest"), pages.folder("kqview.server")
     return [
-        _operation("GET", "/", static_files.page(own / "index.html"), "A page.", tag="",
+        _operation("GET", "/", pages.page(own / "index.html"), "A page.", tag="",
                    access="open"),
-        *static_files.parts(own, error_body),
+        *pages.parts(own, error_body),
         *(
-            _operation("GET", f"/static/{name}", static_files.page(shared / name), "Part of it.",
+            _operation("GET", f"/static/{name}", pages.page(shared / name), "Part of it.",
                        tag="", access="open")
             for name in _SHARED
         ),

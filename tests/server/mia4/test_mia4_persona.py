@@ -14,7 +14,7 @@ import pytest
 
 from kqview.server.apps.mia4 import turn
 from kqview.server.apps.mia4.passport import hash_of
-from kqview.server.apps.mia4.persona import MOST_BYTES, Persona, parse
+from kqview.server.apps.mia4.persona import MOST_BYTES, PersonaFile, parse
 from kqview.server.live_config import LiveConfig
 from tests.support import mia4
 
@@ -45,8 +45,8 @@ def test_version_is_in_the_front_matter_or_the_first_line(source: str, text: str
     assert persona.known.hash == hash_of(text)
 
 
-def watched(path: Path | None) -> Persona:
-    return Persona(path, check_s=0)
+def watched(path: Path | None) -> PersonaFile:
+    return PersonaFile(path, check_s=0)
 
 
 def test_persona_follows_its_file(tmp_path: Path):
@@ -82,7 +82,7 @@ def test_file_that_has_not_changed_is_not_read_again(tmp_path: Path):
 def test_file_is_looked_at_only_when_that_is_due(tmp_path: Path):
     path = tmp_path / "persona.md"
     path.write_text("You teach.")
-    persona = Persona(path, check_s=3600)
+    persona = PersonaFile(path, check_s=3600)
     assert persona.is_due
     first = persona.refresh()
     path.write_text("You play.")

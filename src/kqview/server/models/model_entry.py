@@ -23,7 +23,7 @@ from kqview.server.config import UNNAMED, Model
 from kqview.server.errors import NoModel, ShuttingDown, model_changed, shutting_down
 from kqview.server.live_config import LiveConfig
 from kqview.server.models.slots import Slots
-from kqview.server.models.texts import Texts
+from kqview.server.models.texts import ModelTexts
 from kqview.server.models.work import ModelWork
 from kqview.server.settings import DEMO_CONTEXT
 from kqview.server.web.workers import Workers
@@ -91,7 +91,7 @@ class ModelEntry:
         self.error: str | None = None
         self.progress = 0.0 if engine is None else 1.0
         self.work = ModelWork(on_idle)
-        self.texts = Texts(lambda: self.engine, texts)
+        self.texts = ModelTexts(lambda: self.engine, texts)
         self.slots = Slots(live, self.work.runs, lambda: self.engine)
         self.pinned = config.pinned
         self.n_loads = 0 if engine is None else 1

@@ -21,7 +21,7 @@ _PIECE_BYTES: Final = 240
 _LEAST_PROMPT: Final = 4  # tokens that a long memory leaves to the prompt, as in KoboldCpp
 
 
-class Texts:
+class ModelTexts:
     """Texts of one model."""
 
     def __init__(self, engine: Callable[[], Engine], threads: Workers) -> None:

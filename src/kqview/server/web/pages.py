@@ -1,15 +1,30 @@
-"""Pages, the API description, and failures outside of any dialect."""
+"""Pages with their files, the API description, and failures outside of any dialect.
 
+Files of pages are public; what they show may need a key. A folder ``static`` becomes routes by the
+names in it: ``static/style.css`` is ``/static/style.css`` and ``static/chat/page.js`` is
+``/static/chat/page.js``. A page at another path is made with `page`.
+
+Pages load nothing from elsewhere and have no script or style of their own in the HTML: the policy
+that `kqview.server.web.middleware` sends with every reply forbids both.
+"""
+
+from collections.abc import Callable, Iterator
+from importlib import resources
+from importlib.resources.abc import Traversable
 from typing import Annotated, Any, Final
 
 import msgspec
 
 from kqview.server.errors import Answer
-from kqview.server.web import static_files
 from kqview.server.web.described import about
 from kqview.server.web.endpoint import AnyCall, Handler, HttpReply, Operation
 
 _TAG: Final = "server"
+_MEDIA_TYPES: Final = {
+    "html": "text/html; charset=utf-8",
+    "css": "text/css; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
+}
 
 
 class Failure(msgspec.Struct, kw_only=True):
@@ -32,17 +47,13 @@ def operations(description: dict[str, Any]) -> list[Operation]:
     async def openapi(call: AnyCall) -> HttpReply:
         return HttpReply(msgspec.json.encode(description), gzips=True)
 
-    files = static_files.folder("kqview.server")
-
-    def page(*name: str) -> Handler:
-        return static_files.page(files.joinpath(*name))
-
+    files = folder("kqview.server")
     return [
-        get("/", page("index.html"), "What is running, with links."),
-        get("/chat", page("chat", "index.html"), "A chat with the models, for people."),
-        get("/docs", page("docs.html"), "This API for people."),
+        get("/", page(files / "index.html"), "What is running, with links."),
+        get("/chat", page(files / "chat" / "index.html"), "A chat with the models, for people."),
+        get("/docs", page(files / "docs.html"), "This API for people."),
         get("/openapi.json", openapi, "This API for programs."),
-        *static_files.parts(files, error_body),
+        *parts(files, error_body),
     ]
 
 
@@ -54,3 +65,37 @@ def get(path: str, handler: Any, summary: str, reply: Any = None, **more: Any) -
         method="GET", path=path, handler=handler, summary=summary,
         error_body=error_body, failure=Failure, reply=reply, **more,
     )  # fmt: skip
+
+
+def folder(package: str) -> Traversable:
+    """The folder ``static`` of *package*."""
+    return resources.files(package).joinpath("static")
+
+
+def parts(
+    within: Traversable, error_body: Callable[[Answer], Any], path: str = "/static"
+) -> Iterator[Operation]:
+    """Rows for the scripts and styles of *within* and of the folders in it, under *path*."""
+    for file in within.iterdir():
+        if file.is_dir():
+            yield from parts(file, error_body, f"{path}/{file.name}")
+        elif _kind(file) in ("css", "js"):
+            yield Operation(
+                method="GET", path=f"{path}/{file.name}", handler=page(file), access="open",
+                tag="", summary="Part of a page.", error_body=error_body,
+            )  # fmt: skip
+
+
+def page(file: Traversable) -> Handler:
+    """A handler that serves *file*, as it is at that time."""
+
+    async def serve(call: AnyCall) -> HttpReply:
+        media_type = _MEDIA_TYPES[_kind(file)]
+        headers = {"cache-control": "no-cache"}
+        return HttpReply(file.read_bytes(), media_type, gzips=True, headers=headers)
+
+    return serve
+
+
+def _kind(file: Traversable) -> str:
+    return file.name.rpartition(".")[2]

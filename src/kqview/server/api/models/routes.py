@@ -1,13 +1,41 @@
-"""Routes of models, for administrators."""
+"""Routes of models, for administrators, and what they say of a model."""
 
-from typing import Final
+from typing import Annotated, Final, Literal
 
-from kqview.server.api.models.schema import ModelState
+from msgspec import Struct
+
 from kqview.server.errors import UnknownModel
 from kqview.server.models.model_entry import ModelEntry
 from kqview.server.models.service import Call
+from kqview.server.web.described import about
 from kqview.server.web.endpoint import Handler, Operation
 from kqview.server.web.pages import Failure, error_body
+
+
+class ModelState(Struct, kw_only=True):
+    """A model and its state."""
+
+    id: Annotated[str, about("Its name.", "demo")]
+    state: Annotated[
+        Literal["unloaded", "loading", "loaded", "failed"], about("Whether it is loaded.")
+    ]
+    progress: Annotated[float, about("Loaded fraction, 0..1.", 1.0)]
+    pinned: Annotated[bool, about("Whether it stays loaded whatever others need.")]
+    error: Annotated[
+        str | None, about("Why it could not be loaded; null otherwise.", "the file is cut off")
+    ]
+    estimated_bytes: Annotated[
+        int | None,
+        about(
+            "Memory that it needs, as far as its file says; null before the first load.", 52428800
+        ),
+    ]
+    measured_bytes: Annotated[
+        int | None,
+        about("Memory that it took when it was loaded; null before the first load.", 50331648),
+    ]
+    requests: Annotated[int, about("Requests that use it, or wait for it.", 0)]
+    loads: Annotated[int, about("How often it was loaded.", 1)]
 
 
 def _named(call: Call) -> ModelEntry:

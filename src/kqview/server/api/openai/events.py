@@ -12,8 +12,7 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from kqview import __version__
-from kqview.chat.turn import Answer as ChatAnswer
-from kqview.chat.turn import AnswerReader, Delta
+from kqview.chat.turn import AnswerReader, ChatAnswer, Delta
 from kqview.generation.stream import Generation
 from kqview.server.api.openai import schema
 from kqview.server.api.openai.convert import CompletionPlan

@@ -174,7 +174,7 @@ def with_fields(
     )
 
 
-class ChatPrompt(NamedTuple):
+class RenderedChat(NamedTuple):
     """The prompt of a chat.
 
     Attributes:
@@ -190,7 +190,7 @@ class ChatPrompt(NamedTuple):
     source: str
 
 
-def prompt_of(engine: Engine, chat: ChatRequest) -> ChatPrompt:
+def prompt_of(engine: Engine, chat: ChatRequest) -> RenderedChat:
     """Render *chat*; any thread.
 
     Raises:
@@ -227,7 +227,7 @@ def prompt_of(engine: Engine, chat: ChatRequest) -> ChatPrompt:
         )
     except RequestError as error:
         raise renamed(error, names) from None
-    return ChatPrompt(ids, begun or "", tools, source)
+    return RenderedChat(ids, begun or "", tools, source)
 
 
 def _check_is_text(i: int, content: object) -> None:

@@ -1,9 +1,9 @@
 """Persona: a text file that is put after the system prompt, read again when it changes.
 
-`Persona.current` never waits; `Persona.refresh` reads the file, so it belongs on another thread
-than the event loop's. A text is replaced as a whole: a request has the old one or the new one. A
-file that cannot be read, is too large or is no UTF-8 leaves the last text in use, and the reason is
-logged once.
+`PersonaFile.current` never waits; `PersonaFile.refresh` reads the file, so it belongs on another
+thread than the event loop's. A text is replaced as a whole: a request has the old one or the new
+one. A file that cannot be read, is too large or is no UTF-8 leaves the last text in use, and the
+reason is logged once.
 
 The version is the field ``version`` of the front matter with which notes of Obsidian begin, or of a
 first line ``version: N``::
@@ -74,7 +74,7 @@ def parse(source: str) -> PersonaText:
     return PersonaText(text, text_of(text, version))
 
 
-class Persona:
+class PersonaFile:
     """The persona file of a server; any thread."""
 
     def __init__(self, path: str | Path | None, *, check_s: float = CHECK_S) -> None:

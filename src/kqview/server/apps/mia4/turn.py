@@ -23,7 +23,7 @@ from kqview.server.apps.mia4.frames import (
     stop_reason_of,
     usage_of,
 )
-from kqview.server.apps.mia4.persona import Persona, PersonaText
+from kqview.server.apps.mia4.persona import PersonaFile, PersonaText
 from kqview.server.config import UNNAMED, Model
 from kqview.server.errors import answer_of, too_late
 from kqview.server.live_config import LiveConfig
@@ -44,7 +44,9 @@ _ID_BYTES: Final = 40  # of an id of a prompt, of which there are at most as man
 _TOKEN_BYTES: Final = 128  # of a token's text in a list
 
 # The values know nothing of their keys, so a server that nobody has any more is freed.
-_personas: Final[WeakKeyDictionary[LiveConfig, tuple[str | None, Persona]]] = WeakKeyDictionary()
+_personas: Final[WeakKeyDictionary[LiveConfig, tuple[str | None, PersonaFile]]] = (
+    WeakKeyDictionary()
+)
 
 _log: Final = logging.getLogger("kqview.server")
 
@@ -119,7 +121,7 @@ async def _persona(call: Call) -> PersonaText | None:
         return None
     known = _personas.get(live)
     if known is None or known[0] != file:
-        known = _personas[live] = file, Persona(file)
+        known = _personas[live] = file, PersonaFile(file)
     persona = known[1]
     if persona.is_due:
         return await call.service.converted(_LARGE, call.hold, persona.refresh)
