@@ -70,7 +70,7 @@ class Events:
         response.event_head = self.head
         error = await pump(
             call.service, self.run, self.renderer, response.event, self.n_repeated,
-            raises_first=True,
+            response=response,
         )  # fmt: skip
         if error is None:  # else the stream is cut: a clean end would look like success
             await response.finish()
@@ -91,7 +91,7 @@ async def pump(
     send: SendFrames,
     n_repeated: int = 0,
     *,
-    raises_first: bool = False,
+    response: Response | None = None,
 ) -> KqviewError | None:
     """Send *run* to its end and close it.
 
@@ -101,7 +101,7 @@ async def pump(
         renderer: How to write it.
         send: Sends the frames of one event; raises ClientGone, and Stalled after a time.
         n_repeated: As of `Events`.
-        raises_first: Whether an error of a mod is raised, not sent, if nothing was sent before.
+        response: Until it has begun, an error of a mod is raised instead of sent.
 
     Returns:
         The error that ended the run, which was sent too; None if it ended well.
@@ -109,19 +109,12 @@ async def pump(
     Raises:
         ClientGone: Nobody reads; the run is closed.
         asyncio.CancelledError: It was cancelled from outside; the run is closed.
-        EmittedError, ModFailed: See *raises_first*.
+        EmittedError, ModFailed: See *response*.
     """
-    has_sent = False
-
-    async def note(frames: Frames) -> None:
-        nonlocal has_sent
-        has_sent = True
-        await send(frames)
-
     async with run:
         try:
             with run.hold.part() as unread:
-                n_sent = await _send_tokens(host, run, renderer, note, unread, n_repeated)
+                n_sent = await _send_tokens(host, run, renderer, send, unread, n_repeated)
             for removal in run.last_removals():
                 await send(renderer.removed(run, removal))
             # The slot is free before the client hears that it is.
@@ -131,7 +124,7 @@ async def pump(
         except ClientGone:
             raise
         except (EmittedError, ModFailed) as error:
-            if raises_first and not has_sent:
+            if response is not None and not response.is_started:
                 raise
             failure = error
         except KqviewError as error:

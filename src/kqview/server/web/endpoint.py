@@ -238,7 +238,7 @@ class Upload:
                     part = message.get("body", b"")
                     self._hold.take(len(part))
                     self._body.add(part)
-                    if len(self._body) > most_bytes:
+                    if self._body.n_bytes > most_bytes:
                         raise TooLarge(
                             f"the body has more than {most_bytes} bytes, the limit; send less"
                         )
