@@ -215,18 +215,25 @@ _post = partial(_operation, "POST")
 _SLOT: Final = "Index of the slot, such as 0."
 _COMPLETIONS: Final = schema.Completion | list[schema.Completion]  # a list for several texts
 _EVENTS: Final = (
-    Sample("server", "Each token", type=schema.Partial),
+    Sample("server", "Each token", {"stop": False}, type=schema.Partial),
     Sample(
         "server", "Tokens that a mod took back",
-        {"content": "", "tokens": [], "removed": {"tokens": 1, "characters": 2}},
+        {"content": "", "tokens": [], "stop": False, "removed": {"tokens": 1, "characters": 2}},
         type=schema.Partial,
     ),
     Sample(
         "server", "The end of each text",
-        {"content": "", "has_new_line": False, "truncated": False},
+        {"content": "", "has_new_line": False, "truncated": False, "stop": True},
         type=schema.Completion,
     ),
-    Sample("server", "A failure, in place of the end", type=FailureBody),
+    Sample(
+        "server", "A failure, in place of the end",
+        {"error": {
+            "code": 503, "message": "the model was switched; send the request again",
+            "type": "unavailable_error", "param": None,
+        }},
+        type=FailureBody,
+    ),
 )  # fmt: skip
 
 OPERATIONS: Final[list[Operation]] = [
