@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Final, Literal, cast
+from typing import Annotated, Any, ClassVar, Final, Literal, TypeAlias, cast, get_args
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
@@ -120,13 +120,11 @@ class EndFrame(Struct, kw_only=True):
     stop_reason: Annotated[StopReason, about("Why it ended.", "length")]
 
 
-FRAMES: Final = (
-    AnalysisFrame, ReasoningFrame, TokenFrame, RemovedFrame, UsageFrame, ErrorFrame, EndFrame,
-)  # fmt: skip
-"""Every frame, in the order in which they come."""
-Frame = (
+Frame: TypeAlias = (
     AnalysisFrame | ReasoningFrame | TokenFrame | RemovedFrame | UsageFrame | ErrorFrame | EndFrame
 )
+FRAMES: Final = get_args(Frame)
+"""Every frame, in the order in which they come."""
 
 
 class Failure(Struct, kw_only=True):
