@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, TypedDict
+from typing import Any, Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +11,6 @@ from kqview.engine import Engine
 from kqview.errors import InvalidCapture
 from kqview.mods.events import Dialogue
 from kqview.mods.steering import Forcing
-from kqview.submission import Reuse
 from kqview.types import Capture, ModelInfo, Sampling
 from kqview.types.capture import DType, Kind, Reduce, Span
 
@@ -125,16 +124,6 @@ class ModWanted:
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
-class ShiftOptions(TypedDict, total=False):
-    """Options of `Engine.generate` that move positions in the KV cache."""
-
-    context_shift: bool
-    n_keep: int
-    n_discard: int | None
-    reuse: Reuse
-    reuse_min_tokens: int
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
     """A dialect's request for text in neutral terms.
@@ -198,19 +187,3 @@ class GenerateRequest:
     def n_generations(self) -> int:
         """How many texts it makes."""
         return self.n_samples * (1 + len(self.more_prompts))
-
-    @property
-    def shift_options(self) -> ShiftOptions:
-        """The options of `Engine.generate` that move positions."""
-        options: ShiftOptions = {}
-        if self.context_shift:
-            options["context_shift"] = True
-            options["n_keep"] = self.n_keep
-            options["n_discard"] = self.n_discard
-        if self.n_reuse_min:
-            options["reuse"] = "shift"
-            options["reuse_min_tokens"] = self.n_reuse_min
-        elif self.slot is not None:
-            # Who names a slot goes on from what it holds, however it came there.
-            options["reuse"] = "prefix"
-        return options

@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequ
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final, TypeAlias, TypeVar
+from typing import Any, Final, TypeAlias, TypedDict, TypeVar
 
 from starlette.datastructures import QueryParams
 
@@ -46,7 +46,7 @@ from kqview.server.web.budget import Budget, Reservation, uncounted
 from kqview.server.web.endpoint import DECODED_TIMES, Operation
 from kqview.server.web.sockets import SocketHost
 from kqview.server.web.workers import Workers
-from kqview.submission import owned_by
+from kqview.submission import Reuse, owned_by
 from kqview.types import Score
 
 _T = TypeVar("_T")
@@ -284,8 +284,8 @@ class Service(SocketHost):
             build = partial(self._build, engine, request, prompts, caller.owner, options)
             sampling, is_gone = request.sampling, StopFlag()
             lists = (sampling.logit_bias, sampling.banned_tokens, sampling.stop_tokens)
-            n_items = sum(map(len, lists)) * request.n_generations
-            n_items += sum(map(len, prompts)) * request.n_samples
+            n_items = sum(map(len, lists)) * len(prompts) + sum(map(len, prompts))
+            n_items *= request.n_samples
             given = (sampling.grammar, sampling.json_schema, sampling.regex)
             # Mods are loaded first, and see the prompt.
             if n_items < OFFLOAD_ITEMS and not request.mods and all(one is None for one in given):
@@ -335,7 +335,7 @@ class Service(SocketHost):
         capture = wanted.capture(engine.model) if wanted is not None else None
         generations: list[Generation] = []
         try:
-            for i in range(request.n_generations):
+            for i in range(len(prompts) * request.n_samples):
                 if is_gone.is_set():
                     break
                 i_prompt, i_sample = divmod(i, request.n_samples)
@@ -364,7 +364,7 @@ class Service(SocketHost):
                         lora=request.lora,
                         forcing=forcing,
                         request_id=request.request_id if i == 0 else f"{request.request_id}/{i}",
-                        **request.shift_options,
+                        **_shift_options(request),
                         **options,
                     )
                 for ban in generation.mods if request.banned_phrases else ():
@@ -388,9 +388,10 @@ class Service(SocketHost):
                 parameter="n_samples",
             )
         n_most = max(settings.max_samples, len(model.engine.slots) + settings.max_queued)
-        if request.n_generations > n_most:
+        n_texts = request.n_samples * (1 + len(request.more_prompts))
+        if n_texts > n_most:
             raise RequestError(
-                f"prompt asks for {request.n_generations} texts, the limit is {n_most}; "
+                f"prompt asks for {n_texts} texts, the limit is {n_most}; "
                 "send fewer prompts at a time",
                 parameter="prompt",
             )
@@ -569,6 +570,31 @@ def _check_prompts(
                 n_tokens=len(ids),
                 n_max=limit,
             )
+
+
+class _ShiftOptions(TypedDict, total=False):
+    """Options of `Engine.generate` that move positions in the KV cache."""
+
+    context_shift: bool
+    n_keep: int
+    n_discard: int | None
+    reuse: Reuse
+    reuse_min_tokens: int
+
+
+def _shift_options(request: GenerateRequest) -> _ShiftOptions:
+    options: _ShiftOptions = {}
+    if request.context_shift:
+        options["context_shift"] = True
+        options["n_keep"] = request.n_keep
+        options["n_discard"] = request.n_discard
+    if request.n_reuse_min:
+        options["reuse"] = "shift"
+        options["reuse_min_tokens"] = request.n_reuse_min
+    elif request.slot is not None:
+        # Who names a slot goes on from what it holds, however it came there.
+        options["reuse"] = "prefix"
+    return options
 
 
 @contextlib.contextmanager
