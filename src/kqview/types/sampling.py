@@ -77,9 +77,9 @@ class SamplingOption:
         number = self.convert(value)
         if self.name == "seed" and number in _RANDOM_SEEDS:
             return None
+        is_within = number is not None and low <= number <= high
         # The core computes in float32, where the smallest numbers are 0.
-        is_low = self.low_excluded and number is not None and np.float32(number) == low
-        if number is None or not low <= number <= high or is_low:
+        if not is_within or (self.low_excluded and np.float32(number) == low):
             raise _invalid(self.name, value, self.allowed, self.doc)
         return number
 
