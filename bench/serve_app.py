@@ -43,8 +43,9 @@ def row_sets() -> list[np.ndarray[Any, Any]]:
 class Replay:
     """Takes the place of a Generation; its rows already exist."""
 
-    stop_match = None
+    stop_match = trace = tool_calls = slot = None
     finish_reason = "length"
+    n_removed = 0
 
     def __init__(self, sets: list[np.ndarray[Any, Any]], n_tokens: int) -> None:
         self._sets = sets
@@ -80,7 +81,9 @@ def replaying(engine: Engine) -> App:
     service = app.service
     sets = row_sets()
 
-    async def start(request: GenerateRequest, caller: Caller, hold: Reservation) -> Run:
+    async def start(
+        request: GenerateRequest, caller: Caller, hold: Reservation, **_: object
+    ) -> Run:
         one: Any = Replay(sets, request.max_tokens)
         return Run(request, [one], hold, on_close=lambda run: None)
 
