@@ -216,9 +216,7 @@ class KoboldFields(SamplingFields, kw_only=True):
     ban_eos_token: Annotated[
         bool | None, about("Whether the model cannot end the text itself.")
     ] = None
-    bypass_eos: Annotated[bool | None, about("Whether the model cannot end the text itself.")] = (
-        None
-    )
+    bypass_eos: Annotated[bool | None, about("Another name for ``ban_eos_token``.")] = None
     trim_stop: Annotated[
         bool | None, about("Whether the text leaves out the stop sequence that ended it.")
     ] = None
@@ -233,19 +231,12 @@ class KoboldFields(SamplingFields, kw_only=True):
             3,
         ),
     ] = None
-    top_logprobs: Annotated[
-        int | None,
-        about(
-            "Logprobs of each token and of so many of the most probable ones; ``true`` is 5. "
-            "They are before bias, grammar and samplers.",
-            3,
-        ),
-    ] = None
+    top_logprobs: Annotated[int | None, about("Another name for ``logprobs``.", 3)] = None
 
     output_attentions: Annotated[
         bool | None, about("Whether tokens come with their attention.")
     ] = None
-    return_attention: Annotated[bool | None, about("Whether tokens come with their attention.")] = (
+    return_attention: Annotated[bool | None, about("Another name for ``output_attentions``.")] = (
         None
     )
     prompt_attention: Annotated[
