@@ -33,13 +33,9 @@ from kqview.errors import CapacityError, KqviewError, RequestError, UnsupportedM
 from kqview.generation.stream import Generation
 from kqview.mods.events import Dialogue, conversation_of
 from kqview.option_names import unknown_option
-from kqview.submission import (
-    GenerateOptions,
-    PlainGenerateOptions,
-    Submission,
-    arguments_of,
-)
+from kqview.submission import GenerateOptions, Submission, arguments_of
 from kqview.types import ChatPrompt, ModelInfo
+from kqview.types.json_schema import Parsed
 from kqview.types.sampling import OPTIONS
 from kqview.vocabulary import Vocabulary
 
@@ -50,8 +46,8 @@ _N_TEMPLATES_MAX: Final = 16
 _N_BEFORE_HEADER: Final = 4
 
 
-class PlainChatOptions(PlainGenerateOptions, total=False):
-    """`ChatOptions` without ``json_schema``, which says what `Generation.parsed` is."""
+class ChatOptions(GenerateOptions[Parsed], total=False):
+    """The options of `Engine.chat`, for callers that pass them on."""
 
     tools: Sequence[ToolLike] | None
     tool_choice: ToolChoice | None
@@ -59,10 +55,6 @@ class PlainChatOptions(PlainGenerateOptions, total=False):
     continue_final_message: bool | None
     chat_template: str | None
     template_options: Mapping[str, Any] | None
-
-
-class ChatOptions(PlainChatOptions, GenerateOptions, total=False):
-    """The options of `Engine.chat`, for callers that pass them on."""
 
 
 class TemplateOptions(TypedDict, total=False):

@@ -4,11 +4,10 @@ A text becomes a request that evaluates its prompt and samples nothing. Several 
 (`text_batch`), so that no slot is idle and the texts of several slots share a step.
 """
 
-from asyncio import to_thread
 from collections import Counter
-from contextlib import closing
-from functools import cached_property
-from typing import Any, Final, TypedDict, cast
+from collections.abc import Callable
+from functools import cached_property, partial
+from typing import Any, Final, TypedDict, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +17,7 @@ from kqview.arguments import encode
 from kqview.errors import InternalError, UnsupportedModel
 from kqview.generation.stream import Generation
 from kqview.submission import Submission
-from kqview.text_batch import Requests, in_turn, items_of, ordered
+from kqview.text_batch import Batch, in_turn, items_of
 from kqview.types import Classification, ModelInfo, PromptBlock
 
 Pair = tuple[str, str]
@@ -26,6 +25,9 @@ Vectors = NDArray[np.float32]
 
 # llama.cpp adds a softmax after the classifier head of these (llama-graph.cpp, build_pooling).
 _GIVES_PROBABILITIES: Final = ("qwen3", "qwen3vl")
+
+
+_Result = TypeVar("_Result")
 
 
 class TextOptions(TypedDict, total=False):
@@ -43,7 +45,7 @@ class EmbedOptions(TextOptions, total=False):
 
 
 class Embedding:
-    """`Engine.embed` and `Engine.classify`; any thread. Both wait without the GIL."""
+    """`Engine.embed` and `Engine.classify`; any thread."""
 
     def __init__(
         self, core: _core.Engine, model: _core.Model, info: ModelInfo, submission: Submission
@@ -55,46 +57,33 @@ class Embedding:
 
     def embed(
         self, texts: object, *, normalize: bool = True, **options: Any
-    ) -> Vectors | list[Vectors]:
+    ) -> Batch[Vectors | list[Vectors]]:
         """As of Engine."""
-        is_one, requests = self._begin("embed", texts, **options)
-        with closing(requests):
-            found = {i: _vectors_of(one, one.next_block(), one.next_block()) for i, one in requests}
-        return self._embedded(ordered(found), is_one, normalize)
+        finish = partial(self._embedded, normalize=normalize)
+        return self._begin("embed", texts, finish, **options)
 
-    async def aembed(
-        self, texts: object, *, normalize: bool = True, **options: Any
-    ) -> Vectors | list[Vectors]:
-        """Like `embed`, without blocking the event loop."""
-        is_one, requests = await to_thread(self._begin, "embed", texts, **options)
-        return self._embedded(ordered(await _ataken(requests)), is_one, normalize)
-
-    def classify(self, texts: object, **options: Any) -> Classification | list[Classification]:
-        """As of Engine."""
-        is_one, requests = self._begin("classify", texts, **options)
-        with closing(requests):
-            found = {i: _vectors_of(one, one.next_block(), one.next_block()) for i, one in requests}
-        classes = [self._classified(one[0]) for one in ordered(found)]
-        return classes[0] if is_one else classes
-
-    async def aclassify(
+    def classify(
         self, texts: object, **options: Any
-    ) -> Classification | list[Classification]:
-        """Like `classify`, without blocking the event loop."""
-        is_one, requests = await to_thread(self._begin, "classify", texts, **options)
-        classes = [self._classified(one[0]) for one in ordered(await _ataken(requests))]
-        return classes[0] if is_one else classes
+    ) -> Batch[Classification | list[Classification]]:
+        """As of Engine."""
+
+        def finish(found: list[Vectors], is_one: bool) -> Classification | list[Classification]:
+            classes = [self._classified(one[0]) for one in found]
+            return classes[0] if is_one else classes
+
+        return self._begin("classify", texts, finish, **options)
 
     def _begin(
         self,
         who: str,
         texts: object,
+        finish: Callable[[list[Vectors], bool], _Result],
         *,
         priority: int = 0,
         add_special: bool = True,
         parse_special: bool = True,
-    ) -> tuple[bool, Requests]:
-        """(whether it is one text, the request of each); all are checked before any is computed."""
+    ) -> Batch[_Result]:
+        """The requests of *texts*, all of which are checked before any is computed."""
         self._core.check_open()
         name, pooling = self._info.name or self._info.architecture, self._core.pooling
         if who == "classify" and self._core.n_classes == 0:
@@ -131,10 +120,21 @@ class Embedding:
             request.only_attends = request.embeds = True
             return self._submission.submit(who, request, ids[i])
 
-        return is_one, in_turn(ids, self._core.n_slots, submit)
+        found: dict[int, Vectors] = {}
+
+        def put(i: int, block: PromptBlock) -> None:
+            if block.hidden is not None:
+                found[i] = block.hidden
+
+        def finished() -> _Result:
+            if len(found) < len(ids):
+                raise InternalError(f"{who} ended without the vectors of a text")
+            return finish([found[i] for i in range(len(ids))], is_one)
+
+        return Batch(in_turn(ids, self._core.n_slots, submit), put, finished)
 
     def _embedded(
-        self, found: list[Vectors], is_one: bool, normalize: bool
+        self, found: list[Vectors], is_one: bool, *, normalize: bool
     ) -> Vectors | list[Vectors]:
         if not found:
             return (
@@ -193,23 +193,6 @@ class Embedding:
             scores=dict(zip(labels, scores.tolist(), strict=True)),
             raw=tuple(raw.tolist()),
         )
-
-
-async def _ataken(requests: Requests) -> dict[int, Vectors]:
-    with closing(requests):
-        return {
-            i: _vectors_of(one, await one.anext_block(), await one.anext_block())
-            for i, one in requests
-        }
-
-
-def _vectors_of(
-    generation: Generation, block: PromptBlock | None, end: PromptBlock | None
-) -> Vectors:
-    """What *generation* computed; its *end* was taken as well, which raises what ended it early."""
-    if block is None or block.hidden is None or end is not None:
-        raise InternalError(f"{generation.request_id} ended without an embedding")
-    return cast("Vectors", block.hidden)
 
 
 def _is_pair(item: object) -> bool:

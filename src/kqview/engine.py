@@ -26,7 +26,6 @@ from kqview.conversation import (
     TEMPLATE_DEFAULTS,
     ChatOptions,
     Conversation,
-    PlainChatOptions,
     TemplateOptions,
 )
 from kqview.demo import MODEL_PATH
@@ -38,19 +37,14 @@ from kqview.generation.stream import Generation
 from kqview.hub import check_is_path, fetch_model
 from kqview.lora import EngineLora, LoraAdapter, LoraScales
 from kqview.machine import capture_path, system_info
-from kqview.many import MapOptions, PlainMapOptions, Prompt, mapped
+from kqview.many import MapOptions, Prompt, mapped
 from kqview.option_names import NamesMethods, lists_options, names_options, unknown_option
 from kqview.scoring import ScoreOptions, Scoring
 from kqview.slot import Slot
 from kqview.state.files import StateFacts
 from kqview.state.fingerprint import ModelFiles
-from kqview.submission import (
-    GENERATE_DEFAULTS,
-    GenerateOptions,
-    PlainGenerateOptions,
-    Submission,
-)
-from kqview.text_batch import Text
+from kqview.submission import GENERATE_DEFAULTS, GenerateOptions, Submission
+from kqview.text_batch import Text, awaited
 from kqview.types import (
     Capture,
     ChatPrompt,
@@ -64,7 +58,7 @@ from kqview.types import (
 )
 from kqview.types.capture import Kind
 from kqview.types.html import table
-from kqview.types.json_schema import Parsed, TypeOf
+from kqview.types.json_schema import Parsed
 from kqview.types.stats import read_fields
 from kqview.types.text import Ids
 from kqview.vocabulary import Vocabulary
@@ -597,20 +591,10 @@ class Engine(NamesMethods):
 
     # ---- generation
 
-    @overload
-    def generate(
-        self,
-        prompt: str | Ids,
-        *,
-        json_schema: TypeOf[Parsed],
-        **options: Unpack[PlainGenerateOptions],
-    ) -> Generation[Parsed]: ...
-
-    @overload
-    def generate(self, prompt: str | Ids, **options: Unpack[GenerateOptions]) -> Generation: ...
-
     @lists_options("generate", GENERATE_DEFAULTS, first="prompt")
-    def generate(self, prompt: Any = None, **options: Any) -> Generation[Any]:
+    def generate(
+        self, prompt: str | Ids = (), **options: Unpack[GenerateOptions[Parsed]]
+    ) -> Generation[Parsed]:
         """Start generating at once; the engine computes up to ``run_ahead`` tokens ahead.
 
         An option that is None has its default, but for *max_tokens*.
@@ -691,24 +675,12 @@ class Engine(NamesMethods):
         """
         return self._submission.generate(prompt, options)
 
-    @overload
-    def map(
-        self,
-        prompts: Iterable[Prompt] | Mapping[str, Prompt],
-        *,
-        json_schema: TypeOf[Parsed],
-        **options: Unpack[PlainMapOptions],
-    ) -> Generator[Finished[Parsed], None, None]: ...
-
-    @overload
-    def map(
-        self,
-        prompts: Iterable[Prompt] | Mapping[str, Prompt],
-        **options: Unpack[MapOptions],
-    ) -> Generator[Finished, None, None]: ...
-
     @names_options("map", _MAP)
-    def map(self, prompts: Any, **options: Any) -> Any:
+    def map(
+        self,
+        prompts: Iterable[Prompt] | Mapping[str, Prompt],
+        **options: Unpack[MapOptions[Parsed]],
+    ) -> Generator[Finished[Parsed], None, None]:
         """Generate for many prompts and yield each result with all its tokens, in order.
 
         All slots work at once. At most twice as many prompts as there are slots are in work or
@@ -795,20 +767,10 @@ class Engine(NamesMethods):
         """Text and id of each control token: in a prompt of `chat`, only the template makes one."""
         return self._conversation.control_tokens
 
-    @overload
-    def chat(
-        self,
-        messages: Sequence[Message],
-        *,
-        json_schema: TypeOf[Parsed],
-        **options: Unpack[PlainChatOptions],
-    ) -> Generation[Parsed]: ...
-
-    @overload
-    def chat(self, messages: Sequence[Message], **options: Unpack[ChatOptions]) -> Generation: ...
-
     @names_options("chat", _CHAT)
-    def chat(self, messages: Any, **options: Any) -> Any:
+    def chat(
+        self, messages: Sequence[Message], **options: Unpack[ChatOptions[Parsed]]
+    ) -> Generation[Parsed]:
         """Generate the assistant's next message; `Generation.reply` is that message.
 
         Args:
@@ -958,7 +920,7 @@ class Engine(NamesMethods):
             QueueFull: Too many other requests wait for a slot.
             ClosedError: The engine is closed.
         """
-        return self._embedding.embed(texts, **options)
+        return self._embedding.embed(texts, **options).result()
 
     @overload
     async def aembed(self, texts: Text, **options: Unpack[EmbedOptions]) -> Vectors: ...
@@ -974,7 +936,7 @@ class Engine(NamesMethods):
 
         Cancelling the task drops the texts that are not done.
         """
-        return await self._embedding.aembed(texts, **options)
+        return await awaited(self._embedding.embed, texts, **options)
 
     # A str is also a sequence of str; the first overload that fits applies.
     @overload
@@ -1010,7 +972,7 @@ class Engine(NamesMethods):
             UnsupportedModel: The model has no classifier head, or ``pooling`` is not "rank".
             RequestError: As for `embed`, like the other errors of `embed`.
         """
-        return self._embedding.classify(texts, **options)
+        return self._embedding.classify(texts, **options).result()
 
     @overload
     async def aclassify(  # pyright: ignore[reportOverlappingOverload]
@@ -1028,7 +990,7 @@ class Engine(NamesMethods):
 
         Cancelling the task drops the texts that are not done.
         """
-        return await self._embedding.aclassify(texts, **options)
+        return await awaited(self._embedding.classify, texts, **options)
 
     def pair_ids(self, query: str, document: str) -> list[int]:
         """The ids that `classify` makes of the tuple (query, document), for a reranker.
@@ -1086,7 +1048,7 @@ class Engine(NamesMethods):
             QueueFull: Too many other requests wait for a slot.
             ClosedError: The engine is closed.
         """
-        return self._scoring.score(texts, **options)
+        return self._scoring.score(texts, **options).result()
 
     @overload
     async def ascore(  # pyright: ignore[reportOverlappingOverload]
@@ -1104,7 +1066,7 @@ class Engine(NamesMethods):
 
         Cancelling the task drops the texts that are not done.
         """
-        return await self._scoring.ascore(texts, **options)
+        return await awaited(self._scoring.score, texts, **options)
 
     # ---- closing
 

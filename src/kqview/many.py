@@ -36,8 +36,9 @@ from kqview.arguments import invalid
 from kqview.chat.messages import Message
 from kqview.errors import ClosedError, KqviewError, shown
 from kqview.generation.stream import Generation
-from kqview.submission import GenerateOptions, PlainGenerateOptions
+from kqview.submission import GenerateOptions
 from kqview.types import Finished, ModelInfo, Token, Usage
+from kqview.types.json_schema import Parsed
 from kqview.types.text import Ids
 from kqview.types.token import add_token
 
@@ -57,16 +58,12 @@ class StoredResults(Protocol):
         ...
 
 
-class PlainMapOptions(PlainGenerateOptions, total=False):
-    """`MapOptions` without ``json_schema``, which says what `Finished.parsed` is."""
+class MapOptions(GenerateOptions[Parsed], total=False):
+    """The options of `Engine.map`."""
 
     progress: bool | Callable[[int, int | None], object] | None
     skip: Container[str] | StoredResults | None
     on_error: OnError | None
-
-
-class MapOptions(PlainMapOptions, GenerateOptions, total=False):
-    """The options of `Engine.map`."""
 
 
 class MapsEngine(Protocol):

@@ -37,9 +37,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from itertools import count, takewhile
-from operator import attrgetter
 from pathlib import Path
-from typing import Any, BinaryIO, Final, NamedTuple, Protocol, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, BinaryIO, Final, NamedTuple, cast
 from urllib.parse import quote, unquote
 
 import numpy as np
@@ -50,8 +49,12 @@ from kqview import json_input
 from kqview.arguments import encode, to_path
 from kqview.durable import WholeFile
 from kqview.errors import InvalidCapture, KqviewError, RequestError, StateFormatError, shown
-from kqview.types import Capture, Finished, ModelInfo, PromptBlock, Token, Usage
+from kqview.types import Capture, Finished, PromptBlock, Token, Usage
 from kqview.types.token import AnyAttention, Attention, Context, Positions, add_token
+
+if TYPE_CHECKING:
+    from kqview.generation.prompt import PromptAttention
+    from kqview.generation.stream import Generation
 
 SCHEMA: Final = 2
 _HEADER_BYTES_MAX: Final = 100_000_000  # as safetensors has it
@@ -103,47 +106,6 @@ def _padded(rows: Sequence[Array | None], pad: float = 0.0) -> Array:
     return whole
 
 
-class Running(Protocol):
-    """A Generation: iterating takes its tokens."""
-
-    def __iter__(self) -> Iterator[Token]: ...
-    def fingerprint(self) -> str: ...
-    @property
-    def request_id(self) -> str: ...
-    @property
-    def prompt_ids(self) -> list[int]: ...
-    @property
-    def tokens(self) -> list[int]: ...
-    @property
-    def n_removed(self) -> int: ...
-    @property
-    def text(self) -> str: ...
-    @property
-    def finish_reason(self) -> Any: ...
-    @property
-    def usage(self) -> Usage: ...
-    @property
-    def model(self) -> ModelInfo: ...
-
-
-@runtime_checkable
-class PromptRows(Protocol):
-    """A PromptAttention: `array` and `top_k` take its blocks."""
-
-    start: int
-
-    @property
-    def column_ids(self) -> list[int]: ...
-    @property
-    def column_texts(self) -> list[str]: ...
-    @property
-    def capture(self) -> Capture | None: ...
-    @property
-    def heads(self) -> tuple[int, ...]: ...
-    def array(self) -> Attention: ...
-    def top_k(self) -> tuple[Attention, Positions]: ...
-
-
 @dataclass(frozen=True, slots=True)
 class _Taken:
     """A generation of which only tokens are known."""
@@ -165,20 +127,24 @@ class _TokenColumn:
     The values have any number of axes, of which only the last one may differ from token to token.
 
     Attributes:
+        attribute: The value in a Token.
         name: Array of the values, padded at the end of the last axis.
         widths: Array of the length of that axis for each token; -1 for a token without a value.
-        take: The value of a token as an array, or a tuple of arrays; None if it has none.
-        put: Gives a token the value back.
+        to_array: Makes an array of a value that is neither that nor a tuple of arrays; None for no
+            value.
+        from_array: Makes the value of the array.
     """
 
+    attribute: str
     name: str
     widths: str
-    take: Callable[[Token], Any]
-    put: Callable[[Token, Any], None]
+    to_array: Callable[[Any], Any] = lambda value: value
+    from_array: Callable[[Any], Any] = lambda array: array
 
     def written(self, tokens: Sequence[Token]) -> dict[str, Array]:
         """The arrays of a file; none if no token has a value."""
-        values = [self.take(token) for token in tokens]
+        given = [getattr(token, self.attribute) for token in tokens]
+        values = [None if value is None else self.to_array(value) for value in given]
         first = next((value for value in values if value is not None), None)
         if first is None:
             return {}
@@ -193,52 +159,30 @@ class _TokenColumn:
         return {**arrays, self.widths: widths}
 
 
-def _attribute(attribute: str, name: str, widths: str) -> _TokenColumn:
-    """The column of an attribute that is an array or a tuple of them."""
-    return _TokenColumn(
-        name, widths, attrgetter(attribute), lambda token, value: setattr(token, attribute, value)
-    )
-
-
-def _take_top(token: Token) -> Array | None:
-    top = token.top_logprobs
-    return None if top is None else np.array(top, np.float64).reshape(-1, 2).T
-
-
-def _put_top(token: Token, value: Array) -> None:
-    token.top_logprobs = [(int(i), float(logprob)) for i, logprob in value.T]
-
-
-def _take_discarded(token: Token) -> Array | None:
-    gone = token.discarded
-    return np.array([gone.start, gone.stop], np.int32) if gone else None
-
-
 _COLUMNS: Final = (
-    _attribute("attention", "rows", "n_columns"),
-    _attribute("attention_positions", "positions", "n_columns"),
-    _attribute("hidden", "hidden", "n_hidden"),
-    _attribute("logits", "logits", "n_logits"),
+    _TokenColumn("attention", "rows", "n_columns"),
+    _TokenColumn("attention_positions", "positions", "n_columns"),
+    _TokenColumn("hidden", "hidden", "n_hidden"),
+    _TokenColumn("logits", "logits", "n_logits"),
     _TokenColumn(
-        "logprob",
-        "n_logprob",
-        lambda token: None if token.logprob is None else np.array([token.logprob]),
-        lambda token, value: setattr(token, "logprob", float(value[0])),
-    ),
-    _TokenColumn("top_logprobs", "n_top_logprobs", _take_top, _put_top),
-    _TokenColumn(
-        "discarded",
-        "n_discarded",
-        _take_discarded,
-        lambda token, value: setattr(token, "discarded", range(int(value[0]), int(value[1]))),
+        "logprob", "logprob", "n_logprob", lambda value: np.array([value]), np.ndarray.item
     ),
     _TokenColumn(
-        "forced",
-        "n_forced",
-        lambda token: np.array([True]) if token.forced else None,
-        lambda token, value: setattr(token, "forced", bool(value[0])),
+        "top_logprobs", "top_logprobs", "n_top_logprobs",
+        lambda top: np.array(top, np.float64).reshape(-1, 2).T,
+        lambda array: [(int(i), logprob) for i, logprob in array.T.tolist()],
     ),
-)
+    _TokenColumn(
+        "discarded", "discarded", "n_discarded",
+        lambda gone: np.array([gone.start, gone.stop], np.int32) if gone else None,
+        lambda array: range(*array.tolist()),
+    ),
+    _TokenColumn(
+        "forced", "forced", "n_forced",
+        lambda forced: np.array([True]) if forced else None,
+        np.ndarray.item,
+    ),
+)  # fmt: skip
 
 
 class _TokenValues(NamedTuple):
@@ -373,7 +317,7 @@ class Saved:
                 values = self._values.get(column.name)
                 value = None if values is None else values.of(i)
                 if value is not None:
-                    column.put(token, value)
+                    setattr(token, column.attribute, column.from_array(value))
             made.append(token)
         return made
 
@@ -383,7 +327,7 @@ class Saved:
 
 def save(
     path: str | os.PathLike[str],
-    generation: Running | Finished | PromptRows | Sequence[Token],
+    generation: "Generation | Finished | PromptAttention | Sequence[Token]",
     tokens: Sequence[Token] | None = None,
 ) -> Path:
     """Save a generation with all arrays and logprobs of its tokens; needs safetensors.
@@ -410,7 +354,9 @@ def save(
         KqviewError: safetensors is not installed. Also what iterating the generation raises.
         OSError: The file cannot be written; an old file stays.
     """
-    if isinstance(generation, PromptRows):
+    from kqview.generation.prompt import PromptAttention
+
+    if isinstance(generation, PromptAttention):
         target = _file(path, (SUFFIX, ".npz"), "attention of a prompt")
         capture = generation.capture
         rows = positions = None
@@ -442,19 +388,17 @@ def save(
 
 
 def save_prompt(
-    path: Path, of: PromptRows, rows: Attention | None, positions: Positions | None
+    path: Path, of: "PromptAttention", rows: Attention | None, positions: Positions | None
 ) -> Path:
     """Write the *rows* that were taken of a prompt, as `save` does; see `write_arrays`."""
     arrays: dict[str, Array] = {}
-    # Not in the protocol: Python 3.11 reads each property to check it.
-    has_hidden = of.capture is not None and len(of.capture.hidden) > 0
-    hidden: Array | None = cast("Any", of).hidden if has_hidden else None
+    capture = of.capture
+    hidden = of.hidden if capture is not None and len(capture.hidden) > 0 else None
     for name, values in (("attention", rows), ("positions", positions), ("hidden", hidden)):
         if isinstance(values, tuple):
             arrays |= {f"{name}_layer_{i:03d}": one for i, one in enumerate(values)}
         elif values is not None:
             arrays[name] = values
-    capture = of.capture
     layers = () if capture is None else capture.layers or ()
     facts = {"ids": of.column_ids, "layers": layers, "heads": of.heads, "start": of.start}
     arrays |= {name: np.array(value, np.int32) for name, value in facts.items()}
@@ -516,7 +460,7 @@ def _target(path: str | os.PathLike[str], name: str) -> Path:
     return target / file_name(name)
 
 
-def _tokens_of(generation: Running, taken: Sequence[Token] | None) -> list[Token]:
+def _tokens_of(generation: "Generation", taken: Sequence[Token] | None) -> list[Token]:
     tokens = [*(taken or ())]
     ids = generation.tokens
     if [token.id for token in tokens] != ids:
@@ -560,7 +504,10 @@ def file_name(name: str) -> str:
 
 
 def _content(
-    name: str, tokens: Sequence[Token], generation: Running | Finished | _Taken, error: str | None
+    name: str,
+    tokens: Sequence[Token],
+    generation: "Generation | Finished | _Taken",
+    error: str | None,
 ) -> tuple[dict[str, Array], dict[str, Any]]:
     prompt_ids = generation.prompt_ids
     arrays: dict[str, Array] = {
@@ -586,7 +533,7 @@ def _content(
 def _facts(
     name: str,
     texts: Sequence[str],
-    generation: Running | Finished | _Taken,
+    generation: "Generation | Finished | _Taken",
     error: str | None,
     capture: Capture | None,
     heads: Sequence[int],
@@ -614,7 +561,10 @@ def _facts(
 
 
 def streamed_metadata(
-    texts: Sequence[str], generation: Running, capture: Capture, column_texts: Mapping[int, str]
+    texts: Sequence[str],
+    generation: "Generation",
+    capture: Capture,
+    column_texts: Mapping[int, str],
 ) -> str:
     """The JSON of a file into which the rows of *generation* went one by one."""
     model = generation.model

@@ -5,10 +5,8 @@ the logits of each step into scores before the next one, so only one step's logi
 a time, however long the text is.
 """
 
-from asyncio import to_thread
 from collections.abc import Sequence
-from contextlib import closing
-from typing import Any, Final, TypedDict, cast
+from typing import Final, TypedDict, cast
 
 from kqview import _core
 from kqview.arguments import whole_number
@@ -16,7 +14,7 @@ from kqview.errors import RequestError, UnsupportedModel
 from kqview.generation.stream import Generation
 from kqview.lora import LoraScales
 from kqview.submission import Submission
-from kqview.text_batch import Requests, in_turn, items_of
+from kqview.text_batch import Batch, in_turn, items_of
 from kqview.types import ModelInfo, Score
 
 _MOST_TOP: Final = 1000
@@ -34,7 +32,7 @@ class ScoreOptions(TypedDict, total=False):
 
 
 class Scoring:
-    """`Engine.score`; any thread. It waits without the GIL."""
+    """`Engine.score`; any thread."""
 
     def __init__(
         self, core: _core.Engine, model: _core.Model, info: ModelInfo, submission: Submission
@@ -44,25 +42,7 @@ class Scoring:
         self._info = info
         self._submission = submission
 
-    def score(self, texts: object, **options: Any) -> Score | list[Score]:
-        """As of Engine."""
-        is_one, scores, requests = self._begin(texts, **options)
-        with closing(requests):
-            for i, one in requests:
-                while (block := one.next_block()) is not None:
-                    scores[i].set(block.start, block.scores)
-        return scores[0] if is_one else scores
-
-    async def ascore(self, texts: object, **options: Any) -> Score | list[Score]:
-        """Like `score`, without blocking the event loop."""
-        is_one, scores, requests = await to_thread(self._begin, texts, **options)
-        with closing(requests):
-            for i, one in requests:
-                while (block := await one.anext_block()) is not None:
-                    scores[i].set(block.start, block.scores)
-        return scores[0] if is_one else scores
-
-    def _begin(
+    def score(
         self,
         texts: object,
         *,
@@ -72,8 +52,8 @@ class Scoring:
         lora: LoraScales | None = None,
         add_special: bool = True,
         parse_special: bool = True,
-    ) -> tuple[bool, list[Score], Requests]:
-        """(whether it is one text, a score to fill in and the request of each)."""
+    ) -> Batch[Score | list[Score]]:
+        """As of Engine."""
         self._core.check_open()
         if not (self._model.can_generate and self._core.has_cache):
             raise UnsupportedModel(
@@ -101,7 +81,11 @@ class Scoring:
             return self._submission.submit("score", request, ids[i])
 
         scores = [Score.empty(one, has_top=n_top is not None) for one in ids]
-        return is_one, scores, in_turn(ids, self._core.n_slots, submit)
+        return Batch(
+            in_turn(ids, self._core.n_slots, submit),
+            lambda i, block: scores[i].set(block.start, block.scores),
+            lambda: scores[0] if is_one else scores,
+        )
 
 
 def _counts(name: str, given: object, ids: list[list[int]]) -> list[int]:

@@ -58,7 +58,8 @@ from kqview.trace import Trace, TraceRecorder, TraceRequest
 from kqview.types import Capture, ModelInfo, Sampling
 from kqview.types.capture import Kind
 from kqview.types.closed_schema import held
-from kqview.types.sampling import OPTIONS, PlainSamplingOptions, SamplingOptions
+from kqview.types.json_schema import Parsed
+from kqview.types.sampling import OPTIONS, SamplingOptions
 from kqview.types.token import Context
 from kqview.vocabulary import Vocabulary
 
@@ -66,8 +67,8 @@ Reuse = Literal["exact", "prefix", "shift"]
 """Which part of a slot's KV cache a prompt takes over, see `Engine.generate`."""
 
 
-class PlainGenerateOptions(PlainSamplingOptions, total=False):
-    """`GenerateOptions` without ``json_schema``, which says what `Generation.parsed` is."""
+class GenerateOptions(SamplingOptions[Parsed], total=False):
+    """The options of `Engine.generate`, for callers that pass them on; None is "not given"."""
 
     max_tokens: int | None
     sampling: Sampling | None
@@ -92,10 +93,6 @@ class PlainGenerateOptions(PlainSamplingOptions, total=False):
     lora: LoraScales | None
     add_special: bool | None
     parse_special: bool | None
-
-
-class GenerateOptions(PlainGenerateOptions, SamplingOptions, total=False):
-    """The options of `Engine.generate`, for callers that pass them on; None is "not given"."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -1,20 +1,62 @@
 """Text batch: many texts as requests of one engine, some of them queued ahead.
 
-Shared by `Embedding` and `Scoring`: tells one text from several, and keeps every slot busy.
+Shared by `Embedding` and `Scoring`: tells one text from several, keeps every slot busy, and takes
+the results with or without an event loop.
 """
 
+from asyncio import to_thread
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
-from typing import Any, Final, TypeVar, cast
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any, Final, Generic, TypeVar, cast
 
 from kqview.arguments import invalid, to_index
 from kqview.errors import QueueFull
 from kqview.generation.stream import Generation
+from kqview.types import PromptBlock
 from kqview.types.text import Ids
 
 Text = str | Ids
 Requests = Generator[tuple[int, Generation], None, None]  # index of the text, its request
 _Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Batch(Generic[_Result]):
+    """The texts of one call, whose requests are made as results are taken.
+
+    Attributes:
+        requests: Index and request of each text.
+        put: Takes each block of a text, with the index of the text.
+        finish: Makes the result of the call, once all texts are done.
+    """
+
+    requests: Requests
+    put: Callable[[int, PromptBlock], object]
+    finish: Callable[[], _Result]
+
+    def result(self) -> _Result:
+        """Wait for all texts, without the GIL."""
+        with closing(self.requests):
+            for i, one in self.requests:
+                while (block := one.next_block()) is not None:
+                    self.put(i, block)
+        return self.finish()
+
+    async def aresult(self) -> _Result:
+        """Like `result`, without blocking the event loop."""
+        with closing(self.requests):
+            for i, one in self.requests:
+                while (block := await one.anext_block()) is not None:
+                    self.put(i, block)
+        return self.finish()
+
+
+async def awaited(begin: Callable[..., Batch[_Result]], texts: object, **options: Any) -> _Result:
+    """The result of the batch that *begin*, a method of a part of the engine, makes of *texts*."""
+    return await (await to_thread(begin, texts, **options)).aresult()
+
 
 # Texts submitted before the first result is taken, at least: fewer than the queue.
 _N_AHEAD: Final = 32

@@ -72,12 +72,11 @@ INNER_RINGS = {
     "chat": {"conversation", "engine", "engine_options", "many"},
     "rpc": {"engine_options"},
     "demo": {"engine"},
-    "saved": {"kqview"},
     "trace": {"engine", "generation", "submission", "kqview"},
     "mods": {"engine", "generation", "submission", "conversation", "kqview"},
 }
 # What `kqview.NAME` loads at its first use; importing the package does not.
-LOADED_WHEN_USED = {"kqview": {"viz"}}
+LOADED_WHEN_USED = {"kqview": {"saved", "viz"}}
 KNOWN_TO_INNER_RINGS = {
     "arguments", "confined", "constraint_child", "durable", "errors", "json_input", "types",
     "machine", "stop_strings", "_core",

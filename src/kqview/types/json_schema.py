@@ -39,7 +39,7 @@ class HasJsonSchema(Protocol[Parsed_co]):
 
 TypeOf = type[Parsed] | HasJsonSchema[Parsed]
 """What ``json_schema`` takes that says the type of `Generation.parsed`."""
-SchemaLike = str | Mapping[str, object] | type[Any] | types.UnionType | HasJsonSchema[Any]
+SchemaLike = str | Mapping[str, object] | types.UnionType | TypeOf[Parsed]
 """What ``json_schema`` takes: text, a mapping, a type, or a TypeAdapter of pydantic."""
 
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from types import MappingProxyType
-from typing import Any, Final, Literal, TypedDict, Unpack, cast
+from typing import Any, Final, Generic, Literal, TypedDict, Unpack, cast
 
 import numpy as np
 
@@ -27,7 +27,7 @@ from kqview.arguments import (
 )
 from kqview.errors import InvalidSampling, RequestError, shown
 from kqview.option_names import lists_options, unknown_option
-from kqview.types.json_schema import SchemaLike, schema_text
+from kqview.types.json_schema import Parsed, SchemaLike, schema_text
 from kqview.types.regex import regex_text
 from kqview.types.text import Ids
 
@@ -222,8 +222,11 @@ def _invalid(name: str, value: object, allowed: str, doc: str = "") -> RequestEr
 # ---- the table
 
 
-class PlainSamplingOptions(TypedDict, total=False):
-    """`SamplingOptions` without ``json_schema``, which says what `Generation.parsed` is."""
+class SamplingOptions(TypedDict, Generic[Parsed], total=False):
+    """The fields of Sampling as keyword arguments of `Engine.generate`; None is "not given".
+
+    ``json_schema`` says what `Generation.parsed` is.
+    """
 
     temperature: float | None
     top_k: int | None
@@ -257,16 +260,11 @@ class PlainSamplingOptions(TypedDict, total=False):
     min_tokens: int | None
     begin_suppress: Ids | None
     grammar: str | None
+    json_schema: SchemaLike[Parsed] | None
     regex: str | re.Pattern[str] | None
     finish_on_length: Literal["cut", "close"] | None
     top_logprobs: int | None
     post_sampling_probs: bool | None
-
-
-class SamplingOptions(PlainSamplingOptions, total=False):
-    """The fields of Sampling as keyword arguments of `Engine.generate`; None is "not given"."""
-
-    json_schema: SchemaLike | None
 
 
 @dataclass(frozen=True, slots=True, init=False)
