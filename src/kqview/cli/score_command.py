@@ -6,19 +6,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-import numpy as np
 import typer
-from numpy.typing import NDArray
 
 from kqview.cli.option_groups import option, with_groups
 from kqview.cli.options import ADD_SPECIAL, JSON, EngineChoice, TextsChoice
 from kqview.viz.terminal import label
 
 if TYPE_CHECKING:
-    from kqview import Engine
+    from kqview import Engine, Score
 
 _CELLS: Final = 20
-_BAR: Final = 10
 
 
 @with_groups
@@ -64,65 +61,54 @@ def score(
 
 @dataclass(frozen=True)
 class _Scored:
-    """The scores of a text, in windows that overlap."""
+    """The scores of a text, which was evaluated in windows that overlap."""
 
-    ids: list[int]
-    logprobs: NDArray[np.float32]  # NaN without a score
-    ranks: NDArray[np.int32]
-    top: list[list[tuple[int, float]]]
+    score: "Score"
     n_windows: int
 
-    @property
-    def n_scored(self) -> int:
-        return int((self.ranks >= 0).sum())
-
-    @property
-    def total(self) -> float:
-        return float(self.logprobs[self.ranks >= 0].sum(dtype=np.float64))
-
-    @property
-    def perplexity(self) -> float:
-        return math.exp(-self.total / self.n_scored) if self.n_scored else math.nan
-
     def totals(self) -> str:
-        parts = [f"{len(self.ids)} tokens", f"logprob {self.total:.3f}"]
-        if self.n_scored:
-            parts.append(f"perplexity {self.perplexity:.3f}")
+        score = self.score
+        parts = [f"{len(score.ids)} tokens", f"logprob {score.total:.3f}"]
+        if score.n_scored:
+            parts.append(f"perplexity {score.perplexity:.3f}")
         if self.n_windows > 1:
             parts.append(f"{self.n_windows} windows")
         return ", ".join(parts)
 
     def lines(self, engine: "Engine") -> Iterator[str]:
+        score = self.score
         yield f"{'id':>7}  {'token':<{_CELLS}}  {'prob':>7}  {'logprob':>8}  {'rank':>6}"
-        for i, token_id in enumerate(self.ids):
+        for i, token_id in enumerate(score.ids):
             line = f"{token_id:>7}  {label(engine.token_text(token_id), _CELLS)}"
-            if self.ranks[i] >= 0:
-                logprob = float(self.logprobs[i])
-                line += f"  {_percent(logprob)}  {logprob:>8.3f}  {self.ranks[i] + 1:>6}"
-                others = (
-                    f"{label(engine.token_text(j))} {_percent(p).strip()}" for j, p in self.top[i]
-                )
-                line += "  " + ", ".join(others) if self.top[i] else ""
+            if score.ranks[i] >= 0:
+                logprob = float(score.logprobs[i])
+                line += f"  {_percent(logprob)}  {logprob:>8.3f}  {score.ranks[i] + 1:>6}"
+                if score.top_logprobs is not None:
+                    others = (
+                        f"{label(engine.token_text(j))} {_percent(p).strip()}"
+                        for j, p in score.top_logprobs[i]
+                    )
+                    line += "  " + ", ".join(others)
             yield line.rstrip()
 
     def to_json(self, engine: "Engine", *, summary: bool) -> dict[str, Any]:
+        score = self.score
         content: dict[str, Any] = {
-            "n_tokens": len(self.ids),
-            "n_scored": self.n_scored,
-            "logprob": self.total,
-            "perplexity": self.perplexity if self.n_scored else None,
+            "n_tokens": len(score.ids),
+            "n_scored": score.n_scored,
+            "logprob": score.total,
+            "perplexity": score.perplexity if score.n_scored else None,
         }
         if summary:
             return content
-        has = self.ranks >= 0
-        content["ids"] = self.ids
-        content["tokens"] = [engine.token_text(i) for i in self.ids]
-        content["logprobs"] = [
-            float(p) if h else None for p, h in zip(self.logprobs, has, strict=True)
-        ]
-        content["ranks"] = [int(r) + 1 if h else None for r, h in zip(self.ranks, has, strict=True)]
-        if any(self.top):
-            content["top_logprobs"] = self.top
+        found = zip(score.logprobs.tolist(), score.ranks.tolist(), strict=True)
+        given = [(logprob, rank + 1) if rank >= 0 else (None, None) for logprob, rank in found]
+        content["ids"] = score.ids
+        content["tokens"] = [engine.token_text(i) for i in score.ids]
+        content["logprobs"] = [logprob for logprob, _ in given]
+        content["ranks"] = [rank for _, rank in given]
+        if score.top_logprobs is not None and score.n_scored:
+            content["top_logprobs"] = score.top_logprobs
         return content
 
 
@@ -133,26 +119,23 @@ def _percent(logprob: float) -> str:
 
 def _score(engine: "Engine", text: str, n_top: int, *, add_special: bool) -> _Scored:
     """Score *text*, in windows that overlap by half if it is longer than the context."""
+    from kqview import Score
+
     ids = engine.tokenize(text, add_special=add_special)
     size = engine.n_ctx
-    scored = _Scored(
-        ids,
-        np.full(len(ids), np.nan, np.float32),
-        np.full(len(ids), -1, np.int32),
-        [[] for _ in ids],
-        1 if len(ids) <= size else 1 + math.ceil((len(ids) - size) / (size - size // 2)),
-    )
-    done = 0
-    for i in range(scored.n_windows):
+    score = Score.empty(ids, has_top=n_top > 0)
+    n_windows = 1 if len(ids) <= size else 1 + math.ceil((len(ids) - size) / (size - size // 2))
+    done = 1  # nothing precedes the first token
+    for i in range(n_windows):
         end = min(len(ids), size + i * (size - size // 2))
-        begin = max(0, end - size)
-        n_new = end - max(done, 1) if done == 0 else end - done
-        if n_new < 1:
+        if end <= done:
             break
-        one = engine.score(ids[begin:end], last=n_new, top_logprobs=n_top or None)
-        at = slice(end - n_new, end)
-        scored.logprobs[at], scored.ranks[at] = one.logprobs[-n_new:], one.ranks[-n_new:]
-        if one.top_logprobs is not None:
-            scored.top[at] = one.top_logprobs[-n_new:]
+        one = engine.score(
+            ids[max(0, end - size) : end], last=end - done, top_logprobs=n_top or None
+        )
+        new, at = slice(done - end, None), slice(done, end)
+        score.logprobs[at], score.ranks[at] = one.logprobs[new], one.ranks[new]
+        if score.top_logprobs is not None and one.top_logprobs is not None:
+            score.top_logprobs[at] = one.top_logprobs[new]
         done = end
-    return scored
+    return _Scored(score, n_windows)
