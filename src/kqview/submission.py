@@ -208,7 +208,7 @@ class Submission:
             one is _PLAIN[name] or (name == "trace" and one is False)
             for name, one in steers.items()
         ):
-            steering = SteeringOptions.of(**steers)
+            steering = SteeringOptions.of(steers)
         ids = self.prompt_ids(prompt, given.add_special, given.parse_special)
         capture = given.capture
         if capture is not None and not isinstance(capture, Capture):

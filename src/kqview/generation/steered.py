@@ -13,7 +13,7 @@ import inspect
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, cast
@@ -50,49 +50,36 @@ class SteeringOptions:
     on_trace: Callable[[Trace], object] | None
 
     @classmethod
-    def of(
-        cls,
-        *,
-        mods: object,
-        logits_processor: object,
-        stopping: object,
-        forcing: object,
-        mod_time_limit_s: object,
-        mods_strict: object,
-        trace: object,
-    ) -> "SteeringOptions | None":
-        """Check the options of `Engine.generate`; None if nothing steers.
+    def of(cls, given: Mapping[str, Any]) -> "SteeringOptions | None":
+        """Check the options of `Engine.generate` that steer; None if nothing does.
 
         Raises:
             RequestError: An argument is invalid.
         """
-        checked = check_mods(mods)
-        if not callable(logits_processor) and isinstance(logits_processor, list | tuple):
-            logits_processor = _in_turn(cast("Sequence[object]", logits_processor))
-        for name, value in (
-            ("logits_processor", logits_processor), ("stopping", stopping), ("forcing", forcing)
-        ):  # fmt: skip
+        checked, trace = check_mods(given["mods"]), given["trace"]
+        callables = {name: given[name] for name in ("logits_processor", "stopping", "forcing")}
+        processors = callables["logits_processor"]
+        if not callable(processors) and isinstance(processors, list | tuple):
+            callables["logits_processor"] = _in_turn(cast("Sequence[object]", processors))
+        for name, value in callables.items():
             if value is not None:
                 _check_function(name, value)
         if not callable(trace) and not isinstance(trace, bool | None):
             raise invalid("trace", "True, False, a function or None", shown(trace))
-        limit_s = None
-        if mod_time_limit_s is not None:
-            limit_s = seconds("mod_time_limit_s", mod_time_limit_s, high=threading.TIMEOUT_MAX)
-        is_strict = flag("mods_strict", mods_strict)
+        limit_s = given["mod_time_limit_s"]
+        if limit_s is not None:
+            limit_s = seconds("mod_time_limit_s", limit_s, high=threading.TIMEOUT_MAX)
+        is_strict = flag("mods_strict", given["mods_strict"])
         has_trace = bool(checked) if trace is None else trace is not False
-        callables = (logits_processor, stopping, forcing)
-        if not checked and not has_trace and all(one is None for one in callables):
+        if not checked and not has_trace and all(one is None for one in callables.values()):
             return None
         return cls(
             checked,
-            cast("LogitsProcessor | None", logits_processor),
-            cast("Stopping | None", stopping),
-            cast("Forcing | None", forcing),
-            limit_s,
-            is_strict,
-            has_trace,
-            trace if callable(trace) else None,
+            **callables,
+            mod_time_limit_s=limit_s,
+            mods_strict=is_strict,
+            has_trace=has_trace,
+            on_trace=trace if callable(trace) else None,
         )
 
 
