@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable
 from numbers import Real
 from pathlib import Path
-from typing import Final, cast
+from typing import Any, Final, cast, get_args
 
 import numpy as np
 
@@ -60,11 +60,17 @@ def to_path(name: str, value: object) -> Path:
     return Path(path)
 
 
-def whole_number(name: str, value: object, low: int = 1, high: int = INT32_MAX) -> int:
-    """*value* as an int from *low* to *high*; RequestError otherwise."""
+def whole_number(
+    name: str,
+    value: object,
+    low: int = 1,
+    high: int = INT32_MAX,
+    error: type[RequestError] = RequestError,
+) -> int:
+    """*value* as an int from *low* to *high*; *error* otherwise."""
     number = to_index(value)
     if number is None or not low <= number <= high:
-        raise invalid(name, f"a whole number from {low} to {high}", shown(value))
+        raise invalid(name, f"a whole number from {low} to {high}", shown(value), error)
     return number
 
 
@@ -95,6 +101,15 @@ def checked_id(name: str, value: object, error: type[RequestError] = InvalidToke
     if token_id is None or not 0 <= token_id <= INT32_MAX:
         raise invalid(name, "a token id, as tokenize() returns them", shown(value), error)
     return token_id
+
+
+def choice(name: str, value: object, choices: Any, error: type[RequestError] = RequestError) -> Any:
+    """*value* if it is one of the texts of *choices*, a Literal; *error* otherwise."""
+    names: tuple[str, ...] = get_args(choices)
+    # The type first: an array would compare element by element.
+    if not isinstance(value, str) or value not in names:
+        raise invalid(name, f"one of {', '.join(map(repr, names))}", shown(value), error)
+    return value
 
 
 def flag(name: str, value: object, error: type[RequestError] = RequestError) -> bool:

@@ -9,7 +9,6 @@ before the classifier, so logits of its files are not those of transformers. Her
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Final, Literal, cast
 
@@ -18,7 +17,8 @@ from numpy.typing import NDArray
 
 from kqview import json_input
 from kqview.durable import WholeFile
-from kqview.errors import KqviewError, ModelLoadError, UnsupportedModel
+from kqview.errors import ModelLoadError, UnsupportedModel
+from kqview.extras import needed
 
 WeightType = Literal["f32", "f16"]
 
@@ -72,7 +72,10 @@ def convert_classifier(
         OSError: A file cannot be read or written.
         KqviewError: gguf or safetensors is not installed.
     """
-    gguf, safetensors = _package("gguf"), _package("safetensors")
+    gguf, safetensors = (
+        needed(name, "converting needs", 'run pip install "kqview[convert]"')
+        for name in ("gguf", "safetensors")
+    )
     folder = Path(source)
     config = _checked_config(_read_json(folder / "config.json"))
     tensors = dict(_tensors(safetensors, folder))
@@ -90,16 +93,6 @@ def convert_classifier(
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         return file.stream.tell()
-
-
-def _package(name: str) -> Any:
-    try:
-        return import_module(name)
-    except ModuleNotFoundError as missing:
-        raise KqviewError(
-            f"converting needs {missing.name}, which is not installed; "
-            'run pip install "kqview[convert]"'
-        ) from missing
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -3,12 +3,13 @@
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, Literal, TypedDict, cast, get_args
+from functools import partial
+from typing import Any, Final, Literal, TypedDict, cast
 
 import numpy as np
 
 from kqview import _core
-from kqview.arguments import INT64_MAX, encode, flag, invalid, to_path, whole_number
+from kqview.arguments import INT64_MAX, choice, encode, flag, invalid, to_path, whole_number
 from kqview.chat.messages import checked_options
 from kqview.errors import shown
 from kqview.lora import SCALE_MAX, scale_of
@@ -68,18 +69,6 @@ def _to_flash(name: str, value: object) -> bool | None:
     if isinstance(value, bool | np.bool_):
         return bool(cast("bool", value))
     raise invalid(name, "'auto', True or False", shown(value))
-
-
-def _to_choice(choices: Any) -> Callable[[str, object], str]:
-    names: tuple[str, ...] = get_args(choices)
-
-    def check(name: str, value: object) -> str:
-        if isinstance(value, str) and value in names:
-            return value
-        or_none = "None or " if _OPTIONS[name][0] is None else ""
-        raise invalid(name, f"{or_none}one of {str(names)[1:-1]}", shown(value))
-
-    return check
 
 
 def _to_kv_type(name: str, value: object) -> str:
@@ -149,11 +138,11 @@ _OPTIONS: Final[Mapping[str, tuple[Any, Callable[[str, Any], Any]]]] = {
     "n_threads": (None, _to_size),
     "n_gpu_layers": (-1, lambda name, value: whole_number(name, value, low=-1)),
     "flash_attn": ("auto", _to_flash),
-    "attention_kernel": ("auto", _to_choice(AttentionKernel)),
-    "device_rows": ("auto", _to_choice(DeviceRows)),
+    "attention_kernel": ("auto", partial(choice, choices=AttentionKernel)),
+    "device_rows": ("auto", partial(choice, choices=DeviceRows)),
     "kv_type": ("f16", _to_kv_type),
     "swa_full": (True, flag),
-    "pooling": (None, _to_choice(Pooling)),
+    "pooling": (None, partial(choice, choices=Pooling)),
     "chat_template": (None, _to_text),
     "template_options": (None, lambda _, value: checked_options(value)),
     "lora": (None, _to_adapters),

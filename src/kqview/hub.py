@@ -1,12 +1,12 @@
 """Hub: model files from the Hugging Face Hub."""
 
-import importlib
 import os
 import re
 from typing import Final
 
 from kqview.arguments import invalid
 from kqview.errors import ModelLoadError, shown
+from kqview.extras import needed
 
 _FIRST_PART: Final = re.compile(r"(?P<stem>.*)-00001-of-(?P<n>\d{5})\.gguf", re.DOTALL)
 # An id, "owner/name" and maybe a file, with or without the site's address in front.
@@ -30,13 +30,8 @@ def fetch_model(repo: str, file: str, *, revision: str | None = None) -> str:
         raise invalid("repo", 'a repository such as "owner/name"', shown(repo))
     if not isinstance(file, str) or not file:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise invalid("file", "the path of a GGUF file in the repository", shown(file))
-    try:
-        hub = importlib.import_module("huggingface_hub")
-    except ModuleNotFoundError as missing:
-        raise ModelLoadError(
-            "models from the Hub need huggingface_hub, which is not installed; "
-            'run pip install "kqview[hf]", or download the file and pass its path'
-        ) from missing
+    remedy = 'run pip install "kqview[hf]", or download the file and pass its path'
+    hub = needed("huggingface_hub", "models from the Hub need", remedy, ModelLoadError)
     options = {} if revision is None else {"revision": revision}
     try:
         paths = [hub.hf_hub_download(repo_id=repo, filename=one, **options) for one in _parts(file)]

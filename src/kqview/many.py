@@ -28,11 +28,10 @@ from typing import (
     Literal,
     Protocol,
     cast,
-    get_args,
     runtime_checkable,
 )
 
-from kqview.arguments import invalid
+from kqview.arguments import choice, invalid
 from kqview.chat.messages import Message
 from kqview.errors import ClosedError, KqviewError, shown
 from kqview.generation.stream import Generation
@@ -86,8 +85,7 @@ def mapped(
     **options: Any,
 ) -> Generator[Finished[Any], None, None]:
     """See `Engine.map`."""
-    if on_error not in get_args(OnError):
-        raise invalid("on_error", "'raise' or 'return'", shown(on_error))
+    choice("on_error", on_error, OnError)
     if isinstance(prompts, str | bytes) or not isinstance(prompts, Iterable):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise invalid(
             "prompts", "several prompts, as a list or a mapping (generate takes one)",

@@ -29,7 +29,6 @@ The attention of a prompt is a file of its own, in which ids are the prompt's:
 an array for the rows of each token, ``attention_NNNNN`` and ``positions_NNNNN``.
 """
 
-import importlib
 import io
 import json
 import os
@@ -48,7 +47,8 @@ from numpy.typing import NDArray
 from kqview import json_input
 from kqview.arguments import encode, to_path
 from kqview.durable import WholeFile
-from kqview.errors import InvalidCapture, KqviewError, RequestError, StateFormatError, shown
+from kqview.errors import InvalidCapture, RequestError, StateFormatError, shown
+from kqview.extras import needed
 from kqview.types import Capture, Finished, PromptBlock, Token, Usage
 from kqview.types.token import AnyAttention, Attention, Context, Positions, add_token
 
@@ -619,14 +619,7 @@ def require_safetensors(name: str) -> Any:
     Raises:
         KqviewError: safetensors is not installed.
     """
-    try:
-        return importlib.import_module("safetensors.numpy")
-    except ModuleNotFoundError as missing:
-        if (missing.name or "").partition(".")[0] != "safetensors":
-            raise
-        raise KqviewError(
-            f'{name} needs safetensors, which is not installed; run pip install "kqview[save]"'
-        ) from missing
+    return needed("safetensors.numpy", f"{name} needs", 'run pip install "kqview[save]"')
 
 
 # ---- reading

@@ -7,7 +7,6 @@ no token waits for the GIL. Python only says how to start them.
 
 import asyncio
 import contextlib
-import importlib
 import sys
 import uuid
 import weakref
@@ -17,7 +16,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, Literal, cast, get_args
+from typing import Any, Final, Literal, cast
 
 import numpy as np
 
@@ -26,6 +25,7 @@ from kqview.arguments import (
     INT32_MAX,
     INT64_MAX,
     checked_ids,
+    choice,
     flag,
     invalid,
     parameter_of,
@@ -42,6 +42,7 @@ from kqview.errors import (
     UnsupportedModel,
     shown,
 )
+from kqview.extras import needed
 from kqview.generation.prompt import PromptAttention
 from kqview.generation.source import Consumers, LoopWaker, PlainSource, Transcript
 from kqview.generation.steered import SteeredSource, SteeringOptions, looker, noting
@@ -334,9 +335,7 @@ class Submission:
         self, request: _core.RequestOptions, given: GenerateArguments, n_prompt: int
     ) -> None:
         """Fill in the options that reuse and move cached tokens."""
-        core, reuse = self._core, given.reuse
-        if not isinstance(reuse, str) or reuse not in get_args(Reuse):
-            raise invalid("reuse", "'exact', 'prefix' or 'shift'", shown(reuse))
+        core, reuse = self._core, choice("reuse", given.reuse, Reuse)
         cache_prompt = flag("cache_prompt", given.cache_prompt)
         deterministic = flag("deterministic", given.deterministic)
         context_shift = flag("context_shift", given.context_shift)
@@ -687,25 +686,19 @@ def set_sampling(options: _core.RequestOptions, sampling: Sampling, n_vocab: int
 
 
 def _constraint_command() -> list[str]:
-    try:
-        package = importlib.import_module("llguidance")
-        library = importlib.import_module("llguidance._lib")
-    except ModuleNotFoundError as missing:
-        if (missing.name or "").partition(".")[0] != "llguidance":
-            raise
-        raise KqviewError(
-            "json_schema, regex and %llguidance need llguidance, which is not installed; "
-            'run pip install "kqview[constraints]"'
-        ) from missing
+    package, library = (
+        needed(name, "json_schema, regex and %llguidance need", _INSTALL)
+        for name in ("llguidance", "llguidance._lib")
+    )
     if str(package.__version__).partition(".")[0] != "1":
         # Another major version may have different struct layouts.
         raise KqviewError(
-            f"llguidance {package.__version__} is installed, but version 1 is required; "
-            'run pip install "kqview[constraints]"'
+            f"llguidance {package.__version__} is installed, but version 1 is required; {_INSTALL}"
         )
     return [sys.executable, "-I", "-S", "-B", _CONSTRAINT_CHILD, str(library.__file__)]
 
 
+_INSTALL: Final = 'run pip install "kqview[constraints]"'
 _CONSTRAINT_CHILD: Final = str(Path(__file__).with_name("constraint_child.py"))
 
 

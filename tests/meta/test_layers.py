@@ -78,8 +78,8 @@ INNER_RINGS = {
 # What `kqview.NAME` loads at its first use; importing the package does not.
 LOADED_WHEN_USED = {"kqview": {"saved", "viz"}}
 KNOWN_TO_INNER_RINGS = {
-    "arguments", "confined", "constraint_child", "durable", "errors", "json_input", "types",
-    "machine", "stop_strings", "_core",
+    "arguments", "confined", "constraint_child", "durable", "errors", "extras", "json_input",
+    "types", "machine", "stop_strings", "_core",
 }  # fmt: skip
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from kqview.arguments import checked_ids, to_number, whole_number
-from kqview.errors import InvalidActionError, RequestError, shown
+from kqview.errors import InvalidActionError, shown
 from kqview.mods.events import Added, Event, ForwardPass, Prefilled, Sampled
 from kqview.trace.record import cleaned_text
 
@@ -25,13 +25,6 @@ _LOGITS: Final = "logits of AdjustedLogits"
 
 def _ids(action: str, tokens: object) -> list[int]:
     return checked_ids(f"tokens of {action}", tokens, InvalidActionError)
-
-
-def _number(what: str, value: object) -> int:
-    try:
-        return whole_number(what, value, low=0)
-    except RequestError as error:
-        raise InvalidActionError(str(error)) from None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,7 +47,9 @@ class AdjustedPrefill:
     def __post_init__(self) -> None:
         self.tokens = _ids("AdjustedPrefill", self.tokens)
         if self.max_steps is not None:
-            self.max_steps = _number("max_steps of AdjustedPrefill", self.max_steps)
+            self.max_steps = whole_number(
+                "max_steps of AdjustedPrefill", self.max_steps, 0, error=InvalidActionError
+            )
 
 
 @dataclass(slots=True, eq=False)
@@ -94,7 +89,7 @@ class Backtrack:
     tokens: list[int] | None = None
 
     def __post_init__(self) -> None:
-        self.n = _number("n of Backtrack", self.n)
+        self.n = whole_number("n of Backtrack", self.n, 0, error=InvalidActionError)
         if self.tokens is not None:
             self.tokens = _ids("Backtrack", self.tokens)
 

@@ -23,7 +23,7 @@ from typing import Any, Literal, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from kqview.arguments import invalid, to_number, whole_number
+from kqview.arguments import choice, invalid, to_number, whole_number
 from kqview.errors import InvalidCapture, RequestError, shown
 from kqview.mods.actions import Action, ActionBuilder
 from kqview.mods.decorator import Mod
@@ -33,6 +33,7 @@ from kqview.types.capture import Capture
 from kqview.types.token import Attention, Positions
 
 Row = NDArray[np.float32]
+Then = Literal["damp", "resample"]
 Span = tuple[int, int]
 """Positions ``start .. stop - 1`` of the prompt."""
 Place = Span | str
@@ -327,7 +328,7 @@ class LookbackGuard(_AttentionMod):
         self,
         source: Place,
         floor: float,
-        then: Literal["damp", "resample"] = "damp",
+        then: Then = "damp",
         *,
         penalty: float = 4.0,
         window: int = 8,
@@ -337,9 +338,7 @@ class LookbackGuard(_AttentionMod):
     ) -> None:
         super().__init__(_place("source", source), layers, heads)
         self._floor = _fraction("floor", floor)
-        if then not in ("damp", "resample"):
-            raise invalid("then", "'damp' or 'resample'", shown(then))
-        self._then = then
+        self._then = choice("then", then, Then)
         self._penalty = np.float32(penalty)
         self._window = whole_number("window", window)
         self._retries = whole_number("retries", retries, low=0)

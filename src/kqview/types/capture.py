@@ -3,12 +3,13 @@
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from itertools import islice
-from typing import Any, Final, Literal, TypedDict, Unpack, cast, get_args
+from typing import Any, Final, Literal, TypedDict, Unpack, cast
 
 import numpy as np
 
-from kqview.arguments import INT32_MAX, flag, invalid, to_index, to_number
+from kqview.arguments import INT32_MAX, choice, flag, invalid, to_index, to_number
 from kqview.errors import InvalidCapture, RequestError, shown
 from kqview.option_names import lists_options, unknown_option
 from kqview.types.model import ModelInfo
@@ -31,19 +32,10 @@ _POSITION_BYTES: Final = 4  # int32
 
 
 def _to_choice(choices: Any) -> Callable[[str, object], object]:
-    names: tuple[str, ...] = get_args(choices)
-
-    def check(name: str, value: object) -> object:
-        # Check the type first: an array would compare element by element.
-        if not isinstance(value, str) or value not in names:
-            raise _invalid(name, f"one of {', '.join(map(repr, names))}", value)
-        return value
-
-    return check
+    return partial(choice, choices=choices, error=InvalidCapture)
 
 
-def _to_flag(name: str, value: object) -> bool:
-    return flag(name, value, InvalidCapture)
+_to_flag: Final = partial(flag, error=InvalidCapture)
 
 
 def _to_indices(name: str, values: object) -> tuple[int, ...] | str:

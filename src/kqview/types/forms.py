@@ -4,14 +4,14 @@ A layer's rows have shape ``(n_heads, n_query, n_context)`` here; both libraries
 the batch before it.
 """
 
-import importlib
 from collections.abc import Iterable
 from typing import Any, Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kqview.errors import InvalidCapture, KqviewError, RequestError, shown
+from kqview.errors import InvalidCapture, RequestError, shown
+from kqview.extras import needed
 from kqview.types.capture import Capture
 
 Array = NDArray[np.floating[Any]]
@@ -78,11 +78,4 @@ def to_torch(array: NDArray[Any]) -> Any:
 
 
 def _torch() -> Any:
-    try:
-        return importlib.import_module("torch")
-    except ModuleNotFoundError as missing:
-        if (missing.name or "").partition(".")[0] != "torch":
-            raise
-        raise KqviewError(
-            "framework='pt' needs torch, which is not installed; install it, or use 'np'"
-        ) from missing
+    return needed("torch", "framework='pt' needs", "install it, or use 'np'")

@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Final, Generic, Literal, TypedDict, Unpack, cast
 
@@ -19,6 +20,7 @@ from kqview.arguments import (
     INT32_MAX,
     checked_id,
     checked_ids,
+    choice,
     encode,
     flag,
     invalid,
@@ -32,6 +34,8 @@ from kqview.types.regex import regex_text
 from kqview.types.text import Ids
 
 _FLOAT_MAX: Final = 3.4028234663852886e38  # the core computes in float32
+_NUMBERS: Final[Mapping[str, Any]] = {"low": -_FLOAT_MAX, "high": _FLOAT_MAX}
+_INTEGERS: Final[Mapping[str, Any]] = {"low": 0, "high": INT32_MAX}
 _SEED_MAX: Final = 2**32 - 2
 _RANDOM_SEEDS: Final = (-1, _SEED_MAX + 1)  # llama.cpp takes them as "choose a random seed"
 
@@ -108,11 +112,13 @@ def _row(
     default: object,
     convert: Callable[..., Any],
     doc: str,
+    *,
     low: float | None = None,
     high: float | None = None,
     low_excluded: bool = False,
     example: object = None,
 ) -> Any:
+    """A field of `Sampling` with its row of the table."""
     row = {
         "doc": doc, "low": low, "high": high, "low_excluded": low_excluded, "example": example,
         "convert": convert,
@@ -122,35 +128,19 @@ def _row(
     return field(default=default, metadata=row)
 
 
-def _number(
-    default: float,
-    doc: str,
-    *,
-    low: float = -_FLOAT_MAX,
-    high: float = _FLOAT_MAX,
-    low_excluded: bool = False,
-    example: float,
-) -> Any:
-    return _row(default, to_number, doc, low, high, low_excluded, example)
+def _number(default: float, doc: str, **more: Any) -> Any:
+    return _row(default, to_number, doc, **{**_NUMBERS, **more})
 
 
-def _integer(
-    default: int | None, doc: str, *, low: int = 0, high: int = INT32_MAX, example: int
-) -> Any:
-    return _row(default, to_index, doc, low, high, example=example)
+def _integer(default: int | None, doc: str, **more: Any) -> Any:
+    return _row(default, to_index, doc, **{**_INTEGERS, **more})
 
 
 # ---- values that are not numbers
 
 
-def _to_flag(name: str, value: object) -> bool:
-    return flag(name, value, InvalidSampling)
-
-
-def _to_finish(name: str, value: object) -> str:
-    if not isinstance(value, str) or value not in ("cut", "close"):
-        raise _invalid(name, value, '"cut" or "close"')
-    return value
+_to_flag: Final = partial(flag, error=InvalidSampling)
+_to_finish: Final = partial(choice, choices=Literal["cut", "close"], error=InvalidSampling)
 
 
 def _to_grammar(name: str, value: object) -> str:

@@ -3,7 +3,6 @@
 # matplotlib's own annotations leave keyword arguments open.
 # pyright: reportUnknownMemberType=false
 
-import importlib
 import io
 import math
 from collections.abc import Mapping, Sequence
@@ -16,7 +15,8 @@ from numpy.typing import NDArray
 from kqview.arguments import invalid, to_index
 from kqview.coloured.rows import Rows
 from kqview.durable import WholeFile
-from kqview.errors import InvalidCapture, KqviewError, RequestError, shown
+from kqview.errors import InvalidCapture, RequestError, shown
+from kqview.extras import needed
 from kqview.types import Token
 from kqview.types.capture import Kind
 from kqview.viz.heads import probabilities, select_head
@@ -39,14 +39,7 @@ def require_matplotlib(name: str) -> Any:
     Raises:
         KqviewError: matplotlib is not installed.
     """
-    try:
-        return importlib.import_module("matplotlib.figure")
-    except ModuleNotFoundError as missing:
-        if (missing.name or "").partition(".")[0] != "matplotlib":
-            raise
-        raise KqviewError(
-            f'{name} needs matplotlib, which is not installed; run pip install "kqview[viz]"'
-        ) from missing
+    return needed("matplotlib.figure", f"{name} needs", 'run pip install "kqview[viz]"')
 
 
 def new_figure(name: str, width: float, height: float) -> "Figure":

@@ -19,7 +19,8 @@ import numpy as np
 
 from kqview.confined import Confined, Stopped
 from kqview.constraint_child import Numbers, shortened
-from kqview.errors import InvalidSampling, KqviewError
+from kqview.errors import InvalidSampling
+from kqview.extras import needed
 from kqview.mods.kit.strategies import AnswerState, TableStrategy
 from kqview.mods.kit.token_table import Ids, TokenTable
 from kqview.mods.tokenizer import ModTokenizer
@@ -177,15 +178,8 @@ _CPU_S_MAX: Final = 5.0
 
 
 def _llguidance() -> Any:
-    try:
-        return import_module("llguidance")
-    except ModuleNotFoundError as missing:
-        if (missing.name or "").partition(".")[0] != "llguidance":
-            raise
-        raise KqviewError(
-            "RegexStrat and JsonSchemaStrat need llguidance, which is not installed; "
-            'run pip install "kqview[constraints]"'
-        ) from missing
+    who = "RegexStrat and JsonSchemaStrat need"
+    return needed("llguidance", who, 'run pip install "kqview[constraints]"')
 
 
 class _Source:
