@@ -26,7 +26,7 @@ from kqview import Engine, durable, errors
 from kqview.cli import generate_command, serve_command, serving
 from kqview.cli import main as cli_main
 from kqview.cli import options as shared_options
-from kqview.cli.generate_command import RowsFile
+from kqview.cli.generate_command import rows_file
 from kqview.cli.main import app
 from kqview.cli.options import fetch
 from kqview.demo import MODEL_PATH
@@ -38,7 +38,8 @@ from kqview.types.sampling import OPTIONS
 from tests.support import ses1
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from kqview.server.app import App
@@ -549,15 +550,15 @@ def row_token(index: int) -> Any:
     )
 
 
-def rows_file(path: Path) -> RowsFile:
+def rows_in(path: Path) -> AbstractContextManager[Callable[[Any], None]]:
     generation: Any = FakeGeneration(ROWS_ENGINE, [1, 2, 3], {"max_tokens": 1, "capture": None})
-    return RowsFile(path, ROWS_ENGINE, Capture("probs"), generation)
+    return rows_file(path, ROWS_ENGINE, Capture("probs"), generation)
 
 
 def write_until(path: Path, n_tokens: int, error: BaseException | None = None) -> None:
-    with rows_file(path) as file:
+    with rows_in(path) as add:
         for i in range(n_tokens):
-            file.add(row_token(i))
+            add(row_token(i))
         if error is not None:
             raise error
 
@@ -572,9 +573,9 @@ def test_old_file_stays_until_the_new_one_is_whole(tmp_path: Path) -> None:
     path = tmp_path / "rows.npz"
     write_until(path, 2)
     before = path.read_bytes()
-    with rows_file(path) as file:
+    with rows_in(path) as add:
         for i in range(3):
-            file.add(row_token(i))
+            add(row_token(i))
             assert path.read_bytes() == before
     assert ids_in(path) == [0, 1, 2]
     assert os.listdir(tmp_path) == ["rows.npz"]
