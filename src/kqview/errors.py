@@ -39,38 +39,6 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final
 
-__all__ = [
-    "BY_CODE",
-    "BusyError",
-    "CapacityError",
-    "ClosedError",
-    "DecodeError",
-    "EmittedError",
-    "InternalError",
-    "InvalidActionError",
-    "InvalidCapture",
-    "InvalidMod",
-    "InvalidSampling",
-    "InvalidToken",
-    "KqviewError",
-    "ModFailed",
-    "ModFileError",
-    "ModelError",
-    "ModelLoadError",
-    "OutOfMemory",
-    "PoolExhausted",
-    "PromptTooLong",
-    "QueueFull",
-    "RequestError",
-    "StateError",
-    "StateFormatError",
-    "StateMismatch",
-    "UnknownAttribute",
-    "UnknownOption",
-    "UnknownSlot",
-    "UnsupportedModel",
-]
-
 
 class KqviewError(Exception):
     """Base class of all errors of kqview.

@@ -1,9 +1,8 @@
 """``kqview demo``: generates with the bundled demo model, draws and times its attention."""
 
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
-from time import perf_counter
 from typing import TYPE_CHECKING, Final
 
 import typer
@@ -119,7 +118,7 @@ def demo(
             save_figure(figure, output)
         copied_bytes = engine.stats().copied_bytes - copied_before
         with notes.status(f"measuring {2 * runs} runs"):
-            rates = _rates(engine, ids, max_tokens, (None, capture), runs)
+            rates = _rates(engine, ids, max_tokens, capture, runs)
         last, commit = rows[-1], engine.system_info()["llama_cpp_commit"]
         n_bytes, n_context = capture.bytes_per_token(model, last.shape[-1]), last.shape[-1]
         table = Table(show_header=False, box=None)
@@ -155,20 +154,19 @@ def _generate(
 
 
 def _rates(
-    engine: "Engine",
-    ids: list[int],
-    max_tokens: int,
-    plans: Sequence["Capture | None"],
-    runs: int,
+    engine: "Engine", ids: list[int], max_tokens: int, capture: "Capture", n_runs: int
 ) -> list[float]:
-    """Median tokens/s, from the first to the last, of interleaved greedy runs after a warm-up."""
-    rates: list[list[float]] = [[] for _ in plans]
-    for _ in range(runs + 1):
-        for plan, measured in zip(plans, rates, strict=True):
-            with engine.generate(
-                ids, max_tokens=max_tokens, temperature=0.0, capture=plan
-            ) as stream:
-                times_s = [perf_counter() for _ in stream]
-            elapsed_s = times_s[-1] - times_s[0] if times_s else 0.0
-            measured.append((len(times_s) - 1) / elapsed_s if elapsed_s > 0 else 0.0)
-    return [median(measured[1:]) for measured in rates]
+    """Median tokens/s without and with *capture*, of interleaved greedy runs after a warm-up."""
+    from kqview.bench.pairs import mean_step_ms, rounds
+    from kqview.bench.sweep import DecodeRuns
+
+    runs = DecodeRuns(engine, ids)
+
+    def rate(plan: "Capture | None") -> float:
+        return 1000 / mean_step_ms(runs.stamps_s(max_tokens, capture=plan))
+
+    ways = {"without": partial(rate, None), "with": partial(rate, capture)}
+    for way in ways.values():
+        way()
+    found = list(rounds(ways, n_runs))
+    return [median(rates[name] for rates in found) for name in ways]

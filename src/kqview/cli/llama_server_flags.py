@@ -28,24 +28,8 @@ _OFF: Final = frozenset({"0", "off", "false", "disabled"})
 # ---- the values of our flags that a value of theirs becomes
 
 
-def _same(_name: str, text: str) -> list[str]:
-    return [text]
-
-
 def _each(_name: str, text: str) -> list[str]:
     return [one for one in text.split(",") if one]
-
-
-def _slots(name: str, text: str) -> list[str]:
-    return [str(_AUTO_SLOTS) if _number(name, text) == -1 else text]
-
-
-def _layers(_name: str, text: str) -> list[str]:
-    return ["-1" if text in ("auto", "all") else text]
-
-
-def _positive(name: str, text: str) -> list[str]:
-    return [text] if _number(name, text) > 0 else []
 
 
 def _not_negative(_name: str, text: str) -> list[str]:
@@ -55,10 +39,6 @@ def _not_negative(_name: str, text: str) -> list[str]:
 def _reasoning(_name: str, text: str) -> list[str]:
     words = {**dict.fromkeys(_ON, "on"), **dict.fromkeys(_OFF, "off"), "-1": "auto"}
     return [words.get(text, text)]
-
-
-def _effort(_name: str, text: str) -> list[str]:
-    return [] if text == "default" else [text]
 
 
 def _kwargs(name: str, text: str) -> list[str]:
@@ -122,7 +102,10 @@ class _Flag:
 
 
 def _flag(
-    names: str, ours: str, variable: str = "", values: Callable[[str, str], list[str]] = _same
+    names: str,
+    ours: str,
+    variable: str = "",
+    values: Callable[[str, str], list[str]] = lambda _name, text: [text],
 ) -> _Flag:
     flag, _, key = ours.partition(" ")
     return _Flag(
@@ -147,13 +130,22 @@ _FLAGS: Final = (
     _flag("-m --model", "--model", "ARG_MODEL"),
     _flag("-t --threads", "--threads", "ARG_THREADS"),
     _flag("-c --ctx-size", "--ctx", "ARG_CTX_SIZE"),
-    _flag("-np --parallel", "--slots", "ARG_N_PARALLEL", _slots),
-    _flag("-n --predict --n-predict", "--default-max-tokens", "ARG_N_PREDICT", _positive),
+    _flag(
+        "-np --parallel", "--slots", "ARG_N_PARALLEL",
+        lambda name, text: [str(_AUTO_SLOTS) if _number(name, text) == -1 else text],
+    ),
+    _flag(
+        "-n --predict --n-predict", "--default-max-tokens", "ARG_N_PREDICT",
+        lambda name, text: [text] if _number(name, text) > 0 else [],
+    ),
     _flag("-ub --ubatch-size", "--ubatch-size", "ARG_UBATCH"),
     _flag("-fa --flash-attn", "--flash-attn", "ARG_FLASH_ATTN"),
     _flag("-ctk --cache-type-k", "--kv-type", "ARG_CACHE_TYPE_K"),
     _flag("-ctv --cache-type-v", "", "ARG_CACHE_TYPE_V"),
-    _flag("-ngl --gpu-layers --n-gpu-layers --ngl", "--ngl", "ARG_N_GPU_LAYERS", _layers),
+    _flag(
+        "-ngl --gpu-layers --n-gpu-layers --ngl", "--ngl", "ARG_N_GPU_LAYERS",
+        lambda _, text: ["-1" if text in ("auto", "all") else text],
+    ),
     _flag("--alias -a", "--alias", "ARG_ALIAS", _each),
     _flag("--host", "--host", "ARG_HOST"),
     _flag("--port", "--port", "ARG_PORT"),
@@ -171,7 +163,8 @@ _FLAGS: Final = (
     _flag("--chat-template-kwargs", "--template-option", "ARG_CHAT_TEMPLATE_KWARGS", _kwargs),
     _flag("--reasoning -rea", "--reasoning", "ARG_REASONING", _reasoning),
     _flag(
-        "--reasoning-effort", "--template-option reasoning_effort", "ARG_REASONING_EFFORT", _effort
+        "--reasoning-effort", "--template-option reasoning_effort", "ARG_REASONING_EFFORT",
+        lambda _, text: [] if text == "default" else [text],
     ),
     _flag("--reasoning-format", "--reasoning-format", "ARG_THINK"),
     _flag("--reasoning-budget", "--reasoning-budget", "ARG_THINK_BUDGET"),
@@ -198,7 +191,7 @@ _FLAGS: Final = (
     _flag("--mirostat-lr", "--sampling mirostat_eta"),
     _flag("--mirostat-ent", "--sampling mirostat_tau"),
     _flag("-s --seed", "--sampling seed", "", _not_negative),
-)
+)  # fmt: skip
 _BY_NAME: Final = {name: one for one in _FLAGS for name in one.names}
 _BY_VARIABLE: Final = {one.variable: one for one in _FLAGS if one.variable}
 
