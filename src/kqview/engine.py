@@ -16,7 +16,7 @@ import traceback
 import weakref
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final, Literal, Never, Self, SupportsIndex, TypedDict, Unpack, overload
+from typing import Any, Final, Literal, Self, SupportsIndex, TypedDict, Unpack, overload
 
 from kqview import _core
 from kqview.arguments import checked_id, seconds
@@ -38,7 +38,7 @@ from kqview.hub import check_is_path, fetch_model
 from kqview.lora import EngineLora, LoraAdapter, LoraScales
 from kqview.machine import capture_path, system_info
 from kqview.many import MapOptions, Prompt, mapped
-from kqview.option_names import NamesMethods, lists_options, names_options, unknown_option
+from kqview.option_names import NamesMethods, lists_options, names_options
 from kqview.scoring import ScoreOptions, Scoring
 from kqview.slot import Slot
 from kqview.state.files import StateFacts
@@ -65,7 +65,6 @@ from kqview.vocabulary import Vocabulary
 
 _CHAT: Final = {**CHAT_DEFAULTS, **GENERATE_DEFAULTS}
 _MAP: Final = {"progress": False, "skip": (), "on_error": "raise", **GENERATE_DEFAULTS}
-_TOKENIZE: Final = {"add_special": True, "parse_special": True, "offsets": False}
 _TEXT: Final = {"priority": 0, "add_special": True, "parse_special": True}
 _EMBED: Final = {"normalize": True, **_TEXT}
 _SCORE: Final = {"last": None, "top_logprobs": None, "lora": None, **_TEXT}
@@ -190,14 +189,9 @@ def _model_info(model: _core.Model, engine: _core.Engine) -> ModelInfo:
 def _fim_token_ids(model: _core.Model) -> dict[str, int]:
     if not model.has_vocab:
         return {}
-    ids = {
-        "prefix": model.fim_prefix_id,
-        "suffix": model.fim_suffix_id,
-        "middle": model.fim_middle_id,
-        "repository": model.fim_repository_id,
-        "file": model.fim_file_id,
-    }
-    found = {name: id_ for name, id_ in ids.items() if id_ is not None}
+    roles = ("prefix", "suffix", "middle", "repository", "file")
+    ids = {role: getattr(model, f"fim_{role}_id") for role in roles}
+    found = {role: id_ for role, id_ in ids.items() if id_ is not None}
     return found if {"prefix", "suffix", "middle"} <= found.keys() else {}
 
 
@@ -510,15 +504,14 @@ class Engine(NamesMethods):
         offsets: Literal[True],
     ) -> Tokenized: ...
 
-    @lists_options("tokenize", _TOKENIZE, first="text")
+    @names_options("tokenize")
     def tokenize(
         self,
         text: str | bytes,
         *,
-        add_special: bool | None = True,
-        parse_special: bool | None = True,
-        offsets: bool | None = False,
-        **unknown: Never,
+        add_special: bool = True,
+        parse_special: bool = True,
+        offsets: bool = False,
     ) -> list[int] | Tokenized:
         """Convert *text* to token ids; any thread, even during generation.
 
@@ -540,21 +533,11 @@ class Engine(NamesMethods):
                 *offsets* is true, and the vocabulary changes the text in a way that cannot be
                 followed.
         """
-        for name in unknown:
-            raise unknown_option("tokenize", name, _TOKENIZE)
-        return self._vocabulary.tokenize(
-            text,
-            True if add_special is None else add_special,
-            True if parse_special is None else parse_special,
-            offsets or False,
-        )
+        return self._vocabulary.tokenize(text, add_special, parse_special, offsets)
 
+    @names_options("detokenize")
     def detokenize(
-        self,
-        ids: Iterable[SupportsIndex],
-        *,
-        skip_special_tokens: bool | None = False,
-        **unknown: Never,
+        self, ids: Iterable[SupportsIndex], *, skip_special_tokens: bool | None = False
     ) -> str:
         """Convert *ids* to text, including special tokens; bytes that are not UTF-8 become U+FFFD.
 
@@ -571,9 +554,7 @@ class Engine(NamesMethods):
             InvalidToken: An id is not in the vocabulary.
             UnsupportedModel: The model file has no vocabulary.
         """
-        for name in unknown:
-            raise unknown_option("detokenize", name, ["skip_special_tokens"])
-        return self._vocabulary.detokenize(ids, skip_special_tokens or False)
+        return self._vocabulary.detokenize(ids, skip_special_tokens)
 
     def token_bytes(self, id: SupportsIndex) -> bytes:
         """Bytes of one token; a character may span several tokens.
@@ -739,10 +720,7 @@ class Engine(NamesMethods):
                 most.
             capture: The attention to hand out: a Capture, or its kind as a string.
             last: Number of positions, counted from the end, whose rows to return; None for all.
-            request_id: As in `generate`.
-            priority: As in `generate`.
-            add_special: As in `tokenize`.
-            parse_special: As in `tokenize`.
+            **options: Also request_id, priority, add_special and parse_special, as in `generate`.
 
         Returns:
             A sync and async iterator of PromptBlock. ``.array()`` returns all rows as one array of
@@ -755,8 +733,7 @@ class Engine(NamesMethods):
                 InvalidCapture.
             UnsupportedModel: A str prompt needs a vocabulary, which the model does not have.
             PoolExhausted: With a list: its arrays need more than ``attention_budget_bytes``.
-            QueueFull: Too many requests wait for a slot.
-            ClosedError: The engine is closed.
+            KqviewError: As for `generate`: QueueFull, ClosedError.
         """
         return self._submission.attend(prompt, capture, **options)
 
@@ -782,10 +759,8 @@ class Engine(NamesMethods):
                 this one. The grammar needs llguidance and excludes ``grammar``, ``regex`` and
                 ``json_schema``. With "auto" and ``json_schema``, the answer is a call or JSON.
             parallel_tool_calls: Whether a required answer may have several calls.
-            continue_final_message: As in `apply_chat_template`.
-            chat_template: As in `apply_chat_template`.
-            template_options: As in `apply_chat_template`.
-            **options: The options of `generate`.
+            **options: Also continue_final_message, chat_template and template_options, as in
+                `apply_chat_template`, and the options of `generate`.
 
         Raises:
             RequestError: An argument is invalid (may be a subclass), or the template rejects the
@@ -900,9 +875,8 @@ class Engine(NamesMethods):
             texts: A text, or its token ids, used unchanged; or a list of these.
             normalize: Divide each vector by its length, so that the dot product of two vectors is
                 their cosine similarity.
-            priority: As in `Engine.generate`.
-            add_special: As in `tokenize`. Models are trained with the ids that this adds.
-            parse_special: As in `tokenize`.
+            **options: Also priority, add_special and parse_special, as in `generate`. Models are
+                trained with the ids that add_special adds.
 
         Returns:
             Arrays owned by the caller, float32: ``(n_embd,)`` for one text, ``(n_texts, n_embd)``
@@ -917,8 +891,7 @@ class Engine(NamesMethods):
             UnsupportedModel: The engine was opened without pooling, or with the pooling of a
                 classifier.
             BusyError: Every slot is kept until tokens are taken that nobody takes, see `generate`.
-            QueueFull: Too many other requests wait for a slot.
-            ClosedError: The engine is closed.
+            KqviewError: As for `generate`: QueueFull, ClosedError.
         """
         return self._embedding.embed(texts, **options).result()
 
@@ -960,10 +933,9 @@ class Engine(NamesMethods):
         them. llama.cpp gives all tokens of a BERT model the same segment.
 
         Args:
-            texts: As in `embed`; or a list of (query, document) tuples.
-            priority: As in `embed`.
-            add_special: As in `embed`; pairs always get their special ids.
-            parse_special: As in `embed`.
+            texts: As in `embed`; or a list of (query, document) tuples, which always get their
+                special ids.
+            **options: Also priority, add_special and parse_special, as in `embed`.
 
         Returns:
             A Classification for one text, a list of them for a list.
@@ -1027,11 +999,9 @@ class Engine(NamesMethods):
                 with the number for each. None for all but the first, which nothing precedes.
             top_logprobs: Number of most probable tokens to return for each scored token, at most
                 1000; None for none.
-            priority: As in `Engine.generate`.
-            lora: As in `Engine.generate`.
-            add_special: As in `tokenize`. If a beginning-of-text token is added, every token of the
-                text itself gets a score.
-            parse_special: As in `tokenize`.
+            **options: Also priority, lora, add_special and parse_special, as in `generate`. If
+                add_special adds a beginning-of-text token, every token of the text itself gets a
+                score.
 
         Returns:
             A Score for one text, a list of them for a list. Values differ from those of a
@@ -1044,9 +1014,7 @@ class Engine(NamesMethods):
             InvalidToken: An id is not in the vocabulary.
             UnsupportedModel: The model is an encoder or a diffusion model, which does not predict
                 the next token.
-            BusyError: Every slot is kept until tokens are taken that nobody takes, see `generate`.
-            QueueFull: Too many other requests wait for a slot.
-            ClosedError: The engine is closed.
+            KqviewError: As for `embed`: BusyError, QueueFull, ClosedError.
         """
         return self._scoring.score(texts, **options).result()
 
