@@ -69,7 +69,7 @@ def literal(word: str) -> str:
     if end != len(text):
         python = Notation(PYTHON)
         made, n = python.feed(text) if text[:1] in ("{", "[") and "'" in text else ("", -1)
-        return made if python.is_over and n == len(text) else _quoted(word)
+        return made if python.is_over and n == len(text) else quoted(word)
     if not isinstance(value, str | list | dict):
         return text
     written = json.dumps(value, ensure_ascii=False)
@@ -114,7 +114,7 @@ class JsonText:
         if self._closers or self._in_string or self.is_over:
             return ""
         word = "".join(self._words).strip()
-        return _quoted(word) if word else "{}"
+        return quoted(word) if word else "{}"
 
     def _string(self, char: str) -> str:
         if self._escape or char == "\\":
@@ -130,11 +130,11 @@ class JsonText:
         if char == '"':
             self._in_string = False
             return char + self._end_item()
-        return _quoted(char)[1:-1]
+        return quoted(char)[1:-1]
 
     def _raw(self, char: str) -> str:
         self._n_raw += (char in "{[") - (char in "}]")
-        return _quoted(char)[1:-1] + ("" if self._n_raw else '"' + self._end_item())
+        return quoted(char)[1:-1] + ("" if self._n_raw else '"' + self._end_item())
 
     def _bare(self) -> str:
         """The word before a sign, with the white space around it."""
@@ -145,7 +145,7 @@ class JsonText:
         before, _, after = word.partition(text)
         made = self._space(before) + self._begin_item()
         is_key = self._next == "key"
-        made += (_quoted(text) if is_key else literal(text)) + self._end_item()
+        made += (quoted(text) if is_key else literal(text)) + self._end_item()
         return made + self._space(after)
 
     def _space(self, text: str) -> str:
@@ -243,11 +243,11 @@ class Notation(JsonText):
         while True:
             if self._after and rest:
                 char, rest, self._after = rest[0], rest[1:], ""
-                made.append(super().feed(_quoted("'")[1:-1] if char == "'" else f"\\{char}")[0])
+                made.append(super().feed(quoted("'")[1:-1] if char == "'" else f"\\{char}")[0])
             marks = self._inside if self._quote else self._outside
             before, mark = marks.feed(rest)
             if self._quote:
-                made.append(super().feed(_quoted(before)[1:-1])[0])
+                made.append(super().feed(quoted(before)[1:-1])[0])
             else:
                 piece, n = super().feed(before.translate(self._SIGNS))
                 made.append(piece)
@@ -265,5 +265,7 @@ class Notation(JsonText):
             self._inside = HeldText([mark, "\\"] if self._has_escapes else [mark])
 
 
-def _quoted(text: str) -> str:
-    return json.dumps(_SURROGATE.sub("\ufffd", text), ensure_ascii=False)
+def quoted(text: str) -> str:
+    """*text* as a string of JSON, with U+FFFD for half a surrogate pair, which has no UTF-8."""
+    whole = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return json.dumps(whole, ensure_ascii=False)

@@ -25,7 +25,7 @@ from kqview.chat.formats import (
     pieces,
 )
 from kqview.chat.functions import ToolLike
-from kqview.chat.json_text import DEPTH_MAX, JsonText, Notation, decoded
+from kqview.chat.json_text import DEPTH_MAX, JsonText, Notation, decoded, quoted
 from kqview.chat.json_text import literal as json_literal
 from kqview.chat.messages import checked_tools
 from kqview.chat.reasoning import THINK_TAGS
@@ -790,9 +790,8 @@ class _Elements:
         self._key = said["key"].strip()
         kind = said.get("text") or said.get("type")
         self._is_text = self._key in self._texts if kind is None else kind in ("true", "string")
-        shown = json.dumps(self._key, ensure_ascii=False)
         quote = '"' if self._is_text else ""
-        made.append(f"{', ' if self._n else '{'}{_utf8(shown)}: {quote}")
+        made.append(f"{', ' if self._n else '{'}{quoted(self._key)}: {quote}")
         self._n += 1
         self._state, self._value, self._held = "begun", [], ""
         return whole[begun.end() :]
@@ -815,7 +814,7 @@ class _Elements:
     def _read(self, text: str, made: list[str]) -> str | None:
         before, mark = self._marks.feed(text)
         if self._is_text:
-            made.append(json.dumps(_utf8(before), ensure_ascii=False)[1:-1])
+            made.append(quoted(before)[1:-1])
         else:
             self._value.append(before)
         if mark is None:
@@ -834,7 +833,7 @@ class _Elements:
     def flush(self) -> str:
         """The rest of a text that was cut off."""
         rest = self._marks.take() if self._state == "value" and self._is_text else ""
-        return json.dumps(_utf8(rest), ensure_ascii=False)[1:-1]
+        return quoted(rest)[1:-1]
 
 
 def _nested(text: str, sign: str) -> str:
@@ -868,10 +867,8 @@ class _Node:
         values = [one.to_json() for one in self.inner]
         if all(one.tag == "item" for one in self.inner):
             return f"[{', '.join(values)}]"
-        keys = (json.dumps(_utf8(one.tag), ensure_ascii=False) for one in self.inner)
-        return (
-            f"{{{', '.join(f'{key}: {value}' for key, value in zip(keys, values, strict=True))}}}"
-        )
+        pairs = zip(self.inner, values, strict=True)
+        return f"{{{', '.join(f'{quoted(one.tag)}: {value}' for one, value in pairs)}}}"
 
 
 def _call_of(value: object) -> tuple[str, str, str | None] | None:
@@ -890,8 +887,3 @@ def _call_of(value: object) -> tuple[str, str, str | None] | None:
         return None
     written, _ = JsonText().feed(json.dumps(arguments, ensure_ascii=False))
     return name, written, id_ if isinstance(id_, str) and id_ else None
-
-
-def _utf8(text: str) -> str:
-    """*text* with U+FFFD for what has no UTF-8: half a surrogate pair."""
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

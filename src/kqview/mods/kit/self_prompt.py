@@ -101,28 +101,13 @@ class SelfPrompt:
     def handle_event(
         self, event: Event, actions: ActionBuilder, tokenizer: ModTokenizer
     ) -> Action | None:
-        """Handle any event."""
-        if isinstance(event, Prefilled):
-            return self.handle_prefilled(event, actions, tokenizer)
-        return self._asking(event.request_id, tokenizer).handle_event(event, actions)
+        """Handle any event: Prefilled, or the first one seen, begins to ask in its request."""
+        if isinstance(event, Prefilled) or event.request_id not in self._askings:
+            self._askings[event.request_id] = self.ask(tokenizer)
+        return self._askings[event.request_id].handle_event(event, actions)
 
-    def handle_prefilled(
-        self, event: Prefilled, actions: ActionBuilder, tokenizer: ModTokenizer
-    ) -> None:
-        """Begin to ask in the request of *event*."""
-        self._askings[event.request_id] = self.ask(tokenizer)
-
-    def handle_forward_pass(
-        self, event: ForwardPass, actions: ActionBuilder, tokenizer: ModTokenizer
-    ) -> Action | None:
-        """Write the question, or mask the logits of the answer; the first call begins to ask."""
-        return self._asking(event.request_id, tokenizer).on_forward_pass(event, actions)
-
-    def handle_added(
-        self, event: Added, actions: ActionBuilder, tokenizer: ModTokenizer
-    ) -> Action | None:
-        """Follow the answer, and erase once it is complete."""
-        return self._asking(event.request_id, tokenizer).on_added(event, actions)
+    # For mods that tell events apart.
+    handle_prefilled = handle_forward_pass = handle_added = handle_event
 
     def refresh_responses(
         self, responses: Sequence[str], request_id: str, tokenizer: ModTokenizer
@@ -148,12 +133,6 @@ class SelfPrompt:
     def end(self, end: RequestEnd) -> None:
         """Free the state of a request; pass this as ``on_end`` to `mod`."""
         self._askings.pop(end.request_id, None)
-
-    def _asking(self, request_id: str, tokenizer: ModTokenizer) -> "Asking":
-        asking = self._askings.get(request_id)
-        if asking is None:
-            asking = self._askings[request_id] = self.ask(tokenizer)
-        return asking
 
 
 class _AskingPhase(Enum):
@@ -204,6 +183,17 @@ class Asking:
         """Text of the answer so far, without the delimiters of its strategy."""
         return self.strategy.trim_answer(self.tokenizer.decode(self.answer_ids))
 
+    @property
+    def _forced(self) -> list[int]:
+        """What is to be written next, whatever the model would; empty while it answers."""
+        match self._phase:
+            case _AskingPhase.PROMPT:
+                return self.prompt
+            case _AskingPhase.COMPLETION:
+                return self.completion
+            case _:
+                return self._due
+
     def handle_event(self, event: Event, actions: ActionBuilder) -> Action | None:
         """Handle any event."""
         if isinstance(event, ForwardPass):
@@ -212,14 +202,10 @@ class Asking:
 
     def on_forward_pass(self, event: ForwardPass, actions: ActionBuilder) -> Action | None:
         """Force the question, then mask the logits until the answer is complete."""
-        if self._phase is _AskingPhase.PROMPT:
-            return actions.force_tokens(self.prompt)
-        if self._phase is _AskingPhase.COMPLETION:
-            return actions.force_tokens(self.completion)
         if self._phase is _AskingPhase.DONE:
             return None
-        if self._due:
-            return actions.force_tokens(self._due)
+        if forced := self._forced:
+            return actions.force_tokens(forced)
         strategy, state = self.strategy, self._state
         if text := strategy.forced_text(state):
             return actions.force_tokens(tokenize(text, self.tokenizer))
@@ -241,18 +227,13 @@ class Asking:
         If they are not those that were forced, another mod wrote them, and the next step tries
         again.
         """
-        forced = event.added_tokens if event.forced else None
-        if self._phase is _AskingPhase.PROMPT:
-            if forced == self.prompt:
-                self._phase = _AskingPhase.ANSWER
+        is_ours = event.forced and event.added_tokens == self._forced
+        if self._phase is not _AskingPhase.ANSWER:
+            if is_ours:
+                is_prompt = self._phase is _AskingPhase.PROMPT
+                self._phase = _AskingPhase.ANSWER if is_prompt else _AskingPhase.DONE
             return None
-        if self._phase is _AskingPhase.COMPLETION:
-            if forced == self.completion:
-                self._phase = _AskingPhase.DONE
-            return None
-        if self._phase is _AskingPhase.DONE:
-            return None
-        if self._due and forced == self._due:
+        if self._due and is_ours:
             self.answer_ids += self._due
             self._due = []
             return self._finish(actions, []) if self.strategy.is_complete(self._state) else None
