@@ -12,7 +12,7 @@ import uuid
 import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -96,45 +96,20 @@ class GenerateOptions(SamplingOptions[Parsed], total=False):
     parse_special: bool | None
 
 
-@dataclass(slots=True, kw_only=True)
-class GenerateArguments:
-    """What `Engine.generate` takes besides `Sampling`, with its defaults; not yet checked."""
-
-    max_tokens: Any = 256
-    sampling: Any = None
-    capture: Any = None
-    slot: Any = None
-    mods: Any = ()
-    logits_processor: Any = None
-    stopping: Any = None
-    forcing: Any = None
-    mod_time_limit_s: Any = None
-    mods_strict: Any = False
-    trace: Any = None
-    request_id: Any = None
-    priority: Any = 0
-    reuse: Any = "exact"
-    reuse_min_tokens: Any = 16
-    cache_prompt: Any = True
-    deterministic: Any = False
-    context_shift: Any = False
-    n_keep: Any = 0
-    n_discard: Any = None
-    lora: Any = None
-    add_special: Any = True
-    parse_special: Any = True
-
+GENERATE_DEFAULTS: Final[Mapping[str, Any]] = MappingProxyType(
+    {
+        **dict.fromkeys(name for name in GenerateOptions.__annotations__ if name not in OPTIONS),
+        "max_tokens": 256, "mods": (), "mods_strict": False, "priority": 0, "reuse": "exact",
+        "reuse_min_tokens": 16, "cache_prompt": True, "deterministic": False,
+        "context_shift": False, "n_keep": 0, "add_special": True, "parse_special": True,
+        **dict.fromkeys(OPTIONS),
+    }
+)  # fmt: skip
+"""The options of `Engine.generate`; those of Sampling are None, "not given"."""
 
 _STEERING: Final = (
     "mods", "logits_processor", "stopping", "forcing", "mod_time_limit_s", "mods_strict", "trace",
 )  # fmt: skip
-_PLAIN: Final = {name: getattr(GenerateArguments(), name) for name in _STEERING}
-
-GENERATE_DEFAULTS: Final[Mapping[str, Any]] = MappingProxyType(
-    {one.name: one.default for one in fields(GenerateArguments)} | {name: None for name in OPTIONS}
-)
-"""The options of `Engine.generate`; those of Sampling are None, "not given"."""
-
 
 _owner: Final = ContextVar("kqview_owner", default="")
 
@@ -202,46 +177,52 @@ class Submission:
             raise UnsupportedModel(
                 f"{self._info.architecture} models do not generate token by token"
             )
-        steers = {name: getattr(given, name) for name in _STEERING}
+        steers = {name: given[name] for name in _STEERING}
         # A request without mods passes no file of theirs.
         steering = None
         if not all(
-            one is _PLAIN[name] or (name == "trace" and one is False)
+            one is GENERATE_DEFAULTS[name] or (name == "trace" and one is False)
             for name, one in steers.items()
         ):
             steering = SteeringOptions.of(steers)
-        ids = self.prompt_ids(prompt, given.add_special, given.parse_special)
-        capture = given.capture
+        ids = self.prompt_ids(prompt, given["add_special"], given["parse_special"])
+        capture = given["capture"]
         if capture is not None and not isinstance(capture, Capture):
             capture = Capture.of(capture)
         if steering is not None:
             check_capture(steering.mods, capture)
         request = self.request(
             ids,
-            request_id=given.request_id,
-            priority=given.priority,
-            lora=given.lora,
+            request_id=given["request_id"],
+            priority=given["priority"],
+            lora=given["lora"],
             capture=capture,
             n_prompt_rows=len(ids) if capture and capture.prompt else 0,
         )
         request.max_tokens = INT32_MAX  # as many as the slot holds
-        if given.max_tokens is not None:
-            n = whole_number("max_tokens", given.max_tokens, high=INT64_MAX)
+        if given["max_tokens"] is not None:
+            n = whole_number("max_tokens", given["max_tokens"], high=INT64_MAX)
             request.max_tokens = min(n, INT32_MAX)
-        if given.slot is not None:
-            slot = to_index(given.slot)
+        if given["slot"] is not None:
+            slot = to_index(given["slot"])
             if slot is None or not 0 <= slot < self._core.n_slots:
                 raise UnknownSlot(
-                    f"slot must be one of 0..{self._core.n_slots - 1}, got {shown(given.slot)}",
+                    f"slot must be one of 0..{self._core.n_slots - 1}, got {shown(given['slot'])}",
                     parameter="slot",
                 )
             request.slot = slot
         set_sampling(request, sampling, self._info.n_vocab)
         self._set_reuse(request, given, len(ids))
         if steering is not None:
-            return self._steer(request, steering, ids, sampling, given.request_id, capture)
+            return self._steer(request, steering, ids, sampling, given["request_id"], capture)
         return self.submit(
-            "generate", request, ids, given.request_id, capture, sampling.stop, sampling.json_schema
+            "generate",
+            request,
+            ids,
+            given["request_id"],
+            capture,
+            sampling.stop,
+            sampling.json_schema,
         )
 
     def prompt_ids(
@@ -332,14 +313,14 @@ class Submission:
         return request
 
     def _set_reuse(
-        self, request: _core.RequestOptions, given: GenerateArguments, n_prompt: int
+        self, request: _core.RequestOptions, given: Mapping[str, Any], n_prompt: int
     ) -> None:
         """Fill in the options that reuse and move cached tokens."""
-        core, reuse = self._core, choice("reuse", given.reuse, Reuse)
-        cache_prompt = flag("cache_prompt", given.cache_prompt)
-        deterministic = flag("deterministic", given.deterministic)
-        context_shift = flag("context_shift", given.context_shift)
-        n_run_min = whole_number("reuse_min_tokens", given.reuse_min_tokens)
+        core, reuse = self._core, choice("reuse", given["reuse"], Reuse)
+        cache_prompt = flag("cache_prompt", given["cache_prompt"])
+        deterministic = flag("deterministic", given["deterministic"])
+        context_shift = flag("context_shift", given["context_shift"])
+        n_run_min = whole_number("reuse_min_tokens", given["reuse_min_tokens"])
         wanted = "reuse='shift'" if reuse == "shift" else "context_shift" if context_shift else None
         if wanted and core.shift_obstacle:
             raise UnsupportedModel(
@@ -356,8 +337,8 @@ class Submission:
         request.is_alone = deterministic
         # No run is as long as the largest number: nothing is moved.
         request.n_reuse_min = {"exact": 0, "prefix": INT32_MAX, "shift": n_run_min}[reuse]
-        n_keep = whole_number("n_keep", given.n_keep, low=-1, high=INT64_MAX)
-        n_discard = given.n_discard
+        n_keep = whole_number("n_keep", given["n_keep"], low=-1, high=INT64_MAX)
+        n_discard = given["n_discard"]
         if n_discard is not None:
             n_discard = whole_number("n_discard", n_discard, high=INT64_MAX)
         if not context_shift:
@@ -631,30 +612,32 @@ def check_is_prompt(prompt: object) -> None:
         )
 
 
-def arguments_of(who: str, options: Mapping[str, Any]) -> tuple[GenerateArguments, Sampling]:
-    """*options* of `Engine.generate` by what they are about; None stands for a default.
+def arguments_of(who: str, options: Mapping[str, Any]) -> tuple[dict[str, Any], Sampling]:
+    """*options* of `Engine.generate` by what they are about, all of them; not yet checked.
+
+    None stands for a default, but for ``max_tokens``.
 
     Raises:
         RequestError: There is no such option; *sampling* is given as well as its fields, or has the
             wrong type.
     """
-    given, fields = dict[str, Any](), dict[str, Any]()
+    given, fields = dict(GENERATE_DEFAULTS), dict[str, Any]()
     for name, value in options.items():
         if name not in GENERATE_DEFAULTS:
             raise unknown_option(who, name, (*GENERATE_DEFAULTS, "prompt"), unlisted=["prompt"])
         if value is not None or name == "max_tokens":
             (fields if name in OPTIONS else given)[name] = value
-    arguments = GenerateArguments(**given)
-    if arguments.sampling is None:
-        return arguments, Sampling(**fields)
-    if not isinstance(arguments.sampling, Sampling):
-        raise invalid("sampling", "a Sampling or None", type(arguments.sampling).__name__)
+    sampling = given["sampling"]
+    if sampling is None:
+        return given, Sampling(**fields)
+    if not isinstance(sampling, Sampling):
+        raise invalid("sampling", "a Sampling or None", type(sampling).__name__)
     if fields:
         raise RequestError(
             f"sampling and {', '.join(fields)} are both given; put all options into Sampling",
             parameter="sampling",
         )
-    return arguments, arguments.sampling
+    return given, sampling
 
 
 def set_sampling(options: _core.RequestOptions, sampling: Sampling, n_vocab: int) -> None:
