@@ -10,6 +10,8 @@ import typer
 from kqview.cli.option_groups import argument, option
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kqview.state.files import StateReport
     from kqview.state.fingerprint import ModelFiles
 
@@ -44,19 +46,13 @@ def check(
     - `kqview state check chat.ses1`
     - `kqview state check sessions/*.ses1 --model model.gguf --lora adapter.gguf=0.5`
     """
-    from kqview.state.files import check_file
+    from kqview.state.fingerprint import ModelFiles
 
     if lora and model is None:
         raise typer.BadParameter("--lora needs --model; name the model of the adapters")
-    owner = None if model is None else _model_files(model, lora or [])
-    reports = [check_file(file, owner) for file in files]
-    if as_json:
-        typer.echo(json.dumps([_to_json(report) for report in reports], indent=2))
-    else:
-        for report in reports:
-            typer.echo(_line(report))
-    if any(report.problems for report in reports):
-        raise typer.Exit(1)
+    adapters = [_adapter(text) for text in lora or ()]
+    owner = None if model is None else ModelFiles(str(model), adapters)
+    _report(files, owner, None if as_json else _line)
 
 
 @app.command("inspect")
@@ -67,22 +63,23 @@ def show(files: list[Path] = FILES, as_json: bool = JSON) -> None:
 
     - `kqview state inspect chat.ses1`
     """
+    _report(files, None, None if as_json else _facts)
+
+
+def _report(
+    files: list[Path], model: "ModelFiles | None", write: "Callable[[StateReport], str] | None"
+) -> None:
+    """Print what *write* says of each file, or all of it as JSON."""
     from kqview.state.files import check_file
 
-    reports = [check_file(file) for file in files]
-    if as_json:
+    reports = [check_file(file, model) for file in files]
+    if write is None:
         typer.echo(json.dumps([_to_json(report) for report in reports], indent=2))
     else:
         for report in reports:
-            _show(report)
+            typer.echo(write(report))
     if any(report.problems for report in reports):
         raise typer.Exit(1)
-
-
-def _model_files(model: Path, adapters: list[str]) -> "ModelFiles":
-    from kqview.state.fingerprint import ModelFiles
-
-    return ModelFiles(str(model), [_adapter(text) for text in adapters])
 
 
 def _adapter(text: str) -> tuple[str, float]:
@@ -106,13 +103,8 @@ def _line(report: "StateReport") -> str:
     return f"{report.path}: {', '.join(parts)}"
 
 
-def _show(report: "StateReport") -> None:
-    for name, value in (("file", report.path), *_facts(report)):
-        typer.echo(f"{name:<16} {value}")
-
-
-def _facts(report: "StateReport") -> list[tuple[str, str]]:
-    rows = [("problem", problem) for problem in report.problems]
+def _facts(report: "StateReport") -> str:
+    rows = [("file", report.path), *(("problem", problem) for problem in report.problems)]
     if report.n_bytes is not None:
         rows.append(("size", f"{report.n_bytes:,} bytes"))
     if state := report.state:
@@ -131,7 +123,7 @@ def _facts(report: "StateReport") -> list[tuple[str, str]]:
         ]
     elif not report.has_trailer and report.state:
         rows.append(("checksum", "none: a raw blob, so the model is unknown as well"))
-    return rows
+    return "\n".join(f"{name:<16} {value}" for name, value in rows)
 
 
 def _to_json(report: "StateReport") -> dict[str, Any]:

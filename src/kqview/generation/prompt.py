@@ -189,17 +189,8 @@ class PromptAttention:
     def to_hf(self, framework: Framework = "np") -> tuple[Any, ...]:
         """The rows of all remaining blocks in the form of Hugging Face transformers.
 
-        Args:
-            framework: "np" for the arrays of `array`, "pt" for torch tensors with a copy of them.
-
-        Returns:
-            One array of shape ``(1, n_heads, n_rows, n_context)`` for each captured layer.
-
-        Raises:
-            InvalidCapture: The kind is not "probs", which is what transformers returns, or the
-                capture has ``reduce``, ``top_k`` or ``spans``. Also as for `array`.
-            OutOfMemory: As for `array`.
-            KqviewError: torch is not installed.
+        As `Token.to_hf`, with arrays of shape ``(1, n_heads, n_rows, n_context)``. Raises what that
+        and `array` raise.
         """
         check_framework(framework)
         if self._capture is not None:
@@ -209,20 +200,8 @@ class PromptAttention:
     def named(self, framework: Framework = "np") -> dict[str, Any]:
         """The rows of all remaining blocks under the names of TransformerLens' activation cache.
 
-        Args:
-            framework: As in `to_hf`.
-
-        Returns:
-            ``blocks.{layer}.attn.hook_pattern`` for kind "probs" and
-            ``blocks.{layer}.attn.hook_attn_scores`` for kind "scores", of shape
-            ``(1, n_heads, n_rows, n_context)``; ``blocks.{layer}.hook_resid_post`` of shape
-            ``(1, n_rows, n_embd)`` for hidden states.
-
-        Raises:
-            InvalidCapture: The kind is "qk", for which TransformerLens has no name, or the capture
-                has ``reduce``, ``top_k`` or ``spans``. Also as for `array`.
-            OutOfMemory: As for `array`.
-            KqviewError: torch is not installed.
+        As `Token.named`, with rows of shape ``(1, n_heads, n_rows, n_context)`` and hidden states
+        of shape ``(1, n_rows, n_embd)``. Raises what that and `array` raise.
         """
         check_framework(framework)
         named: dict[str, Any] = {}
