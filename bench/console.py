@@ -21,6 +21,7 @@ from report import (
     chosen_name,
     facts,
     finished,
+    read_records,
     save_file,
     to_record,
 )
@@ -36,7 +37,6 @@ from kqview.bench.records import (
     SweepRow,
     append_record,
     by_reason,
-    read_records,
     tables,
 )
 from kqview.bench.sweep import is_failure

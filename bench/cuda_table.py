@@ -13,9 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from console import show
 from cuda import WEIGHTS
-from report import from_record, markdown, newest, replace_marked
-
-from kqview.bench.records import read_records
+from report import from_record, markdown, newest, read_records, replace_marked
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import curve
+from report import read_records
 
 from kqview.bench.pairs import Spread
-from kqview.bench.records import read_records
 from kqview.viz import overhead_plot
 from kqview.viz.figures import FAINT, INK, new_figure
 

@@ -9,6 +9,7 @@ import os
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
+from kqview import json_input
 from kqview.bench.pairs import Pairs, Spread
 from kqview.bench.records import CELL_LEGEND, SweepRow, machine_facts, tables
 
@@ -138,13 +139,31 @@ def from_record(record: Mapping[str, Any]) -> Row:
     Raises:
         KeyError: It is a record of something else.
     """
-    if (row := SweepRow.from_record(record)) is not None:
-        return row
-    sort = Timing if "pairs" in record else Count
+    sort = SweepRow if "capture" in record else Timing if "pairs" in record else Count
     values = {field.name: record[field.name] for field in fields(sort)}
-    if sort is Timing:
+    if "pairs" in values:
         values["pairs"] = Pairs(**values["pairs"])
     return sort(**values)
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The records of *path*, oldest first; incomplete lines are skipped.
+
+    Raises:
+        OSError: *path* cannot be read.
+        ValueError: *path* has no record.
+    """
+    records: list[dict[str, Any]] = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            record = json_input.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict):
+            records.append(record)  # pyright: ignore[reportUnknownArgumentType]
+    if not records:
+        raise ValueError(f"{path} has no JSON line; pass a file written with --json or --save")
+    return records
 
 
 def save_file(path: Path, about: Mapping[str, Any]) -> Path:

@@ -39,10 +39,17 @@ import state
 import state_http
 from console import collect, show
 from processes import end_on_sigterm
-from report import chosen_name, facts, from_record, markdown, newest, replace_marked, save_file
+from report import (
+    chosen_name,
+    facts,
+    from_record,
+    markdown,
+    newest,
+    read_records,
+    replace_marked,
+    save_file,
+)
 from settings import add_options, settings_of
-
-from kqview.bench.records import read_records
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

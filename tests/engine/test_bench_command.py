@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,6 @@ pytest.importorskip("typer")
 from typer.testing import CliRunner
 
 from kqview.bench.pairs import Pairs
-from kqview.bench.records import read_records
 from kqview.cli.main import app
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def test_bench_measures_prints_and_saves_every_row(tmp_path: Path):
     assert result.exit_code == 0, result.output
     assert "flash attention on" in result.stdout
     assert "flash attention off" in result.stdout
-    records = read_records(rows)
+    records = [json.loads(line) for line in rows.read_text().splitlines()]
     names = {record["row"] for record in records}
     assert len(names) == len(records) == 2 * 2 * 9
     assert {"context-64-flash-off", "context-128-plain-10-heads", "context-64-flash-top-8"} <= names

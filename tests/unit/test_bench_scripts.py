@@ -14,7 +14,7 @@ import pytest
 
 from bench import report
 from kqview.bench.pairs import Pairs
-from kqview.bench.records import LeftOut, SweepRow, append_record, read_records
+from kqview.bench.records import LeftOut, SweepRow, append_record
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -54,7 +54,7 @@ def test_verdict_compares_the_bound_with_the_target(
 def test_record_read_back_from_its_line_is_the_same_row(row: report.Row, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     append_record(path, report.to_record(row, ABOUT))
-    (record,) = read_records(path)
+    (record,) = report.read_records(path)
     assert report.from_record(record) == row
 
 
@@ -62,14 +62,14 @@ def test_line_that_was_cut_short_takes_no_other_along(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"row": "a"}\n{"row": "b", "pai')
     append_record(path, {"row": "c"})
-    assert [record["row"] for record in read_records(path)] == ["a", "c"]
+    assert [record["row"] for record in report.read_records(path)] == ["a", "c"]
 
 
 def test_reading_a_file_without_rows_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text("no JSON\n")
     with pytest.raises(ValueError, match="no JSON line"):
-        read_records(path)
+        report.read_records(path)
 
 
 # ---- which saved rows make the table
@@ -135,13 +135,13 @@ def test_collect_saves_rows_as_they_come_and_counts_only_whole_ones(
 
     def measure(*_: object) -> Iterator[Any]:
         yield row("a")
-        assert [record["row"] for record in read_records(path)] == ["a"]
+        assert [record["row"] for record in report.read_records(path)] == ["a"]
         yield own_report.SoFar(row("b"))
         raise RuntimeError("it broke")
 
     benchmarks = [(dict.fromkeys("ab", 1.0), measure)]
     outcome = console.collect(benchmarks, settings.Settings(save=path), ABOUT)
-    saved_as = {one["row"]: one.get("is_partial", False) for one in read_records(path)}
+    saved_as = {one["row"]: one.get("is_partial", False) for one in report.read_records(path)}
     assert saved_as == {"a": False, "b": True}
     assert [row.name for row in outcome.rows] == ["a"]
     assert [(one.name, one.reason) for one in outcome.left_out] == [("b", "it broke")]
@@ -341,7 +341,9 @@ def test_figures_of_two_gpus_never_stand_in_one_table(
     # The second call carries the rows of the first one along.
     for row in rows:
         append_record(second, row)
-    machines = table.by_machine(row for path in (first, second) for row in read_records(path))
+    machines = table.by_machine(
+        row for path in (first, second) for row in report.read_records(path)
+    )
     assert [[row["row"] for row in found] for found in machines] == [[names[0]], [names[1]]]
     monkeypatch.setattr("sys.argv", ["cuda_table.py", str(first), str(second), "--print"])
     table.main()

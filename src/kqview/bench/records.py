@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from kqview import __version__, _core, json_input
+from kqview import __version__, _core
 from kqview.bench.pairs import Pairs, Spread
 from kqview.durable import append_line
 
@@ -70,16 +70,6 @@ class SweepRow:
         record["median_ratio"] = self.pairs.median_ratio
         record["upper_bound"] = self.pairs.upper_bound
         return record
-
-    @classmethod
-    def from_record(cls, record: Mapping[str, Any]) -> SweepRow | None:
-        """The row of a record; None if the record is not a row of a sweep."""
-        if "capture" not in record or "pairs" not in record:
-            return None
-        return cls(
-            record["capture"], record["flash_attn"], record["n_context"],
-            record["bytes_per_token"], Pairs(**record["pairs"]),
-        )  # fmt: skip
 
 
 def row_name(capture: str, n_context: int, *, flash_attn: bool) -> str:
@@ -153,26 +143,6 @@ def append_record(path: Path, record: Mapping[str, Any]) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     append_line(path, json.dumps(record, allow_nan=False))
-
-
-def read_records(path: Path) -> list[dict[str, Any]]:
-    """The records of *path*, oldest first; incomplete lines are skipped.
-
-    Raises:
-        OSError: *path* cannot be read.
-        ValueError: *path* has no record.
-    """
-    records: list[dict[str, Any]] = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            record = json_input.loads(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict):
-            records.append(record)  # pyright: ignore[reportUnknownArgumentType]
-    if not records:
-        raise ValueError(f"{path} has no JSON line; pass a file written with --json or --save")
-    return records
 
 
 # ---- facts
