@@ -87,11 +87,6 @@ class Conversation:
     """The chats of an engine; any thread. Rendering has no side effects.
 
     Args:
-        core: Of the engine.
-        model: Its model.
-        info: Facts about it.
-        vocabulary: Its tokens.
-        submission: Its requests.
         template_options: Variables of every chat, checked.
         trusts_template: Whether the model's template is rendered in this process.
     """

@@ -376,16 +376,9 @@ class Submission:
         stop: Sequence[str] = (),
         schema: object = None,
     ) -> Generation:
-        """Queue a request; raises the errors of the core.
+        """Queue *request*; raises the errors of the core.
 
-        Args:
-            name: Start of the ``request_id`` if the caller gives none.
-            request: The request for the core.
-            prompt: Ids of the prompt.
-            request_id: The caller's name for the request.
-            capture: The capture set in *request*.
-            stop: Strings that end the generation.
-            schema: JSON schema of the text.
+        *name* begins the ``request_id`` if the caller gives none; *capture* is that of *request*.
         """
         handle = self._core.submit(request)
         request_id = request_id or f"{name}-{handle.id}"

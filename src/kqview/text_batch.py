@@ -82,12 +82,8 @@ def in_turn(
     """Yield the index and the request of each text; take its result before the next one.
 
     Short texts come first, because some models share a step only among texts of one length. Some
-    are submitted ahead; closing the generator cancels those that were not yielded.
-
-    Args:
-        texts: The ids of each.
-        n_slots: Of the engine.
-        submit: Begins the request of the text with this index.
+    are submitted ahead; closing the generator cancels those that were not yielded. *submit* begins
+    the request of the text with an index.
     """
     pending: deque[tuple[int, Generation]] = deque()
     n_ahead = max(_N_AHEAD, 2 * n_slots)

@@ -32,13 +32,7 @@ def template_helpers() -> Confined:
 
 
 class ConfinedTemplate:
-    """A `ChatTemplate` that a helper process runs; safe to use from any thread.
-
-    Args:
-        helpers: From `template_helpers`.
-        source: As in ChatTemplate, like the rest.
-        special_tokens: As in ChatTemplate.
-        control_texts: As in ChatTemplate.
+    """A `ChatTemplate` that one of `template_helpers` runs; safe to use from any thread.
 
     Raises:
         UnsupportedModel: The template does not parse, is too long, or exceeds a limit with any

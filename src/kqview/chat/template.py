@@ -22,7 +22,7 @@ import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from itertools import takewhile
-from typing import Any, Final, NoReturn, cast
+from typing import Any, Final, NamedTuple, NoReturn, cast
 
 import jinja2
 from jinja2 import nodes
@@ -142,10 +142,11 @@ class ChatTemplate:
             RequestError: The template rejects the messages or fails on them, or renders the same
                 without *tools* although it is to show them for the model *shows_tools_for*.
         """
-        parts = self._parts(messages, tools, add_generation_prompt, options or {})
+        chat = _Chat(messages, tools, add_generation_prompt, options or {})
+        parts = self._parts(chat)
         if shows_tools_for is not None and tools:
             try:
-                bare = self._parts(messages, None, add_generation_prompt, options or {})
+                bare = self._parts(chat._replace(tools=None))
             except RequestError:  # it insists on tools
                 return parts
             if text_of_parts(bare) == text_of_parts(parts):
@@ -184,7 +185,7 @@ class ChatTemplate:
 
         def rendered(messages: Sequence[Mapping[str, Any]], *, is_open: bool) -> str | None:
             try:
-                return text_of_parts(self._parts(messages, tools, is_open, options or {}))
+                return text_of_parts(self._parts(_Chat(messages, tools, is_open, options or {})))
             except RequestError:  # many templates insist on certain roles
                 return None
 
@@ -225,24 +226,19 @@ class ChatTemplate:
                     break
         return headers
 
-    def _parts(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None,
-        add_generation_prompt: bool,
-        options: Mapping[str, Any],
-    ) -> list[Part]:
-        text, wanted, tools = self._tried(messages, tools, add_generation_prompt, options)
+    def _parts(self, chat: "_Chat") -> list[Part]:
+        text, wanted = self._tried(chat)
         parts = self._marks.split(text)
         if not (names := self._marks.found_in(parts)):
             return parts
         disguise = _Disguise(names, text)
         try:
             hidden = self._render(
-                [disguise.message(message) for message in wanted],
-                disguise.of(tools),
-                add_generation_prompt,
-                disguise.of(options),
+                wanted._replace(
+                    messages=[disguise.message(message) for message in wanted.messages],
+                    tools=disguise.of(wanted.tools),
+                    options=disguise.of(wanted.options),
+                )
             )
         except RequestError:
             return parts  # no token can be attributed to the template
@@ -257,21 +253,15 @@ class ChatTemplate:
             )
         return parts
 
-    def _render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None,
-        add_generation_prompt: bool,
-        options: Mapping[str, Any],
-    ) -> str:
+    def _render(self, chat: "_Chat") -> str:
         variables = {
-            **_defaults(options, tools or ()),
+            **_defaults(chat.options, chat.tools or ()),
             "enable_thinking": self._thinks,
             **self._variables,
-            **options,
-            "messages": messages,
-            "tools": tools,
-            "add_generation_prompt": add_generation_prompt,
+            **chat.options,
+            "messages": chat.messages,
+            "tools": chat.tools,
+            "add_generation_prompt": chat.add_generation_prompt,
         }
         if self._has_lists:
             variables = _given(variables)
@@ -293,25 +283,19 @@ class ChatTemplate:
             )
         return text
 
-    def _tried(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None,
-        add_generation_prompt: bool,
-        options: Mapping[str, Any],
-    ) -> tuple[str, Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]] | None]:
-        """The text, and the messages and tools of which the template makes it without failing."""
+    def _tried(self, chat: "_Chat") -> tuple[str, "_Chat"]:
+        """The text, and the form of *chat* of which the template makes it without failing."""
         first: RequestError | None = None
-        fitted = self._fitted(messages)
+        fitted, tools = self._fitted(chat.messages), chat.tools
         has_calls = any(message.get("tool_calls") for message in fitted)
         # Some loop over the tools without asking whether there are any.
         offered: list[Sequence[Mapping[str, Any]] | None] = [None, []] if tools is None else [tools]
         for as_text in (False, True)[: 1 + has_calls]:
-            wanted = [*map(_with_json_arguments, fitted)] if as_text else fitted
+            messages = [*map(_with_json_arguments, fitted)] if as_text else fitted
             for shown in offered:
+                wanted = chat._replace(messages=messages, tools=shown)
                 try:
-                    text = self._render(wanted, shown, add_generation_prompt, options)
-                    return text, wanted, shown
+                    return self._render(wanted), wanted
                 except RequestError as error:
                     first = first or error
         assert first is not None
@@ -320,7 +304,7 @@ class ChatTemplate:
     def _shows(self, *messages: Mapping[str, Any]) -> bool:
         """Whether the template shows the probe in the first of *messages* as text."""
         try:
-            text, _, _ = self._tried(messages, None, True, {})
+            text, _ = self._tried(_Chat(messages, None, True, {}))
         except RequestError:
             return False
         return _PROBE in text and not any(key in text for key in ("'text'", '"text"'))
@@ -364,6 +348,15 @@ class ChatTemplate:
         if isinstance(content, str) and self._takes_parts and not self._takes_text:
             return {**message, "content": [{"type": "text", "text": content}]}
         return message
+
+
+class _Chat(NamedTuple):
+    """What a template is filled with."""
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] | None
+    add_generation_prompt: bool
+    options: Mapping[str, Any]
 
 
 def _end_of(text: str, other: str, begun: int, ends_of_turn: Sequence[str]) -> int:
@@ -534,7 +527,7 @@ class _Marks:
 
     def __init__(self, control_texts: Iterable[str]) -> None:
         # Longest first, like llama.cpp's tokenizer.
-        texts = _longest_first({text for text in control_texts if text})
+        texts = sorted({text for text in control_texts if text}, key=len, reverse=True)
         self._control_texts = dict.fromkeys(texts)
         nonce = "".join(chr(_NONCE_PLANE + secrets.randbelow(0xFFFE)) for _ in range(8))
         self._nonce = nonce
@@ -579,10 +572,6 @@ def _append(parts: list[Part], text: str, is_special: bool) -> None:
         parts[-1] = Part(parts[-1].text + text, False)
     elif text:
         parts.append(Part(text, is_special))
-
-
-def _longest_first(texts: Iterable[str]) -> tuple[str, ...]:
-    return tuple(sorted(texts, key=len, reverse=True))
 
 
 class _Refusal(TemplateError):

@@ -109,7 +109,6 @@ class SteeredSource:
 
     Args:
         plain: Its events and transcript; the request is not submitted yet.
-        steering: Decides.
         prompt: Ids of its prompt.
         max_tokens: Limit of tokens to generate.
         dialogue: The chat that the prompt was made of, if it is one.

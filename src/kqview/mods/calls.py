@@ -33,13 +33,7 @@ _IDLE_S: Final = 10.0  # an idle thread of a request ends after this, and a new 
 
 @dataclass(frozen=True, slots=True)
 class EventCall:
-    """A mod to be called with an event.
-
-    Attributes:
-        mod: The mod.
-        event: The event.
-        log: Takes what the mod prints and logs.
-    """
+    """A mod to be called with an event; *log* takes what it prints and logs."""
 
     mod: BoundMod
     event: Event

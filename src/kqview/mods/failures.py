@@ -77,11 +77,8 @@ class ModFailures:
     ) -> None:
         """Keep a failure of *mod*, the object that the caller gave, and tell of the first one.
 
-        Args:
-            mod: The mod.
-            failure: What happened.
-            error: The exception of the mod, if there is one.
-            is_raised: Whether the request raises it, so that a program needs no warning.
+        *error* is the exception of the mod, if there is one; if the request raises it, *is_raised*,
+        a program needs no warning.
 
         Raises:
             ModWarning: Warnings are errors, by ``warnings.simplefilter("error")``.

@@ -150,16 +150,9 @@ class Steering:
     `drop`.
 
     Attributes:
-        request_id: The request.
-        mods: Its mods, in order.
-        caller: Calls them.
-        n_vocab: Size of the vocabulary.
         ids: The generated ids: the consumer's list, which it changes as decisions say.
         text: The generated text so far.
         recorder: Writes the trace; None for none.
-        logits_processor: As of `Engine.generate`.
-        stopping: As of `Engine.generate`.
-        forcing: As of `Engine.generate`.
         check_prompt: Raises RequestError for a prompt that the engine cannot take.
         detokenize: Text of ids.
         is_end: Whether an id ends a text.
