@@ -185,7 +185,9 @@ class Embedding:
         labels = self._labels
         scores = raw.astype(np.float64)
         if self._info.architecture not in _GIVES_PROBABILITIES:
-            scores = _softmax(scores) if len(scores) > 1 else _sigmoid(scores)
+            # tanh does not overflow.
+            is_several = len(scores) > 1
+            scores = _softmax(scores) if is_several else 0.5 * (1 + np.tanh(0.5 * scores))
         best = int(scores.argmax())
         return Classification(
             label=labels[best],
@@ -204,8 +206,3 @@ def _is_pair(item: object) -> bool:
 def _softmax(values: NDArray[np.float64]) -> NDArray[np.float64]:
     weights = np.exp(values - values.max())
     return weights / weights.sum()
-
-
-def _sigmoid(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    # tanh does not overflow.
-    return 0.5 * (1 + np.tanh(0.5 * values))

@@ -72,7 +72,10 @@ class EngineLora:
 
     def _ids_of(self, name: str, key: object) -> list[int]:
         if isinstance(key, str):
-            found = [i for i, path in enumerate(self._paths) if key in _names_of(path)]
+            names = [(path, os.path.basename(path)) for path in self._paths]
+            found = [
+                i for i, one in enumerate(names) if key in (*one, one[1].removesuffix(".gguf"))
+            ]
         else:
             found = [i for i in range(len(self._paths)) if i == to_index(key)]
         if found:
@@ -82,11 +85,6 @@ class EngineLora:
         raise RequestError(
             f"{name} names the adapter {shown(key)}, but the engine loaded {loaded}", parameter=name
         )
-
-
-def _names_of(path: str) -> tuple[str, str, str]:
-    name = os.path.basename(path)
-    return path, name, name.removesuffix(".gguf")
 
 
 def scale_of(value: object) -> float | None:

@@ -27,7 +27,8 @@ def default_threads(root: Path = _ROOT, *, n_available: int | None = None) -> in
         n_available: Number of CPUs it may run on; None asks the system.
     """
     if n_available is None:
-        n_available = _available_processors()
+        has_affinity = hasattr(os, "sched_getaffinity")
+        n_available = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
     return max(1, min([n_available, *(int(quota) for quota in _quotas(root))]))
 
 
@@ -37,7 +38,7 @@ def physical_memory_bytes(root: Path = _ROOT) -> int:
     Args:
         root: Folder to use as ``/``.
     """
-    return min([_machine_memory_bytes(root), *_memory_limits(root)])
+    return min([_machine_memory_bytes(root), *(limit for limit, _ in _cgroup_memory(root))])
 
 
 def free_memory_bytes(root: Path = _ROOT) -> int:
@@ -51,13 +52,7 @@ def free_memory_bytes(root: Path = _ROOT) -> int:
     """
     free = _meminfo_bytes(root, "MemAvailable")
     machine = _machine_memory_bytes(root) if free is None else free
-    return max(0, min([machine, *_memory_left(root)]))
-
-
-def _available_processors() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return max(0, min([machine, *(left for _, left in _cgroup_memory(root))]))
 
 
 def _meminfo_bytes(root: Path, name: str) -> int | None:
@@ -97,28 +92,15 @@ _CGROUP_MEMORY: Final = (
 )
 
 
-def _memory_limits(root: Path) -> Iterator[int]:
-    """Bytes that each cgroup of the process allows."""
-    for controller, name, _, _ in _CGROUP_MEMORY:
-        for folder in _cgroup_folders(root, controller, controller):
-            yield from _positive(_read(folder / name) or "")
-
-
-def _memory_left(root: Path) -> Iterator[int]:
-    """Bytes that each cgroup of the process allows beyond what it uses."""
+def _cgroup_memory(root: Path) -> Iterator[tuple[int, int]]:
+    """Bytes that each cgroup of the process allows, and those that are left of them."""
     for controller, limit_name, use_name, cache_name in _CGROUP_MEMORY:
         for folder in _cgroup_folders(root, controller, controller):
             for limit in _positive(_read(folder / limit_name) or ""):
                 used = sum(_positive(_read(folder / use_name) or ""))
-                yield limit - used + _statistic(folder / "memory.stat", cache_name)
-
-
-def _statistic(path: Path, name: str) -> int:
-    for line in (_read(path) or "").splitlines():
-        key, _, value = line.partition(" ")
-        if key == name:
-            return sum(_positive(value))
-    return 0
+                lines = (_read(folder / "memory.stat") or "").splitlines()
+                statistics = dict(line.split(" ", 1) for line in lines if " " in line)
+                yield limit, limit - used + sum(_positive(statistics.get(cache_name, "")))
 
 
 def _cgroup_folders(root: Path, mount: str, controller: str) -> Iterator[Path]:

@@ -424,7 +424,8 @@ class Steering:
                 self._fail(one, event, outcome.error, outcome)
             answers.append((action, called))
             if isinstance(action, AdjustedLogits) and isinstance(event, ForwardPass):
-                event = replace(event, logits=_read_only(action.logits))
+                event = replace(event, logits=action.logits.view())
+                event.logits.flags.writeable = False
         end: _Ending | None = None
         is_open = True  # until an action overrides those of later mods
         for action, called in answers:
@@ -455,7 +456,7 @@ class Steering:
     def _log_of(self, called: int | None) -> Log:
         recorder = self.recorder
         if recorder is None:
-            return _ignore
+            return lambda _message, _level: None
         return lambda message, level: recorder.log(called, message, level)
 
     def _checked(self, event: Event, answer: object) -> Action:
@@ -707,12 +708,3 @@ def _pieces(
 
 def _note(record: TraceEvent | TraceAction, **details: Any) -> None:
     record.details = {**(record.details or {}), **details}
-
-
-def _read_only(row: NDArray[np.float32]) -> NDArray[np.float32]:
-    view = row.view()
-    view.flags.writeable = False
-    return view
-
-
-def _ignore(_message: str, _level: object) -> None: ...

@@ -134,7 +134,10 @@ class _Closing:
         """A copy of *value*, whose objects are filled later."""
         if isinstance(value, list):
             return [self._copied(one) for one in cast("list[object]", value)]
-        if not _is_object(value) or not (id(value) in self._schemas or _holds_more(value)):
+        if not _is_object(value) or not (
+            id(value) in self._schemas
+            or any(isinstance(one, dict | list) for one in value.values())
+        ):
             return value
         if id(value) not in self._made:
             self._made[id(value)] = self._begun(value, None)
@@ -185,7 +188,8 @@ class _Closing:
         group = self._group(schema)
         if not any(map(_describes, group)):
             return _PLAIN
-        if any(_CLOSES in one or self._is_unknown(one) for one in group):
+        # What refers to something that is not in this schema is not known.
+        if any(_CLOSES in one or ("$ref" in one and self._target(one) is None) for one in group):
             return _PART
         allowed = _names(group)
         branches: dict[tuple[str, int], Iterable[str]] = {}
@@ -294,10 +298,6 @@ class _Closing:
                 "additionalProperties"
             )
 
-    def _is_unknown(self, schema: dict[str, Any]) -> bool:
-        """Whether it refers to something that is not in this schema."""
-        return "$ref" in schema and self._target(schema) is None
-
     def _target(self, schema: dict[str, Any]) -> dict[str, Any] | None:
         """What *schema* refers to, if that is in this document."""
         reference = schema.get("$ref")
@@ -377,11 +377,6 @@ def _branches(schema: dict[str, Any], key: str) -> list[dict[str, Any]]:
 def _object(schema: dict[str, Any], key: str) -> dict[str, Any]:
     given = schema.get(key)
     return given if _is_object(given) else {}
-
-
-def _holds_more(value: dict[str, Any]) -> bool:
-    """Whether there may be schemas inside of it."""
-    return any(isinstance(one, dict | list) for one in value.values())
 
 
 def _is_object(value: object) -> TypeGuard[dict[str, Any]]:
