@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kqview import Capture
-from kqview.server.api.wire.rows import dense
+from kqview.server.api.wire.attention import dense
 from kqview.server.models.request import AttentionWanted
 from tests.support import tiny_gguf
 from tests.support.rows import KINDS, Kind, forward, largest_error, random_ids, run

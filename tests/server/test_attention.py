@@ -11,7 +11,7 @@ import pytest
 
 from kqview import Engine
 from kqview.errors import InvalidCapture
-from kqview.server.api.wire.rows import DATA_HERE, RowWriter, dense, event_pieces, joined_text
+from kqview.server.api.wire.attention import DATA_HERE, RowWriter, dense, event_pieces, joined_text
 from kqview.server.models.request import AttentionWanted
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from kqview.errors import RequestError
 from kqview.mods import Added, Backtrack, mod
 from kqview.server import Settings
 from kqview.server.api.wire.chat import ChatRequest, prepare, with_fields
-from kqview.server.api.wire.llama_fields import LlamaFields, reasoning_budget_of
+from kqview.server.api.wire.fields import LlamaFields, reasoning_budget_of
 from kqview.server.api.wire.reasoning_cap import (
     CapForcing,
     ReasoningCap,

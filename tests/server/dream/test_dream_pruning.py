@@ -10,7 +10,7 @@ import pytest
 
 from kqview.errors import RequestError
 from kqview.server.api.koboldai import pruning
-from kqview.server.api.wire.rows import dense
+from kqview.server.api.wire.attention import dense
 from kqview.server.models.request import AttentionWanted
 from tests.support.dream import QWEN, plan_from
 

@@ -8,7 +8,7 @@ from kqview.errors import RequestError
 from kqview.server.api.anthropic import schema
 from kqview.server.api.anthropic.schema import Object
 from kqview.server.api.wire.chat import ChatRequest, with_fields
-from kqview.server.api.wire.llama_fields import reasoning_budget_of
+from kqview.server.api.wire.fields import reasoning_budget_of
 from kqview.server.settings import Settings
 
 

@@ -10,9 +10,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
-from kqview.server.api.wire.attention_field import Attention
+from kqview.server.api.wire.attention import Attention
 from kqview.server.api.wire.event_parts import PromptAttention, TokenAttention
-from kqview.server.api.wire.llama_fields import LlamaFields, Stops
+from kqview.server.api.wire.fields import LlamaFields, Stops
 from kqview.server.web.described import about
 
 Object = dict[str, Any]

@@ -17,6 +17,7 @@ from kqview.errors import KqviewError
 from kqview.server.api.koboldai.failures import error_body, kobold_error_body
 from kqview.server.api.koboldai.pruning import PrunableSentence, mean_row, reduced
 from kqview.server.api.koboldai.request import KoboldPlan
+from kqview.server.api.wire.attention import event_pieces, joined_text
 from kqview.server.api.wire.event_parts import (
     ROW,
     AttentionObject,
@@ -25,7 +26,6 @@ from kqview.server.api.wire.event_parts import (
     RowsDescribed,
 )
 from kqview.server.api.wire.mods_field import calls_of, removed
-from kqview.server.api.wire.rows import event_pieces, joined_text
 from kqview.server.errors import Answer
 from kqview.server.models.run import Removal, Run, Step
 from kqview.server.web.described import about

@@ -24,11 +24,11 @@ from kqview.server.api.koboldai.events import (
 from kqview.server.api.koboldai.failures import ReplyTooLarge
 from kqview.server.api.koboldai.pruning import PrunableSentence
 from kqview.server.api.koboldai.request import KoboldGenerateBody, KoboldPlan
+from kqview.server.api.wire.attention import event_pieces
 from kqview.server.api.wire.event_parts import AttentionObject, ModCall
 from kqview.server.api.wire.fields import first
 from kqview.server.api.wire.logprobs import Logprobs, LogprobsWriter
 from kqview.server.api.wire.mods_field import calls_of
-from kqview.server.api.wire.rows import event_pieces
 from kqview.server.models.run import Run, Step, TokenLogprobs
 from kqview.server.web.budget import Reservation
 from kqview.server.web.described import about

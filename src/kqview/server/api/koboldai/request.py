@@ -19,6 +19,7 @@ from msgspec import Struct
 from kqview.engine import Engine
 from kqview.errors import InvalidToken, KqviewError, PromptTooLong, RequestError
 from kqview.server.api.koboldai.pruning import Sentence, SentenceScores, check_sentences, watched
+from kqview.server.api.wire.attention import RowWriter
 from kqview.server.api.wire.fields import (
     FieldTable,
     Indices,
@@ -30,7 +31,6 @@ from kqview.server.api.wire.fields import (
     tuple_of,
 )
 from kqview.server.api.wire.mods_field import ModsField, mods_of
-from kqview.server.api.wire.rows import RowWriter
 from kqview.server.models.model_entry import ModelEntry
 from kqview.server.models.request import (
     DEFAULT_TOP_K,

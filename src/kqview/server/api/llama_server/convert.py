@@ -10,7 +10,7 @@ from kqview.engine import Engine
 from kqview.errors import RequestError
 from kqview.server.api.llama_server import schema
 from kqview.server.api.wire.chat import ChatRequest
-from kqview.server.api.wire.llama_fields import (
+from kqview.server.api.wire.fields import (
     LlamaFields,
     active_samplers,
     first,

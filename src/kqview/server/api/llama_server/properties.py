@@ -11,7 +11,7 @@ from kqview.chat.tool_format import knows_tools
 from kqview.errors import RequestError
 from kqview.generation.stream import Generation
 from kqview.server.api.llama_server.convert import generation_settings
-from kqview.server.api.wire.llama_fields import LlamaFields, LoraScale
+from kqview.server.api.wire.fields import LlamaFields, LoraScale
 from kqview.server.errors import renamed
 from kqview.server.models.request import GenerateRequest
 from kqview.server.models.service import Call

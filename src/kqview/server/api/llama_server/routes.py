@@ -17,7 +17,7 @@ from kqview.server.api.llama_server import (
 )
 from kqview.server.api.wire.chat import prompt_of
 from kqview.server.api.wire.failures import FailureBody, error_body
-from kqview.server.api.wire.llama_fields import LlamaFields, LoraScale, max_tokens_of, with_defaults
+from kqview.server.api.wire.fields import LlamaFields, LoraScale, max_tokens_of, with_defaults
 from kqview.server.api.wire.prompts import ids_of, ids_of_each, prompts_of
 from kqview.server.errors import NotSupported
 from kqview.server.models.service import OFFLOAD_BYTES, Call

@@ -16,10 +16,11 @@ from kqview.chat.turn import Reading
 from kqview.engine import Engine
 from kqview.errors import RequestError, shown
 from kqview.server.api.openai import schema
-from kqview.server.api.wire.attention_field import ATTENTION_NAMES, attention_of
+from kqview.server.api.wire.attention import ATTENTION_NAMES, attention_of
 from kqview.server.api.wire.chat import WHOLE_CONTEXT, ChatRequest, prepare, with_fields
-from kqview.server.api.wire.fields import MOST_LOGPROBS, first
-from kqview.server.api.wire.llama_fields import (
+from kqview.server.api.wire.fields import (
+    MOST_LOGPROBS,
+    first,
     max_tokens_of,
     n_samples_of,
     names_of,

@@ -17,7 +17,7 @@ from kqview.generation.stream import Generation
 from kqview.server.api.openai import schema
 from kqview.server.api.openai.convert import CompletionPlan
 from kqview.server.api.openai.schema import ChoiceLogprobs, TextLogprobs, ToolCall, Usage
-from kqview.server.api.wire.attention_field import AttentionWriter, ReplyLists
+from kqview.server.api.wire.attention import AttentionWriter, ReplyLists, event_pieces
 from kqview.server.api.wire.chat import ChatRemoved, mod_calls, taken_back
 from kqview.server.api.wire.event_parts import (
     ModCall,
@@ -27,7 +27,6 @@ from kqview.server.api.wire.event_parts import (
 from kqview.server.api.wire.failures import error_body
 from kqview.server.api.wire.logprobs import LOGPROB_BYTES, token_logprob
 from kqview.server.api.wire.mods_field import removed, tool_calls_of
-from kqview.server.api.wire.rows import event_pieces
 from kqview.server.api.wire.timings import Clock, Progress, Timings, prompt_progress, timings
 from kqview.server.errors import Answer
 from kqview.server.models.run import Removal, Run, Step, TokenLogprobs

@@ -13,11 +13,11 @@ import numpy as np
 
 from kqview.errors import RequestError
 from kqview.server.api.openai import convert, events, schema
-from kqview.server.api.wire.attention_field import AttentionWriter, ReplyLists, keeps
+from kqview.server.api.wire.attention import AttentionWriter, ReplyLists, keeps
 from kqview.server.api.wire.chat import ID_BYTES, LARGE, collected
 from kqview.server.api.wire.event_parts import PROMPT_ROWS, TOKEN_ROW
 from kqview.server.api.wire.failures import FailureBody, error_body
-from kqview.server.api.wire.llama_fields import with_defaults
+from kqview.server.api.wire.fields import with_defaults
 from kqview.server.api.wire.prompts import ids_of_each, prompts_of
 from kqview.server.errors import NotFound, NotSupported, renamed
 from kqview.server.models.row_cache import CachedRow, CachedRows

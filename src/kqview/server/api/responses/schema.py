@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
-from kqview.server.api.wire.attention_field import Attention
+from kqview.server.api.wire.attention import Attention
 from kqview.server.api.wire.event_parts import PromptAttention, TokenAttention
-from kqview.server.api.wire.llama_fields import LlamaFields
+from kqview.server.api.wire.fields import LlamaFields
 from kqview.server.web.described import about
 
 Object = dict[str, Any]

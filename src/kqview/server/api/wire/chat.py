@@ -24,18 +24,19 @@ from kqview.chat.turn import AnswerReader, Delta, Reading
 from kqview.engine import Engine
 from kqview.errors import RequestError
 from kqview.mods.events import Dialogue
-from kqview.server.api.wire.attention_field import (
+from kqview.server.api.wire.attention import (
     ATTENTION_NAMES,
     Attention,
     AttentionWriter,
     ReplyLists,
     attention_of,
+    event_pieces,
     keeps,
 )
 from kqview.server.api.wire.event_parts import Removed
-from kqview.server.api.wire.fields import first
-from kqview.server.api.wire.llama_fields import (
+from kqview.server.api.wire.fields import (
     LlamaFields,
+    first,
     max_tokens_of,
     names_of,
     options_of,
@@ -45,7 +46,6 @@ from kqview.server.api.wire.llama_fields import (
 )
 from kqview.server.api.wire.mods_field import calls_of, removed
 from kqview.server.api.wire.reasoning_cap import cap_of, default_budget
-from kqview.server.api.wire.rows import event_pieces
 from kqview.server.errors import Answer, renamed
 from kqview.server.models.request import AttentionWanted, GenerateRequest
 from kqview.server.models.run import Removal, Run, Step
@@ -260,7 +260,7 @@ def prepare(engine: Engine, chat: ChatRequest) -> ChatWork:
     """
     ids, begun, tools, source = prompt_of(engine, chat)
     # What the answer continues decides whether it begins inside of reasoning.
-    end = engine.detokenize(ids[-turn.N_END :]) if ids else ""
+    end = b"".join(map(engine.token_bytes, ids[-turn.N_END :])).decode("utf-8", "replace")
     opened = opened_by(end, begun)
     reading = turn.reading_of(source, opened, tools)
     split = reading.split

@@ -1,19 +1,32 @@
 """Fields of requests: options that dialects call by the same names, and how each names the others.
 
-Pure. A field that is absent or null is not given.
+Pure. A field that is absent or null is not given. Bodies of llama.cpp's server and of OpenAI's API
+extend `LlamaFields`; `sampling_of` turns one into a `Sampling`. What it leaves open takes the
+defaults of `OPTIONS`, which are llama.cpp's. As in llama.cpp's server, some numbers out of their
+range are moved to its nearest end (`_CLAMPED`); the others are refused.
+
+What kqview's sampler does not have is refused by name if the request turns it on, because the text
+would be another one: ``adaptive_target``, ``n_indent``. The order of ``samplers`` is fixed; those
+left out are off. Fields that change only how llama.cpp computes (``backend_sampling``) are ignored.
 """
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Final
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
 from msgspec import Struct
 
-from kqview.errors import InvalidSampling, RequestError
-from kqview.server.errors import renamed
+from kqview.errors import InvalidSampling, InvalidToken, RequestError
+from kqview.server.api.wire.mods_field import ModsField, mods_of_model
+from kqview.server.errors import NotSupported, renamed
+from kqview.server.settings import Settings
+from kqview.server.web.described import example
 from kqview.types import Sampling
 from kqview.types.capture import MOST_SPANS
-from kqview.types.sampling import OPTIONS
+from kqview.types.sampling import OPTIONS, SAMPLERS, TRUNCATIONS
 
 MOST_LOGPROBS: Final = 1000
 """Most logprobs a token: their texts are looked up on the event loop."""
@@ -138,3 +151,332 @@ def _given(body: Struct, names: tuple[str, ...]) -> str:
         if getattr(body, name) is not None:
             return name
     return names[0]
+
+
+# Long lists, which are checked on the event loop, hold others up.
+BiasPairs = Annotated[list[Any], msgspec.Meta(max_length=2**16)]
+BiasObject = Annotated[dict[str, float | bool], msgspec.Meta(max_length=2**16)]
+Names = Annotated[list[Annotated[str, msgspec.Meta(max_length=1000)]], msgspec.Meta(max_length=256)]
+
+
+# ---- llama.cpp's server and OpenAI's API
+
+
+class LoraScale(Struct):
+    """A LoRA adapter, by its index, and its scale.
+
+    Attributes:
+        id: Index of the adapter in ``GET /lora-adapters``.
+        scale: Its strength.
+    """
+
+    id: Annotated[int, example(0)]
+    scale: Annotated[float, example(0.5)] = 0.0
+
+
+class LlamaFields(SamplingFields, kw_only=True):
+    """Fields of a generation in llama.cpp's server, in any of its routes; all may be null.
+
+    Attributes:
+        model: Id of a configured model; the default model if not given.
+        n_predict: Most tokens to generate; as many as fit the context if not given. -1 is the same,
+            0 evaluates the prompt only.
+        max_completion_tokens: Another name for ``n_predict``.
+        max_tokens: Another name for ``n_predict``.
+        n_cmpl: Texts to generate from each prompt; 1 if not given.
+        n: Another name for ``n_cmpl``.
+        stream: Whether the reply is a stream of Server-Sent Events; false if not given.
+        samplers: Samplers that are on, or a letter for each, such as "kt"; all if not given. Their
+            order is fixed.
+        adaptive_target: Has to be negative: this sampler does not exist here. -1 if not given.
+        adaptive_decay: Not read, as that sampler does not exist here; anything.
+        stop: Texts that end the generation, or one text.
+        logit_bias: Added to logits: an object by id or text, or pairs [id or text, number]; false
+            bans.
+        json_schema: JSON schema that the text follows.
+        n_probs: Report the logprobs of each token and of so many of the most probable ones. They
+            are the model's own, before bias, grammar and samplers; see ``post_sampling_probs``.
+        logprobs: Another name for ``n_probs``; true reports one.
+        id_slot: The slot to use; -1, which is any, if not given.
+        cache_prompt: Whether tokens of the prompt that a slot holds are reused; true if not given.
+        n_cache_reuse: Least number of tokens to reuse in a piece from elsewhere in the slot; 0,
+            which is never, if not given.
+        n_keep: Tokens at the start that stay when the context is shifted; 0 if not given, -1 for
+            the whole prompt.
+        n_discard: Tokens that a shift of the context removes; half of those that may go if 0 or not
+            given.
+        n_indent: Has to be 0: it is not supported.
+        t_max_predict_ms: Ends the text at the first line end after so many milliseconds; no limit
+            if not given.
+        lora: Scales of LoRA adapters for this request; those left out are off. The server's if not
+            given.
+        mods: Mods of the server's folder that steer the answer.
+        reasoning_budget_tokens: Most tokens of reasoning; 0 for none. -1, which is the server's
+            limit, if not given.
+        thinking_budget_tokens: Another name for ``reasoning_budget_tokens``.
+        verbose: Whether the reply of a chat has its prompt, as ``__verbose``; what the server's
+            setting says if not given.
+        timings_per_token: Whether each event of a stream has timings so far; false if not given.
+        return_tokens: Whether the reply has the ids of the text; false if not given.
+        return_progress: Whether a stream begins with two events about the prompt: how much of it
+            was cached, and that it is evaluated; false if not given.
+        response_fields: Names of the fields that the reply keeps; all if not given.
+    """
+
+    model: Annotated[str | None, example("demo")] = None
+    n_predict: Annotated[int | None, example(128)] = None
+    max_completion_tokens: Annotated[int | None, example(128)] = None
+    max_tokens: Annotated[int | None, example(128)] = None
+    n_cmpl: Annotated[int | None, example(2, default=1)] = None
+    n: Annotated[int | None, example(2, default=1)] = None
+    stream: Annotated[bool | None, example(default=False)] = None
+
+    typical_p: float | None = None
+    repeat_last_n: int | None = None
+    repeat_penalty: float | None = None
+    seed: int | None = None
+    samplers: Annotated[Names | str | None, example(["top_k", "temperature"])] = None
+    min_keep: int | None = None
+    top_n_sigma: float | None = None
+    adaptive_target: Annotated[float | None, example(default=-1)] = None
+    adaptive_decay: Annotated[float | None, example(0.9)] = None
+
+    stop: Annotated[Stops | str | None, example(["\n\n"])] = None
+    ignore_eos: bool | None = None
+    logit_bias: Annotated[BiasObject | BiasPairs | None, example({"13": -5})] = None
+    json_schema: Annotated[dict[str, Any] | None, example({"type": "object"})] = None
+    finish_on_length: Literal["cut", "close"] | None = None
+
+    n_probs: Annotated[int | None, example(3)] = None
+    logprobs: Annotated[bool | int | None, example(3)] = None
+    post_sampling_probs: bool | None = None
+
+    id_slot: Annotated[int | None, example(0)] = None
+    cache_prompt: Annotated[bool | None, example(default=True)] = None
+    n_cache_reuse: Annotated[int | None, example(256)] = None
+    n_keep: Annotated[int | None, example(4, default=0)] = None
+    n_discard: Annotated[int | None, example(100)] = None
+    n_indent: Annotated[int | None, example(0)] = None
+    t_max_predict_ms: Annotated[int | None, example(500)] = None
+    lora: Annotated[list[LoraScale], msgspec.Meta(max_length=256)] | None = None
+
+    mods: Annotated[ModsField | None, example(["stop_early"])] = None
+
+    reasoning_budget_tokens: Annotated[int | None, example(256)] = None
+    thinking_budget_tokens: Annotated[int | None, example(256)] = None
+
+    verbose: bool | None = None
+    timings_per_token: Annotated[bool | None, example(default=False)] = None
+    return_tokens: Annotated[bool | None, example(default=False)] = None
+    return_progress: Annotated[bool | None, example(default=False)] = None
+    response_fields: Annotated[Names | None, example(["content"])] = None
+
+
+FIELDS: Final = FieldTable(
+    LlamaFields,
+    {"top_logprobs": ("n_probs", "logprobs")},
+    {
+        "max_tokens": ("n_predict", "max_completion_tokens", "max_tokens"),
+        "n_samples": ("n_cmpl", "n"),
+        "slot": ("id_slot",),
+        "reuse_min_tokens": ("n_cache_reuse",),
+        "reasoning_budget": ("reasoning_budget_tokens", "thinking_budget_tokens"),
+    },
+)
+"""Names of llama.cpp's server."""
+names_of: Final = FIELDS.names
+_LEAST: Final = 1e-6  # stands for 0 where the option has to be above it
+# Numbers out of range are moved into it, as llama.cpp's server does: to these ends.
+_CLAMPED: Final = {
+    name: (_LEAST if OPTIONS[name].low_excluded else OPTIONS[name].low, OPTIONS[name].high)
+    for name in ("temperature", "mirostat", *TRUNCATIONS)
+}
+_LACKING: Final = (("adaptive_target", 0), ("n_indent", 1))  # what is not here, and from what on
+_CONSTRAINTS: Final = frozenset({"grammar", "json_schema", "regex"})  # at most one may be given
+_ID: Final = re.compile("-?[0-9]+")
+_ID_DIGITS: Final = 20  # more than any id has: longer numbers are slow to read
+
+_SAMPLER_NAMES: Final = MappingProxyType(
+    {
+        **{name.replace("_", ""): name for name in SAMPLERS},
+        "nucleus": "top_p", "typ": "typ_p", "typical": "typ_p", "typicalp": "typ_p",
+        "temp": "temperature",
+    }
+)  # fmt: skip
+"""A sampler's names, without dashes and underscores, which llama.cpp's server takes or leaves."""
+_SAMPLER_LETTERS: Final = MappingProxyType(
+    {
+        "e": "penalties", "d": "dry", "s": "top_n_sigma", "k": "top_k", "y": "typ_p", "p": "top_p",
+        "m": "min_p", "x": "xtc", "t": "temperature",
+    }
+)  # fmt: skip
+
+
+_Body = TypeVar("_Body", bound=LlamaFields)
+
+
+def with_defaults(body: _Body, settings: Settings) -> _Body:
+    """*body*, with the operator's values in fields that it leaves open."""
+    defaults = settings.sampling_defaults if settings.sampling else {}
+    defaults = {**defaults, "max_tokens": settings.default_max_tokens}
+    missing = {
+        FIELDS.fields[option][0]: value
+        for option, value in defaults.items()
+        if option in FIELDS.fields and FIELDS.value(body, option) is None
+    }
+    return msgspec.structs.replace(body, **missing) if missing else body
+
+
+def sampling_of(
+    fields: LlamaFields, *, tokenize: Callable[[str], Sequence[int]], **chosen: Any
+) -> Sampling:
+    """How tokens are chosen.
+
+    Args:
+        fields: The request.
+        tokenize: Ids of a text without special ones, for texts in ``logit_bias``.
+        **chosen: Options of `Sampling` that the dialect decides itself; None for the request's.
+
+    Raises:
+        InvalidSampling: A value is out of its range; the message names the client's field.
+        InvalidToken: ``logit_bias`` has an entry that is not a token with a bias.
+        NotSupported: The request turns on a sampler that kqview does not have.
+    """
+    for name, least in _LACKING:
+        if (value := getattr(fields, name)) is not None and value >= least:
+            raise NotSupported(
+                f"{name} is {value!r}, which this server does not support; leave it out"
+            )
+    given = FIELDS.options(fields)
+    for option, (low, high) in _CLAMPED.items():
+        if (value := given[option]) is not None:
+            given[option] = type(value)(min(max(value, low), high))
+    if (stop := fields.stop) is not None:
+        given["stop"] = [one for one in ([stop] if isinstance(stop, str) else stop) if one]
+    if fields.logit_bias is not None:
+        given["logit_bias"] = _bias(fields.logit_bias, tokenize)
+    given["top_logprobs"] = FIELDS.n_logprobs(fields, if_true=1) or None
+    given["grammar"] = fields.grammar or None
+    if given["grammar"]:
+        given["json_schema"] = None
+    elif fields.json_schema == {}:
+        given["json_schema"] = {"type": "object"}
+    if fields.dry_base is not None and fields.dry_base < 1:
+        given["dry_base"] = None
+    if fields.dry_sequence_breakers is not None and not fields.dry_sequence_breakers:
+        raise InvalidSampling(
+            "dry_sequence_breakers is empty; send at least one text, or leave it out",
+            parameter="dry_sequence_breakers",
+        )
+    chosen = {name: value for name, value in chosen.items() if value is not None}
+    if not _CONSTRAINTS.isdisjoint(chosen):
+        given |= dict.fromkeys(_CONSTRAINTS)
+    given |= chosen
+    if fields.samplers is not None:
+        wanted = _sampler_names(fields.samplers)
+        for name in SAMPLERS.keys() - wanted:
+            given |= SAMPLERS[name]
+    return FIELDS.sampling_of(fields, given)
+
+
+def max_tokens_of(fields: LlamaFields) -> int | None:
+    """Most tokens to generate; None for as many as fit, 0 to evaluate the prompt only.
+
+    Raises:
+        RequestError: It is below -1.
+    """
+    return _most(fields, "max_tokens", "-1 for as many as fit, 0 to evaluate the prompt")
+
+
+def reasoning_budget_of(fields: LlamaFields) -> int | None:
+    """Most tokens of reasoning; None (-1) for what the server says.
+
+    Raises:
+        RequestError: It is below -1.
+    """
+    return _most(fields, "reasoning_budget", "-1 for the server's default, 0 for no reasoning")
+
+
+def _most(fields: LlamaFields, field: str, special: str) -> int | None:
+    """A limit on tokens, None for -1; *special* says what -1 and 0 mean."""
+    name = FIELDS.name(fields, field)
+    n: int | None = getattr(fields, name)
+    if n is not None and n < -1:
+        raise RequestError(f"{name} is {n}; send {special}, or more", parameter=name)
+    return None if n == -1 else n
+
+
+def options_of(fields: LlamaFields, settings: Settings) -> dict[str, Any]:
+    """Further fields of a `GenerateRequest`: slot, adapters, mods, and what moves positions."""
+    has_mods, mods = settings.mods_dir is not None, ()
+    if has_mods or fields.mods:
+        mods = mods_of_model(fields.mods, getattr(fields, "model", None), has_mods=has_mods)
+    has_mods = settings.mods_dir is not None
+    return {
+        "slot": None if fields.id_slot == -1 else fields.id_slot,
+        # Adapters that are left out have 0.
+        "lora": None if fields.lora is None else {one.id: one.scale for one in fields.lora},
+        "context_shift": settings.context_shift,
+        "n_keep": first(fields.n_keep, 0),
+        "n_discard": fields.n_discard or None,
+        "n_reuse_min": first(fields.n_cache_reuse, 0),
+        "cache_prompt": fields.cache_prompt is not False,
+        "mods": mods,
+    }
+
+
+def n_samples_of(fields: LlamaFields) -> int:
+    """How many texts to generate from one prompt."""
+    return first(fields.n_cmpl, fields.n, 1)
+
+
+def active_samplers(fields: LlamaFields) -> list[str]:
+    """Samplers that are applied, in their order."""
+    if fields.samplers is None:
+        return [*SAMPLERS]
+    wanted = _sampler_names(fields.samplers)
+    return [name for name in SAMPLERS if name in wanted]
+
+
+def _bias(
+    bias: dict[str, float | bool] | list[Any], tokenize: Callable[[str], Sequence[int]]
+) -> dict[int, float]:
+    """Every form of llama.cpp's server: pairs or an object, ids or texts, false for a ban."""
+    found: dict[int, float] = {}
+    for token, value in _bias_pairs(bias):
+        number = -math.inf if value is False else float(value)
+        for id_ in [token] if isinstance(token, int) else tokenize(token):
+            found[id_] = number
+    return found
+
+
+def _bias_pairs(bias: dict[str, float | bool] | list[Any]) -> list[tuple[int | str, float | bool]]:
+    if isinstance(bias, dict):
+        pairs: list[Any] = [
+            (int(key[:_ID_DIGITS]) if _ID.fullmatch(key) else key, value)
+            for key, value in bias.items()
+        ]
+    else:
+        pairs = bias
+    try:
+        checked = msgspec.convert(pairs, list[tuple[int | str, float | bool]])
+    except msgspec.ValidationError as error:
+        raise InvalidToken(
+            f"logit_bias has an entry that is not a token and its bias: {error}; send "
+            "[id or text, number or false], or an object of them",
+            parameter="logit_bias",
+        ) from None
+    if any(value is True for _, value in checked):
+        raise InvalidToken(
+            "logit_bias has true as a bias; send a number, or false to ban the token",
+            parameter="logit_bias",
+        )
+    return checked
+
+
+def _sampler_names(samplers: Sequence[str] | str) -> frozenset[str]:
+    """Names of `SAMPLERS`; unknown ones are ignored later."""
+    if isinstance(samplers, str):
+        return frozenset(_SAMPLER_LETTERS.get(letter, letter) for letter in samplers)
+    plain = (name.replace("-", "").replace("_", "") for name in samplers)
+    return frozenset(_SAMPLER_NAMES.get(name, name) for name in plain)

@@ -11,7 +11,7 @@ from kqview.chat.reasoning import THINK_TAGS, Split
 from kqview.chat.turn import Reading
 from kqview.engine import Engine
 from kqview.errors import RequestError
-from kqview.server.api.wire.attention_field import ATTENTION_NAMES, Attention, attention_of
+from kqview.server.api.wire.attention import ATTENTION_NAMES, Attention, attention_of
 from kqview.server.api.wire.chat import ChatRequest, prepare, prompt_of
 from kqview.server.api.wire.fields import first
 from kqview.server.api.wire.mods_field import mods_of

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import msgspec
 
 from kqview.errors import InternalError, KqviewError
-from kqview.server.api.wire.attention_field import AttentionWriter
+from kqview.server.api.wire.attention import AttentionWriter
 from kqview.server.apps.chat_service import Call, ChatService
 from kqview.server.apps.mia4 import request, schema
 from kqview.server.apps.mia4.cancelling import Cancelled
