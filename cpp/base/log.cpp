@@ -1,6 +1,7 @@
 #include "base/log.h"
 
 #include <string_view>
+#include <utility>
 
 namespace kqview {
 

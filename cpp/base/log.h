@@ -3,6 +3,7 @@
 //          thread drains. Never takes the GIL, so logging never holds up the engine thread.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <deque>
 #include <mutex>

@@ -2,10 +2,13 @@
 
 #include <algorithm>
 #include <bitset>
+#include <iterator>
 #include <limits>
 #include <map>
 #include <mutex>
 #include <regex>
+#include <stdexcept>
+#include <string_view>
 #include <type_traits>
 #include <utility>
 

@@ -6,10 +6,23 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cstdint>
 #include <memory>
+#include <optional>
+#include <utility>
 
+#include "base/ids.h"
 #include "bind/bind.h"
 #include "bind/bind_generation.h"
+#include "llama/context_params.h"
+#include "llama/model.h"
+#include "sched/delivery.h"
+#include "sched/engine.h"
+#include "sched/llama_runner.h"
+#include "sched/request.h"
+#include "sched/slot_table.h"
+#include "tap/plan.h"
+#include "tap/step_result.h"
 
 namespace kqview::bind {
 

@@ -11,13 +11,20 @@
 #include <atomic>
 #include <chrono>
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
 #include <limits>
 #include <optional>
+#include <vector>
 
+#include "base/error.h"
 #include "base/fork_guard.h"
+#include "base/ids.h"
 #include "bind/bind.h"
 #include "sample/logit_scan.h"
+#include "sample/token_picker.h"
+#include "sched/forward_pass.h"
+#include "sched/mailbox.h"
 #include "sched/wakeup.h"
 
 namespace kqview::bind {

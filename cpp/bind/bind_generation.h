@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "sched/engine.h"
+#include "sched/request.h"
 
 namespace kqview::bind {
 

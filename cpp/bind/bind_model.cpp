@@ -1,3 +1,4 @@
+#include <llama.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
@@ -6,14 +7,23 @@
 #include <nanobind/stl/vector.h>
 
 #include <chrono>
+#include <cstddef>
+#include <cstdint>
 #include <exception>
+#include <memory>
 #include <optional>
+#include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
+#include "base/ids.h"
 #include "bind/bind.h"
 #include "llama/memory_plan.h"
 #include "llama/model.h"
+#include "llama/rpc_devices.h"
+#include "memory/device_need.h"
+#include "rpc/servers.h"
 #include "sched/engine.h"
 
 namespace kqview::bind {

@@ -9,6 +9,8 @@
 #include <exception>
 #include <new>
 #include <stdexcept>
+#include <utility>
+#include <vector>
 
 #include "base/error.h"
 #include "base/log.h"

@@ -7,17 +7,21 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstddef>
 #include <limits>
 #include <memory>
 #include <new>
 #include <optional>
 #include <string>
 #include <type_traits>
+#include <vector>
 
 #include "base/error.h"
 #include "bind/bind.h"
 #include "sample/params.h"
+#include "sample/work_limit.h"
 #include "sched/engine.h"
+#include "sched/request.h"
 #include "tap/plan.h"
 
 namespace kqview::bind {

@@ -6,14 +6,18 @@
 // Never:   creates a writable view, or an array without an owner.
 #include <nanobind/ndarray.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "base/error.h"
 #include "bind/bind.h"
+#include "sched/request.h"
+#include "tap/plan.h"
 
 namespace kqview::bind {
 

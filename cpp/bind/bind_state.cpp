@@ -6,13 +6,18 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <cstddef>
+#include <cstdint>
 #include <span>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "base/error.h"
+#include "base/ids.h"
 #include "bind/bind.h"
 #include "sched/engine.h"
+#include "sched/slot_cache.h"
 
 namespace kqview::bind {
 

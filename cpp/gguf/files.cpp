@@ -5,6 +5,7 @@
 
 #include <cerrno>
 #include <cstddef>
+#include <cstdint>
 #include <cstdio>
 #include <cstring>
 #include <memory>
@@ -15,6 +16,7 @@
 
 #include "base/error.h"
 #include "gguf/checks.h"
+#include "gguf/header.h"
 
 namespace kqview {
 

@@ -2,14 +2,19 @@
 #include <array>
 #include <charconv>
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
 #include <optional>
+#include <span>
 #include <string>
+#include <string_view>
+#include <system_error>
 #include <utility>
 #include <vector>
 
 #include "base/error.h"
 #include "gguf/checks.h"
+#include "gguf/header.h"
 
 namespace kqview {
 

@@ -2,14 +2,18 @@
 #include <bit>
 #include <bitset>
 #include <charconv>
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <optional>
+#include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "base/error.h"
 #include "gguf/checks.h"
+#include "gguf/header.h"
 
 namespace kqview {
 

@@ -1,6 +1,8 @@
 #include "llama/context.h"
 
 #include <ggml.h>
+#include <llama-adapter.h>
+#include <llama-arch.h>
 #include <llama-context.h>
 #include <llama-ext.h>  // llama_graph_reserve
 #include <llama-kv-cache-iswa.h>

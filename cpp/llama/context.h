@@ -5,10 +5,12 @@
 
 #include <llama.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/compute_pool.h"

@@ -1,6 +1,7 @@
 #include "llama/devices.h"
 
 #include <dlfcn.h>
+#include <ggml-alloc.h>
 
 #include <algorithm>
 #include <array>

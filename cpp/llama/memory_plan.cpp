@@ -1,5 +1,6 @@
 #include "llama/memory_plan.h"
 
+#include <ggml-backend.h>
 #include <llama-context.h>
 #include <llama-ext.h>
 #include <llama.h>

@@ -1,5 +1,6 @@
 #include "llama/model.h"
 
+#include <ggml-backend.h>
 #include <llama-model.h>
 
 #include <algorithm>

@@ -16,6 +16,7 @@
 #include "base/ids.h"
 #include "llama/rpc_devices.h"
 #include "llama/vocabulary.h"
+#include "rpc/servers.h"
 
 namespace kqview {
 

@@ -2,6 +2,10 @@
 // ggml-rpc.cpp with `socket_t` renamed to `kqview_rpc_socket_t`, so that it finds this class and
 // not its own.
 #include <ggml-rpc.h>
+#include <cstddef>
+#include <cstdint>
+#include "rpc/link.h"
+#include "rpc/protocol.h"
 
 #define socket_t kqview_rpc_socket_t
 #include <transport.h>  // of llama.cpp's ggml/src/ggml-rpc

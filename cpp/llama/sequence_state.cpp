@@ -11,9 +11,12 @@
 #include <llama-memory-hybrid-iswa.h>
 #include <llama-memory-hybrid.h>
 #include <llama-memory-recurrent.h>
+#include <llama.h>
 
 #include <cstring>
 #include <exception>
+#include <stdexcept>
+#include <utility>
 
 #include "base/error.h"
 

@@ -5,6 +5,7 @@
 
 #include <llama.h>
 
+#include <cstddef>
 #include <memory>
 #include <span>
 #include <string>

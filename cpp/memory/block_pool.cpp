@@ -11,6 +11,7 @@
 
 #include "base/error.h"
 #include "base/log.h"
+#include "memory/host_buffer.h"
 
 namespace kqview {
 

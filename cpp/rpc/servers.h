@@ -6,9 +6,11 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <utility>
 
 #include "base/fork_guard.h"
 #include "rpc/link.h"
+#include "rpc/tcp_connection.h"
 
 namespace kqview {
 

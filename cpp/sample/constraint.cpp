@@ -4,6 +4,8 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <cstdio>
@@ -14,6 +16,7 @@
 #include <vector>
 
 #include "base/error.h"
+#include "base/ids.h"
 
 namespace kqview {
 namespace {

@@ -8,6 +8,7 @@
 
 #include "sample/constraint_host.h"
 #include "sample/token_filter.h"
+#include "sample/work_limit.h"
 
 namespace kqview {
 

@@ -24,6 +24,7 @@
 #include <vector>
 
 #include "base/fork_guard.h"
+#include "base/ids.h"
 #include "llama/model.h"
 
 namespace kqview {

@@ -10,6 +10,7 @@
 // Threads: one at a time.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <span>

@@ -3,15 +3,20 @@
 // here, and rules that begin with themselves in tail position are.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <string>
 #include <string_view>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
+#include "base/ids.h"
+#include "sample/grammar.h"
 #include "sample/grammar_automaton.h"
 #include "sample/token_filter.h"
+#include "sample/work_limit.h"
 
 namespace kqview {
 

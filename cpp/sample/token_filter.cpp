@@ -1,4 +1,5 @@
 #include "sample/token_filter.h"
+#include <llama.h>
 
 #include <optional>
 #include <string_view>

@@ -5,6 +5,7 @@
 #include <string>
 #include <tuple>
 #include <utility>
+#include "base/error.h"
 
 namespace kqview {
 

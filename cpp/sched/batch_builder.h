@@ -9,15 +9,20 @@
 #pragma once
 
 #include <algorithm>
+#include <chrono>
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <span>
 #include <vector>
 
+#include "base/ids.h"
 #include "memory/block_pool.h"
 #include "sched/delivery.h"
+#include "sched/request.h"
 #include "sched/runner.h"
 #include "sched/slot_table.h"
+#include "tap/plan.h"
 
 namespace kqview {
 

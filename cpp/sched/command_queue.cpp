@@ -1,6 +1,7 @@
 #include "sched/command_queue.h"
 
 #include <algorithm>
+#include <chrono>
 #include <utility>
 
 namespace kqview {

@@ -6,6 +6,7 @@
 // Never:   runs a command; allocates while handing one to the engine thread.
 #pragma once
 
+#include <cstddef>
 #include <deque>
 #include <functional>
 #include <memory>
@@ -16,6 +17,7 @@
 #include <vector>
 
 #include "base/error.h"
+#include "base/ids.h"
 #include "sched/forward_pass.h"
 #include "sched/request.h"
 #include "sched/slot_cache.h"

@@ -7,17 +7,24 @@
 
 #include <atomic>
 #include <chrono>
+#include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <optional>
 #include <span>
 #include <vector>
 
+#include "base/error.h"
+#include "base/ids.h"
+#include "sample/token_picker.h"
+#include "sched/forward_pass.h"
 #include "sched/mailbox.h"
 #include "sched/parking.h"
 #include "sched/request.h"
 #include "sched/runner.h"
 #include "sched/sampler_lane.h"
 #include "sched/slot_table.h"
+#include "tap/step_result.h"
 
 namespace kqview {
 

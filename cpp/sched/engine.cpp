@@ -1,9 +1,14 @@
 #include "sched/engine.h"
+#include <llama.h>
 
 #include <algorithm>
 #include <utility>
 
+#include "base/error.h"
+#include "base/heartbeat.h"
+#include "memory/block_pool.h"
 #include "sample/chain.h"
+#include "sample/params.h"
 
 namespace kqview {
 

@@ -5,18 +5,24 @@
 #pragma once
 
 #include <chrono>
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "base/ids.h"
 #include "llama/context.h"
+#include "llama/context_params.h"
 #include "llama/model.h"
 #include "sample/token_filter.h"
+#include "sched/forward_pass.h"
 #include "sched/llama_runner.h"
 #include "sched/request.h"
 #include "sched/scheduler.h"
+#include "tap/plan.h"
+#include "tap/step_result.h"
 
 namespace kqview {
 

@@ -1,9 +1,11 @@
 #include "sched/engine_loop.h"
 
 #include <algorithm>
+#include <cstdint>
 #include <cstring>
 #include <string>
 #include <utility>
+#include "tap/plan.h"
 
 namespace kqview {
 

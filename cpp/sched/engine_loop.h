@@ -11,16 +11,21 @@
 #include <memory>
 #include <optional>
 
+#include "base/error.h"
 #include "base/heartbeat.h"
+#include "base/ids.h"
 #include "memory/block_pool.h"
 #include "sched/batch_builder.h"
 #include "sched/command_queue.h"
 #include "sched/delivery.h"
+#include "sched/forward_pass.h"
 #include "sched/parking.h"
+#include "sched/request.h"
 #include "sched/runner.h"
 #include "sched/sampler_lane.h"
 #include "sched/slot_table.h"
 #include "sched/wakeup.h"
+#include "tap/step_result.h"
 
 namespace kqview {
 

@@ -1,5 +1,6 @@
 #include "sched/forward_pass.h"
 
+#include <cstddef>
 #include <string>
 #include <utility>
 

@@ -4,6 +4,8 @@
 #pragma once
 
 #include <atomic>
+#include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <optional>
 #include <span>
@@ -12,12 +14,19 @@
 #include <vector>
 
 #include "base/error.h"
+#include "base/heartbeat.h"
+#include "base/ids.h"
 #include "llama/backend.h"
 #include "llama/context.h"
+#include "llama/context_params.h"
 #include "llama/model.h"
 #include "memory/host_buffer.h"
 #include "sample/logit_scan.h"
 #include "sched/runner.h"
+#include "state/kv_layout.h"
+#include "tap/host/row_sink.h"
+#include "tap/plan.h"
+#include "tap/step_result.h"
 #include "tap/tap.h"
 
 namespace kqview {

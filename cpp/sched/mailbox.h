@@ -5,13 +5,16 @@
 // Never:   blocks the producer, which calls has_room() before a token is computed.
 #pragma once
 
+#include <cstddef>
 #include <deque>
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <utility>
 #include <variant>
 #include <vector>
 
+#include "base/ids.h"
 #include "sched/request.h"
 #include "sched/wakeup.h"
 

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -16,6 +17,7 @@
 #include "base/error.h"
 #include "base/ids.h"
 #include "memory/block_pool.h"
+#include "sample/logit_scan.h"
 #include "sample/params.h"
 #include "sample/token_picker.h"
 #include "sample/work_limit.h"

@@ -4,6 +4,7 @@
 #include <signal.h>
 
 #include <algorithm>
+#include <cstddef>
 #include <string>
 #include <utility>
 

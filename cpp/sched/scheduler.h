@@ -17,12 +17,17 @@
 
 #include "base/fork_guard.h"
 #include "base/heartbeat.h"
+#include "base/ids.h"
 #include "memory/block_pool.h"
 #include "sched/command_queue.h"
+#include "sched/delivery.h"
 #include "sched/engine_loop.h"
+#include "sched/forward_pass.h"
 #include "sched/mailbox.h"
 #include "sched/request.h"
 #include "sched/runner.h"
+#include "sched/slot_cache.h"
+#include "sched/slot_table.h"
 #include "sched/wakeup.h"
 
 namespace kqview {

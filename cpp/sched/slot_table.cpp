@@ -1,6 +1,7 @@
 #include "sched/slot_table.h"
 
 #include <algorithm>
+#include <exception>
 #include <new>
 #include <tuple>
 #include <utility>

@@ -6,6 +6,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <cstddef>
 #include <cstdint>
 #include <deque>
 #include <memory>
@@ -17,12 +18,15 @@
 #include <vector>
 
 #include "base/error.h"
+#include "base/ids.h"
+#include "sample/token_picker.h"
 #include "sched/forward_pass.h"
 #include "sched/request.h"
 #include "sched/reuse_plan.h"
 #include "sched/runner.h"
 #include "sched/sampler_lane.h"
 #include "sched/slot_cache.h"
+#include "tap/step_result.h"
 
 namespace kqview {
 

@@ -6,6 +6,7 @@
 
 #include <ggml.h>
 
+#include <cstddef>
 #include <utility>
 #include <vector>
 

@@ -2,10 +2,13 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
+#include <cstddef>
 #include <string>
 #include <utility>
 
 #include "base/error.h"
+#include "tap/device/device_copies.h"
 #include "tap/graph.h"
 
 namespace kqview {

@@ -19,8 +19,10 @@
 
 #include "base/error.h"
 #include "tap/device/device_tap.h"
+#include "tap/graph.h"
 #include "tap/host/attend_op.h"
 #include "tap/host/row_op.h"
+#include "tap/host/row_sink.h"
 #include "tap/plan.h"
 #include "tap/step_result.h"
 

@@ -1,6 +1,7 @@
 #include "tap/device/device_copies.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <utility>
 

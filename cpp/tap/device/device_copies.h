@@ -11,9 +11,11 @@
 #include <vector>
 
 #include "tap/device/device_nodes.h"
+#include "tap/device/row_copy.h"
 #include "tap/device/side_graph.h"
 #include "tap/device/transfer.h"
 #include "tap/host/row_sink.h"
+#include "tap/plan.h"
 
 namespace kqview {
 

@@ -1,5 +1,7 @@
 #include "tap/device/device_copy.h"
+#include <ggml-alloc.h>
 
+#include <cstdint>
 #include <string_view>
 
 #include "base/error.h"

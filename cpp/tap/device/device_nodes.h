@@ -7,6 +7,7 @@
 #include <ggml-backend.h>
 #include <ggml.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <limits>
 #include <map>

@@ -1,6 +1,7 @@
 #include "tap/device/device_tap.h"
 
 #include <algorithm>
+#include <cstdint>
 #include <exception>
 #include <iterator>
 #include <limits>
@@ -10,6 +11,7 @@
 #include "base/error.h"
 #include "base/log.h"
 #include "tap/device/device_copies.h"
+#include "tap/device/side_graph.h"
 
 namespace kqview {
 

@@ -5,7 +5,10 @@
 #pragma once
 
 #include <ggml-backend.h>
+#include <ggml.h>
 
+#include <cstddef>
+#include <exception>
 #include <limits>
 #include <memory>
 #include <optional>
@@ -19,6 +22,7 @@
 #include "tap/graph.h"
 #include "tap/host/row_sink.h"
 #include "tap/plan.h"
+#include "tap/step_result.h"
 
 namespace kqview {
 

@@ -1,4 +1,5 @@
 #include "tap/device/transfer.h"
+#include <ggml-alloc.h>
 
 #include <algorithm>
 #include <cstring>

@@ -7,6 +7,8 @@
 #include <span>
 
 #include "tap/host/attend_kernel.h"
+#include "tap/host/row_kernel.h"
+#include "tap/plan.h"
 
 namespace kqview {
 

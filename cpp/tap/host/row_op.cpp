@@ -1,10 +1,14 @@
 #include "tap/host/row_op.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
+#include <cstddef>
+#include <cstdint>
 #include <cstring>
 #include <limits>
 #include <optional>
+#include <vector>
 
 #include "tap/host/row_kernel.h"
 

@@ -8,6 +8,7 @@
 
 #include "tap/graph.h"
 #include "tap/host/row_sink.h"
+#include "tap/plan.h"
 
 namespace kqview {
 

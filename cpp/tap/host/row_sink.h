@@ -6,6 +6,7 @@
 //          by ggml's barrier between two nodes.
 #pragma once
 
+#include <ggml.h>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
