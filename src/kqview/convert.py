@@ -252,14 +252,9 @@ def _write_vocabulary(writer: Any, gguf: Any, folder: Path, n_vocab: int) -> Non
     writer.add_bool("tokenizer.ggml.normalizer.lowercase", lowers)
     writer.add_bool("tokenizer.ggml.normalizer.strip_accents", strips)
     ids = {token: i for i, token in enumerate(tokens)}
-    adders = {
-        "pad": writer.add_pad_token_id, "unk": writer.add_unk_token_id,
-        "bos": writer.add_bos_token_id, "sep": writer.add_sep_token_id,
-        "mask": writer.add_mask_token_id,
-    }  # fmt: skip
     for role, name in names.items():
         if name in ids:
-            adders[role](ids[name])
+            getattr(writer, f"add_{role}_token_id")(ids[name])
         elif role != "mask":
             raise ModelLoadError(f"the vocabulary has no {name}, the model's {role} token")
 

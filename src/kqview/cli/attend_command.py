@@ -19,7 +19,7 @@ from kqview.cli.options import (
     EngineChoice,
     PromptChoice,
 )
-from kqview.cli.outputs import ARRAYS, PAGE, PICTURES, check_drawn, check_output
+from kqview.cli.outputs import ARRAYS, PAGE, PICTURES, check_drawn, check_output, output_to
 from kqview.errors import RequestError
 from kqview.saved import save_prompt, write_arrays
 from kqview.viz.figures import heatmap, save_figure
@@ -47,12 +47,9 @@ def attend(
     head: int | None = option(None, "Head to show. [default: the sharpest]", min=0),
     last: int | None = option(None, "Only the rows of the last N tokens.", min=1, metavar="N"),
     table: bool = option(False, "List what each token attends to instead.", "--table"),
-    output: Path | None = option(
-        None,
+    output: Path | None = output_to(
         "Write the shown head as .png, .svg or .pdf, or all that is captured as .html "
-        "(a page), .npz, .npy or .safetensors.",
-        "--output -o",
-        metavar="FILE",
+        "(a page), .npz, .npy or .safetensors."
     ),
     capture: CaptureChoice,
     add_special: bool = ADD_SPECIAL,

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from kqview.cli.option_groups import option
 from kqview.cli.options import DEMO, THREADS, open_engine
-from kqview.cli.outputs import PAGE, PICTURES, check_drawn, check_output
+from kqview.cli.outputs import PAGE, PICTURES, check_drawn, check_output, output_to
 from kqview.cli.terminal import argument_text, show_delta
 from kqview.errors import RequestError
 from kqview.types.capture import Kind
@@ -44,11 +44,8 @@ def demo(
     head: int | None = option(None, "Head to draw. [default: the sharpest]", min=0),
     kind: Kind = option("probs", "Values to capture.", "--capture"),
     runs: int = option(5, "Number of timed runs, with and without capture each.", min=1),
-    output: Path | None = option(
-        None,
-        "Write the heat map as .png, .svg or .pdf as well, or all heads as .html.",
-        "--output -o",
-        metavar="FILE",
+    output: Path | None = output_to(
+        "Write the heat map as .png, .svg or .pdf as well, or all heads as .html."
     ),
     mods: bool = option(False, "Show mods that steer the text instead.", "--mods"),
     threads: int | None = THREADS,

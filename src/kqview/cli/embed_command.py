@@ -10,7 +10,7 @@ import typer
 
 from kqview.cli.option_groups import option, with_groups
 from kqview.cli.options import ADD_SPECIAL, JSON, EngineChoice, TextsChoice
-from kqview.cli.outputs import ARRAYS, check_output
+from kqview.cli.outputs import ARRAYS, check_output, output_to
 from kqview.saved import write_arrays
 from kqview.viz.terminal import label
 
@@ -33,12 +33,7 @@ def embed(
     similarity: bool = option(
         False, "Print the cosine similarity of each pair instead.", "--similarity"
     ),
-    output: Path | None = option(
-        None,
-        "Write the vectors as .npy, .npz or .safetensors instead.",
-        "--output -o",
-        metavar="FILE",
-    ),
+    output: Path | None = output_to("Write the vectors as .npy, .npz or .safetensors instead."),
     add_special: bool = ADD_SPECIAL,
     as_json: bool = JSON,
 ) -> None:

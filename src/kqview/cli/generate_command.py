@@ -21,7 +21,7 @@ from kqview.cli.options import (
     PromptChoice,
     SamplingChoice,
 )
-from kqview.cli.outputs import PAGE, check_drawn, check_output
+from kqview.cli.outputs import PAGE, check_drawn, check_output, output_to
 from kqview.cli.terminal import show_delta
 from kqview.durable import WholeFile, remove_leftovers
 from kqview.saved import streamed_metadata
@@ -43,12 +43,9 @@ def generate(
     max_tokens: int = option(
         256, "Maximum number of tokens to generate.", "--max-tokens -n", min=1
     ),
-    output: Path | None = option(
-        None,
+    output: Path | None = output_to(
         "Write the captured attention as .npz or .safetensors (kqview.load reads both) "
-        "or .html (a page).",
-        "--output -o",
-        metavar="FILE",
+        "or .html (a page)."
     ),
     capture: CaptureChoice,
     sampling: SamplingChoice,

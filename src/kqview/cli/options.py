@@ -434,8 +434,13 @@ class SamplingChoice(OptionGroup):
         options["stop"] = tuple(options["stop"] or ())
         for name in ("json_schema", "regex", "grammar"):
             options[name] = text_or_file(options[name])
-        if options["json_schema"] is not None:
-            _check_json("--json-schema", options["json_schema"])
+        try:
+            json_input.loads(options["json_schema"] or "{}")
+        except ValueError as error:
+            raise RequestError(
+                f"--json-schema is not JSON: {error}; write a schema, or @FILE to read it from a "
+                "file"
+            ) from None
         with naming_options():
             return Sampling(**options)
 
@@ -445,15 +450,6 @@ def text_or_file(value: str | None) -> str | None:
     if value is None or not value.startswith("@"):
         return value and argument_text(value)
     return read_text(Path(value[1:])).removesuffix("\n")
-
-
-def _check_json(name: str, text: str) -> None:
-    try:
-        json_input.loads(text)
-    except ValueError as error:
-        raise RequestError(
-            f"{name} is not JSON: {error}; write a schema, or @FILE to read it from a file"
-        ) from None
 
 
 # ---- engines

@@ -3,8 +3,9 @@
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
+from kqview.cli.option_groups import option
 from kqview.errors import RequestError
 from kqview.saved import require_safetensors
 from kqview.types.capture import RAW_KINDS
@@ -15,6 +16,11 @@ if TYPE_CHECKING:
 PICTURES: Final = (".png", ".svg", ".pdf")
 ARRAYS: Final = (".npz", ".npy", ".safetensors")
 PAGE: Final = ".html"
+
+
+def output_to(text: str) -> Any:
+    """The option that names the file to write."""
+    return option(None, text, "--output -o", metavar="FILE")
 
 
 def check_output(option: str, path: Path | None, suffixes: Sequence[str]) -> None:

@@ -103,6 +103,9 @@ class TableStrategy(Strategy[_State]):
     def __init__(self, table: TokenTable) -> None:
         self._table = table
 
+    def start(self, tokenizer: ModTokenizer) -> _State:
+        return cast("_State", AnswerState())
+
     def step(
         self, state: _State, token_id: int, tokenizer: ModTokenizer
     ) -> ForceTokens | Backtrack | None:
@@ -191,9 +194,6 @@ class ChoicesStrategy(TableStrategy[AnswerState]):
         super().__init__(table)
         self._choices = [choice.encode() for choice in choices]
 
-    def start(self, tokenizer: ModTokenizer) -> AnswerState:
-        return AnswerState()
-
     def allowed_tokens(self, state: AnswerState, tokenizer: ModTokenizer) -> Ids:
         ids = [i for rest in self._rests(state) for i in self._table.beginnings(rest)]
         return _ids(ids + self._table.end_ids if self.can_end(state) else ids)
@@ -273,9 +273,6 @@ class UntilStrategy(TableStrategy[AnswerState]):
         # Tokens that go on after an end that they contain.
         overshoot = [i for i, piece in enumerate(table.pieces) if self._overshoots(piece)]
         self._never = _ids([*table.control_ids, *overshoot])
-
-    def start(self, tokenizer: ModTokenizer) -> AnswerState:
-        return AnswerState()
 
     def allowed_tokens(self, state: AnswerState, tokenizer: ModTokenizer) -> Ids:
         rest = self._start[len(state.written) :]
@@ -415,9 +412,6 @@ class CharsStrategy(TableStrategy[AnswerState]):
         self._free: Ids = np.array(free, np.int64)
         self._free_lengths = np.array([len(table.texts[i] or "") for i in free], np.int64)
         self._checked = checked
-
-    def start(self, tokenizer: ModTokenizer) -> AnswerState:
-        return AnswerState()
 
     def allowed_tokens(self, state: AnswerState, tokenizer: ModTokenizer) -> Ids:
         written = state.written.decode()
