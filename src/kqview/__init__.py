@@ -9,6 +9,7 @@ from kqview import errors
 
 if TYPE_CHECKING:
     from kqview import viz as viz
+    from kqview.corpora import extract, open_corpus
     from kqview.engine import Engine
     from kqview.engine_options import EngineOptions
     from kqview.generation.prompt import PromptAttention
@@ -49,6 +50,7 @@ logging.getLogger("kqview").addHandler(logging.NullHandler())
 _HOMES: Final = {
     name: module
     for module, names in {
+        "corpora": "extract open_corpus",
         "engine": "Engine",
         "engine_options": "EngineOptions",
         "generation.prompt": "PromptAttention",
@@ -119,8 +121,10 @@ __all__ = [
     "ToolCall",
     "Usage",
     "errors",
+    "extract",
     "load",
     "mod",
+    "open_corpus",
     "save",
     "stack",
     "system_info",

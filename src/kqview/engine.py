@@ -67,8 +67,10 @@ _CHAT: Final = {**CHAT_DEFAULTS, **GENERATE_DEFAULTS}
 _MAP: Final = {"progress": False, "skip": (), "on_error": "raise", **GENERATE_DEFAULTS}
 _TEXT: Final = {"priority": 0, "add_special": True, "parse_special": True}
 _EMBED: Final = {"normalize": True, **_TEXT}
-_SCORE: Final = {"last": None, "top_logprobs": None, "lora": None, **_TEXT}
-_ATTEND: Final = {"last": None, "request_id": None, **_TEXT}
+_SCORE: Final = {
+    "last": None, "top_logprobs": None, "lora": None, "deterministic": False, **_TEXT,
+}  # fmt: skip
+_ATTEND: Final = {"last": None, "request_id": None, "deterministic": False, **_TEXT}
 
 CLOSE_TIMEOUT_S: Final = 30.0
 """Default ``timeout_s`` of `Engine.close`, in seconds."""
@@ -109,6 +111,7 @@ class AttendOptions(TypedDict, total=False):
     last: int | None
     request_id: str | None
     priority: int
+    deterministic: bool
     add_special: bool
     parse_special: bool
 
@@ -720,7 +723,8 @@ class Engine(NamesMethods):
                 most.
             capture: The attention to hand out: a Capture, or its kind as a string.
             last: Number of positions, counted from the end, whose rows to return; None for all.
-            **options: Also request_id, priority, add_special and parse_special, as in `generate`.
+            **options: Also request_id, priority, deterministic, add_special and parse_special, as
+                in `generate`.
 
         Returns:
             A sync and async iterator of PromptBlock. ``.array()`` returns all rows as one array of
@@ -999,9 +1003,9 @@ class Engine(NamesMethods):
                 with the number for each. None for all but the first, which nothing precedes.
             top_logprobs: Number of most probable tokens to return for each scored token, at most
                 1000; None for none.
-            **options: Also priority, lora, add_special and parse_special, as in `generate`. If
-                add_special adds a beginning-of-text token, every token of the text itself gets a
-                score.
+            **options: Also priority, lora, deterministic, add_special and parse_special, as in
+                `generate`. If add_special adds a beginning-of-text token, every token of the text
+                itself gets a score.
 
         Returns:
             A Score for one text, a list of them for a list. Values differ from those of a

@@ -245,6 +245,14 @@ class StateMismatch(StateError):
     """
 
 
+class CorpusError(KqviewError):
+    """A folder of a corpus cannot be used as it is; the message says what to do.
+
+    It belongs to another model, source or options, another process writes to it, it is damaged, or
+    more documents failed than ``max_errors`` allows. What is in the folder stays.
+    """
+
+
 class ClosedError(KqviewError):
     """The engine or generation is closed, or this process is a fork of its owner; open a new one.
 

@@ -13,7 +13,7 @@ from kqview.arguments import whole_number
 from kqview.errors import RequestError, UnsupportedModel
 from kqview.generation.stream import Generation
 from kqview.lora import LoraScales
-from kqview.submission import Submission
+from kqview.submission import Submission, be_alone
 from kqview.text_batch import Batch, in_turn, items_of
 from kqview.types import ModelInfo, Score
 
@@ -27,6 +27,7 @@ class ScoreOptions(TypedDict, total=False):
     top_logprobs: int | None
     priority: int
     lora: LoraScales | None
+    deterministic: bool
     add_special: bool
     parse_special: bool
 
@@ -50,6 +51,7 @@ class Scoring:
         top_logprobs: int | None = None,
         priority: int = 0,
         lora: LoraScales | None = None,
+        deterministic: bool = False,
         add_special: bool = True,
         parse_special: bool = True,
     ) -> Batch[Score | list[Score]]:
@@ -76,6 +78,7 @@ class Scoring:
         def submit(i: int) -> Generation:
             request = self._submission.request(ids[i], priority=priority, lora=lora)
             request.only_attends = True
+            be_alone(request, deterministic)
             request.n_scores = n_last[i]
             request.n_top_scores = n_top or 0
             return self._submission.submit("score", request, ids[i])

@@ -417,6 +417,7 @@ class Submission:
         last: object = None,
         request_id: str | None = None,
         priority: object = 0,
+        deterministic: object = False,
         add_special: object = True,
         parse_special: object = True,
     ) -> PromptAttention | list[PromptAttention]:
@@ -449,6 +450,7 @@ class Submission:
                 n_prompt_rows=len(texts[i]) - first[i],
             )
             request.only_attends = True
+            be_alone(request, deterministic)
             name = request_id if is_one or request_id is None else f"{request_id}-{i}"
             return self.submit("attend", request, texts[i], name, wanted)
 
@@ -575,6 +577,12 @@ class Submission:
         if waker is None:
             waker = self._wakers[loop] = LoopWaker()
         return waker
+
+
+def be_alone(request: _core.RequestOptions, deterministic: object) -> None:
+    """Evaluate all of a prompt, in steps of its own, if *deterministic*."""
+    request.is_alone = flag("deterministic", deterministic)
+    request.cache_prompt = not request.is_alone
 
 
 def has_prompts(prompt: object) -> bool:

@@ -47,6 +47,7 @@ PYTHON_RINGS: dict[str, set[str]] = {
     "viz": set(),
     "bench": set(),
     "convert": set(),
+    "corpora": {"saved"},
     "server": {"state", "chat", "rpc", "demo", "trace", "mods"},
     # What the server loads, it loads.
     "ingest": {"server", "state", "chat", "rpc", "demo", "trace", "mods"},
@@ -61,6 +62,7 @@ PYTHON_RINGS: dict[str, set[str]] = {
         "saved",
         "bench",
         "convert",
+        "corpora",
         "server",
         "ingest",
     },
@@ -76,7 +78,7 @@ INNER_RINGS = {
     "mods": {"engine", "generation", "submission", "conversation", "kqview"},
 }
 # What `kqview.NAME` loads at its first use; importing the package does not.
-LOADED_WHEN_USED = {"kqview": {"saved", "viz"}}
+LOADED_WHEN_USED = {"kqview": {"saved", "viz", "corpora"}}
 KNOWN_TO_INNER_RINGS = {
     "arguments", "confined", "constraint_child", "durable", "errors", "extras", "json_input",
     "types", "machine", "stop_strings", "_core",

@@ -1,0 +1,333 @@
+"""Extraction: from the documents of a source to a corpus, with every slot busy.
+
+One thread per slot evaluates one document at a time, a few ahead of the one that is written, so
+memory does not grow with the source. Results are written in the order of the source.
+"""
+
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from importlib.metadata import version
+from itertools import islice
+from pathlib import Path
+from typing import Any, Final, NamedTuple, TypedDict, Unpack
+
+from kqview import _core
+from kqview.arguments import whole_number
+from kqview.corpora.plan import Part, Plan, Result
+from kqview.corpora.reader import Corpus, open_corpus
+from kqview.corpora.sources import Columns, Document, can_be_read_again, documents, n_documents
+from kqview.corpora.writer import Row, Writer, chained
+from kqview.engine import Engine
+from kqview.errors import ClosedError, CorpusError, KqviewError, RequestError
+from kqview.many import prompt_key
+from kqview.types import Capture
+from kqview.types.capture import Kind
+
+SHARD_BYTES: Final = 256 * 2**20
+_N_AHEAD: Final = 2  # documents in work and results kept, per slot
+_PROGRESS_S: Final = 0.2
+_GIB: Final = 2**30
+
+
+class Options(TypedDict, total=False):
+    """Options of `extract` that say what is taken of each document."""
+
+    fields: Sequence[str] | None
+    capture: Capture | Kind
+    last: int | None
+    pool: str | None
+    top_logprobs: int | None
+    generate: Mapping[str, Any] | None
+    spans: str | Mapping[str, str] | None
+    too_long: str
+    max_length: int | None
+    stride: int | None
+    deterministic: bool
+
+
+_DEFAULTS: Final = Options(
+    fields=None, capture="probs", last=None, pool=None, top_logprobs=None, generate=None,
+    spans=None, too_long="error", max_length=None, stride=None, deterministic=False,
+)  # fmt: skip
+
+
+class Estimate(NamedTuple):
+    """What a corpus will take.
+
+    Attributes:
+        n_documents: Documents of the source.
+        n_failed: Those that cannot be evaluated.
+        n_tokens: Tokens to evaluate.
+        n_bytes: Bytes on disk, without texts that are generated.
+    """
+
+    n_documents: int
+    n_failed: int
+    n_tokens: int
+    n_bytes: int
+
+
+def estimate(
+    source: object, *, engine: Engine, columns: Columns | None = None, **options: Unpack[Options]
+) -> Estimate:
+    """Count what `extract` would evaluate and write, by reading and tokenizing all of *source*.
+
+    Arguments and errors as of `extract`.
+    """
+    plan = Plan.of(engine, **{**_DEFAULTS, **options})
+    n = n_failed = n_tokens = n_bytes = 0
+    for document in documents(source, columns or Columns()):
+        n += 1
+        try:
+            for part in _parts(plan, document):
+                n_tokens += len(part.ids)
+                n_bytes += plan.n_bytes(part)
+        except ClosedError:
+            raise
+        except KqviewError:
+            n_failed += 1
+    return Estimate(n, n_failed, n_tokens, n_bytes)
+
+
+def extract(
+    source: object,
+    sink: str,
+    *,
+    engine: Engine,
+    columns: Columns | None = None,
+    keep: Sequence[str] = (),
+    max_errors: int | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    progress: bool | Callable[[int, int | None], object] = False,
+    yes: bool = False,
+    **options: Unpack[Options],
+) -> Corpus:
+    """Evaluate the documents of *source* and write what is wanted of them to the folder *sink*.
+
+    Called again with the same arguments after it was interrupted, it goes on where it was: no
+    document is lost, none is there twice, and at most the work of one shard is done again. The
+    source may have grown at its end. A document that fails is in the corpus with its error.
+
+    Args:
+        source: A file ``.jsonl``, ``.csv``, ``.tsv`` or ``.parquet``; a folder of ``.txt`` files,
+            or of a data set that `datasets` saved; or an iterable, such as a data set, of texts,
+            lists of ids, lists of messages, pairs (prompt, continuation) or records (see Columns).
+            A mapping gives ids to documents.
+        sink: Folder of the corpus; made if there is none.
+        engine: Evaluates; its slots work at once.
+        columns: Names of the columns of records.
+        keep: Columns of records to keep, as `Entry.columns`.
+        max_errors: Failed documents after which to stop; None for any number.
+        shard_bytes: Size from which a shard is written. Twice as much may be in memory.
+        progress: True prints a line to stderr; a function gets the number of documents that are
+            done and that of all (None if unknown).
+        yes: Write whole maps, of all rows and columns, however many bytes they take.
+        **options: What is taken of each document.
+
+            - fields: "attention", "hidden", "scores", "embedding", "text"; None for what *capture*
+              has.
+            - capture: As of `Engine.attend`, "probs" by default.
+            - last: Rows and scores of so many tokens at the end alone. Of a pair, those of the
+              continuation are the default.
+            - pool: "mean", "first" or "last" of the rows of hidden states; None for all of them.
+            - top_logprobs: As of `Engine.score`.
+            - generate: Options of `Engine.generate` for "text", at most 256 tokens by default; with
+              ``capture``, the rows of the generated tokens are kept too.
+            - spans: Sums over spans in place of columns: a column of records with spans, as a list
+              or by name, each [start, stop] in characters of the text; or regular expressions by
+              name, whose first match counts; or "messages", for each message of a chat.
+            - too_long: What becomes of a document with more tokens than *max_length*: "error";
+              "truncate" keeps its beginning, of a pair its end; "window" evaluates windows that
+              begin every *stride* tokens.
+            - max_length: Most tokens of a document; what the context holds by default.
+            - stride: Half of *max_length* by default.
+            - deterministic: The same corpus twice is equal in every byte. Documents are evaluated
+              one after the other then, without cached prefixes.
+
+    Returns:
+        The corpus, with all documents.
+
+    Raises:
+        RequestError: An option is invalid, or whole maps are wanted without *yes*; the message has
+            the bytes that they take.
+        CorpusError: *sink* is of another model, source or options, or another process writes to it;
+            or more than *max_errors* documents failed. What is written stays.
+        OSError: A file cannot be read or written; what is written stays.
+        KqviewError: pyarrow or safetensors is not installed, or the engine is closed.
+    """
+    columns = columns or Columns()
+    plan = Plan.of(engine, **{**_DEFAULTS, **options})
+    whole_number("shard_bytes", shard_bytes, low=1)
+    if plan.is_large and not yes:
+        raise RequestError(_warning(source, plan, engine, columns, options), parameter="yes")
+    facts = {
+        "model": {
+            "fingerprint": engine._state_facts().model,  # pyright: ignore[reportPrivateUsage]
+            "name": engine.model.name,
+            "architecture": engine.model.architecture,
+        },
+        "plan": {**plan.described(), "keep": list(keep)},
+        "versions": {
+            "kqview": version("kqview"),
+            "llama.cpp": _core.build_info()["llama_cpp_commit"],
+        },
+    }
+    with Writer(Path(sink), facts, shard_bytes) as writer:
+        run = _Run(plan, writer, tuple(keep), max_errors, _reporter(progress, n_documents(source)))
+        run.all(run.left(documents(source, columns)))
+    return open_corpus(sink)
+
+
+def _warning(source: object, plan: Plan, engine: Engine, columns: Columns, options: Options) -> str:
+    if not can_be_read_again(source):
+        return (
+            "whole maps are wanted, of documents that can be read only once, so their bytes are "
+            "not known; pass yes=True, or spans, last, top_k or reduce and fewer columns"
+        )
+    found = estimate(source, engine=engine, columns=columns, **options)
+    return (
+        f"whole maps of {found.n_documents} documents with {found.n_tokens} tokens take about "
+        f"{found.n_bytes / _GIB:.3g} GiB; pass yes=True to write them, or ask for less: spans, "
+        "last, top_k, fewer layers or heads"
+    )
+
+
+def _parts(plan: Plan, document: Document) -> list[Part]:
+    if document.error is not None:
+        raise RequestError(document.error)
+    return list(plan.parts(document))
+
+
+class _Outcome(NamedTuple):
+    """What became of a document."""
+
+    n: int
+    document: Document
+    digest: str
+    status: str
+    error: str | None
+    found: list[tuple[Part, Result]]
+
+
+class _Run:
+    """One run of `extract`."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        writer: Writer,
+        keep: tuple[str, ...],
+        max_errors: int | None,
+        report: Callable[[int, int], object],
+    ) -> None:
+        self._plan = plan
+        self._writer = writer
+        self._keep = keep
+        self._max_errors = max_errors
+        self._report = report
+        self._seen: set[str] = set()
+        self._n_errors = 0
+
+    def left(self, source: Iterator[Document]) -> Iterator[tuple[int, Document, str, bool]]:
+        """Number, document, digest up to it, and whether its id came before, of what is left."""
+        n_done, known, digest, n = self._writer.n_done, self._writer.digest, "", 0
+        for n, document in enumerate(source, 1):
+            digest = chained(digest, document.id, prompt_key(document.content or ""))
+            is_twice = document.id in self._seen
+            self._seen.add(document.id)
+            if n == n_done and digest != known:
+                break
+            if n > n_done:
+                yield n - 1, document, digest, is_twice
+        if n < n_done or (n == n_done and digest != known):
+            raise CorpusError(
+                f"the corpus has {n_done} documents of another source; go on with the source that "
+                "it was begun with, or write to another folder"
+            )
+
+    def all(self, documents_left: Iterator[tuple[int, Document, str, bool]]) -> None:
+        """Evaluate and write what is left."""
+        n_slots = 1 if self._plan.deterministic else len(self._plan.engine.slots)
+        pending: deque[Future[_Outcome]] = deque()
+        pool = ThreadPoolExecutor(n_slots, "kqview-extract")
+        try:
+            n_ahead = 1 if self._plan.deterministic else _N_AHEAD * n_slots
+            pending.extend(
+                pool.submit(self._evaluated, *one) for one in islice(documents_left, n_ahead)
+            )
+            while pending:
+                self._write(pending.popleft().result())
+                pending.extend(
+                    pool.submit(self._evaluated, *one) for one in islice(documents_left, 1)
+                )
+        except KeyboardInterrupt:
+            self._writer.commit()  # what is done need not be done again
+            raise
+        finally:
+            pool.shutdown(cancel_futures=True)
+        self._writer.commit()
+
+    def _evaluated(self, n: int, document: Document, digest: str, is_twice: bool) -> _Outcome:
+        if is_twice:
+            error = "a document before it has the same id"
+            return _Outcome(n, document, digest, "duplicate", error, [])
+        try:
+            parts = _parts(self._plan, document)
+            found = [(part, self._plan.evaluate(part)) for part in parts]
+        except ClosedError:
+            raise
+        except KqviewError as failure:
+            return _Outcome(n, document, digest, "error", str(failure), [])
+        return _Outcome(n, document, digest, "ok", None, found)
+
+    def _write(self, one: _Outcome) -> None:
+        kept = {name: one.document.record.get(name) for name in self._keep}
+        row: dict[str, Any] = {"n": one.n, "id": one.document.id, "columns": kept}
+        if one.status != "ok":
+            self._n_errors += 1
+            self._writer.add(Row(status=one.status, error=one.error, **row), {}, one.digest)
+        for i, (part, result) in enumerate(one.found, 1):
+            place: dict[str, Any] = {"window": part.window, "start": part.start, "ids": part.ids}
+            self._writer.add(
+                Row(**row, **place, spans=part.spans, text=result.text),
+                result.arrays,
+                one.digest,
+                ends_document=i == len(one.found),
+            )
+        self._report(one.n + 1, self._n_errors)
+        if self._max_errors is not None and self._n_errors > self._max_errors:
+            self._writer.commit()
+            raise CorpusError(
+                f"{self._n_errors} documents failed, max_errors is {self._max_errors}; the last "
+                f"one is {one.document.id!r}: {one.error}"
+            )
+
+
+def _reporter(
+    progress: bool | Callable[[int, int | None], object], n_total: int | None
+) -> Callable[[int, int], object]:
+    if callable(progress):
+        return lambda n_done, n_errors: progress(n_done, n_total)
+    if not progress:
+        return lambda n_done, n_errors: None
+    begun, shown_at, n_before = time.monotonic(), 0.0, -1
+
+    def show(n_done: int, n_errors: int) -> None:
+        nonlocal shown_at, n_before
+        now = time.monotonic()
+        if n_before < 0:  # what an earlier run has done is no work of this one
+            n_before = n_done - 1
+        is_last = n_done == n_total
+        if is_last or now - shown_at > _PROGRESS_S:
+            shown_at = now
+            rate = (n_done - n_before) / max(now - begun, 1e-9)
+            of = "" if n_total is None else f"/{n_total}"
+            left = "" if n_total is None else f", {(n_total - n_done) / rate:.0f} s left"
+            failed = f", {n_errors} failed" if n_errors else ""
+            line = f"\r{n_done}{of} documents, {rate:.1f}/s{left}{failed}"
+            print(line, end="\n" if is_last else "", file=sys.stderr, flush=True)
+
+    return show

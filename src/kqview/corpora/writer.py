@@ -1,0 +1,271 @@
+"""Writer: the folder of a corpus, of which each piece appears whole or not at all.
+
+``corpus.json`` says what the corpus is of. A piece is a shard, ``shards/00000.safetensors``, with
+the arrays of some documents, and then its part of the index, ``index/00000.parquet``: once that is
+there, its documents are done. A shard without one is left from a process that died, and is written
+again. Pieces follow the order of the source, so the number of documents in the index says where to
+go on, and the digest in its last part whether the source still begins in the same way.
+"""
+
+import errno
+import fcntl
+import hashlib
+import io
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, Self
+
+from kqview import durable
+from kqview.corpora.plan import Arrays, NamedSpan
+from kqview.corpora.sources import INSTALL
+from kqview.errors import CorpusError, RequestError
+from kqview.extras import needed
+
+FORMAT: Final = 1
+FACTS: Final = "corpus.json"
+_LOCK: Final = ".lock"
+_MOST_ROWS: Final = 4096  # documents of a piece, so that little is repeated where they are small
+_NO_DIGEST: Final = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A document, or one of its windows, as the index has it.
+
+    Attributes:
+        n: Its number in the source, from 0.
+        id: Its name.
+        status: "ok"; "error"; "duplicate", of a name that came before.
+        error: Why it failed.
+        window: As of `Part`, like start, ids and spans.
+        columns: Those of its record that are kept.
+        text: The text that was generated.
+    """
+
+    n: int
+    id: str
+    status: str = "ok"
+    error: str | None = None
+    window: int = 0
+    start: int = 0
+    ids: list[int] = field(default_factory=list[int])
+    spans: tuple[NamedSpan, ...] = ()
+    columns: dict[str, Any] = field(default_factory=dict[str, Any])
+    text: str | None = None
+
+
+class Writer:
+    """Writes one corpus; a context manager that lets it go. One thread.
+
+    Attributes:
+        n_done: Documents of the source that are in the index.
+        digest: Of these, None if there are none.
+    """
+
+    def __init__(self, folder: Path, facts: dict[str, Any], shard_bytes: int) -> None:
+        """Open or make *folder*, for a corpus with these *facts*.
+
+        Raises:
+            CorpusError: Another process writes to it, or it is of something else.
+            OSError: It cannot be written to.
+        """
+        self._arrow = needed("pyarrow", "a corpus needs", INSTALL)
+        self._parquet = needed("pyarrow.parquet", "a corpus needs", INSTALL)
+        self._tensors = needed("safetensors.numpy", "a corpus needs", INSTALL)
+        self._folder, self._shard_bytes = folder, shard_bytes
+        self._rows: list[Row] = []
+        self._arrays: list[Arrays] = []
+        self._n_bytes = 0
+        for name in ("shards", "index"):
+            (folder / name).mkdir(parents=True, exist_ok=True)
+        self._lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            self._take_lock()
+            self._check(facts)
+            self.n_done, self.digest, self._n_pieces = self._found()
+        except BaseException:
+            os.close(self._lock)
+            raise
+
+    def _take_lock(self) -> None:
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.EAGAIN, errno.EACCES):
+                raise
+            raise CorpusError(
+                f"another process writes to {self._folder}; wait until it has ended, or write to "
+                "another folder"
+            ) from None
+
+    def _check(self, facts: dict[str, Any]) -> None:
+        path = self._folder / FACTS
+        wanted = json.loads(json.dumps({"format": FORMAT, **facts}))
+        if not path.exists():
+            durable.write_whole(path, json.dumps(wanted, indent=1).encode())
+            return
+        known = read_facts(self._folder)
+        for name in ("format", "model", "plan"):
+            if known.get(name) == wanted[name]:
+                continue
+            have, want = known.get(name), wanted[name]
+            if isinstance(have, dict):
+                differ = [key for key in want if have.get(key) != want[key]]
+                what = ", ".join(f"{key} {have.get(key)!r}, not {want[key]!r}" for key in differ)
+            else:
+                what = f"{have!r}, not {want!r}"
+            raise CorpusError(
+                f"{self._folder} is a corpus with another {name}: {what}; write to another folder, "
+                "or start with what it was begun with"
+            )
+
+    def _found(self) -> tuple[int, str, int]:
+        """Documents, their digest and pieces; what dead processes left is removed."""
+        parts = index_parts(self._folder)
+        for name in ("shards", "index"):
+            durable.remove_leftovers(self._folder / name)
+        known = {part.stem for part in parts}
+        for shard in (self._folder / "shards").glob("*.safetensors"):
+            if shard.stem not in known:
+                durable.remove(shard)
+        if not parts:
+            return 0, _NO_DIGEST, 0
+        about = json.loads(self._parquet.read_schema(parts[-1]).metadata[b"kqview"])
+        return about["n_done"], about["digest"], len(parts)
+
+    def add(self, row: Row, arrays: Arrays, digest: str, *, ends_document: bool = True) -> None:
+        """Add a document or a window; *digest* is that of the source with this document."""
+        self._rows.append(row)
+        self._arrays.append(arrays)
+        self._n_bytes += sum(one.nbytes for one in arrays.values())
+        if ends_document:
+            self.n_done, self.digest = row.n + 1, digest
+            if self._n_bytes >= self._shard_bytes or len(self._rows) >= _MOST_ROWS:
+                self.commit()
+
+    def commit(self) -> None:
+        """Write what was added as a piece.
+
+        Raises:
+            OSError: It cannot be written; what was written before stays as it is.
+        """
+        if not self._rows:
+            return
+        name = f"{self._n_pieces:05}"
+        tensors = {
+            f"{i}.{key}": one
+            for i, arrays in enumerate(self._arrays)
+            for key, one in arrays.items()
+        }
+        places: dict[str, Any] = {}
+        if tensors:
+            data = self._tensors.save(tensors)
+            places = _places(data)
+            durable.write_whole(self._folder / "shards" / f"{name}.safetensors", data)
+            del data, tensors
+        table = self._table(places)
+        buffer = io.BytesIO()
+        # The same documents give the same bytes, whoever wrote them and when.
+        self._parquet.write_table(table, buffer, compression="zstd")
+        durable.write_whole(self._folder / "index" / f"{name}.parquet", buffer.getvalue())
+        self._n_pieces += 1
+        self._rows, self._arrays, self._n_bytes = [], [], 0
+
+    def _table(self, places: dict[str, Any]) -> Any:
+        rows = [
+            {
+                "n": row.n,
+                "id": row.id,
+                "status": row.status,
+                "error": row.error,
+                "window": row.window,
+                "start": row.start,
+                "n_tokens": len(row.ids),
+                "token_ids": row.ids,
+                "spans": [one._asdict() for one in row.spans],
+                "text": row.text,
+                "columns": json.dumps(row.columns, default=repr) if row.columns else None,
+                "shard": self._n_pieces,
+                "arrays": [
+                    {"name": name, **places[f"{i}.{name}"]} for name in sorted(self._arrays[i])
+                ],
+            }
+            for i, row in enumerate(self._rows)
+        ]
+        about = {"n_done": self.n_done, "digest": self.digest}
+        schema = _schema(self._arrow).with_metadata({"kqview": json.dumps(about)})
+        return self._arrow.Table.from_pylist(rows, schema=schema)
+
+    def close(self) -> None:
+        """Let other processes write."""
+        os.close(self._lock)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def chained(digest: str, id_: str, key: str) -> str:
+    """The digest of a source that goes on with the document *id_* of this content."""
+    return hashlib.sha256(f"{digest}\0{id_}\0{key}".encode(errors="surrogatepass")).hexdigest()
+
+
+def read_facts(folder: Path) -> dict[str, Any]:
+    """What the corpus in *folder* is of.
+
+    Raises:
+        RequestError: There is no corpus.
+        CorpusError: It is damaged.
+    """
+    try:
+        facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise RequestError(f"{folder} is no corpus: it has no {FACTS}; correct the path") from None
+    except ValueError as error:
+        raise CorpusError(f"{folder / FACTS} is damaged: {error}; extract it again") from None
+    return facts
+
+
+def index_parts(folder: Path) -> list[Path]:
+    """The parts of the index in their order."""
+    return sorted((folder / "index").glob("[0-9]*.parquet"))
+
+
+def _places(data: bytes) -> dict[str, Any]:
+    """Where each array of a safetensors file is: offset in the file, shape, dtype."""
+    n_header = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + n_header])
+    header.pop("__metadata__", None)
+    return {
+        name: {
+            "offset": 8 + n_header + one["data_offsets"][0],
+            "shape": one["shape"],
+            "dtype": _DTYPES[one["dtype"]],
+        }
+        for name, one in header.items()
+    }
+
+
+_DTYPES: Final = {"F32": "float32", "F16": "float16", "F64": "float64", "I32": "int32"}
+
+
+def _schema(arrow: Any) -> Any:
+    span = {"name": arrow.string(), "start": arrow.int32(), "stop": arrow.int32()}
+    array = {
+        "name": arrow.string(), "offset": arrow.int64(), "shape": arrow.list_(arrow.int64()),
+        "dtype": arrow.string(),
+    }  # fmt: skip
+    return arrow.schema(
+        {
+            "n": arrow.int64(), "id": arrow.string(), "status": arrow.string(),
+            "error": arrow.string(), "window": arrow.int32(), "start": arrow.int32(),
+            "n_tokens": arrow.int32(), "token_ids": arrow.list_(arrow.int32()),
+            "spans": arrow.list_(arrow.struct(span)), "text": arrow.string(),
+            "columns": arrow.string(), "shard": arrow.int32(),
+            "arrays": arrow.list_(arrow.struct(array)),
+        }
+    )  # fmt: skip
