@@ -1,12 +1,15 @@
 """JSON from outside: one limit on its depth, found before it is decoded and without recursion.
 
-Decoders recurse, and how deep they can depends on the version of Python and on who calls them.
+Decoders and encoders recurse, and how deep they can depends on the version of Python and on who
+calls them. The limit is the same for what is no JSON but becomes the same values: MessagePack,
+TOML, and what callers pass as Python's lists and mappings.
 Pure; needs no native core. The server counts long bodies with `kqview._core.count_values`.
 """
 
 import json
 import re
-from typing import Any, Final
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Final, cast
 
 DEPTH_MAX: Final = 128
 """Most lists and objects around a value."""
@@ -18,20 +21,49 @@ _NO_BRACKET: Final = re.compile(r"[^][{}]+")
 class TooDeep(ValueError):
     """The JSON is nested more than `DEPTH_MAX` deep."""
 
-    def __init__(self, depth: int) -> None:
-        super().__init__(f"it is nested {depth} deep, the limit is {DEPTH_MAX}; make it flatter")
+    def __init__(self, depth: int | None = None) -> None:
+        how = "too" if depth is None else depth
+        super().__init__(f"it is nested {how} deep, the limit is {DEPTH_MAX}; make it flatter")
 
 
-def check_depth(text: str) -> None:
-    """Raise TooDeep if *text*, JSON or what shall be, is nested too deeply."""
+def check_depth(text: str, strings: re.Pattern[str] = _STRING) -> None:
+    """Raise TooDeep if *text*, JSON or what shall be, is nested too deeply.
+
+    *strings*: what has no brackets that count; of another notation than JSON, its comments as well.
+    """
     if text.count("[") + text.count("{") <= DEPTH_MAX:
         return
     depth = deepest = 0
-    for bracket in _NO_BRACKET.sub("", _STRING.sub("", text)):
+    for bracket in _NO_BRACKET.sub("", strings.sub("", text)):
         depth = max(depth + (1 if bracket in "[{" else -1), 0)
         deepest = max(deepest, depth)
     if deepest > DEPTH_MAX:
         raise TooDeep(deepest)
+
+
+def check_value(value: object) -> None:
+    """Raise TooDeep if *value*, made by a caller, is nested too deeply, or contains itself."""
+    inside: dict[int, Iterator[object]] = {0: iter([value])}  # each by its list's or mapping's id
+    deepest = 0
+    while inside:
+        for one in next(reversed(inside.values())):
+            if (items := _items(one)) is not None:
+                if id(one) in inside:
+                    raise TooDeep
+                inside[id(one)] = iter(items)
+                deepest = max(deepest, len(inside) - 1)
+                break
+        else:
+            inside.popitem()
+    if deepest > DEPTH_MAX:
+        raise TooDeep(deepest)
+
+
+def _items(value: object) -> Iterable[object] | None:
+    """What is in a list or mapping."""
+    if isinstance(value, Mapping):
+        return cast("Mapping[object, object]", value).values()
+    return cast("list[object]", value) if isinstance(value, list | tuple) else None
 
 
 def loads(data: str | bytes) -> Any:

@@ -646,7 +646,7 @@ def load(path: str | os.PathLike[str]) -> Saved:
         if library is None:
             with np.load(io.BytesIO(data)) as members:
                 arrays = {name: members[name] for name in members.files}
-            metadata = json.loads(str(arrays["kqview"]))
+            metadata = json_input.loads(str(arrays["kqview"]))
         else:
             arrays = library.load(data)
             metadata = _metadata(io.BytesIO(data))

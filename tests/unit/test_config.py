@@ -284,6 +284,8 @@ mode = "root"
         (b"[server.port" + b".a" * 3000 + b"]", "tables are nested"),
         (b"[server]\nport" + b".a" * 3000 + b" = 1", "tables are nested"),
         (b"[server]\nport = " + b"[" * 300 + b"]" * 300, "tables are nested"),
+        (b"a = " + b"[" * 129 + b"]" * 129, "tables are nested too deeply, the limit is 128"),
+        (b"[server]\nport = " + b"[" * 120 + b"]" * 120, "port is [[["),
         (b"[server]\nport = " + b"{a=" * 250 + b"1" + b"}" * 250, "tables are nested"),
         (b'[server]\napi_keys = {file = "a\\u0000b"}', "server.api_keys: "),
     ],
@@ -294,6 +296,13 @@ def test_text_that_is_no_configuration_is_refused(raw: bytes, error: str, tmp_pa
     path.write_bytes(raw)
     [found] = errors_of(path)
     assert error in found
+
+
+def test_brackets_in_comments_and_texts_are_no_nesting(write: Write):
+    texts = ["'%s'", '"\\"%s"', "'''\n'%s'''", '"""\n"%s\\""""']
+    for text in texts:
+        [found] = errors_of(write(f"[server]\nport = {text % ('[' * 200)}  # don't {'[' * 200}\n"))
+        assert found.startswith("port is "), found
 
 
 def test_first_of_very_many_errors_are_named_and_the_others_counted(write: Write):

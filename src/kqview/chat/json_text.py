@@ -11,6 +11,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, Final, Literal
 
+from kqview import json_input
 from kqview.stop_strings import HeldText
 
 DEPTH_MAX: Final = 64
@@ -47,9 +48,10 @@ _DECODER: Final = json.JSONDecoder(parse_constant=str, parse_float=_finite, pars
 def decoded(text: str, start: int = 0) -> tuple[Any, int]:
     """The value at *start* and its end; valid values only, see above.
 
+    The caller has checked the depth of *text*.
+
     Raises:
         ValueError: There is none.
-        RecursionError: It is nested too deeply.
     """
     value, end = _DECODER.raw_decode(text, start)
     if "\\u" in text or _SURROGATE.search(text):
@@ -63,8 +65,9 @@ def literal(word: str) -> str:
     if text in _WORDS:
         return _WORDS[text]
     try:
+        json_input.check_depth(text)
         value, end = decoded(text)
-    except (ValueError, RecursionError):
+    except ValueError:
         value, end = None, -1
     if end != len(text):
         python = Notation(PYTHON)

@@ -19,7 +19,6 @@ from kqview.errors import RequestError, shown
 Message = Mapping[str, Any]
 
 _ROLE: Final = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
-_NESTING_MAX: Final = 64
 _WITHOUT_CONTENT: Final = frozenset({"assistant"})  # tool calls may be the whole message
 
 
@@ -134,6 +133,8 @@ def _arguments(where: str, value: object) -> Any:
         return value
     try:
         return json_input.loads(value) if value.strip() else {}
+    except json_input.TooDeep as error:
+        raise RequestError(f"{where}: arguments cannot be read: {error}") from None
     except ValueError:
         raise RequestError(
             f"{where}: arguments is {shown(value)}; pass an object or JSON text"
@@ -177,13 +178,16 @@ def _function_of(where: str, value: object) -> dict[str, Any]:
 def _mapping(where: str, value: object) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise RequestError(f"{where} is of type {type(value).__name__}; pass a mapping")
-    return _plain(where, cast("Mapping[object, object]", value), 0)
+    given = cast("Mapping[object, object]", value)
+    try:
+        json_input.check_value(given)
+    except json_input.TooDeep as error:
+        raise RequestError(f"{where}: {error}") from None
+    return _plain(where, given)
 
 
-def _plain(where: str, value: object, nesting: int) -> Any:
+def _plain(where: str, value: object) -> Any:
     """A copy of *value* in JSON's types; subclasses, which may bring code, become plain values."""
-    if nesting > _NESTING_MAX:
-        raise RequestError(f"{where}: nested deeper than {_NESTING_MAX} levels; flatten it")
     match value:
         case None | bool():
             return value
@@ -198,10 +202,10 @@ def _plain(where: str, value: object, nesting: int) -> Any:
             for key, _ in items:
                 if not isinstance(key, str):
                     raise RequestError(f"{where}: key {shown(key)} is not text; use text keys")
-            return {str(key): _plain(f"{where}.{key}", item, nesting + 1) for key, item in items}
+            return {str(key): _plain(f"{where}.{key}", item) for key, item in items}
         case list() | tuple():
             entries = cast("Sequence[object]", value)
-            return [_plain(f"{where}[{i}]", item, nesting + 1) for i, item in enumerate(entries)]
+            return [_plain(f"{where}[{i}]", item) for i, item in enumerate(entries)]
         case _:
             raise RequestError(
                 f"{where} is of type {type(value).__name__}; pass text, numbers, lists or mappings"

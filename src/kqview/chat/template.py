@@ -32,6 +32,7 @@ from jinja2.optimizer import optimize
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from kqview import json_input
 from kqview.chat.parts import ROLES, Part, between, text_of_parts
 from kqview.errors import OutOfMemory, RequestError, UnsupportedModel
 
@@ -432,8 +433,8 @@ def _with_results(messages: Iterable[Mapping[str, Any]]) -> list[Mapping[str, An
 
 def _read(text: str) -> Any:
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
+        return json_input.loads(text)
+    except ValueError:
         return text
 
 

@@ -647,18 +647,18 @@ class CallReader:
         """Calls that are JSON objects, in whatever order their keys are; none if it is not all."""
         body, at, calls = whole[len(self._mark) :], 0, list[tuple[str, str, str | None]]()
         ends = tuple(close for syntax in self._syntaxes for close in syntax.closes)
-        while True:
-            at = cast("re.Match[str]", _SEPARATED.match(body, at)).end()
-            if at == len(body) or (ends and body.startswith(ends, at)):
-                break
-            try:
+        try:
+            json_input.check_depth(body)
+            while True:
+                at = cast("re.Match[str]", _SEPARATED.match(body, at)).end()
+                if at == len(body) or (ends and body.startswith(ends, at)):
+                    break
                 value, at = decoded(body, at)
-            except (ValueError, RecursionError):
-                return []
-            call = _call_of(value)
-            if call is None:
-                return []
-            calls.append(call)
+                if (call := _call_of(value)) is None:
+                    return []
+                calls.append(call)
+        except ValueError:
+            return []
         deltas: list[CallDelta] = []
         for name, arguments, id_ in calls:
             deltas += [self.begin(name, id_), self.arguments(arguments)]
@@ -880,8 +880,9 @@ def _call_of(value: object) -> tuple[str, str, str | None] | None:
     id_ = fields.get("id")
     if isinstance(arguments, str):  # some models write JSON text inside JSON
         try:
+            json_input.check_depth(arguments)
             arguments, _ = decoded(arguments.strip())
-        except (ValueError, RecursionError):
+        except ValueError:
             return None
     if not isinstance(name, str) or not name or not isinstance(arguments, dict):
         return None

@@ -14,6 +14,7 @@ from typing import Any, Final, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from kqview import json_input
 from kqview.arguments import checked_ids, to_number, whole_number
 from kqview.errors import InvalidActionError, shown
 from kqview.mods.events import Added, Event, ForwardPass, Prefilled, Sampled
@@ -185,8 +186,9 @@ class ToolCalls:
 
     def __post_init__(self) -> None:
         try:
+            json_input.check_value(self.tool_calls)
             json.dumps(self.tool_calls, allow_nan=False)
-        except (TypeError, ValueError, RecursionError) as error:
+        except (TypeError, ValueError) as error:
             raise InvalidActionError(
                 f"tool_calls of ToolCalls must be a value that JSON can express: {error}"
             ) from None

@@ -100,10 +100,8 @@ def parsed(schema: str | None, text: str, finish_reason: str | None) -> Any:
 
 def _dumped(schema: Mapping[str, object]) -> str:
     try:
+        json_input.check_value(schema)
         return json.dumps(schema, ensure_ascii=False, allow_nan=False)
-    except RecursionError:
-        limit = json_input.DEPTH_MAX
-        raise refused(f"json_schema is nested too deep, the limit is {limit}") from None
     except (TypeError, ValueError) as error:
         raise refused(f"json_schema cannot be written as JSON: {error}") from error
 

@@ -36,7 +36,7 @@ def canonical(value: object) -> bytes:
             plain, ensure_ascii=False, allow_nan=False, sort_keys=True, separators=(",", ":")
         )
         return text.encode()
-    except (TypeError, ValueError, RecursionError) as error:
+    except (TypeError, ValueError) as error:
         raise RequestError(f"the value cannot be written as JSON: {error}") from None
 
 
