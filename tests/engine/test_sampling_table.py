@@ -4,6 +4,7 @@ The core's list is that of a developer build (tests/native/bind_sampling_options
 """
 
 import dataclasses
+import inspect
 import sys
 from collections.abc import Mapping
 from typing import Any, get_type_hints
@@ -31,7 +32,7 @@ def test_the_table_has_every_field_of_sampling():
         assert annotation in (option.type, option.type | None)
         assert getattr(Sampling(), name) == option.default
         assert option.doc.endswith(".")
-        assert f"{name}: {option.doc}" in str(Sampling.__doc__)
+        assert f"\n    {name}: {option.doc}" in inspect.cleandoc(str(Sampling.__doc__))
 
 
 @pytest.mark.needs("developer build")

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from functools import partial
+from inspect import cleandoc
 from types import MappingProxyType
 from typing import Any, Final, Generic, Literal, TypedDict, Unpack, cast
 
@@ -499,8 +500,8 @@ OPTIONS: Final[Mapping[str, SamplingOption]] = MappingProxyType(
 )
 """Every option of `Sampling` by name, in the order of the fields."""
 
-Sampling.__doc__ = f"{Sampling.__doc__}\n    Attributes:\n" + "".join(
-    f"        {option.name}: {option.doc}\n" for option in OPTIONS.values()
+Sampling.__doc__ = f"{cleandoc(Sampling.__doc__ or '')}\n\nAttributes:\n" + "".join(
+    f"    {option.name}: {option.doc}\n" for option in OPTIONS.values()
 )
 lists_options("Sampling", {name: option.default for name, option in OPTIONS.items()})(Sampling)
 

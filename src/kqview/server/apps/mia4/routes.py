@@ -238,7 +238,7 @@ _EXAMPLE: Final[dict[str, Any]] = {
 
 
 def _sent(kind: Any, event: str) -> Sample:
-    return Sample("server", kind.__doc__.removesuffix("."), event=event, type=kind)
+    return Sample("server", (kind.__doc__ or "").removesuffix("."), event=event, type=kind)
 
 
 _FRAMES: Final = tuple(_sent(one, one.event) for one in frames.FRAMES)
