@@ -9,7 +9,6 @@ import re
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from functools import lru_cache
 from typing import Any, Final, Literal, NamedTuple, Protocol, cast
 
@@ -405,14 +404,7 @@ class _Arguments(Protocol):
         ...
 
 
-class _Reads(Enum):
-    """What a CallReader reads, each by the method of that name."""
-
-    START = "white space before the answer"
-    TEXT = "text up to a mark"
-    HEAD = "a call up to its arguments"
-    ARGUMENTS = "the arguments"
-    TAIL = "what ends a call, behind its arguments"
+_Reads = Callable[["CallReader", str, "list[str | CallDelta]"], str | None]
 
 
 class CallReader:
@@ -433,7 +425,7 @@ class CallReader:
             for mark in syntax.marks:
                 self._opens.setdefault(mark, []).append(syntax)
             self._closes.update(syntax.closes)
-        self._state = _Reads.START
+        self._read: _Reads = CallReader._start
         self._held: list[str] = []  # white space at the start, or all of what may be a call
         self._is_after = False  # whether only white space came since the last call
         self._marks = HeldText([*self._opens, *self._closes])
@@ -460,16 +452,16 @@ class CallReader:
         """Add text of a call in a channel of its own; the first one of each call is empty."""
         if not text:
             found = [*self.end_channel(), self.begin(name)]
-            self._state, self._value = _Reads.ARGUMENTS, JsonText()
+            self._read, self._value = CallReader._arguments, JsonText()
             return found
         valid, _ = self._value.feed(text)
         return [self.arguments(valid)] if valid else []
 
     def end_channel(self) -> list[str | CallDelta]:
         """End a call in a channel, if there is one."""
-        if self._form != "harmony" or self._state != _Reads.ARGUMENTS:
+        if self._form != "harmony" or self._read is not CallReader._arguments:
             return []
-        self._state = _Reads.TEXT
+        self._read = CallReader._text
         rest = cast("JsonText", self._value).end()
         return [self.arguments(rest)] if rest else []
 
@@ -479,35 +471,29 @@ class CallReader:
             return [text] if text else []
         found: list[str | CallDelta] = []
         for start in range(0, len(text), _AT_ONCE):
-            # What is left for the next state, None if nothing is.
             rest: str | None = text[start : start + _AT_ONCE]
             while rest is not None:
-                match self._state:
-                    case _Reads.START:
-                        rest = self._start(rest)
-                    case _Reads.TEXT:
-                        rest = self._text(rest, found)
-                    case _Reads.HEAD:
-                        rest = self._find_head(rest, found)
-                    case _Reads.ARGUMENTS:
-                        rest = self._arguments(rest, found)
-                    case _Reads.TAIL:
-                        rest = self._end_call(rest)
+                rest = self._read(self, rest, found)
         return found
 
-    def _start(self, text: str) -> str | None:
+    # What is read, each a value of `_read`. They return what is left for the next one, None if
+    # nothing is.
+
+    def _start(self, text: str, _found: "list[str | CallDelta]") -> str | None:
+        """White space before the answer."""
         self._held.append(text)
         begun = text.lstrip()
         if not begun:
             return None
         syntax = FORMATS[self._form]
-        self._state = _Reads.TEXT
+        self._read = CallReader._text
         self._held[-1] = text[: len(text) - len(begun)]
         if (syntax.answer and syntax.is_list) or (syntax.bare and begun.startswith(syntax.bare)):
             self._open("", [syntax])
         return begun
 
     def _text(self, text: str, found: list[str | CallDelta]) -> str | None:
+        """Text up to a mark."""
         before, mark = self._marks.feed(text)
         if mark is not None and mark not in self._opens:
             before += "" if self._is_after and not before.strip() else mark
@@ -531,16 +517,17 @@ class CallReader:
             found.append(text)
 
     def _open(self, mark: str, syntaxes: list[Syntax]) -> None:
-        self._state, self._n_in_list = _Reads.HEAD, 0
+        self._read, self._n_in_list = CallReader._find_head, 0
         self._mark, self._head, self._syntaxes = mark, mark, syntaxes
         self._space, self._held = "".join(self._held), [mark]
         self._marks = HeldText([close for syntax in syntaxes for close in syntax.closes])
 
     def _leave(self, *, is_after: bool) -> None:
-        self._state, self._is_after, self._held = _Reads.TEXT, is_after, []
+        self._read, self._is_after, self._held = CallReader._text, is_after, []
         self._marks = HeldText([*self._opens, *self._closes])
 
     def _find_head(self, text: str, found: list[str | CallDelta]) -> str | None:
+        """A call up to its arguments."""
         self._held.append(text)
         if len(self._head) < HEAD_MAX:
             self._head = (self._head + text)[:HEAD_MAX]
@@ -585,7 +572,7 @@ class CallReader:
         return rest
 
     def _begin(self, syntax: Syntax, name: str, found: list[str | CallDelta]) -> None:
-        self._syntaxes, self._state, self._held = [syntax], _Reads.ARGUMENTS, []
+        self._syntaxes, self._read, self._held = [syntax], CallReader._arguments, []
         found.append(self.begin(name))
         if syntax.quotes:
             self._value = Notation(syntax.quotes, is_open=True)
@@ -607,12 +594,13 @@ class CallReader:
         elif (syntax.argument and not syntax.quotes) or not (syntax.closes or syntax.is_object):
             self._leave(is_after=True)
         else:
-            self._state = _Reads.TAIL
+            self._read = CallReader._end_call
             if not syntax.closes:
                 self._marks = HeldText(["}"])
         return text[n:]
 
-    def _end_call(self, text: str) -> str | None:
+    def _end_call(self, text: str, _found: list[str | CallDelta]) -> str | None:
+        """What ends a call, behind its arguments."""
         before, mark = self._marks.feed(text)
         self._tail = (self._tail + before)[:HEAD_MAX]
         if mark is None:
@@ -629,7 +617,7 @@ class CallReader:
 
     def _go_on(self) -> None:
         """Another call of the same list may follow."""
-        self._state, self._head, self._held = _Reads.HEAD, "", []
+        self._read, self._head, self._held = CallReader._find_head, "", []
         self._n_in_list += 1
 
     def _no_head(self, whole: str, found: list[str | CallDelta]) -> None:
@@ -671,17 +659,21 @@ class CallReader:
         found: list[str | CallDelta] = []
         if self._form == "harmony":
             return self.end_channel()
-        if self._state == _Reads.HEAD and self._n_in_list:
+        if self._read is CallReader._find_head and self._n_in_list:
             rest = "".join(self._held).lstrip(SEPARATORS)
             self._leave(is_after=True)
             self._write(rest, found)
-        elif self._state == _Reads.HEAD:
+        elif self._read is CallReader._find_head:
             self._no_head("".join(self._held), found)
-        elif self._state == _Reads.TEXT:
+        elif self._read is CallReader._text:
             self._write(self._marks.take(), found)
         elif isinstance(self._value, _Elements) and (rest := self._value.flush()):
             found.append(self.arguments(rest))
-        if self._state in (_Reads.START, _Reads.TEXT) and self._held and not self._is_after:
+        if (
+            self._read in (CallReader._start, CallReader._text)
+            and self._held
+            and not self._is_after
+        ):
             found.append("".join(self._held))
         return found
 
@@ -739,7 +731,7 @@ class _Elements:
         self._syntax = syntax
         self._texts = texts
         self._open = syntax.argument.partition("$")[0]
-        self._state: Literal["between", "key", "begun", "value"] = "between"
+        self._read: Callable[[_Elements, str, list[str]], str | None] = _Elements._between
         self._marks = HeldText([self._open, *syntax.closes])
         self._held = ""  # an element up to its value
         self._value: list[str] = []
@@ -754,15 +746,7 @@ class _Elements:
         left = ""
         while rest is not None and not self.is_over:
             left = rest
-            match self._state:
-                case "between":
-                    rest = self._between(rest, made)
-                case "key":
-                    rest = self._find_key(rest, made)
-                case "begun":
-                    rest = self._begin_value(rest)
-                case "value":
-                    rest = self._read(rest, made)
+            rest = self._read(self, rest, made)
             left = rest or ""
         return "".join(made), len(text) - len(left)
 
@@ -771,7 +755,7 @@ class _Elements:
         if mark is None:
             return None
         if mark == self._open:
-            self._state, self._held = "key", mark
+            self._read, self._held = _Elements._find_key, mark
         else:
             self.is_over = True
             made.append("}" if self._n else "{}")
@@ -784,7 +768,10 @@ class _Elements:
         if begun is None:
             if len(self._held) < HEAD_MAX:
                 return None
-            self._state, self._marks = "between", HeldText([self._open, *self._syntax.closes])
+            self._read, self._marks = (
+                _Elements._between,
+                HeldText([self._open, *self._syntax.closes]),
+            )
             return whole[len(self._open) :]
         said = begun.groupdict()
         self._key = said["key"].strip()
@@ -793,10 +780,10 @@ class _Elements:
         quote = '"' if self._is_text else ""
         made.append(f"{', ' if self._n else '{'}{quoted(self._key)}: {quote}")
         self._n += 1
-        self._state, self._value, self._held = "begun", [], ""
+        self._read, self._value, self._held = _Elements._begin_value, [], ""
         return whole[begun.end() :]
 
-    def _begin_value(self, text: str) -> str | None:
+    def _begin_value(self, text: str, _made: list[str]) -> str | None:
         """Pass what is before the value, and no part of it."""
         self._held += text
         begin, end = self._syntax.wrap
@@ -807,11 +794,11 @@ class _Elements:
         close = self._syntax.ends_value.replace("$key", self._key)
         close = end + close if self._is_wrapped else close
         self._marks = HeldText([close, "\n" + close] if self._syntax.has_lines else [close])
-        self._state = "value"
+        self._read = _Elements._read_value
         held, self._held = self._held, ""
         return held.removeprefix(first)
 
-    def _read(self, text: str, made: list[str]) -> str | None:
+    def _read_value(self, text: str, made: list[str]) -> str | None:
         before, mark = self._marks.feed(text)
         if self._is_text:
             made.append(quoted(before)[1:-1])
@@ -827,12 +814,12 @@ class _Elements:
             is_nested = sign and f"{sign}<" in value
             made.append(_nested(value, sign) if is_nested else json_literal(value))
         rest = self._marks.take()
-        self._state, self._marks = "between", HeldText([self._open, *self._syntax.closes])
+        self._read, self._marks = _Elements._between, HeldText([self._open, *self._syntax.closes])
         return rest
 
     def flush(self) -> str:
         """The rest of a text that was cut off."""
-        rest = self._marks.take() if self._state == "value" and self._is_text else ""
+        rest = self._marks.take() if self._read is _Elements._read_value and self._is_text else ""
         return quoted(rest)[1:-1]
 
 
