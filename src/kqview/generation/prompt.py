@@ -1,5 +1,6 @@
 """PromptAttention: attention rows and hidden states of a prompt, in blocks or as one array."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, Self, cast
 
@@ -239,20 +240,43 @@ class PromptAttention:
         if first.n_rows == self.n_rows:
             next(self, None)  # take the end, so that `usage` is final
             return _values_of(first)
-        joined = [_Joined(self.n_rows, self._budget_bytes, self._count_copied) for _ in range(3)]
+        wholes: list[Any] = [None] * len(_Whole._fields)
         i_row, block = 0, first
         while block is not None:
             values = _values_of(block)
             if not with_positions:
                 values = values._replace(positions=None)
-            for one, part in zip(joined, values, strict=True):
+            for i, part in enumerate(values):
                 if part is not None:
-                    one.add(part, i_row)
+                    wholes[i] = self._copied(wholes[i], part, i_row)
             i_row += block.n_rows
             values = part = first = block = None  # free their memory for the next one
             block = next(self, None)
-        whole = _Whole(*(one.whole for one in joined))
+        whole = _Whole(*wholes)
         self._handed.add(self.start, whole.rows, whole.positions)
+        return whole
+
+    def _copied(self, whole: Any, part: Any, i_row: int) -> Any:
+        """*whole* with *part* copied to *i_row* of the axis of rows, the second to last.
+
+        A *whole* of None begins here. Both may be tuples, an array a layer.
+        """
+        if isinstance(part, tuple):
+            parts = cast("tuple[Any, ...]", part)
+            wholes = whole or [None] * len(parts)
+            return tuple(map(self._copied, wholes, parts, [i_row] * len(parts)))
+        if whole is None:
+            shape = (*part.shape[:-2], self.n_rows, part.shape[-1])
+            n_bytes = math.prod(shape) * part.itemsize
+            if self._budget_bytes and n_bytes > self._budget_bytes:
+                raise OutOfMemory(
+                    f"the array needs {n_bytes} bytes, but attention_budget_bytes is "
+                    f"{self._budget_bytes}; iterate the blocks, or capture fewer layers, heads "
+                    "or rows (last=)"
+                )
+            whole = np.empty(shape, part.dtype)
+        whole[..., i_row : i_row + part.shape[-2], :] = part
+        self._count_copied(part.nbytes)
         return whole
 
     @property
@@ -290,40 +314,6 @@ def _values_of(block: PromptBlock) -> _Whole:
     if block.rows is None and block.hidden is None:
         raise InvalidCapture(f"on_full='drop' dropped the rows from {block.start} on; use 'wait'")
     return _Whole(block.rows, block.positions, block.hidden)
-
-
-class _Joined:
-    """Joins the arrays of blocks by copying them along the axis of rows, the second to last.
-
-    *whole* is None until something was added.
-    """
-
-    def __init__(self, n_rows: int, budget_bytes: int, count_copied: Callable[[int], None]) -> None:
-        self.whole: Any = None
-        self._count_copied = count_copied
-        self._n_rows = n_rows
-        self._budget_bytes = budget_bytes
-
-    def add(self, part: Attention | Positions, i_row: int) -> None:
-        parts: tuple[np.ndarray[Any, Any], ...] = part if isinstance(part, tuple) else (part,)
-        if self.whole is None:
-            wholes = tuple(self._room_for(array) for array in parts)
-            self.whole = wholes if isinstance(part, tuple) else wholes[0]
-        wholes = self.whole if isinstance(part, tuple) else (self.whole,)
-        for whole, array in zip(wholes, parts, strict=True):
-            whole[..., i_row : i_row + array.shape[-2], :] = array
-            self._count_copied(array.nbytes)
-
-    def _room_for(self, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        shape = (*array.shape[:-2], self._n_rows, array.shape[-1])
-        n_bytes = int(np.prod(shape, dtype=np.int64)) * array.itemsize
-        if self._budget_bytes and n_bytes > self._budget_bytes:
-            raise OutOfMemory(
-                f"the array needs {n_bytes} bytes, but attention_budget_bytes is "
-                f"{self._budget_bytes}; iterate the blocks, or capture fewer layers, heads "
-                "or rows (last=)"
-            )
-        return np.empty(shape, array.dtype)
 
 
 def all_rows(attention: PromptAttention) -> Rows:
