@@ -496,7 +496,7 @@ class Submission:
                 mod_text=", ".join(names) or None,
                 active_mod_name=names[0] if names else None,
             )
-            text_of = self._vocabulary.texts.__getitem__
+            text_of = self._vocabulary.token_text
             recorder = TraceRecorder(about, text_of=text_of, on_finish=steering.on_trace)
         constraints = (sampling.grammar, sampling.json_schema, sampling.regex)
         plain = self._source(None, request_id, request, prompt, capture, sampling.stop)

@@ -1,6 +1,7 @@
 """Vocabulary: converts text to token ids and back; a part of Engine."""
 
 from collections.abc import Iterable
+from functools import cache
 
 from kqview import _core
 from kqview.arguments import checked_ids, decode, encode, flag
@@ -21,26 +22,20 @@ class _Bytes(dict[int, bytes]):
         return found
 
 
-class _Texts(dict[int, str]):
-    """Texts of tokens for traces, each made when it is first asked for."""
-
-    def __init__(self, token_bytes: _Bytes) -> None:
-        super().__init__()
-        self._token_bytes = token_bytes
-
-    def __missing__(self, token_id: int) -> str:
-        found = self[token_id] = self._token_bytes[token_id].decode("utf-8", "replace")
-        return found
-
-
 class Vocabulary:
     """The tokens of one model; any thread, also during generation."""
 
     def __init__(self, core: _core.Engine, model: _core.Model) -> None:
         self._core = core
         self._model = model
-        self.bytes = _Bytes(model)
-        self.texts = _Texts(self.bytes)
+        self.bytes = token_bytes = _Bytes(model)
+
+        @cache
+        def token_text(token_id: int) -> str:
+            return token_bytes[token_id].decode("utf-8", "replace")
+
+        self.token_text = token_text
+        """The text of a token, for traces: made when it is first asked for."""
         self._special_ids: frozenset[int] | None = None  # once they are asked for
 
     def tokenize(
