@@ -27,6 +27,7 @@ import threading
 import time
 import weakref
 from collections import deque
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -46,42 +47,13 @@ class Stopped(Exception):
     """A call was ended before it had an answer; the message says which limit it broke.
 
     Attributes:
-        reason: "memory", "time" (of the CPU or the clock), "length" (of the answer), "cancelled",
-            or "died" for a child that ended by itself.
+        reason: "memory", "time" (of the CPU or the clock), "length" (of the answer), or "died" for
+            a child that ended by itself.
     """
 
-    def __init__(
-        self, reason: Literal["memory", "time", "length", "cancelled", "died"], message: str
-    ) -> None:
+    def __init__(self, reason: Literal["memory", "time", "length", "died"], message: str) -> None:
         super().__init__(message)
         self.reason = reason
-
-
-class Ticket:
-    """A name for one call, with which another thread can cancel it."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.turn = threading.Event()
-        """Set once the call has a child, or is cancelled."""
-        self.child: _Child | None = None
-        """The child of the call while it has one."""
-        self.is_cancelled = False
-
-    def cancel(self) -> None:
-        """End the call, wherever it is; it raises Stopped. Idempotent."""
-        with self._lock:
-            self.is_cancelled = True
-            self.turn.set()
-            if self.child is not None:
-                self.child.kill()
-
-    def hold(self, child: "_Child | None") -> None:
-        """From here on, *child* is what to kill."""
-        with self._lock:
-            self.child = child
-            if child is not None and self.is_cancelled:
-                child.kill()
 
 
 class Confined:
@@ -125,15 +97,15 @@ class Confined:
         self._queue_s, self._n_waiting = queue_s, n_waiting
         self._lock = threading.Lock()
         self._free = self._children[::-1]
-        self._waiting = deque[Ticket]()
+        self._waiting = deque[Future[_Child]]()
         self._owner = os.getpid()
         self._end = weakref.finalize(self, _end_all, self._children, self._owner)
 
-    def call(self, request: object, *, ticket: Ticket | None = None) -> Any:
+    def call(self, request: object) -> Any:
         """The answer to *request*, both in JSON's types.
 
         Raises:
-            Stopped: It broke a limit, or was cancelled.
+            Stopped: It broke a limit.
             QueueFull: Too many calls wait, or this one waited too long.
             CapacityError: The system does not start another process.
             ClosedError: It is closed, or this process is a fork of its owner.
@@ -141,23 +113,17 @@ class Confined:
             ValueError: *request* cannot be written as JSON.
         """
         data = json.dumps(request, ensure_ascii=False).encode("utf-8", "surrogatepass")
-        ticket = ticket or Ticket()
-        child = self._taken(ticket)
+        child = self._taken()
         try:
             with child.in_use:
                 child.renew(self._end)
-                ticket.hold(child)
                 try:
                     kind, body = child.exchange(data)
                 finally:
-                    ticket.hold(None)
-                    child.is_over |= ticket.is_cancelled
                     with contextlib.suppress(CapacityError):  # the next call tries again
                         child.renew(self._end)
         except Stopped:
             self._check_open()
-            if ticket.is_cancelled:
-                raise Stopped("cancelled", "it was cancelled") from None
             raise
         finally:
             self._give(child)
@@ -167,42 +133,36 @@ class Confined:
         """End all children; calls that run raise ClosedError. Idempotent."""
         self._end()
         with self._lock:
-            for ticket in self._waiting:
-                ticket.turn.set()
+            while self._waiting:
+                self._waiting.popleft().set_exception(ClosedError(_CLOSED))
 
-    def _taken(self, ticket: Ticket) -> "_Child":
+    def _taken(self) -> "_Child":
         with self._lock:
             self._check_open()
             if self._free:
                 return self._free.pop()
             if len(self._waiting) >= self._n_waiting:
                 raise QueueFull(f"{len(self._waiting)} calls wait for a process; retry later")
-            self._waiting.append(ticket)
-        child = None
+            turn: Future[_Child] = Future()
+            self._waiting.append(turn)
         try:
-            ticket.turn.wait(self._queue_s)
-            child = ticket.child
-        finally:  # also if a signal interrupts the wait
+            return turn.result(self._queue_s)
+        except BaseException as error:  # also a signal that interrupts the wait
             with self._lock:
-                if ticket in self._waiting:
-                    self._waiting.remove(ticket)
-            if child is None and ticket.child is not None:
-                self._give(ticket.child)
-        if child is not None:
-            return child
-        self._check_open()
-        if ticket.is_cancelled:
-            raise Stopped("cancelled", "it was cancelled")
-        raise QueueFull(f"no process was free for {self._queue_s:g} s; retry later")
+                if turn in self._waiting:
+                    self._waiting.remove(turn)
+            if turn.done() and turn.exception() is None:  # just now
+                self._give(turn.result())
+            if not isinstance(error, TimeoutError):
+                raise
+            raise QueueFull(f"no process was free for {self._queue_s:g} s; retry later") from None
 
     def _give(self, child: "_Child") -> None:
         with self._lock:
-            if not self._waiting:
+            if self._waiting:
+                self._waiting.popleft().set_result(child)
+            else:
                 self._free.append(child)
-                return
-            ticket = self._waiting.popleft()
-            ticket.child = child
-            ticket.turn.set()
 
     def _check_open(self) -> None:
         if not self._end.alive or os.getpid() != self._owner:

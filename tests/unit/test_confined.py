@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kqview.confined import Confined, Stopped, Ticket
+from kqview.confined import Confined, Stopped
 from kqview.errors import ClosedError, InternalError, PromptTooLong, QueueFull
 
 if TYPE_CHECKING:
@@ -153,22 +153,6 @@ def test_errors_keep_their_class_and_numbers(opened: Callable[..., Confined]):
 def test_child_writes_no_file(opened: Callable[..., Confined], tmp_path: Path):
     with pytest.raises(InternalError, match="File too large"):
         opened().call(["write", str(tmp_path / "out")])
-
-
-def test_call_is_cancelled_while_it_runs_and_while_it_waits(opened: Callable[..., Confined]):
-    pool = opened(n_processes=1)
-    pool.call(["pid"])
-    tickets = [Ticket() for _ in range(3)]
-    with ThreadPoolExecutor(3) as threads:
-        calls = [threads.submit(pool.call, ["sleep", 60], ticket=ticket) for ticket in tickets]
-        time.sleep(0.3)
-        for ticket in reversed(tickets):
-            ticket.cancel()
-        for call in calls:
-            with pytest.raises(Stopped) as caught:
-                call.result()
-            assert caught.value.reason == "cancelled"
-    assert pool.call(["echo", 1]) == 1
 
 
 def test_calls_wait_in_order_and_not_for_ever(opened: Callable[..., Confined]):
