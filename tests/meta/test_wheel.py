@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import venv
 import zipfile
 from pathlib import Path
 
@@ -35,6 +36,25 @@ def test_repository_has_no_file_above_five_mebibytes():
     assert len(files) > 100
     large = [str(p) for p in files if p.is_file() and p.stat().st_size > FILE_BYTES_MAX]
     assert large == []
+
+
+@pytest.mark.needs("build tools")
+def test_free_threaded_python_is_refused_before_anything_is_built(tmp_path: Path):
+    venv.create(tmp_path / "venv")
+    (packages,) = (tmp_path / "venv").glob("lib/python*/site-packages")
+    (packages / "free.pth").write_text(
+        "import sysconfig; sysconfig.get_config_vars()['Py_GIL_DISABLED'] = 1\n"
+    )
+    done = subprocess.run(
+        ["cmake", "-S", ROOT, "-B", tmp_path / "build", "-G", "Ninja",
+         "-DSKBUILD_PROJECT_NAME=kqview", "-DSKBUILD_PROJECT_VERSION=0",
+         f"-DPython_EXECUTABLE={tmp_path / 'venv/bin/python'}"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    said = " ".join(done.stderr.split())
+    assert done.returncode == 1
+    assert "is a free-threaded Python; install with one that has" in said
+    assert said.count("CMake Error") == 1
 
 
 @pytest.fixture(scope="module")
