@@ -154,9 +154,9 @@ class Capture:
     wait_s: float = 10.0
 
     def __post_init__(self) -> None:
-        for one in fields(self):
-            if (value := getattr(self, one.name)) is not one.default:
-                object.__setattr__(self, one.name, _CHECKS[one.name](one.name, value))
+        for name, default, check in _FIELDS:
+            if (value := getattr(self, name)) is not default:
+                object.__setattr__(self, name, check(name, value))
         if self.layers is not None and not (self.layers or self.hidden or self.vocab_logits):
             raise InvalidCapture("layers is empty; pass None to keep all", parameter="layers")
         if self.heads is not None and not self.heads:
@@ -330,4 +330,5 @@ _CHECKS: Final[Mapping[str, Callable[[str, Any], object]]] = {
     "dtype": _to_choice(DType), "prompt": _to_flag, "hidden": _to_indices,
     "vocab_logits": _to_flag, "on_full": _to_choice(OnFull), "wait_s": _to_wait_s,
 }  # fmt: skip
+_FIELDS: Final = [(one.name, one.default, _CHECKS[one.name]) for one in fields(Capture)]
 Capture.__init__ = names_options("Capture")(Capture.__init__)
