@@ -79,6 +79,10 @@ _COMMANDS: Final[Mapping[str, tuple[str, str, str]]] = {
         _TEXT, "score_command",
         "Show how probable each token of a text is, and the perplexity of the text.",
     ),
+    "extract": (
+        _TEXT, "extract_command",
+        "Write the attention, hidden states, scores or texts of many documents to a folder.",
+    ),
     "info": (
         _ABOUT, "info_command",
         "Show this build and its devices; or the shape, vocabulary and capture size of a model.",
@@ -108,7 +112,12 @@ _COMMANDS: Final[Mapping[str, tuple[str, str, str]]] = {
 }  # fmt: skip
 """Panel of the help, module and first line of each command, in the order of the help."""
 
-_EXTRAS: Final[Mapping[str, str]] = {"serve": "server", "config": "server", "ingest": "ingest"}
+_EXTRAS: Final[Mapping[str, str]] = {
+    "serve": "server",
+    "config": "server",
+    "ingest": "ingest",
+    "extract": "corpora",
+}
 """What to install for commands that need more than the command line does."""
 
 

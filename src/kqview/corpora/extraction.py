@@ -7,51 +7,28 @@ memory does not grow with the source. Results are written in the order of the so
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TypedDict, Unpack
+from typing import Any, Final, NamedTuple, Unpack, cast
 
 from kqview import _core
 from kqview.arguments import whole_number
-from kqview.corpora.plan import Part, Plan, Result
+from kqview.corpora.plan import DEFAULTS, Options, Part, Plan, Result
 from kqview.corpora.reader import Corpus, open_corpus
 from kqview.corpora.sources import Columns, Document, can_be_read_again, documents, n_documents
 from kqview.corpora.writer import Row, Writer, chained
 from kqview.engine import Engine
 from kqview.errors import ClosedError, CorpusError, KqviewError, RequestError
-from kqview.many import prompt_key
-from kqview.types import Capture
-from kqview.types.capture import Kind
+from kqview.many import Prompt, prompt_key
+from kqview.option_names import names_options
 
 SHARD_BYTES: Final = 256 * 2**20
 _N_AHEAD: Final = 2  # documents in work and results kept, per slot
 _PROGRESS_S: Final = 0.2
-_GIB: Final = 2**30
-
-
-class Options(TypedDict, total=False):
-    """Options of `extract` that say what is taken of each document."""
-
-    fields: Sequence[str] | None
-    capture: Capture | Kind
-    last: int | None
-    pool: str | None
-    top_logprobs: int | None
-    generate: Mapping[str, Any] | None
-    spans: str | Mapping[str, str] | None
-    too_long: str
-    max_length: int | None
-    stride: int | None
-    deterministic: bool
-
-
-_DEFAULTS: Final = Options(
-    fields=None, capture="probs", last=None, pool=None, top_logprobs=None, generate=None,
-    spans=None, too_long="error", max_length=None, stride=None, deterministic=False,
-)  # fmt: skip
+_UNITS: Final = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (-1, "bytes"))
 
 
 class Estimate(NamedTuple):
@@ -70,6 +47,7 @@ class Estimate(NamedTuple):
     n_bytes: int
 
 
+@names_options("estimate", DEFAULTS)
 def estimate(
     source: object, *, engine: Engine, columns: Columns | None = None, **options: Unpack[Options]
 ) -> Estimate:
@@ -77,7 +55,7 @@ def estimate(
 
     Arguments and errors as of `extract`.
     """
-    plan = Plan.of(engine, **{**_DEFAULTS, **options})
+    plan = Plan.of(engine, options)
     n = n_failed = n_tokens = n_bytes = 0
     for document in documents(source, columns or Columns()):
         n += 1
@@ -92,6 +70,7 @@ def estimate(
     return Estimate(n, n_failed, n_tokens, n_bytes)
 
 
+@names_options("extract", DEFAULTS)
 def extract(
     source: object,
     sink: str,
@@ -159,7 +138,7 @@ def extract(
         KqviewError: pyarrow or safetensors is not installed, or the engine is closed.
     """
     columns = columns or Columns()
-    plan = Plan.of(engine, **{**_DEFAULTS, **options})
+    plan = Plan.of(engine, options)
     whole_number("shard_bytes", shard_bytes, low=1)
     if plan.is_large and not yes:
         raise RequestError(_warning(source, plan, engine, columns, options), parameter="yes")
@@ -190,9 +169,15 @@ def _warning(source: object, plan: Plan, engine: Engine, columns: Columns, optio
     found = estimate(source, engine=engine, columns=columns, **options)
     return (
         f"whole maps of {found.n_documents} documents with {found.n_tokens} tokens take about "
-        f"{found.n_bytes / _GIB:.3g} GiB; pass yes=True to write them, or ask for less: spans, "
+        f"{size(found.n_bytes)}; pass yes=True (--yes) to write them, or ask for less: spans, "
         "last, top_k, fewer layers or heads"
     )
+
+
+def size(n_bytes: int) -> str:
+    """*n_bytes* for people."""
+    unit, name = next(one for one in _UNITS if n_bytes >= one[0])
+    return f"{n_bytes / max(unit, 1):.3g} {name}"
 
 
 def _parts(plan: Plan, document: Document) -> list[Part]:
@@ -235,7 +220,9 @@ class _Run:
         """Number, document, digest up to it, and whether its id came before, of what is left."""
         n_done, known, digest, n = self._writer.n_done, self._writer.digest, "", 0
         for n, document in enumerate(source, 1):
-            digest = chained(digest, document.id, prompt_key(document.content or ""))
+            digest = chained(
+                digest, document.id, prompt_key(cast("Prompt", document.content or ""))
+            )
             is_twice = document.id in self._seen
             self._seen.add(document.id)
             if n == n_done and digest != known:

@@ -1,13 +1,15 @@
 """Plan: what is taken of each document, and the bytes that it will need."""
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, Literal, NamedTuple, cast, get_args
+from types import MappingProxyType
+from typing import Any, Final, Literal, NamedTuple, TypedDict, cast, get_args
 
 import numpy as np
 
-from kqview.arguments import choice, whole_number
+from kqview.arguments import choice, flag, invalid, whole_number
 from kqview.corpora.sources import Document, Pair
 from kqview.engine import Engine
 from kqview.errors import RequestError, shown
@@ -25,6 +27,31 @@ MESSAGES: Final = "messages"
 _HEADER_BYTES: Final = 110  # of an array in the header of its shard
 _ROW_BYTES: Final = 160  # of a document in the index, besides its ids
 _ID_BYTES: Final = 3  # of a token id there, compressed
+
+
+class Options(TypedDict, total=False):
+    """The options of `extract` that say what is taken of each document."""
+
+    fields: Sequence[str] | None
+    capture: Capture | Kind
+    last: int | None
+    pool: str | None
+    top_logprobs: int | None
+    generate: Mapping[str, Any] | None
+    spans: str | Mapping[str, str] | None
+    too_long: str
+    max_length: int | None
+    stride: int | None
+    deterministic: bool
+
+
+DEFAULTS: Final[Mapping[str, Any]] = MappingProxyType(
+    {
+        "fields": None, "capture": "probs", "last": None, "pool": None, "top_logprobs": None,
+        "generate": None, "spans": None, "too_long": "error", "max_length": None, "stride": None,
+        "deterministic": False,
+    }
+)  # fmt: skip
 
 
 class NamedSpan(NamedTuple):
@@ -79,29 +106,20 @@ class Plan:
     deterministic: bool
 
     @classmethod
-    def of(
-        cls,
-        engine: Engine,
-        *,
-        fields: Sequence[str] | None,
-        capture: Capture | Kind,
-        last: int | None,
-        pool: str | None,
-        top_logprobs: int | None,
-        generate: Mapping[str, Any] | None,
-        spans: str | Mapping[str, str] | None,
-        too_long: str,
-        max_length: int | None,
-        stride: int | None,
-        deterministic: bool,
-    ) -> "Plan":
-        """Check the options; raises as `extract`."""
-        wanted = cast("Capture", Capture.of(capture))
-        given = fields
+    def of(cls, engine: Engine, options: Options) -> "Plan":
+        """Check *options*; raises as `extract`."""
+        one: dict[str, Any] = {**DEFAULTS, **options}
+        last, pool, stride = one["last"], one["pool"], one["stride"]
+        spans: str | Mapping[str, str] | None = one["spans"]
+        max_length, deterministic = one["max_length"], one["deterministic"]
+        wanted = Capture.of(one["capture"])
+        if wanted is None:
+            raise invalid("capture", "a kind such as 'probs', or a Capture", "None")
+        given: Any = one["fields"]
         if given is None:
             given = ["attention"] if wanted.layers is None or wanted.layers else []
             given = [*given, *(["hidden"] if wanted.hidden else [])]
-        chosen = tuple(choice("fields", one, Field) for one in dict.fromkeys(given))
+        chosen = tuple(choice("fields", name, Field) for name in dict.fromkeys(given))
         if not chosen:
             raise RequestError(
                 f"fields is empty; name some of {', '.join(get_args(Field))}", parameter="fields"
@@ -130,18 +148,18 @@ class Plan:
         if wanted is not None:
             wanted = replace(wanted.for_prompt(), on_full="wait").resolved(engine.model)
             wanted.bytes_per_token(engine.model, 0)  # refuses layers that there are not
-        options = dict(generate or {})
-        if "text" not in chosen and options:
+        generate: dict[str, Any] = dict(one["generate"] or {})
+        if "text" not in chosen and generate:
             raise RequestError(
                 "generate has options, but text is not among the fields; add it",
                 parameter="generate",
             )
         room = engine.n_ctx
         if "text" in chosen:
-            options.setdefault("max_tokens", 256)
-            room -= whole_number("max_tokens", options["max_tokens"], low=1)
+            generate.setdefault("max_tokens", 256)
+            room -= whole_number("max_tokens", generate["max_tokens"], low=1)
             if deterministic:
-                options["deterministic"] = True
+                generate["deterministic"] = True
         if room < 1:
             raise RequestError(
                 f"max_tokens leaves no room for a prompt in the context of {engine.n_ctx}; "
@@ -162,9 +180,9 @@ class Plan:
             engine=engine, fields=chosen, capture=wanted,
             last=None if last is None else whole_number("last", last, low=1),
             pool=None if pool is None else choice("pool", pool, Pool),
-            top_logprobs=top_logprobs, generate=options, spans=spans,
-            too_long=choice("too_long", too_long, TooLong), max_length=length, stride=stride,
-            deterministic=deterministic,
+            top_logprobs=one["top_logprobs"], generate=generate, spans=spans,
+            too_long=choice("too_long", one["too_long"], TooLong), max_length=length, stride=stride,
+            deterministic=flag("deterministic", deterministic),
         )  # fmt: skip
 
     @property
@@ -277,12 +295,12 @@ class Plan:
         """Evaluate *part*; any thread. Raises the errors of the engine."""
         engine, ids, text = self.engine, part.ids, None
         arrays: Arrays = {}
-        how = {"deterministic": True} if self.deterministic else {}
+        alone = self.deterministic
         if self.capture is not None:
             capture = self.capture
             if part.spans:
                 capture = replace(capture, spans=[(one.start, one.stop) for one in part.spans])
-            found = engine.attend(ids, capture, last=part.last, **how)
+            found = engine.attend(ids, capture, last=part.last, deterministic=alone)
             hidden = found.hidden if "hidden" in self.fields else None
             if "attention" in self.fields:
                 rows, positions = found.top_k() if capture.top_k else (found.array(), None)
@@ -290,13 +308,14 @@ class Plan:
                 if positions is not None:
                     arrays |= _named("attention_positions", positions)
             if hidden is not None:
-                arrays["hidden"] = _pooled(hidden, self.pool)
+                arrays |= _named("hidden", _pooled(hidden, self.pool))
         if "scores" in self.fields:
-            score = engine.score(ids, last=part.last, top_logprobs=self.top_logprobs, **how)
+            n = self.top_logprobs
+            score = engine.score(ids, last=part.last, top_logprobs=n, deterministic=alone)
             arrays |= {"logprobs": score.logprobs, "ranks": score.ranks}
             if score.top_logprobs is not None:
-                n = self.top_logprobs or 0
-                top = [[*one, *[(-1, np.nan)] * (n - len(one))] for one in score.top_logprobs]
+                none = (-1, math.nan)
+                top = [[*one, *[none] * ((n or 0) - len(one))] for one in score.top_logprobs]
                 arrays["top_ids"] = np.array([[i for i, _ in one] for one in top], np.int32)
                 arrays["top_logprobs"] = np.array([[p for _, p in one] for one in top], np.float32)
         if "embedding" in self.fields:
@@ -316,10 +335,10 @@ class Plan:
         n_rows = n if part.last is None else min(n, part.last)
         total = _ROW_BYTES + _ID_BYTES * n
         if self.capture is not None:
-            rows = replace(self.capture, hidden=())
-            if part.spans:
-                rows = replace(rows, spans=[(one.start, one.stop) for one in part.spans])
             if "attention" in self.fields:
+                rows = replace(self.capture, hidden=())
+                if part.spans:
+                    rows = replace(rows, spans=[(one.start, one.stop) for one in part.spans])
                 total += _HEADER_BYTES + n_rows * rows.bytes_per_token(model, n)
             if "hidden" in self.fields:
                 states = replace(self.capture, layers=(), spans=None, top_k=None)
@@ -349,11 +368,15 @@ def _of_characters(
 
 
 def _named(name: str, value: Any) -> Arrays:
-    """*value* by its name; one array a layer where layers differ in heads."""
+    """*value* by its name; one array a layer where layers differ in heads.
+
+    Copies of views, because the engine needs its memory for what comes next.
+    """
+    parts: dict[str, np.ndarray[Any, Any]] = {name: value}
     if isinstance(value, tuple):
-        parts = cast("tuple[np.ndarray[Any, Any], ...]", value)
-        return {f"{name}.{i}": one for i, one in enumerate(parts)}
-    return {name: value}
+        given = cast("tuple[np.ndarray[Any, Any], ...]", value)
+        parts = {f"{name}.{i}": one for i, one in enumerate(given)}
+    return {key: one if one.flags.owndata else one.copy() for key, one in parts.items()}
 
 
 def _pooled(hidden: np.ndarray[Any, Any], pool: Pool | None) -> np.ndarray[Any, Any]:
@@ -362,7 +385,7 @@ def _pooled(hidden: np.ndarray[Any, Any], pool: Pool | None) -> np.ndarray[Any, 
         return hidden
     if pool == "mean":
         return hidden.mean(axis=1, dtype=np.float32).astype(hidden.dtype)
-    return hidden[:, 0 if pool == "first" else -1].copy()
+    return hidden[:, 0 if pool == "first" else -1]
 
 
 def _plain(value: Any) -> Any:

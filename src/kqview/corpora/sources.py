@@ -71,12 +71,19 @@ class Document:
     error: str | None = None
 
 
-def n_documents(source: object) -> int | None:
-    """How many documents there are, None where only reading all of them would tell."""
-    try:
-        return len(cast("Any", source)) if not isinstance(source, str | os.PathLike) else None
-    except TypeError:
+def n_documents(source: Any) -> int | None:
+    """How many documents there are; None where only reading all of them would tell."""
+    if not isinstance(source, str | os.PathLike):
+        return len(source) if hasattr(source, "__len__") else None
+    path = Path(cast("str", source))
+    if path.is_dir():
+        return sum(1 for _ in path.rglob("*.txt")) or None
+    if path.suffix.lower() == ".parquet" and path.exists():
+        return needed("pyarrow.parquet", "Parquet needs", INSTALL).read_metadata(path).num_rows
+    if path.suffix.lower() not in (".jsonl", ".ndjson") or not path.exists():
         return None
+    with path.open("rb") as file:
+        return sum(1 for _ in file)
 
 
 def can_be_read_again(source: object) -> bool:
@@ -210,5 +217,7 @@ def _of_content(id_: str, one: object, record: Mapping[str, Any]) -> Document:
             content = items
     if content is None:
         what = "a text, a list of ids or of messages, or a pair (prompt, continuation)"
-        return Document(id_, None, record, f"the document is {shown(one)}; send {what}")
+        return Document(
+            id_, None, record, f"the document is {shown(cast('object', one))}; send {what}"
+        )
     return Document(id_, content, record)

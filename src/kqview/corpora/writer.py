@@ -13,6 +13,7 @@ import hashlib
 import io
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Self
@@ -110,12 +111,7 @@ class Writer:
         for name in ("format", "model", "plan"):
             if known.get(name) == wanted[name]:
                 continue
-            have, want = known.get(name), wanted[name]
-            if isinstance(have, dict):
-                differ = [key for key in want if have.get(key) != want[key]]
-                what = ", ".join(f"{key} {have.get(key)!r}, not {want[key]!r}" for key in differ)
-            else:
-                what = f"{have!r}, not {want!r}"
+            what = ", ".join(_differences(known.get(name), wanted[name]))
             raise CorpusError(
                 f"{self._folder} is a corpus with another {name}: {what}; write to another folder, "
                 "or start with what it was begun with"
@@ -207,6 +203,16 @@ class Writer:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _differences(have: Any, want: Any, name: str = "") -> Iterator[str]:
+    """Each value that differs, down to those of mappings in mappings."""
+    if hasattr(have, "items") and hasattr(want, "items"):
+        for key, one in want.items():
+            if have.get(key) != one:
+                yield from _differences(have.get(key), one, f"{key} ")
+    else:
+        yield f"{name}{have!r}, not {want!r}"
 
 
 def chained(digest: str, id_: str, key: str) -> str:
