@@ -14,10 +14,9 @@ from unittest import mock
 import msgspec
 
 from kqview.server import Settings
-from kqview.server.apps.mia4.cancelling import Cancelling
 from kqview.server.config import Config, Model
 from kqview.server.models.model_entry import ModelEntry as ServedModel
-from kqview.server.models.run import Run
+from kqview.server.models.run import Cancelling, Run
 from kqview.server.models.service import Service
 
 if TYPE_CHECKING:

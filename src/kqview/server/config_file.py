@@ -21,7 +21,7 @@ import msgspec
 from kqview.engine import check_opening
 from kqview.errors import CapacityError, ModelError, RequestError, shown
 from kqview.json_input import DEPTH_MAX, TooDeep, check_depth
-from kqview.server.apps.mia4.sampling import REASONING_MAX_TOKENS, check_sampling
+from kqview.server.apps.mia4.passport import REASONING_MAX_TOKENS, check_sampling
 from kqview.server.config import TABLES, Config, Model, SystemPrompt
 from kqview.server.settings import PREFIX, Settings, values_in
 from kqview.server.settings_table import SettingRow, rows_of

@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from kqview.chat.reasoning import Split
+from kqview.server.apps.mia4.passport import merge
 from kqview.server.apps.mia4.request import drops_reasoning, passport_values, split_for
-from kqview.server.apps.mia4.sampling import merge
 from kqview.server.config import Llm, Passport
 
 THINK = Split()

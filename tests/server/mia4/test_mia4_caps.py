@@ -12,7 +12,7 @@ import pytest
 from kqview import Engine
 from kqview.server import Settings
 from kqview.server.apps.mia4 import request, schema
-from kqview.server.apps.mia4.frames import FrameWriter
+from kqview.server.apps.mia4.turn import FrameWriter
 from kqview.server.config import Llm, Model
 from tests.support import mia4
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from kqview.chat.reasoning import Split
 from kqview.chat.turn import Reading
-from kqview.server.apps.mia4 import frames
-from kqview.server.apps.mia4.frames import FrameWriter
+from kqview.server.apps.mia4 import turn
+from kqview.server.apps.mia4.turn import FrameWriter
 from kqview.server.errors import Answer
 from kqview.types import Usage
 from tests.support import mia4
@@ -41,8 +41,8 @@ def written(
     whole = "".join(parts)
     sent += writer.finish(whole.partition(stop)[0] if stop else whole)
     used = Usage(prompt_tokens=7, completion_tokens=len(parts))
-    usage = frames.usage_of("r-1", "demo", used, 0.5, writer.tokens)
-    sent += [frames.encoded(one.event, one) for one in (usage, frames.end_of("r-1", "stop"))]
+    usage = turn.usage_of("r-1", "demo", used, 0.5, writer.tokens)
+    sent += [turn.encoded(one) for one in (usage, turn.end_of("r-1", "stop"))]
     return list(mia4.frames_of(b"\n\n".join(sent).decode().split("\n")))
 
 
@@ -79,8 +79,8 @@ def test_frames_are_the_golden(name: str):
 
 def test_error_has_the_fields_of_the_seed():
     writer = FrameWriter("r-1", "demo", Reading(), drops_reasoning=True)
-    last = writer.error(Answer(503, "OOM", "no memory")), frames.end_of("r-1", "error")
-    sent = [frames.encoded(one.event, one) for one in last]
+    last = writer.error(Answer(503, "OOM", "no memory")), turn.end_of("r-1", "error")
+    sent = [turn.encoded(one) for one in last]
     assert list(mia4.frames_of(b"\n\n".join(sent).decode().split("\n"))) == [
         ("error", {"request_id": "r-1", "model_id": "demo", "code": "OOM",
                    "error_type": "unavailable", "message": "no memory"}),

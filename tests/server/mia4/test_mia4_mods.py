@@ -8,7 +8,7 @@ import pytest
 
 from kqview.chat.reasoning import Split
 from kqview.chat.turn import Reading
-from kqview.server.apps.mia4.frames import FrameWriter
+from kqview.server.apps.mia4.turn import FrameWriter
 from kqview.server.models.run import Removal
 from tests.support import mia4
 

@@ -9,7 +9,7 @@ import pytest
 
 from kqview import Sampling
 from kqview.errors import RequestError
-from kqview.server.apps.mia4.sampling import FIELDS, check_sampling, merge
+from kqview.server.apps.mia4.passport import FIELDS, check_sampling, merge
 from kqview.server.errors import Unprocessable, answer_of
 
 LEVELS = ("default", "passport", "preset", "custom")

@@ -4,9 +4,9 @@ from typing import TypeAlias
 
 from kqview.engine import Engine
 from kqview.server.apps.conversations import Conversations
-from kqview.server.apps.mia4.cancelling import Cancelling
 from kqview.server.live_config import LiveConfig
 from kqview.server.models.model_entry import ModelEntry
+from kqview.server.models.run import Cancelling
 from kqview.server.models.service import LEAST_CLOSE_S, Service
 from kqview.server.settings import Settings
 from kqview.server.web import endpoint

@@ -16,10 +16,17 @@ from kqview.server.api.wire.chat import ChatRequest, prepare, prompt_of
 from kqview.server.api.wire.fields import first
 from kqview.server.api.wire.mods_field import mods_of
 from kqview.server.apps.conversation_store import Message
-from kqview.server.apps.mia4 import passport, schema
-from kqview.server.apps.mia4.passport import Known
+from kqview.server.apps.mia4 import schema
+from kqview.server.apps.mia4.passport import (
+    MAX_TOKENS,
+    REASONING_MAX_TOKENS,
+    Known,
+    Merged,
+    merge,
+    passport_of,
+    text_of,
+)
 from kqview.server.apps.mia4.persona import PersonaText
-from kqview.server.apps.mia4.sampling import MAX_TOKENS, REASONING_MAX_TOKENS, Merged, merge
 from kqview.server.config import MARKER, Llm, Model, Passport
 from kqview.server.errors import Unprocessable
 from kqview.server.models.request import AttentionWanted, GenerateRequest
@@ -45,9 +52,8 @@ class TurnPlan:
         merged: How tokens are chosen.
         preset: The preset of reasoning that was named.
         drops_reasoning: Whether reasoning is neither sent nor stored.
-        passport: Identity of the model's passport.
-        system_prompt: The same of its system prompt.
-        persona: The same of the persona.
+        identity: Hashes and versions of the model's passport, its system prompt and the persona, as
+            `GenerationStarted` has them.
         prompt_text: The prompt, with the text of each id, if attention is wanted.
     """
 
@@ -57,9 +63,7 @@ class TurnPlan:
     merged: Merged
     preset: str | None
     drops_reasoning: bool
-    passport: Known
-    system_prompt: Known | None
-    persona: Known | None
+    identity: Mapping[str, Any]
     prompt_text: PromptText | None
 
 
@@ -135,6 +139,11 @@ def plan_of(
     work = prepare(engine, chat_with(history))
     ids = work.request.prompt
     assert not isinstance(ids, str)  # a chat's prompt is tokenized
+    known = {
+        "passport": passport_of(model.passport),
+        "system_prompt": system_prompt_of(model),
+        "app_persona": persona and persona.known,
+    }
     return TurnPlan(
         request=work.request,
         ids=ids,
@@ -142,9 +151,12 @@ def plan_of(
         merged=merged,
         preset=preset,
         drops_reasoning=drops_reasoning(llm, model.passport),
-        passport=passport.passport_of(model.passport),
-        system_prompt=system_prompt_of(model),
-        persona=None if persona is None else persona.known,
+        identity={
+            f"{name}_{part}": getattr(one, part)
+            for name, one in known.items()
+            if one is not None
+            for part in ("hash", "version")
+        },
         prompt_text=None if attention is None else _prompt_text(engine, ids),
     )
 
@@ -200,7 +212,7 @@ def system_prompt_of(model: Model) -> Known | None:
     prompt = model.system_prompt
     if prompt is None or prompt.text is None:
         return None
-    return passport.text_of(prompt.text, prompt.version)
+    return text_of(prompt.text, prompt.version)
 
 
 # ---- how its answer is read

@@ -9,11 +9,10 @@ from typing import Any, Final
 import msgspec
 
 from kqview.server.apps.chat_service import Call
-from kqview.server.apps.mia4 import frames, schema
-from kqview.server.apps.mia4.frames import error_body
+from kqview.server.apps.mia4 import schema
 from kqview.server.apps.mia4.passport import passport_of
 from kqview.server.apps.mia4.request import system_prompt_of
-from kqview.server.apps.mia4.turn import configured, generate, model_id_of
+from kqview.server.apps.mia4.turn import configured, encoded, error_body, generate, model_id_of
 from kqview.server.errors import NotFound
 from kqview.server.models.events_bus import EVENTS, Subscription
 from kqview.server.models.model_entry import ModelEntry
@@ -161,7 +160,7 @@ async def _published(
             try:
                 async with asyncio.timeout(_KEEP_ALIVE_S):
                     event = await anext(subscription)
-                sent = frames.encoded(type(event).__name__, event)
+                sent = encoded(event)
             except TimeoutError:
                 sent = _KEEP_ALIVE
             except StopAsyncIteration:
@@ -227,7 +226,7 @@ def _context_length(call: Call, model: ModelEntry) -> int | None:
 def _operation(method: Any, path: str, handler: Handler, summary: str, **more: Any) -> Operation:
     return Operation(
         method=method, path=path, handler=handler, tag=_TAG, summary=summary,
-        error_body=error_body, failure=frames.Failure, **more,
+        error_body=error_body, failure=schema.Failure, **more,
     )  # fmt: skip
 
 
@@ -241,7 +240,7 @@ def _sent(kind: Any, event: str) -> Sample:
     return Sample("server", (kind.__doc__ or "").removesuffix("."), event=event, type=kind)
 
 
-_FRAMES: Final = tuple(_sent(one, one.event) for one in frames.FRAMES)
+_FRAMES: Final = tuple(_sent(one, one.event) for one in schema.FRAMES)
 _EVENTS: Final = tuple(_sent(one, one.__name__) for one in EVENTS)
 _REQUEST: Final = {"request_id": 'Name of the request, such as "r1".'}
 _SESSION: Final = {"session_id": 'Name of the conversation, such as "s1".'}

@@ -1,10 +1,11 @@
 """Bodies of the MIA4 API. Types alone: msgspec reads, checks and writes them."""
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal, TypeAlias, get_args
 
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 
+from kqview.server.api.wire.event_parts import Removed
 from kqview.server.api.wire.mods_field import ModsField
 from kqview.server.apps.conversation_store import ConversationInfo, Message
 from kqview.server.web.described import about
@@ -14,6 +15,16 @@ Object = dict[str, Any]
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 # Safe in logs, headers and paths.
 RequestId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._:+=@~-]{1,64}$")]
+
+
+StopReason = Literal["stop", "stop_sequence", "length", "cancelled", "error"]
+
+_RequestName = Annotated[str, about("Name of the request.", "r1")]
+_ModelId = Annotated[str, about("The model that answers.", "demo")]
+_Seq = Annotated[int, about("Number of the frame among those of its name, from 0.", 0)]
+_RowPath = Annotated[
+    str | UnsetType, about("Path of the token's row, if rows are kept.", "/generate/r1/attention/0")
+]
 
 
 # ---- requests
@@ -150,3 +161,114 @@ class KeptAttention(Struct, kw_only=True):
     ]
     n_left_out: Annotated[int, about("Rows that did not fit into the memory for them.", 0)]
     rows: Annotated[list[KeptRow], about("The rows, the oldest first.")]
+
+
+# ---- frames of a turn: named Server-Sent Events
+
+
+class AnalysisFrame(Struct, kw_only=True):
+    """Reasoning while it comes, unless it is dropped."""
+
+    event: ClassVar = "analysis"
+    seq: _Seq
+    text: Annotated[str, about("The text that is new.", "The user")]
+    attention: _RowPath = UNSET
+    request_id: _RequestName
+    model_id: _ModelId
+
+
+class ReasoningFrame(Struct, kw_only=True):
+    """Where a marker ends the reasoning: the whole of it, unless it is dropped."""
+
+    event: ClassVar = "reasoning"
+    request_id: _RequestName
+    model_id: _ModelId
+    reasoning: Annotated[str, about("The text.", "The user asks for a name.")]
+
+
+class TokenFrame(Struct, kw_only=True):
+    """The answer while it comes."""
+
+    event: ClassVar = "token"
+    seq: _Seq
+    text: Annotated[str, about("The text that is new.", "Anna")]
+    tokens_out: Annotated[int, about("Tokens that were generated so far.", 3)]
+    attention: _RowPath = UNSET
+    request_id: _RequestName
+    model_id: _ModelId
+
+
+class RemovedFrame(Removed, kw_only=True):
+    """Tokens that a mod took back, which a client drops."""
+
+    event: ClassVar = "removed"
+    reasoning_characters: Annotated[
+        int | UnsetType, about("So many of the last characters of reasoning.", 4)
+    ] = UNSET
+    request_id: _RequestName
+    model_id: _ModelId
+
+
+class UsageFrame(Struct, kw_only=True):
+    """What the answer took."""
+
+    event: ClassVar = "usage"
+    request_id: _RequestName
+    model_id: _ModelId
+    prompt_tokens: Annotated[int, about("Tokens of the prompt.", 14)]
+    output_tokens: Annotated[int, about("Tokens that were generated; marks of reasoning count.", 4)]
+    latency_ms: Annotated[int, about("Milliseconds from admission to the end.", 20)]
+    decode_tps: Annotated[float, about("``output_tokens`` by these, a second.", 200.0)]
+    reasoning_tokens: Annotated[
+        int, about("Tokens of the reasoning; its marks are none of them.", 2)
+    ]
+    final_tokens: Annotated[int, about("Tokens of the answer, without marks.", 2)]
+    reasoning_ratio: Annotated[float, about("Share of the output that is reasoning, 0..1.", 0.5)]
+    messages_left_out: Annotated[
+        int | UnsetType, about("Messages of the conversation that did not fit into the prompt.", 2)
+    ] = UNSET
+
+
+class ErrorFrame(Struct, kw_only=True):
+    """A failure once the stream has begun, in place of the usage."""
+
+    event: ClassVar = "error"
+    request_id: _RequestName
+    model_id: _ModelId
+    code: Annotated[str, about("Kind of the failure for programs.", "MODEL_CHANGED")]
+    error_type: Annotated[str, about("Wider kind of the failure.", "unavailable")]
+    message: Annotated[str, about("What was wrong, and what to do.", "the model was switched")]
+
+
+class EndFrame(Struct, kw_only=True):
+    """The end, always the last."""
+
+    event: ClassVar = "end"
+    request_id: _RequestName
+    status: Annotated[Literal["ok", "error"], about("Whether it went well.", "ok")]
+    stop_reason: Annotated[StopReason, about("Why it ended.", "length")]
+
+
+Frame: TypeAlias = (
+    AnalysisFrame | ReasoningFrame | TokenFrame | RemovedFrame | UsageFrame | ErrorFrame | EndFrame
+)
+FRAMES: Final = get_args(Frame)
+"""Every frame, in the order in which they come."""
+
+
+class Failure(Struct, kw_only=True):
+    """What went wrong before a stream began."""
+
+    code: Annotated[str, about("Kind of the failure for programs.", "INVALID_REQUEST")]
+    error_type: Annotated[str, about("Wider kind of the failure.", "invalid_request")]
+    message: Annotated[
+        str, about("What was wrong, what the limit is and what to do.", "prompt is missing")
+    ]
+    field: Annotated[
+        str | UnsetType,
+        about("The field that is wrong, if a single one is known.", "overrides.top_p"),
+    ] = UNSET
+    prompt_tokens: Annotated[
+        int | UnsetType, about("Tokens of a prompt that is too long.", 3000)
+    ] = UNSET
+    context_length: Annotated[int | UnsetType, about("The most that it may have.", 2048)] = UNSET
