@@ -38,7 +38,7 @@ from kqview.hub import check_is_path, fetch_model
 from kqview.lora import EngineLora, LoraAdapter, LoraScales
 from kqview.machine import capture_path, system_info
 from kqview.many import MapOptions, Prompt, mapped
-from kqview.option_names import NamesMethods, lists_options, names_options
+from kqview.option_names import NamesMethods, lists_options, names_options, unknown_option
 from kqview.scoring import ScoreOptions, Scoring
 from kqview.slot import Slot
 from kqview.state.files import StateFacts
@@ -65,6 +65,7 @@ from kqview.vocabulary import Vocabulary
 
 _CHAT: Final = {**CHAT_DEFAULTS, **GENERATE_DEFAULTS}
 _MAP: Final = {"progress": False, "skip": (), "on_error": "raise", **GENERATE_DEFAULTS}
+_TOKENIZE: Final = {"add_special": True, "parse_special": True, "offsets": False}
 _TEXT: Final = {"priority": 0, "add_special": True, "parse_special": True}
 _EMBED: Final = {"normalize": True, **_TEXT}
 _SCORE: Final = {
@@ -507,15 +508,8 @@ class Engine(NamesMethods):
         offsets: Literal[True],
     ) -> Tokenized: ...
 
-    @names_options("tokenize")
-    def tokenize(
-        self,
-        text: str | bytes,
-        *,
-        add_special: bool = True,
-        parse_special: bool = True,
-        offsets: bool = False,
-    ) -> list[int] | Tokenized:
+    @lists_options("tokenize", _TOKENIZE, first="text")
+    def tokenize(self, text: str | bytes, **options: bool | None) -> list[int] | Tokenized:
         """Convert *text* to token ids; any thread, even during generation.
 
         The ids are those that `generate` makes of a str prompt. Time and memory are proportional to
@@ -536,7 +530,12 @@ class Engine(NamesMethods):
                 *offsets* is true, and the vocabulary changes the text in a way that cannot be
                 followed.
         """
-        return self._vocabulary.tokenize(text, add_special, parse_special, offsets)
+        given = dict(_TOKENIZE)
+        for name, value in options.items():
+            if name not in _TOKENIZE:
+                raise unknown_option("tokenize", name, _TOKENIZE)
+            given[name] = _TOKENIZE[name] if value is None else value
+        return self._vocabulary.tokenize(text, **given)
 
     @names_options("detokenize")
     def detokenize(

@@ -2,16 +2,16 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import islice
-from typing import Any, Final, Literal, cast
+from typing import Any, Final, Literal, TypedDict, Unpack, cast
 
 import numpy as np
 
 from kqview.arguments import INT32_MAX, choice, flag, invalid, to_index, to_number
 from kqview.errors import InvalidCapture, RequestError, shown
-from kqview.option_names import names_options
+from kqview.option_names import lists_options, unknown_option
 from kqview.types.model import ModelInfo
 
 Kind = Literal["qk", "logits", "scores", "probs"]
@@ -98,7 +98,23 @@ def _invalid(name: str, allowed: str, value: object) -> RequestError:
     return invalid(name, allowed, shown(value), InvalidCapture)
 
 
-@dataclass(frozen=True, slots=True)
+class CaptureOptions(TypedDict, total=False):
+    """The fields of Capture but *kind*, as keyword arguments."""
+
+    layers: Sequence[int] | None
+    heads: Sequence[int] | None
+    reduce: Reduce | None
+    top_k: int | None
+    spans: Sequence[Span] | None
+    dtype: DType
+    prompt: bool
+    hidden: Sequence[int] | Literal["all"]
+    vocab_logits: bool
+    on_full: OnFull
+    wait_s: float
+
+
+@dataclass(frozen=True, slots=True, init=False)
 class Capture:
     """What to capture for every generated token.
 
@@ -134,13 +150,9 @@ class Capture:
             without attention.
         wait_s: Maximum wait in seconds with ``on_full="wait"``, after which PoolExhausted is
             raised.
-
-    Raises:
-        InvalidCapture: A field is malformed.
     """
 
     kind: Kind = "probs"
-    _: KW_ONLY
     layers: Sequence[int] | None = None
     heads: Sequence[int] | None = None
     reduce: Reduce | None = None
@@ -153,10 +165,18 @@ class Capture:
     on_full: OnFull = "raise"
     wait_s: float = 10.0
 
-    def __post_init__(self) -> None:
-        for name, default, check in _FIELDS:
-            if (value := getattr(self, name)) is not default:
-                object.__setattr__(self, name, check(name, value))
+    def __init__(self, kind: Kind = "probs", **options: Unpack[CaptureOptions]) -> None:
+        """Check every field that is given.
+
+        Raises:
+            InvalidCapture: A field is malformed.
+        """
+        given = {"kind": kind, **options}
+        for name in given.keys() - _FIELDS.keys():
+            raise unknown_option("Capture", name, _FIELDS)
+        for name, (default, check) in _FIELDS.items():
+            value = given.get(name, default)
+            object.__setattr__(self, name, value if value is default else check(name, value))
         if self.layers is not None and not (self.layers or self.hidden or self.vocab_logits):
             raise InvalidCapture("layers is empty; pass None to keep all", parameter="layers")
         if self.heads is not None and not self.heads:
@@ -330,5 +350,5 @@ _CHECKS: Final[Mapping[str, Callable[[str, Any], object]]] = {
     "dtype": _to_choice(DType), "prompt": _to_flag, "hidden": _to_indices,
     "vocab_logits": _to_flag, "on_full": _to_choice(OnFull), "wait_s": _to_wait_s,
 }  # fmt: skip
-_FIELDS: Final = [(one.name, one.default, _CHECKS[one.name]) for one in fields(Capture)]
-Capture.__init__ = names_options("Capture")(Capture.__init__)
+_FIELDS: Final = {one.name: (one.default, _CHECKS[one.name]) for one in fields(Capture)}
+lists_options("Capture", {name: default for name, (default, _) in _FIELDS.items()})(Capture)
