@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 TEXTS = [f"Anna has {n} red balls." for n in range(40)]
+NAMES = ("Anna", "Ben", "Mirelda", "Tom")
 SMALL = 3000  # bytes of a shard: about three of these documents
 # A program that writes the corpus, and kills itself at its nth look at *where*.
 PROGRAM = """
@@ -255,3 +256,39 @@ def test_a_shared_prefix_is_evaluated_once_a_slot(engine: Engine, tmp_path: Path
     assert n_evaluated <= n_all - 17 * (n_prefix - 2)
     rows = open_corpus(str(tmp_path))["7"].attention
     assert np.allclose(rows, engine.attend(source[7], last=2).array(), atol=2e-3)
+
+
+def test_a_group_is_evaluated_by_its_beginnings_and_written_in_its_order(
+    engine: Engine, tmp_path: Path
+):
+    prefixes = [f"{name} has a red ball and a dog that likes to run. " * 6 for name in NAMES]
+    source = {f"{n}-{i}": (one, f"{n} times.") for n in range(8) for i, one in enumerate(prefixes)}
+    spent: dict[int, int] = {}
+    for group in (1, 12, 100):
+        before = engine.stats()
+        corpus = extract(
+            source, str(tmp_path / str(group)), engine=engine, fields=["scores"], group=group
+        )
+        spent[group] = engine.stats().prefill_tokens - before.prefill_tokens
+        assert corpus.ids == list(source)
+        assert all(
+            entry.token_ids == engine.tokenize(prompt) + engine.tokenize(more, add_special=False)
+            for entry, (prompt, more) in zip(corpus, source.values(), strict=True)
+        )
+    # With two slots and four prefixes in turn, hardly anything is in a cache unless sorted.
+    n_all = sum(len(entry.token_ids) for entry in corpus)
+    assert spent[1] > 0.8 * n_all
+    assert spent[12] < 0.8 * n_all
+    assert spent[100] < 0.4 * n_all
+
+
+def test_a_run_in_groups_goes_on_where_it_was_stopped(engine: Engine, tmp_path: Path):
+    def interrupt(n: int, total: int | None) -> None:
+        if n == 10:
+            raise KeyboardInterrupt
+
+    options: Any = {"engine": engine, "last": 1, "group": 7}
+    with pytest.raises(KeyboardInterrupt):
+        extract(TEXTS, str(tmp_path), progress=interrupt, **options)
+    assert open_corpus(str(tmp_path)).ids == [str(n) for n in range(10)]
+    assert extract(TEXTS, str(tmp_path), **options).ids == [str(n) for n in range(len(TEXTS))]

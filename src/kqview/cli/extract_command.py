@@ -72,6 +72,9 @@ def extract(
     shard_mib: int = option(
         extraction.SHARD_BYTES // _MIB, "Size of a shard.", min=1, metavar="MIB"
     ),
+    group: int = option(
+        1, "Documents to evaluate in the order of their texts.", min=1, metavar="N"
+    ),
     deterministic: bool = option(
         False, "The same corpus twice is equal in every byte.", "--deterministic"
     ),
@@ -125,7 +128,7 @@ def extract(
             return
         corpus = extraction.extract(
             words[0], words[1], engine=engine, keep=keep or (), max_errors=max_errors,
-            shard_bytes=shard_mib * _MIB, progress=True, yes=yes, **options,
+            shard_bytes=shard_mib * _MIB, group=group, progress=True, yes=yes, **options,
         )  # fmt: skip
     typer.echo("", err=True)
     failed = [one for one in corpus.index["status"].to_pylist() if one != "ok"]

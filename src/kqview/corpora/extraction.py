@@ -1,9 +1,11 @@
 """Extraction: from the documents of a source to a corpus, with every slot busy.
 
-One thread per slot evaluates one document at a time, a few ahead of the one that is written, so
-memory does not grow with the source. Results are written in the order of the source.
+A few threads evaluate one document at a time, a little ahead of the one that is written, so memory
+does not grow with the source. The documents of a group are evaluated in the order of their texts;
+results are written in the order of the source.
 """
 
+import json
 import sys
 import time
 from collections import deque
@@ -15,10 +17,17 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, Unpack, cast
 
 from kqview import _core
-from kqview.arguments import whole_number
+from kqview.arguments import INT32_MAX, whole_number
 from kqview.corpora.plan import DEFAULTS, Options, Part, Plan, Result
 from kqview.corpora.reader import Corpus, open_corpus
-from kqview.corpora.sources import Columns, Document, can_be_read_again, documents, n_documents
+from kqview.corpora.sources import (
+    Columns,
+    Document,
+    Pair,
+    can_be_read_again,
+    documents,
+    n_documents,
+)
 from kqview.corpora.writer import Row, Writer, chained
 from kqview.engine import Engine
 from kqview.errors import ClosedError, CorpusError, KqviewError, RequestError
@@ -80,6 +89,7 @@ def extract(
     keep: Sequence[str] = (),
     max_errors: int | None = None,
     shard_bytes: int = SHARD_BYTES,
+    group: int = 1,
     progress: bool | Callable[[int, int | None], object] = False,
     yes: bool = False,
     **options: Unpack[Options],
@@ -101,6 +111,10 @@ def extract(
         keep: Columns of records to keep, as `Entry.columns`.
         max_errors: Failed documents after which to stop; None for any number.
         shard_bytes: Size from which a shard is written. Twice as much may be in memory.
+        group: Documents to read together and to evaluate in the order of their texts, so that a
+            beginning that some of them share is evaluated once in a slot; for sources in which
+            these do not follow one another, with *last* or pairs. Results of two groups may be in
+            memory. Without effect if *deterministic*.
         progress: True prints a line to stderr; a function gets the number of documents that are
             done and that of all (None if unknown).
         yes: Write whole maps, of all rows and columns, however many bytes they take.
@@ -140,6 +154,7 @@ def extract(
     columns = columns or Columns()
     plan = Plan.of(engine, options)
     whole_number("shard_bytes", shard_bytes, low=1)
+    n_group = whole_number("group", group, low=1, high=INT32_MAX)
     if plan.is_large and not yes:
         raise RequestError(_warning(source, plan, engine, columns, options), parameter="yes")
     facts = {
@@ -155,7 +170,8 @@ def extract(
         },
     }
     with Writer(Path(sink), facts, shard_bytes) as writer:
-        run = _Run(plan, writer, tuple(keep), max_errors, _reporter(progress, n_documents(source)))
+        report = _reporter(progress, n_documents(source))
+        run = _Run(plan, writer, tuple(keep), max_errors, n_group, report)
         run.all(run.left(documents(source, columns)))
     return open_corpus(sink)
 
@@ -197,6 +213,17 @@ class _Outcome(NamedTuple):
     found: list[tuple[Part, Result]]
 
 
+_Left = tuple[int, Document, str, bool]  # number, document, digest, whether its id came before
+
+
+def _order(document: Document) -> str:
+    """A text of *document*: those that begin alike have texts that begin alike."""
+    content = document.content
+    if isinstance(content, Pair):
+        return "".join(content)
+    return content if isinstance(content, str) else json.dumps(content, default=str)
+
+
 class _Run:
     """One run of `extract`."""
 
@@ -206,18 +233,20 @@ class _Run:
         writer: Writer,
         keep: tuple[str, ...],
         max_errors: int | None,
+        n_group: int,
         report: Callable[[int, int], object],
     ) -> None:
         self._plan = plan
         self._writer = writer
         self._keep = keep
         self._max_errors = max_errors
+        self._n_group = n_group
         self._report = report
         self._seen: set[str] = set()
         self._n_errors = 0
 
-    def left(self, source: Iterator[Document]) -> Iterator[tuple[int, Document, str, bool]]:
-        """Number, document, digest up to it, and whether its id came before, of what is left."""
+    def left(self, source: Iterator[Document]) -> Iterator[_Left]:
+        """The documents that are not in the corpus."""
         n_done, known, digest, n = self._writer.n_done, self._writer.digest, "", 0
         for n, document in enumerate(source, 1):
             digest = chained(
@@ -235,21 +264,24 @@ class _Run:
                 "it was begun with, or write to another folder"
             )
 
-    def all(self, documents_left: Iterator[tuple[int, Document, str, bool]]) -> None:
+    def all(self, documents_left: Iterator[_Left]) -> None:
         """Evaluate and write what is left."""
-        n_slots = 1 if self._plan.deterministic else len(self._plan.engine.slots)
+        is_alone = self._plan.deterministic
+        n_slots = len(self._plan.engine.slots)
         pending: deque[Future[_Outcome]] = deque()
-        pool = ThreadPoolExecutor(n_slots, "kqview-extract")
+        # One thread more than slots: while one tokenizes or copies, a request waits for its slot.
+        pool = ThreadPoolExecutor(1 if is_alone else n_slots + 1, "kqview-extract")
+        n_ahead = 1 if is_alone else _N_AHEAD * n_slots
         try:
-            n_ahead = 1 if self._plan.deterministic else _N_AHEAD * n_slots
-            pending.extend(
-                pool.submit(self._evaluated, *one) for one in islice(documents_left, n_ahead)
-            )
+            while group := list(islice(documents_left, 1 if is_alone else self._n_group)):
+                # Evaluated in the order of their texts, written in that of the source.
+                order = sorted(range(len(group)), key=lambda i: _order(group[i][1]))
+                futures = {i: pool.submit(self._evaluated, *group[i]) for i in order}
+                pending.extend(futures[i] for i in range(len(group)))
+                while len(pending) > max(n_ahead, len(group)):
+                    self._write(pending.popleft().result())
             while pending:
                 self._write(pending.popleft().result())
-                pending.extend(
-                    pool.submit(self._evaluated, *one) for one in islice(documents_left, 1)
-                )
         except KeyboardInterrupt:
             self._writer.commit()  # what is done need not be done again
             raise

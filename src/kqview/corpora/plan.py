@@ -2,8 +2,9 @@
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from types import MappingProxyType
 from typing import Any, Final, Literal, NamedTuple, TypedDict, cast, get_args
 
@@ -26,6 +27,7 @@ MESSAGES: Final = "messages"
 """Value of *spans* that sums over the messages of a chat."""
 _HEADER_BYTES: Final = 110  # of an array in the header of its shard
 _ROW_BYTES: Final = 160  # of a document in the index, besides its ids
+_N_PROMPTS: Final = 16  # whose ids are kept
 _ID_BYTES: Final = 3  # of a token id there, compressed
 
 
@@ -212,6 +214,11 @@ class Plan:
 
     # ---- a document
 
+    @cached_property
+    def _prompt_ids(self) -> Callable[[str], list[int]]:
+        """Ids of a prompt; several pairs may have one prompt."""
+        return lru_cache(_N_PROMPTS)(self.engine.tokenize)
+
     def parts(self, document: Document) -> Iterator[Part]:
         """What to evaluate of *document*; any thread.
 
@@ -221,7 +228,7 @@ class Plan:
         engine, content = self.engine, document.content
         n_last, offsets, ends = self.last, None, None
         if isinstance(content, Pair):
-            ids = engine.tokenize(content.prompt)
+            ids = self._prompt_ids(content.prompt)
             more = engine.tokenize(content.continuation, add_special=False)
             ids, n_last = ids + more, len(more) if n_last is None else min(n_last, len(more))
         elif isinstance(content, str):
