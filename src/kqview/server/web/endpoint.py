@@ -27,7 +27,18 @@ from collections.abc import (
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final, Generic, Literal, Protocol, TypeAlias, TypeVar, cast
+from typing import (
+    Any,
+    Final,
+    Generic,
+    Literal,
+    Protocol,
+    TypeAlias,
+    TypeVar,
+    cast,
+    get_origin,
+    get_type_hints,
+)
 
 import msgspec
 from starlette.datastructures import Headers, QueryParams
@@ -47,6 +58,7 @@ _log: Final = logging.getLogger("kqview.server")
 Handler = Callable[..., Awaitable[Any]]
 Decoder = LenientDecoder | msgspec.json.Decoder[Any]
 Frames = Sequence[bytes | str]
+_HandlerT = TypeVar("_HandlerT", bound=Handler)
 _HostT = TypeVar("_HostT")
 _ModelT = TypeVar("_ModelT")
 _Raw = TypeVar("_Raw", bound=Sized)
@@ -350,6 +362,45 @@ class Operation:
     subprotocols: tuple[str, ...] = ()
     example: Mapping[str, Any] | None = None
     samples: tuple[Sample, ...] = ()
+
+
+class Operations(list[Operation]):
+    """Rows of a dialect's route table, each added by the decorator of its handler.
+
+    What a row does not say is read off the handler: the summary is the first line of its docstring,
+    the body what it takes as ``body``, the reply what it returns, unless that is a `Reply`.
+    """
+
+    def __init__(self, **common: Any) -> None:
+        """Rows with *common* fields, unless they say otherwise."""
+        super().__init__()
+        self._common = common
+
+    def add(self, method: str, path: str, **given: Any) -> Callable[[_HandlerT], _HandlerT]:
+        """A decorator that adds an operation; *given* are fields of `Operation`."""
+
+        def added(handler: _HandlerT) -> _HandlerT:
+            types = get_type_hints(handler)
+            returned = types.get("return")
+            is_data = get_origin(returned) is list or hasattr(returned, "__struct_fields__")
+            known: dict[str, Any] = {
+                "summary": (handler.__doc__ or "").partition("\n")[0],
+                "reply": returned if is_data else None,
+                "body": None if method == "GET" else types.get("body"),
+            }
+            row = known | self._common | given
+            self.append(Operation(method=cast("Any", method), path=path, handler=handler, **row))
+            return handler
+
+        return added
+
+    def get(self, path: str, **given: Any) -> Callable[[_HandlerT], _HandlerT]:
+        """As `add`, for GET."""
+        return self.add("GET", path, **given)
+
+    def post(self, path: str, **given: Any) -> Callable[[_HandlerT], _HandlerT]:
+        """As `add`, for POST."""
+        return self.add("POST", path, **given)
 
 
 # ---- the connection below a request

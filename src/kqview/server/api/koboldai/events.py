@@ -7,14 +7,18 @@ stream that may still turn out to be a stop sequence.
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Annotated, Any, ClassVar, cast
+from typing import Annotated, Any, ClassVar, Final, cast
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from kqview.engine import Engine
 from kqview.errors import KqviewError
-from kqview.server.api.koboldai.failures import error_body, kobold_error_body
+from kqview.server.api.koboldai.failures import (
+    KoboldFailure,
+    error_body,
+    kobold_error_body,
+)
 from kqview.server.api.koboldai.pruning import PrunableSentence, mean_row, reduced
 from kqview.server.api.koboldai.request import KoboldPlan
 from kqview.server.api.wire.attention import event_pieces, joined_text
@@ -29,7 +33,7 @@ from kqview.server.api.wire.mods_field import calls_of, removed
 from kqview.server.errors import Answer
 from kqview.server.models.run import Removal, Run, Step
 from kqview.server.web.described import about
-from kqview.server.web.endpoint import NEXT_EVENT, Frames
+from kqview.server.web.endpoint import NEXT_EVENT, Frames, Sample
 from kqview.stop_strings import ShownText
 from kqview.types import PromptBlock, Token
 from kqview.types.token import Attention
@@ -238,6 +242,40 @@ class PlainEvent(KoboldLeftOut, kw_only=True):
     ]
     removed: Annotated[Removed | UnsetType, about("What mods took back.")] = UNSET
     tool_calls: Annotated[list[ModCall] | UnsetType, about("Calls that a mod made.")] = UNSET
+
+
+# ---- what streams have, for the description
+
+
+def _sent(kind: type[Struct], about: str = "", **shown: Any) -> Sample:
+    return Sample("server", about or (kind.__doc__ or "").removesuffix("."), shown, type=kind)
+
+
+_NAMED: Final[dict[str, Any]] = {"request_id": "r1"}
+_PROMPT: Final = _sent(KoboldPromptEvent, **_NAMED, attention={**ROW, "shape": [4, 8, 7, 7]})
+_START: Final = _sent(StartEvent)
+_TOKEN: Final = _sent(KoboldTokenEvent, attention=ROW)
+_REMOVED: Final = _sent(KoboldRemovedEvent, **_NAMED)
+_DONE: Final = _sent(KoboldDoneEvent, **_NAMED)
+_FAILED: Final = _sent(KoboldFailure, "A failure, in place of the end", type="error", **_NAMED)
+EVENTS: Final = (_START, _PROMPT, _TOKEN, _REMOVED, _DONE, _FAILED, _sent(PlainEvent))
+"""Over SSE."""
+FRAMES: Final = (
+    _START, _sent(KoboldPromptEvent),
+    Sample("server", "Their values", "float32 values, layers × heads × rows × tokens"),
+    _sent(KoboldTokenFrame),
+    Sample("server", "Its row", "float32 values, layers × heads × tokens before it"),
+    _sent(KoboldRemovedEvent), _sent(KoboldDoneEvent), _FAILED,
+)  # fmt: skip
+"""Over kobold's WebSocket."""
+MESSAGES: Final = (
+    _START, _PROMPT,
+    Sample("server", "Their values, if encoding is binary", "values in C order, little-endian"),
+    _TOKEN,
+    Sample("server", "Its row, if encoding is binary", "values in C order, little-endian"),
+    _REMOVED, _sent(PruningEvent), _DONE, _FAILED,
+)  # fmt: skip
+"""Over dream's WebSocket."""
 
 
 # ---- renderers

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -33,9 +34,8 @@ from kqview.server.models.run import LastRun, Run
 from kqview.server.models.service import Call
 from kqview.server.models.stream import Events, send_run
 from kqview.server.web.endpoint import (
-    Handler,
     HttpReply,
-    Operation,
+    Operations,
     Sample,
     decoded_with_unknown,
     empty,
@@ -50,11 +50,45 @@ _PACK_TYPES: Final = ("application/msgpack", "application/x-msgpack", "applicati
 _IN_QUERY: Final = ("attention_format", "attention_values", "aggregation_mode", "dtype")
 _STOP_CODES: Final = {"length": 0, "stop": 1, "stop_token": 2, "stop_sequence": 2}
 
+_KOBOLD: Final = Operations(
+    tag="kobold", error_body=failures.kobold_error_body, failure=failures.KoboldFailure,
+    is_lenient=True,
+)  # fmt: skip
+_DREAM: Final = Operations(
+    tag="dream", error_body=failures.error_body, failure=failures.KoboldFailure, is_lenient=True
+)
+_GENKEY: Final = {"genkey": 'KoboldAI\'s name of the request, such as "KCPP1234".'}
+_EXAMPLE: Final[dict[str, Any]] = {
+    "prompt": "Anna is a", "max_length": 2, "temperature": 0, "output_attentions": True,
+}  # fmt: skip
+_FRAMES: Final = (
+    Sample("client", "The request", _EXAMPLE, type=StreamBody),
+    *events.FRAMES,
+)
+_MESSAGES: Final = (
+    Sample("client", "A request; another one may follow its end", _EXAMPLE, type=Generate),
+    *events.MESSAGES[:-2],
+    Sample("client", "Ends the request early", type=Cancel),
+    *events.MESSAGES[-2:],
+)
+
+
+def _v1(name: str) -> dict[str, Any]:
+    """Path of an operation that is at two places."""
+    return {"path": f"/api/v1/{name}", "also": (f"/api/latest/{name}",)}
+
+
+def _failing(kind: type[failures.KoboldFailure]) -> dict[str, Any]:
+    """Failures of an operation that have fields of their own."""
+    return {"failure": kind, "error_body": partial(failures.kobold_error_body, kind=kind)}
+
+
 # ---- text and ids
 
 
+@_KOBOLD.post("/api/v1/tokenize", reply=schema.KoboldTokenized, model="named")
 async def tokenize(call: Call, body: schema.KoboldTokenizeBody) -> HttpReply:
-    """Ids and texts of a text."""
+    """Ids of a text, with the text of each."""
     text = first(body.text, body.content)
     if text is None:
         raise RequestError("text is missing; send text or content")
@@ -73,6 +107,7 @@ async def tokenize(call: Call, body: schema.KoboldTokenizeBody) -> HttpReply:
     return HttpReply(await call.service.converted(call.n_body_bytes, call.hold, written))
 
 
+@_KOBOLD.post("/api/v1/detokenize", model="named")
 async def detokenize(call: Call, body: schema.KoboldDetokenizeBody) -> schema.Detokenized:
     """Text of ids."""
     ids = first(body.token_ids, body.tokens)
@@ -84,8 +119,15 @@ async def detokenize(call: Call, body: schema.KoboldDetokenizeBody) -> schema.De
     )
 
 
+@_KOBOLD.post(
+    "/api/extra/tokencount",
+    also=("/api/extra/tokenize",),
+    reply=schema.KoboldTokenCount,
+    model="named",
+    **_failing(failures.CountFailure),
+)
 async def token_count(call: Call, body: schema.TokenCountBody) -> HttpReply:
-    """How many tokens a prompt has."""
+    """How many tokens a text has."""
     text = body.prompt or ""
     ids = await call.model.texts.ids(text, add_special=body.special, hold=call.hold)
     counted = schema.KoboldTokenCount(len(ids), ids)
@@ -94,6 +136,7 @@ async def token_count(call: Call, body: schema.TokenCountBody) -> HttpReply:
     )
 
 
+@_KOBOLD.post("/api/extra/detokenize", model="named", **_failing(failures.TextFailure))
 async def extra_detokenize(call: Call, body: schema.ExtraDetokenizeBody) -> schema.ExtraDetokenized:
     """Text of ids, as KoboldCpp answers it."""
     text = await call.model.texts.detokenize(body.ids, client=call.hold.client)
@@ -103,8 +146,15 @@ async def extra_detokenize(call: Call, body: schema.ExtraDetokenizeBody) -> sche
 # ---- generation
 
 
+@_DREAM.post(
+    **_v1("generate"),
+    reply=GenerateReply,
+    model="named",
+    example=_EXAMPLE,
+    error_body=failures.generate_error_body,
+)
 async def generate(call: Call, body: KoboldGenerateBody) -> HttpReply:
-    """``POST /api/v1/generate``: everything in one reply."""
+    """Text in one reply, with the attention of every token if asked for."""
     # MessagePack if the client asks for it by name; ``*/*`` is JSON.
     accepted = call.headers.get("accept", "").lower().split(",")
     packs = any(kind.partition(";")[0].strip() in _PACK_TYPES for kind in accepted)
@@ -136,6 +186,15 @@ async def generate(call: Call, body: KoboldGenerateBody) -> HttpReply:
     return HttpReply(data, media_type, gzips=body.compression == "gzip", headers={"vary": "Accept"})
 
 
+@_KOBOLD.post(
+    "/api/extra/generate/stream",
+    streams=True,
+    model="named",
+    example=_EXAMPLE,
+    summary="Generate, streamed. Events have a type and attention where output_attentions or "
+    "request_id is given; else they are KoboldAI's.",
+    samples=events.EVENTS,
+)
 async def stream(call: Call, body: StreamBody) -> Events:
     """Tokens as Server-Sent Events; typed ones for clients that can know them."""
     body = _with_query(call, body)
@@ -148,6 +207,13 @@ async def stream(call: Call, body: StreamBody) -> Events:
     return Events(run, events.PlainEvents(run.request.sampling.stop, plan.ignored, trims=trims))
 
 
+@_KOBOLD.add(
+    "WS",
+    "/api/extra/generate/stream/ws",
+    samples=_FRAMES,
+    summary="Generate: send the body of /api/extra/generate/stream as the first message; each "
+    "token is a text frame and a binary frame of float32.",
+)
 async def stream_frames(call: Call, socket: Socket) -> None:
     """Tokens as pairs of a text and a binary frame; one request a socket."""
     service = call.service
@@ -164,8 +230,9 @@ async def stream_frames(call: Call, socket: Socket) -> None:
         await socket.alone(send_run(socket, run, frames))
 
 
+@_DREAM.add("WS", **_v1("generate/stream"), subprotocols=(SUBPROTOCOL,), samples=_MESSAGES)
 async def stream_events(call: Call, socket: Socket) -> None:
-    """``WS /api/v1/generate/stream``."""
+    """Text token by token with its attention; JSON, or MessagePack as subprotocol."""
     await DreamSession(call, socket).serve()
 
 
@@ -194,8 +261,9 @@ def _with_query(call: Call, body: StreamBody) -> StreamBody:
 # ---- generations that run
 
 
+@_KOBOLD.post("/api/extra/abort")
 async def abort(call: Call, body: schema.RunBody) -> schema.Aborted:
-    """End the generation of a key or a name; without either, the only one without a key."""
+    """End a generation: that of a key or a name; without either, the only one without a key."""
     runs = _meant(call, body)
     is_named = bool(body.genkey or body.request_id)
     is_known = bool(runs) if is_named else len(runs) <= 1
@@ -207,12 +275,16 @@ async def abort(call: Call, body: schema.RunBody) -> schema.Aborted:
     )
 
 
+@_KOBOLD.post("/api/extra/generate/check", body=schema.RunBody)
+@_KOBOLD.get("/api/extra/generate/check", parameters=_GENKEY)
 async def check(call: Call, body: schema.RunBody | None = None) -> schema.Texts:
     """Text so far of the generation of a key or a name; "" if there is none."""
     runs = _meant(call, body or schema.RunBody(genkey=call.query.get("genkey")))
     return schema.Texts([schema.ResultText(runs[-1].text if runs else "")])
 
 
+@_KOBOLD.post("/api/extra/last_logprobs", body=schema.RunBody, model="named")
+@_KOBOLD.get("/api/extra/last_logprobs", model="named", parameters=_GENKEY)
 async def last_logprobs(call: Call, body: schema.RunBody | None = None) -> schema.LastLogprobs:
     """Logprobs of the caller's generation that ended last, if it asked for some."""
     key = call.query.get("genkey") if body is None else body.genkey
@@ -233,6 +305,7 @@ def _meant(call: Call, body: schema.RunBody) -> list[Run]:
 # ---- models
 
 
+@_KOBOLD.get(**_v1("model"), model="named")
 async def model(call: Call) -> schema.KoboldModel:
     """The model's facts; -1 stands for a token that it does not have."""
     info, name = call.model.engine.model, f"koboldcpp/{call.model.name}"
@@ -256,8 +329,9 @@ async def model(call: Call) -> schema.KoboldModel:
     )
 
 
+@_DREAM.get(**_v1("model/info"), model="named")
 async def show_model_info(call: Call) -> schema.ModelInfoReply:
-    """``GET /api/v1/model/info``."""
+    """Architecture, sizes, special tokens and chat template of the model."""
     return _info_of(call.model, call.model.engine, call.model.name)
 
 
@@ -295,8 +369,9 @@ def _info_of(entry: ModelEntry, engine: Engine, name: str) -> schema.ModelInfoRe
     )
 
 
+@_DREAM.get("/api/v1/models")
 async def list_models(call: Call) -> schema.ModelsReply:
-    """``GET /api/v1/models``."""
+    """Models that may be loaded, and the one that is."""
     pool = call.service.pool
     names = await call.service.models()
     if pool.has_several:
@@ -309,8 +384,9 @@ async def list_models(call: Call) -> schema.ModelsReply:
     return schema.ModelsReply(list(dict.fromkeys(names)), file or name, name)
 
 
+@_DREAM.post("/api/v1/model/load", access="admin", is_lenient=False)
 async def load_model(call: Call, body: schema.LoadBody) -> schema.ModelInfoReply:
-    """``POST /api/v1/model/load``."""
+    """Unload the model and load another one; running requests end with MODEL_CHANGED."""
     if not body.model:
         raise RequestError("model is empty; take a name from /api/v1/models")
     options = {"n_ctx": body.n_ctx, "n_slots": body.n_slots, "n_gpu_layers": body.n_gpu_layers}
@@ -327,16 +403,23 @@ async def load_model(call: Call, body: schema.LoadBody) -> schema.ModelInfoReply
 # ---- what runs
 
 
+@_KOBOLD.get(
+    "/api/v1/config/max_context_length",
+    model="named",
+    also=("/api/latest/config/max_context_length", "/api/extra/true_max_context_length"),
+)
 async def max_context_length(call: Call) -> schema.Number:
     """Most tokens of a prompt."""
     return schema.Number(call.model.max_context)
 
 
+@_KOBOLD.get(**_v1("config/max_length"), model="named")
 async def max_length(call: Call) -> schema.Number:
     """Most tokens that a request may generate."""
     return schema.Number(min(call.service.settings.max_tokens, call.model.engine.n_ctx))
 
 
+@_KOBOLD.get("/api/extra/perf", model="named")
 async def perf(call: Call) -> schema.Perf:
     """Figures of the caller's last generation, and how busy the server is."""
     service, now_s = call.service, time.monotonic()
@@ -364,11 +447,13 @@ async def perf(call: Call) -> schema.Perf:
     )
 
 
+@_KOBOLD.get("/api/extra/version", access="open")
 async def extra_version(call: Call) -> schema.Version:
-    """Which KoboldCpp this answers as."""
+    """Which KoboldCpp this answers as, and which of its parts exist."""
     return schema.Version(protected=bool(call.service.settings.api_keys))
 
 
+@_KOBOLD.get("/.well-known/serviceinfo", access="open")
 async def service_info(call: Call) -> schema.ServiceInfo:
     """Which APIs are here, as KoboldAI's services tell each other."""
     koboldai = schema.Api(
@@ -381,203 +466,29 @@ async def service_info(call: Call) -> schema.ServiceInfo:
     )
 
 
-def _always(reply: Any) -> Handler:
+def _always(path: Mapping[str, Any] | str, summary: str, reply: Any, **more: Any) -> None:
+    """Add a row that always has the same *reply*."""
+
     async def handle(call: Call) -> Any:
         return reply
 
-    return handle
+    at = {"path": path} if isinstance(path, str) else path
+    more.setdefault("reply", None if isinstance(reply, HttpReply | msgspec.Raw) else type(reply))
+    _KOBOLD.get(**at, summary=summary, **more)(handle)
 
 
-# ---- the table
-
-
-def _operation(method: Any, path: str, handler: Handler, summary: str, **more: Any) -> Operation:
-    known: dict[str, Any] = {
-        "tag": "kobold", "error_body": failures.kobold_error_body,
-        "failure": failures.KoboldFailure,
-    }  # fmt: skip
-    return Operation(method=method, path=path, handler=handler, summary=summary, **(known | more))
-
-
-def _get(path: str, handler: Handler, summary: str, reply: Any = None, **more: Any) -> Operation:
-    return _operation("GET", path, handler, summary, reply=reply, **more)
-
-
-def _post(
-    path: str, handler: Handler, summary: str, body: Any, reply: Any = None, **more: Any
-) -> Operation:
-    more = {"is_lenient": True, **more}
-    return _operation("POST", path, handler, summary, body=body, reply=reply, **more)
-
-
-def _v1(name: str) -> dict[str, Any]:
-    """Path of an operation that is at two places."""
-    return {"path": f"/api/v1/{name}", "also": (f"/api/latest/{name}",)}
-
-
-_DREAM: Final[dict[str, Any]] = {"tag": "dream", "error_body": failures.error_body}
-_GENERATE: Final[dict[str, Any]] = {"tag": "dream", "error_body": failures.generate_error_body}
-_CHECK: Final = "/api/extra/generate/check"
-_CHECKS: Final = "Text so far of a generation that runs."
-_LAST: Final = "/api/extra/last_logprobs"
-_LOGPROBS: Final = "Logprobs of the generation that ended last."
-_GENKEY: Final = {"genkey": 'KoboldAI\'s name of the request, such as "KCPP1234".'}
-_EXAMPLE: Final[dict[str, Any]] = {
-    "prompt": "Anna is a", "max_length": 2, "temperature": 0, "output_attentions": True,
-}  # fmt: skip
-
-
-def _sent(about: str, kind: Any, **shown: Any) -> Sample:
-    return Sample("server", about, shown, type=kind)
-
-
-_NAMED: Final[dict[str, Any]] = {"request_id": "r1"}
-_START: Final = _sent("With start_event: what follows; no row does", events.StartEvent)
-_PROMPT: Final = _sent(
-    "Rows of the prompt, with prompt_attention", events.KoboldPromptEvent, **_NAMED,
-    attention={**events.ROW, "shape": [4, 8, 7, 7]},
+_always(_v1("config/soft_prompt"), "There is no soft prompt.", schema.Word(""))
+_always(_v1("config/soft_prompts_list"), "There are no soft prompts.", schema.Words([]))
+_always(
+    _v1("info/version"), "Version of KoboldAI's API.", schema.Result(schema.API_VERSION),
+    access="open",
 )  # fmt: skip
-_TOKEN: Final = _sent("Each token, with its row", events.KoboldTokenEvent, attention=events.ROW)
-_REMOVED: Final = _sent("Tokens that a mod took back", events.KoboldRemovedEvent, **_NAMED)
-_DONE: Final = _sent("The end", events.KoboldDoneEvent, **_NAMED)
-_FAILED: Final = _sent(
-    "A failure, in place of the end", failures.KoboldFailure, type="error", **_NAMED
-)
-_EVENTS: Final = (
-    _START, _PROMPT, _TOKEN, _REMOVED, _DONE, _FAILED,
-    _sent(
-        "Without output_attentions and request_id: text that is new, and at last the reason of the "
-        "end",
-        events.PlainEvent,
-    ),
-)  # fmt: skip
-_FRAMES: Final = (
-    Sample("client", "The request", _EXAMPLE, type=StreamBody),
-    _START, _sent(_PROMPT.about, events.KoboldPromptEvent),
-    Sample("server", "Their values", "float32 values, layers × heads × rows × tokens"),
-    _sent("Each token", events.KoboldTokenFrame),
-    Sample("server", "Its row", "float32 values, layers × heads × tokens before it"),
-    _sent(_REMOVED.about, events.KoboldRemovedEvent), _sent(_DONE.about, events.KoboldDoneEvent),
-    _FAILED,
-)  # fmt: skip
-_MESSAGES: Final = (
-    Sample("client", "A request; another one may follow its end", _EXAMPLE, type=Generate),
-    _START, _PROMPT,
-    Sample("server", "Their values, if encoding is binary", "values in C order, little-endian"),
-    _TOKEN,
-    Sample("server", "Its row, if encoding is binary", "values in C order, little-endian"),
-    _REMOVED,
-    Sample("client", "Ends the request early", type=Cancel),
-    _sent("With sentences: those that got little attention", events.PruningEvent),
-    _DONE, _FAILED,
+_always("/api/extra/preloadstory", "There is no story.", schema.EMPTY)
+_always("/ping", "Whether it runs.", schema.Status("ok"), access="open")
+_always(
+    "/api", "Leads to /docs.", HttpReply(b"", "text/plain", 307, headers={"location": "docs"}),
+    access="open",
 )  # fmt: skip
 
-OPERATIONS: Final[list[Operation]] = [
-    _post(
-        "/api/v1/tokenize", tokenize, "Ids of a text, with the text of each.",
-        schema.KoboldTokenizeBody, schema.KoboldTokenized, model="named",
-    ),
-    _post(
-        "/api/v1/detokenize", detokenize, "Text of ids.", schema.KoboldDetokenizeBody,
-        schema.Detokenized, model="named",
-    ),
-    _get(
-        handler=model, summary="Facts about the model.", reply=schema.KoboldModel, model="named",
-        **_v1("model"),
-    ),
-    _post(
-        handler=generate, body=KoboldGenerateBody, reply=GenerateReply, model="named",
-        summary="Text in one reply, with the attention of every token if asked for.",
-        example=_EXAMPLE, **_v1("generate"), **_GENERATE,
-    ),
-    _post(
-        "/api/extra/generate/stream", stream,
-        "Generate, streamed. Events have a type and attention where output_attentions or "
-        "request_id is given; else they are KoboldAI's.",
-        StreamBody, streams=True, model="named", example=_EXAMPLE, samples=_EVENTS,
-    ),
-    _operation(
-        "WS", "/api/extra/generate/stream/ws", stream_frames,
-        "Generate: send the body of /api/extra/generate/stream as the first message; each token is "
-        "a text frame and a binary frame of float32.",
-        samples=_FRAMES,
-    ),
-    _operation(
-        "WS", handler=stream_events, subprotocols=(SUBPROTOCOL,),
-        summary="Text token by token with its attention; JSON, or MessagePack as subprotocol.",
-        samples=_MESSAGES, **_v1("generate/stream"), **_DREAM,
-    ),
-    _post("/api/extra/abort", abort, "End a generation.", schema.RunBody, schema.Aborted),
-    _post(_CHECK, check, _CHECKS, schema.RunBody, schema.Texts),
-    _get(_CHECK, check, _CHECKS, schema.Texts, parameters=_GENKEY),
-    _post(
-        _LAST, last_logprobs, _LOGPROBS, schema.RunBody, schema.LastLogprobs, model="named"
-    ),
-    _get(
-        _LAST, last_logprobs, _LOGPROBS, schema.LastLogprobs, model="named", parameters=_GENKEY
-    ),
-    _post(
-        "/api/extra/tokencount", token_count, "How many tokens a text has.",
-        schema.TokenCountBody, schema.KoboldTokenCount, also=("/api/extra/tokenize",),
-        model="named", failure=failures.CountFailure,
-        error_body=partial(failures.kobold_error_body, kind=failures.CountFailure),
-    ),
-    _post(
-        "/api/extra/detokenize", extra_detokenize, "Text of ids.",
-        schema.ExtraDetokenizeBody, schema.ExtraDetokenized,
-        model="named", failure=failures.TextFailure,
-        error_body=partial(failures.kobold_error_body, kind=failures.TextFailure),
-    ),
-    _get(
-        handler=show_model_info, reply=schema.ModelInfoReply, model="named",
-        summary="Architecture, sizes, special tokens and chat template of the model.",
-        **_v1("model/info"), **_DREAM,
-    ),
-    _get(
-        "/api/v1/models", list_models, "Models that may be loaded, and the one that is.",
-        schema.ModelsReply, **_DREAM,
-    ),
-    _post(
-        "/api/v1/model/load", load_model,
-        "Unload the model and load another one; running requests end with MODEL_CHANGED.",
-        schema.LoadBody, schema.ModelInfoReply, access="admin", is_lenient=False, **_DREAM,
-    ),
-    _get(
-        handler=max_context_length, summary="Most tokens of a prompt.", reply=schema.Number,
-        path="/api/v1/config/max_context_length",
-        also=("/api/latest/config/max_context_length", "/api/extra/true_max_context_length"),
-        model="named",
-    ),
-    _get(
-        handler=max_length, summary="Most tokens that a request may generate.",
-        reply=schema.Number, model="named", **_v1("config/max_length"),
-    ),
-    _get(
-        handler=_always(schema.Word("")), summary="There is no soft prompt.", reply=schema.Word,
-        **_v1("config/soft_prompt"),
-    ),
-    _get(
-        handler=_always(schema.Words([])), summary="There are no soft prompts.",
-        reply=schema.Words, **_v1("config/soft_prompts_list"),
-    ),
-    _get(
-        handler=_always(schema.Result(schema.API_VERSION)), summary="Version of KoboldAI's API.",
-        reply=schema.Result, access="open", **_v1("info/version"),
-    ),
-    _get(
-        "/api/extra/version", extra_version, "Version of KoboldCpp whose routes these are.",
-        schema.Version, access="open",
-    ),
-    _get("/api/extra/perf", perf, "Figures of the last generation.", schema.Perf, model="named"),
-    _get("/api/extra/preloadstory", _always(schema.EMPTY), "There is no story."),
-    _get("/ping", _always(schema.Status("ok")), "Whether it runs.", schema.Status, access="open"),
-    _get(
-        "/.well-known/serviceinfo", service_info, "Which APIs are here.", schema.ServiceInfo,
-        access="open",
-    ),
-    _get(
-        "/api", _always(HttpReply(b"", "text/plain", 307, headers={"location": "docs"})),
-        "Leads to /docs.", access="open",
-    ),
-]  # fmt: skip
+OPERATIONS: Final = [*_KOBOLD, *_DREAM]
 """Rows of the route table."""

@@ -188,13 +188,13 @@ class LoraAdapterState(Struct, kw_only=True):
 
 
 async def list_adapters(call: Call) -> list[LoraAdapterState]:
-    """``GET /lora-adapters``."""
+    """LoRA adapters and their scales."""
     loaded = call.model.engine.lora
     return [LoraAdapterState(id=one.id, path=one.path, scale=one.scale) for one in loaded]
 
 
 async def set_scales(call: Call, upload: Upload) -> Success:
-    """``POST /lora-adapters``: scales for requests from here on; adapters left out get 0."""
+    """Scales of LoRA adapters for requests that do not say; adapters left out get 0."""
     call.caller.check_admin_key(
         call.service.settings,
         'change the scales of everybody\'s requests; send "lora" with your own',

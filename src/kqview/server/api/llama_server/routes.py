@@ -4,7 +4,7 @@ what becomes of them.
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Final, Literal
+from typing import Final
 
 from kqview.errors import RequestError
 from kqview.server.api.llama_server import (
@@ -23,19 +23,48 @@ from kqview.server.errors import NotSupported
 from kqview.server.models.service import OFFLOAD_BYTES, Call
 from kqview.server.models.stream import Events
 from kqview.server.web.endpoint import (
-    Handler,
     HttpReply,
     OneOf,
-    Operation,
+    Operations,
     Sample,
     Upload,
     empty,
     json_in_slices,
 )
 
+_COMPLETIONS: Final = schema.Completion | list[schema.Completion]  # a list for several texts
+_EVENTS: Final = (
+    Sample("server", "Each token", {"stop": False}, type=schema.Partial),
+    Sample(
+        "server", "Tokens that a mod took back",
+        {"content": "", "tokens": [], "stop": False, "removed": {"tokens": 1, "characters": 2}},
+        type=schema.Partial,
+    ),
+    Sample(
+        "server", "The end of each text",
+        {"content": "", "has_new_line": False, "truncated": False, "stop": True},
+        type=schema.Completion,
+    ),
+    Sample(
+        "server", "A failure, in place of the end",
+        {"error": {
+            "code": 503, "message": "the model was switched; send the request again",
+            "type": "unavailable_error", "param": None,
+        }},
+        type=FailureBody,
+    ),
+)  # fmt: skip
+_SLOT: Final = "Index of the slot, such as 0."
+
+OPERATIONS: Final = Operations(
+    tag="llama-server", error_body=error_body, failure=FailureBody, model="named"
+)
+"""Rows of the route table."""
+
 # ---- text and ids
 
 
+@OPERATIONS.post("/tokenize", reply=schema.Tokenized)
 async def tokenize(call: Call, body: schema.TokenizeBody) -> HttpReply:
     """Ids of a text, with their texts if asked for."""
     engine = call.model.engine
@@ -65,6 +94,7 @@ async def tokenize(call: Call, body: schema.TokenizeBody) -> HttpReply:
     return HttpReply(await call.service.converted(call.n_body_bytes, call.hold, written))
 
 
+@OPERATIONS.post("/detokenize")
 async def detokenize(call: Call, body: schema.DetokenizeBody) -> schema.PlainText:
     """Text of ids."""
     ids = body.tokens or []
@@ -75,12 +105,30 @@ async def detokenize(call: Call, body: schema.DetokenizeBody) -> schema.PlainTex
 # ---- completions
 
 
+@OPERATIONS.post(
+    "/completion",
+    also=("/completions",),
+    reply=_COMPLETIONS,
+    streams=True,
+    samples=_EVENTS,
+    summary='Text that continues a prompt; Server-Sent Events with "stream": true.',
+    example={"prompt": "Anna is a", "n_predict": 2, "temperature": 0},
+)
 async def completion(call: Call, body: schema.CompletionBody) -> HttpReply | Events:
     """Text that continues a prompt, or each of several."""
     prompts = await ids_of_each(call, partial(prompts_of, "prompt", body.prompt))
     return await _complete(call, body, prompts)
 
 
+@OPERATIONS.post(
+    "/infill",
+    reply=_COMPLETIONS,
+    streams=True,
+    samples=_EVENTS,
+    summary="Code for the gap between a prefix and a suffix; Server-Sent Events with "
+    '"stream": true.',
+    example={"input_prefix": "def area(r):\n    return ", "input_suffix": "\n"},
+)
 async def infill(call: Call, body: schema.InfillBody) -> HttpReply | Events:
     """Code for the gap between a prefix and a suffix."""
     engine = call.model.engine
@@ -145,6 +193,7 @@ async def _complete(
 # ---- chats without an answer
 
 
+@OPERATIONS.post("/apply-template")
 async def apply_template(call: Call, body: schema.TemplateBody) -> schema.TemplatePrompt:
     """The prompt that a chat becomes."""
     ids = await _chat_ids(call, body)
@@ -154,8 +203,9 @@ async def apply_template(call: Call, body: schema.TemplateBody) -> schema.Templa
     return schema.TemplatePrompt(await call.model.texts.detokenize(ids, client=call.hold.client))
 
 
+@OPERATIONS.post("/v1/chat/completions/input_tokens", also=("/chat/completions/input_tokens",))
 async def input_tokens(call: Call, body: schema.TemplateBody) -> schema.TemplateTokens:
-    """How many tokens the prompt of a chat has."""
+    """How many tokens a chat has."""
     return schema.TemplateTokens(len(await _chat_ids(call, body)))
 
 
@@ -170,6 +220,7 @@ async def _chat_ids(call: Call, body: schema.TemplateBody) -> list[int]:
 # ---- what runs
 
 
+@OPERATIONS.get("/props")
 async def props(call: Call) -> properties.Props:
     """Properties of the server and its model."""
     service = call.service
@@ -184,141 +235,50 @@ async def props(call: Call) -> properties.Props:
     )
 
 
+@OPERATIONS.post("/props", model="none")
 async def set_props(call: Call) -> properties.Success:
-    """Nothing can be changed, as in llama.cpp's server."""
+    """Change properties: none can be changed, as in llama.cpp's server."""
     if not call.service.settings.props:
         raise NotSupported("POST /props is off; start the server with --props")
     return properties.Success()
 
 
-# ---- the table
+# ---- in files of their own
 
-
-def _operation(
-    method: Literal["GET", "POST"],
-    path: str,
-    handler: Handler,
-    summary: str,
-    body: Any = None,
-    reply: Any = None,
-    model: Literal["named", "none"] = "named",
-    **more: Any,
-) -> Operation:
-    return Operation(
-        method=method, path=path, handler=handler, tag="llama-server", summary=summary, body=body,
-        reply=reply, error_body=error_body, failure=FailureBody, model=model, **more,
-    )  # fmt: skip
-
-
-_get = partial(_operation, "GET")
-_post = partial(_operation, "POST")
-_SLOT: Final = "Index of the slot, such as 0."
-_COMPLETIONS: Final = schema.Completion | list[schema.Completion]  # a list for several texts
-_EVENTS: Final = (
-    Sample("server", "Each token", {"stop": False}, type=schema.Partial),
-    Sample(
-        "server", "Tokens that a mod took back",
-        {"content": "", "tokens": [], "stop": False, "removed": {"tokens": 1, "characters": 2}},
-        type=schema.Partial,
-    ),
-    Sample(
-        "server", "The end of each text",
-        {"content": "", "has_new_line": False, "truncated": False, "stop": True},
-        type=schema.Completion,
-    ),
-    Sample(
-        "server", "A failure, in place of the end",
-        {"error": {
-            "code": 503, "message": "the model was switched; send the request again",
-            "type": "unavailable_error", "param": None,
-        }},
-        type=FailureBody,
-    ),
-)  # fmt: skip
-
-OPERATIONS: Final[list[Operation]] = [
-    _post(
-        "/completion", completion,
-        "Text that continues a prompt; Server-Sent Events with \"stream\": true.",
-        schema.CompletionBody, _COMPLETIONS, also=("/completions",), streams=True,
-        example={"prompt": "Anna is a", "n_predict": 2, "temperature": 0}, samples=_EVENTS,
-    ),
-    _post(
-        "/infill", infill,
-        "Code for the gap between a prefix and a suffix; Server-Sent Events with \"stream\": "
-        "true.",
-        schema.InfillBody, _COMPLETIONS, streams=True,
-        example={"input_prefix": "def area(r):\n    return ", "input_suffix": "\n"},
-        samples=_EVENTS,
-    ),
-    _post(
-        "/apply-template", apply_template, "The prompt that a chat becomes.",
-        schema.TemplateBody, schema.TemplatePrompt,
-    ),
-    _post(
-        "/v1/chat/completions/input_tokens", input_tokens, "How many tokens a chat has.",
-        schema.TemplateBody, schema.TemplateTokens, also=("/chat/completions/input_tokens",),
-    ),
-    _post(
-        "/embedding", pooled.embed, "A vector for each text, or for each token.",
-        pooled.EmbeddingBody, list[pooled.Embedded], also=("/embeddings",),
-    ),
-    _post(
-        "/rerank", pooled.rerank, "Documents by how well they answer a query.",
-        pooled.RerankBody, pooled.Reranked | list[pooled.TeiResult],
-        example={"query": "a red ball", "documents": ["Tom found a ball.", "It rains."]},
-        also=("/reranking", "/v1/rerank", "/v1/reranking"),
-    ),
-    _get("/props", props, "Properties of the server and its model.",
-        reply=properties.Props),
-    _post("/props", set_props, "Change properties.", None, properties.Success, model="none"),
-    _post("/tokenize", tokenize, "Ids of a text.", schema.TokenizeBody, schema.Tokenized),
-    _post("/detokenize", detokenize, "Text of ids.", schema.DetokenizeBody, schema.PlainText),
-    _post(
-        "/classify", pooled.classify, "Scores of a classifier's labels for each text.",
-        pooled.ClassifyBody, pooled.Classified, also=("/v1/classify",),
-    ),
-    _get(
-        "/lora-adapters", properties.list_adapters, "LoRA adapters and their scales.",
-        reply=list[properties.LoraAdapterState],
-    ),
-    _post(
-        "/lora-adapters", properties.set_scales,
-        "Scales of LoRA adapters for requests that do not say.",
-        Upload, properties.Success, upload=OneOf((list[LoraScale],)),
-    ),
-    _post(
-        "/slots/{id_slot}", slots.slot_action,
-        "Save, restore, list or shorten what a slot holds, by ?action=.",
-        Upload, slots.SLOT_REPLIES, upload=slots.SLOT_BODIES, parameters={
-            "id_slot": _SLOT,
-            "action": 'What to do, such as "tokens", which lists its ids. "save-state" and '
-            '"restore-state" send and take its state, "context-shift" removes tokens; "save", '
-            '"restore" and "erase" work with files of the server.',
-        },
-    ),
-    _get(
-        "/slots", slots.list_slots, "What each slot does.",
-        reply=list[properties.SlotState],
-        parameters={
-            "fail_on_no_slot": 'Anything, such as "1", to fail with 503 if every slot is busy.',
-        },
-    ),
-    _get(
-        "/v1/slots/{id_slot}/info", slots.info, "Messages in a slot.", reply=slots.SlotInfo,
-        parameters={"id_slot": _SLOT},
-    ),
-    _post(
-        "/sessions/{id_session}", slots.session_action,
-        "Save a slot as a session, restore it, or remove it, by ?action=.",
-        Upload, slots.SESSION_REPLIES, upload=OneOf((slots.FileBody,)), parameters={
-            "id_session": "Number of the session, such as 7.",
-            "action": 'What to do: save, restore or remove, such as "save".',
-            "slot": "Index of the slot to save or restore, such as 0.",
-        },
-    ),
-    _get(
-        "/sessions", slots.list_sessions, "Sessions in memory.", reply=list[slots.SessionFacts],
-        model="none",
-    ),
-]  # fmt: skip
+OPERATIONS.post("/embedding", also=("/embeddings",), reply=list[pooled.Embedded])(pooled.embed)
+OPERATIONS.post(
+    "/rerank", also=("/reranking", "/v1/rerank", "/v1/reranking"),
+    reply=pooled.Reranked | list[pooled.TeiResult],
+    example={"query": "a red ball", "documents": ["Tom found a ball.", "It rains."]},
+)(pooled.rerank)  # fmt: skip
+OPERATIONS.post("/classify", also=("/v1/classify",), reply=pooled.Classified)(pooled.classify)
+OPERATIONS.get("/lora-adapters")(properties.list_adapters)
+OPERATIONS.post("/lora-adapters", body=Upload, upload=OneOf((list[LoraScale],)))(
+    properties.set_scales
+)
+OPERATIONS.post(
+    "/slots/{id_slot}", body=Upload, reply=slots.SLOT_REPLIES, upload=slots.SLOT_BODIES,
+    parameters={
+        "id_slot": _SLOT,
+        "action": 'What to do, such as "tokens", which lists its ids. "save-state" and '
+        '"restore-state" send and take its state, "context-shift" removes tokens; "save", '
+        '"restore" and "erase" work with files of the server.',
+    },
+)(slots.slot_action)  # fmt: skip
+OPERATIONS.get(
+    "/slots",
+    parameters={
+        "fail_on_no_slot": 'Anything, such as "1", to fail with 503 if every slot is busy.'
+    },
+)(slots.list_slots)
+OPERATIONS.get("/v1/slots/{id_slot}/info", parameters={"id_slot": _SLOT})(slots.info)
+OPERATIONS.post(
+    "/sessions/{id_session}", body=Upload, reply=slots.SESSION_REPLIES,
+    upload=OneOf((slots.FileBody,)),
+    parameters={
+        "id_session": "Number of the session, such as 7.",
+        "action": 'What to do: save, restore or remove, such as "save".',
+        "slot": "Index of the slot to save or restore, such as 0.",
+    },
+)(slots.session_action)  # fmt: skip
+OPERATIONS.get("/sessions", model="none")(slots.list_sessions)

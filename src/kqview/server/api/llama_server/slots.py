@@ -391,7 +391,7 @@ _FILE_ACTIONS: Final[dict[str, _Action]] = {"save": _save, "restore": _restore, 
 
 
 async def slot_action(call: Call, upload: Upload) -> Any:
-    """``POST /slots/{id_slot}?action=``."""
+    """Save, restore, list or shorten what a slot holds, by ?action=."""
     slot_id = _slot_in_path(call)
     name = call.query.get("action", "")
     if name not in _FILE_ACTIONS:
@@ -411,7 +411,7 @@ def _action(actions: dict[str, _Action], name: str) -> _Action:
 
 
 async def list_slots(call: Call) -> list[properties.SlotState]:
-    """``GET /slots``: every slot; what is in it only to those whose it is."""
+    """What each slot does; what is in it only to those whose it is."""
     _check_enabled(call)
     engine = call.model.engine
     slots = engine.stats().slots
@@ -430,7 +430,7 @@ async def list_slots(call: Call) -> list[properties.SlotState]:
 
 
 async def info(call: Call) -> SlotInfo:
-    """``GET /v1/slots/{id_slot}/info``."""
+    """Messages in a slot."""
     _check_enabled(call)
     slot_id = _slot_in_path(call)
     eot = call.model.engine.model.eot_token_id
@@ -449,7 +449,7 @@ async def info(call: Call) -> SlotInfo:
 
 
 async def session_action(call: Call, upload: Upload) -> Any:
-    """``POST /sessions/{id_session}?action=``."""
+    """Save a slot as a session, restore it, or remove it, by ?action=."""
     text = call.path["id_session"]
     refusal = f"Invalid session ID {text[:40]!r}; use a whole number from 0"
     session_id = _number(text, "id_session", refusal, least=0)
@@ -510,7 +510,7 @@ _SESSION_ACTIONS: Final[dict[str, _Action]] = {
 
 
 async def list_sessions(call: Call) -> list[SessionFacts]:
-    """``GET /sessions``."""
+    """Sessions in memory."""
     _check_enabled(call)
     found = await call.service.offload(_OFFLOAD, call.service.sessions.list, call.caller)
     return [

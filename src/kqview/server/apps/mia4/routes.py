@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable
 from typing import Any, Final
 
 import msgspec
@@ -20,22 +20,44 @@ from kqview.server.models.row_cache import CachedRows
 from kqview.server.web.endpoint import (
     Feed,
     Frames,
-    Handler,
     HttpReply,
-    Operation,
+    Operations,
     Sample,
     json_in_slices,
 )
 
-_TAG: Final = "mia4"
 _LISTED_BYTES: Final = 512  # of a row or a conversation in a list, with its JSON
 _PROMPT_TIMES: Final = 10  # bytes of a prompt's ids and texts as lists, per byte that is kept
 _KEEP_ALIVE_S: Final = 15.0
 _KEEP_ALIVE: Final = b": nothing happened"
 
 
+_REQUEST: Final = {"request_id": 'Name of the request, such as "r1".'}
+_SESSION: Final = {"session_id": 'Name of the conversation, such as "s1".'}
+_EXAMPLE: Final[dict[str, Any]] = {
+    "session_id": "tea", "prompt": "Who is Anna?",
+    "overrides": {"temperature": 0, "max_output_tokens": 2},
+}  # fmt: skip
+
+
+def _sent(kind: Any, event: str) -> Sample:
+    return Sample("server", (kind.__doc__ or "").removesuffix("."), event=event, type=kind)
+
+
+_FRAMES: Final = tuple(_sent(one, one.event) for one in schema.FRAMES)
+_EVENTS: Final = tuple(_sent(one, one.__name__) for one in EVENTS)
+
+OPERATIONS: Final = Operations(tag="mia4", error_body=error_body, failure=schema.Failure)
+"""Rows of the route table."""
+OPERATIONS.post(
+    "/generate", summary="A turn of a conversation, as Server-Sent Events.", streams=True,
+    example=_EXAMPLE, samples=_FRAMES,
+)(generate)  # fmt: skip
+
+
+@OPERATIONS.post("/cancel/{request_id}", reply=schema.Cancelled, status=202, parameters=_REQUEST)
 async def cancel(call: Call) -> HttpReply:
-    """End a request in whatever phase it is."""
+    """End a request, in whatever phase it is."""
     request_id = call.path["request_id"]
     state = call.service.cancelling.cancel(call.caller, request_id)
     if state is None:
@@ -47,8 +69,9 @@ async def cancel(call: Call) -> HttpReply:
 # ---- attention that is kept
 
 
+@OPERATIONS.get("/generate/{request_id}/attention", reply=schema.KeptAttention, parameters=_REQUEST)
 async def list_attention(call: Call) -> HttpReply:
-    """Which rows are kept of a request."""
+    """Attention rows that are kept of a request with overrides.attention."""
     name = call.path["request_id"]
     rows = _kept(call, name)
     n_bytes = _LISTED_BYTES * len(rows.choices[0])
@@ -68,6 +91,10 @@ async def list_attention(call: Call) -> HttpReply:
     return await _in_slices(call, n_bytes, listed)
 
 
+@OPERATIONS.get(
+    "/generate/{request_id}/attention/{seq}",
+    parameters={**_REQUEST, "seq": "Index of the token, such as 0."},
+)
 async def show_attention(call: Call) -> HttpReply:
     """The row of one token: little-endian values in C order, or JSON for "sparse" and "viz"."""
     name, seq = call.path["request_id"], call.path["seq"]
@@ -96,8 +123,9 @@ def _kept(call: Call, name: str) -> CachedRows:
     return rows
 
 
+@OPERATIONS.get("/generate/{request_id}/prompt", reply=schema.Prompt, parameters=_REQUEST)
 async def show_prompt(call: Call) -> HttpReply:
-    """The prompt that the rows of a request look at."""
+    """The tokens that kept rows look at."""
     name = call.path["request_id"]
     prompt = _kept(call, name).prompt
     assert prompt is not None
@@ -117,12 +145,14 @@ async def _in_slices(call: Call, n_bytes: int, reply: Callable[[], msgspec.Struc
 # ---- conversations
 
 
+@OPERATIONS.get("/chat/sessions", reply=schema.Sessions)
 async def list_sessions(call: Call) -> HttpReply:
     """The conversations of the caller's key."""
     found = await call.service.conversations.list(call.caller.owner)
     return await _in_slices(call, _LISTED_BYTES * len(found), lambda: schema.Sessions(found))
 
 
+@OPERATIONS.get("/chat/sessions/{session_id:path}", reply=schema.WholeSession, parameters=_SESSION)
 async def show_session(call: Call) -> HttpReply:
     """A conversation with its messages."""
     session_id = call.path["session_id"]
@@ -131,6 +161,7 @@ async def show_session(call: Call) -> HttpReply:
     return HttpReply(await call.service.offload(history.n_bytes, msgspec.json.encode, whole))
 
 
+@OPERATIONS.add("DELETE", "/chat/sessions/{session_id:path}", status=204, parameters=_SESSION)
 async def delete_session(call: Call) -> HttpReply:
     """Forget a conversation."""
     await call.service.conversations.delete(call.caller.owner, call.path["session_id"])
@@ -140,6 +171,9 @@ async def delete_session(call: Call) -> HttpReply:
 # ---- events
 
 
+@OPERATIONS.get(
+    "/events", summary="What happens, as Server-Sent Events.", streams=True, samples=_EVENTS
+)
 async def events(call: Call) -> Feed:
     """What happens: generations of the caller's key, and models."""
     async with contextlib.AsyncExitStack() as resources:
@@ -175,12 +209,14 @@ async def _published(
 # ---- what there is
 
 
+@OPERATIONS.get("/config")
 async def show_config(call: Call) -> schema.Config:
     """What pages show."""
     config = call.service.live.config
     return schema.Config(config.ui.mode, list(config.llm.reasoning_presets))
 
 
+@OPERATIONS.get("/models")
 async def list_models(call: Call) -> schema.Models:
     """Every model that is configured."""
     created = int(time.time())
@@ -218,73 +254,3 @@ def _context_length(call: Call, model: ModelEntry) -> int | None:
     given = configured(call, model).n_ctx or settings.n_ctx
     limits = [one for one in (given, settings.max_context) if one is not None]
     return None if given is None else min(limits)
-
-
-# ---- the table
-
-
-def _operation(method: Any, path: str, handler: Handler, summary: str, **more: Any) -> Operation:
-    return Operation(
-        method=method, path=path, handler=handler, tag=_TAG, summary=summary,
-        error_body=error_body, failure=schema.Failure, **more,
-    )  # fmt: skip
-
-
-_EXAMPLE: Final[dict[str, Any]] = {
-    "session_id": "tea", "prompt": "Who is Anna?",
-    "overrides": {"temperature": 0, "max_output_tokens": 2},
-}  # fmt: skip
-
-
-def _sent(kind: Any, event: str) -> Sample:
-    return Sample("server", (kind.__doc__ or "").removesuffix("."), event=event, type=kind)
-
-
-_FRAMES: Final = tuple(_sent(one, one.event) for one in schema.FRAMES)
-_EVENTS: Final = tuple(_sent(one, one.__name__) for one in EVENTS)
-_REQUEST: Final = {"request_id": 'Name of the request, such as "r1".'}
-_SESSION: Final = {"session_id": 'Name of the conversation, such as "s1".'}
-
-OPERATIONS: Final[Sequence[Operation]] = [
-    _operation(
-        "GET", "/config", show_config, "What a page shows.", reply=schema.Config
-    ),
-    _operation("GET", "/models", list_models, "Every model.", reply=schema.Models),
-    _operation(
-        "POST", "/generate", generate, "A turn of a conversation, as Server-Sent Events.",
-        body=schema.GenerateBody, streams=True, example=_EXAMPLE, samples=_FRAMES,
-    ),
-    _operation(
-        "POST", "/cancel/{request_id}", cancel, "End a request.",
-        reply=schema.Cancelled, status=202, parameters=_REQUEST,
-    ),
-    _operation(
-        "GET", "/generate/{request_id}/attention", list_attention,
-        "Attention rows that are kept of a request with overrides.attention.",
-        reply=schema.KeptAttention, parameters=_REQUEST,
-    ),
-    _operation(
-        "GET", "/generate/{request_id}/attention/{seq}", show_attention,
-        "The attention row of one token as bytes.",
-        parameters={**_REQUEST, "seq": "Index of the token, such as 0."},
-    ),
-    _operation(
-        "GET", "/generate/{request_id}/prompt", show_prompt,
-        "The tokens that kept rows look at.", reply=schema.Prompt, parameters=_REQUEST,
-    ),
-    _operation(
-        "GET", "/chat/sessions", list_sessions, "Conversations.", reply=schema.Sessions
-    ),
-    _operation(
-        "GET", "/chat/sessions/{session_id:path}", show_session, "A conversation.",
-        reply=schema.WholeSession, parameters=_SESSION,
-    ),
-    _operation(
-        "DELETE", "/chat/sessions/{session_id:path}", delete_session, "Forget a conversation.",
-        status=204, parameters=_SESSION,
-    ),
-    _operation(
-        "GET", "/events", events, "What happens, as Server-Sent Events.", streams=True,
-        samples=_EVENTS,
-    ),
-]  # fmt: skip
