@@ -1,8 +1,7 @@
 """The OpenAPI description, made from the route table and from the types of its bodies and events.
 
-What a field means stands once: in its annotation (`web.described.about`), in the docstring of its
-class, under "Attributes", or, if it is called as a sampling option, in the table of these. Its
-example is in its annotation.
+What a field means stands once: in its annotation (`web.described.about`), or, if it is called as a
+sampling option, in the table of these. Its example is in its annotation.
 """
 
 import json
@@ -207,20 +206,13 @@ def _classes(found: Iterable[inspect.Type]) -> Iterator[type]:
                 pass
 
 
-# In a docstring's "Attributes": a field's name, and what it is, which may go on over lines.
-_ATTRIBUTES: Final = "\n\nAttributes:\n"
-_ATTRIBUTE: Final = re.compile(r"^ {4}(\w+(?:, \w+)*): (.*(?:\n {6,}.*)*)", re.M)
 _EXAMPLE: Final = re.compile(r'such as (?=[\[{"\d-]|null\b)')
 
 
 def _describe(schema: Schema, cls: type) -> None:
     """Say in *schema*, that of *cls*, what each field is."""
-    schema["description"] = _unwrapped(_doc(cls).partition(_ATTRIBUTES)[0])
+    schema["description"] = _unwrapped(cleandoc(cls.__doc__ or ""))
     properties: dict[str, Schema] = schema.get("properties", {})
-    meanings: dict[str, str] = {}
-    for base in reversed(cls.__mro__):
-        for names, meaning in _ATTRIBUTE.findall(_doc(base).partition(_ATTRIBUTES)[2]):
-            meanings |= dict.fromkeys(names.split(", "), _unwrapped(meaning))
     found = inspect.type_info(cls)
     fields = found.fields if isinstance(found, inspect.StructType) else ()
     for field in fields:
@@ -228,16 +220,10 @@ def _describe(schema: Schema, cls: type) -> None:
         if default is not None and properties[field.encode_name].get("default") is None:
             properties[field.encode_name]["default"] = default
     for name, one in properties.items():
-        if name in meanings:
-            one["description"] = meanings[name]
-        elif name in OPTIONS and "description" not in one:
+        if name in OPTIONS and "description" not in one:
             _describe_option(one, OPTIONS[name])
     if isinstance(found, inspect.StructType) and found.tag_field is not None:
         properties[found.tag_field].setdefault("description", f'Always "{found.tag}".')
-
-
-def _doc(cls: type) -> str:
-    return cleandoc(cls.__doc__ or "")
 
 
 def _extra(kind: inspect.Type) -> Mapping[str, Any]:

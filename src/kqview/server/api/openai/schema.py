@@ -14,7 +14,7 @@ from kqview.server.api.wire.event_parts import ModCall, PromptAttention, TokenAt
 from kqview.server.api.wire.fields import LlamaFields
 from kqview.server.api.wire.logprobs import TokenLogprob
 from kqview.server.api.wire.timings import Timings
-from kqview.server.web.described import about, example
+from kqview.server.web.described import about
 
 Object = dict[str, Any]
 
@@ -70,7 +70,6 @@ class StreamOptions(Struct, kw_only=True):
 class GenerateFields(LlamaFields, kw_only=True):
     """Fields of both kinds of completions."""
 
-    model: Annotated[str | None, example("demo")] = None
     stream_options: Annotated[StreamOptions | None, about("Options of a stream.")] = None
     attention: Annotated[
         Attention | bool | None,
@@ -290,11 +289,7 @@ class Verbose(Struct):
 
 
 class ChatCompletion(Struct, kw_only=True):
-    """Reply of ``POST /v1/chat/completions``.
-
-    Attributes:
-        __verbose: The prompt, with ``verbose``.
-    """
+    """Reply of ``POST /v1/chat/completions``."""
 
     id: Annotated[str, about("Id of the reply; kept attention has it as its name.", "chatcmpl-1")]
     object: Annotated[Literal["chat.completion"], about('Always "chat.completion".')] = (
@@ -306,9 +301,9 @@ class ChatCompletion(Struct, kw_only=True):
     choices: Annotated[list[ChatChoice], about("The answers.")]
     usage: Annotated[Usage, about("Tokens of the request.")]
     timings: Annotated[Timings, about("What it cost.")]
-    verbose: Annotated[Verbose | UnsetType, example({"prompt": "<|im_start|>user"})] = (
-        msgspec.field(default=UNSET, name="__verbose")
-    )
+    verbose: Annotated[
+        Verbose | UnsetType, about("The prompt, with ``verbose``.", {"prompt": "<|im_start|>user"})
+    ] = msgspec.field(default=UNSET, name="__verbose")
 
 
 class TextLogprobs(Struct, kw_only=True):

@@ -34,7 +34,7 @@ from kqview.server.models.row_cache import CachedRow, PromptText, RowCache
 from kqview.server.models.run import Removal, Run, Step
 from kqview.server.settings import AttentionValues, Settings
 from kqview.server.web.budget import Reservation
-from kqview.server.web.described import example
+from kqview.server.web.described import about
 from kqview.types import ModelInfo, PromptBlock
 from kqview.types.token import Array
 from kqview.types.token import Attention as Rows
@@ -50,43 +50,68 @@ _ELEMENT_BYTES: Final = 64  # of an element in a list, besides its text
 
 
 class Attention(Struct, kw_only=True):
-    """What attention to send with each token; `models.attention` describes the formats.
+    """What attention to send with each token; `models.attention` describes the formats."""
 
-    Attributes:
-        values: What rows hold: logits before the softmax, scores with the mask, or probabilities;
-            "probs" if not given, unless the server was started with another default.
-        format: "per_layer" has a row for each head of each layer; "aggregated" one row of them all;
-            "sparse" the columns with the largest weights; "viz" a summary of each layer.
-            "per_layer" if not given.
-        reduce: "mean_heads" and "max_heads" make one row of each layer; the others one row of all
-            layers, which is the format "aggregated".
-        layers: Layers to send; all if not given.
-        heads: Heads to send; all if not given.
-        spans: Ranges of columns, whose sums are sent in place of columns; a range that ends with
-            null grows with the context.
-        layer_weights: Weight of each layer for "weighted_layers".
-        top_k: Columns of "sparse"; 50 if not given.
-        dtype: Type of the values; "float32" if not given.
-        prompt: Whether rows of the prompt's own tokens are sent as well; false if not given.
-        delivery: "inline" puts rows into the reply; "id" keeps them for ``GET
-            /v1/attention/{id}/{n}``, where id is the reply's own. "inline" if not given.
-    """
-
-    values: Annotated[AttentionValues | None, example(default="probs")] = None
-    format: Annotated[
-        Literal["per_layer", "aggregated", "sparse", "viz"] | None, example(default="per_layer")
+    values: Annotated[
+        AttentionValues | None,
+        about(
+            "What rows hold: logits before the softmax, scores with the mask, or "
+            'probabilities; "probs" if not given, unless the server was started with '
+            "another default.",
+            default="probs",
+        ),
     ] = None
-    reduce: (
-        Literal["mean_heads", "max_heads", "mean", "max", "last_layer", "weighted_layers"] | None
-    ) = None
-    layers: Annotated[Indices | None, example([0, 3])] = None
-    heads: Annotated[Indices | None, example([0, 5])] = None
-    spans: Annotated[Spans | None, example([[0, 5], [5, None]])] = None
-    layer_weights: Annotated[Weights | None, example([0, 0, 1, 1])] = None
-    top_k: Annotated[int | None, example(10, default=50)] = None
-    dtype: Annotated[Literal["float32", "float16"] | None, example(default="float32")] = None
-    prompt: Annotated[bool | None, example(default=False)] = None
-    delivery: Annotated[Literal["inline", "id"] | None, example(default="inline")] = None
+    format: Annotated[
+        Literal["per_layer", "aggregated", "sparse", "viz"] | None,
+        about(
+            '"per_layer" has a row for each head of each layer; "aggregated" one row of '
+            'them all; "sparse" the columns with the largest weights; "viz" a summary of '
+            'each layer. "per_layer" if not given.',
+            default="per_layer",
+        ),
+    ] = None
+    reduce: Annotated[
+        (Literal["mean_heads", "max_heads", "mean", "max", "last_layer", "weighted_layers"] | None),
+        about(
+            '"mean_heads" and "max_heads" make one row of each layer; the others one row of'
+            ' all layers, which is the format "aggregated".'
+        ),
+    ] = None
+    layers: Annotated[Indices | None, about("Layers to send; all if not given.", [0, 3])] = None
+    heads: Annotated[Indices | None, about("Heads to send; all if not given.", [0, 5])] = None
+    spans: Annotated[
+        Spans | None,
+        about(
+            "Ranges of columns, whose sums are sent in place of columns; a range that ends "
+            "with null grows with the context.",
+            [[0, 5], [5, None]],
+        ),
+    ] = None
+    layer_weights: Annotated[
+        Weights | None, about('Weight of each layer for "weighted_layers".', [0, 0, 1, 1])
+    ] = None
+    top_k: Annotated[int | None, about('Columns of "sparse"; 50 if not given.', 10, default=50)] = (
+        None
+    )
+    dtype: Annotated[
+        Literal["float32", "float16"] | None,
+        about('Type of the values; "float32" if not given.', default="float32"),
+    ] = None
+    prompt: Annotated[
+        bool | None,
+        about(
+            "Whether rows of the prompt's own tokens are sent as well; false if not given.",
+            default=False,
+        ),
+    ] = None
+    delivery: Annotated[
+        Literal["inline", "id"] | None,
+        about(
+            '"inline" puts rows into the reply; "id" keeps them for ``GET '
+            '/v1/attention/{id}/{n}``, where id is the reply\'s own. "inline" if not given.',
+            default="inline",
+        ),
+    ] = None
 
 
 ATTENTION_NAMES: Final[Mapping[str, str]] = {

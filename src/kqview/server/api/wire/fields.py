@@ -23,7 +23,7 @@ from kqview.errors import InvalidSampling, InvalidToken, RequestError
 from kqview.server.api.wire.mods_field import ModsField, mods_of_model
 from kqview.server.errors import NotSupported, renamed
 from kqview.server.settings import Settings
-from kqview.server.web.described import example
+from kqview.server.web.described import about
 from kqview.types import Sampling
 from kqview.types.capture import MOST_SPANS
 from kqview.types.sampling import OPTIONS, SAMPLERS, TRUNCATIONS
@@ -163,113 +163,191 @@ Names = Annotated[list[Annotated[str, msgspec.Meta(max_length=1000)]], msgspec.M
 
 
 class LoraScale(Struct):
-    """A LoRA adapter, by its index, and its scale.
+    """A LoRA adapter, by its index, and its scale."""
 
-    Attributes:
-        id: Index of the adapter in ``GET /lora-adapters``.
-        scale: Its strength.
-    """
-
-    id: Annotated[int, example(0)]
-    scale: Annotated[float, example(0.5)] = 0.0
+    id: Annotated[int, about("Index of the adapter in ``GET /lora-adapters``.", 0)]
+    scale: Annotated[float, about("Its strength.", 0.5)] = 0.0
 
 
 class LlamaFields(SamplingFields, kw_only=True):
-    """Fields of a generation in llama.cpp's server, in any of its routes; all may be null.
+    """Fields of a generation in llama.cpp's server, in any of its routes; all may be null."""
 
-    Attributes:
-        model: Id of a configured model; the default model if not given.
-        n_predict: Most tokens to generate; as many as fit the context if not given. -1 is the same,
-            0 evaluates the prompt only.
-        max_completion_tokens: Another name for ``n_predict``.
-        max_tokens: Another name for ``n_predict``.
-        n_cmpl: Texts to generate from each prompt; 1 if not given.
-        n: Another name for ``n_cmpl``.
-        stream: Whether the reply is a stream of Server-Sent Events; false if not given.
-        samplers: Samplers that are on, or a letter for each, such as "kt"; all if not given. Their
-            order is fixed.
-        adaptive_target: Has to be negative: this sampler does not exist here. -1 if not given.
-        adaptive_decay: Not read, as that sampler does not exist here; anything.
-        stop: Texts that end the generation, or one text.
-        logit_bias: Added to logits: an object by id or text, or pairs [id or text, number]; false
-            bans.
-        json_schema: JSON schema that the text follows.
-        n_probs: Report the logprobs of each token and of so many of the most probable ones. They
-            are the model's own, before bias, grammar and samplers; see ``post_sampling_probs``.
-        logprobs: Another name for ``n_probs``; true reports one.
-        id_slot: The slot to use; -1, which is any, if not given.
-        cache_prompt: Whether tokens of the prompt that a slot holds are reused; true if not given.
-        n_cache_reuse: Least number of tokens to reuse in a piece from elsewhere in the slot; 0,
-            which is never, if not given.
-        n_keep: Tokens at the start that stay when the context is shifted; 0 if not given, -1 for
-            the whole prompt.
-        n_discard: Tokens that a shift of the context removes; half of those that may go if 0 or not
-            given.
-        n_indent: Has to be 0: it is not supported.
-        t_max_predict_ms: Ends the text at the first line end after so many milliseconds; no limit
-            if not given.
-        lora: Scales of LoRA adapters for this request; those left out are off. The server's if not
-            given.
-        mods: Mods of the server's folder that steer the answer.
-        reasoning_budget_tokens: Most tokens of reasoning; 0 for none. -1, which is the server's
-            limit, if not given.
-        thinking_budget_tokens: Another name for ``reasoning_budget_tokens``.
-        verbose: Whether the reply of a chat has its prompt, as ``__verbose``; what the server's
-            setting says if not given.
-        timings_per_token: Whether each event of a stream has timings so far; false if not given.
-        return_tokens: Whether the reply has the ids of the text; false if not given.
-        return_progress: Whether a stream begins with two events about the prompt: how much of it
-            was cached, and that it is evaluated; false if not given.
-        response_fields: Names of the fields that the reply keeps; all if not given.
-    """
-
-    model: Annotated[str | None, example("demo")] = None
-    n_predict: Annotated[int | None, example(128)] = None
-    max_completion_tokens: Annotated[int | None, example(128)] = None
-    max_tokens: Annotated[int | None, example(128)] = None
-    n_cmpl: Annotated[int | None, example(2, default=1)] = None
-    n: Annotated[int | None, example(2, default=1)] = None
-    stream: Annotated[bool | None, example(default=False)] = None
+    model: Annotated[
+        str | None, about("Id of a configured model; the default model if not given.", "demo")
+    ] = None
+    n_predict: Annotated[
+        int | None,
+        about(
+            "Most tokens to generate; as many as fit the context if not given. -1 is the "
+            "same, 0 evaluates the prompt only.",
+            128,
+        ),
+    ] = None
+    max_completion_tokens: Annotated[int | None, about("Another name for ``n_predict``.", 128)] = (
+        None
+    )
+    max_tokens: Annotated[int | None, about("Another name for ``n_predict``.", 128)] = None
+    n_cmpl: Annotated[
+        int | None, about("Texts to generate from each prompt; 1 if not given.", 2, default=1)
+    ] = None
+    n: Annotated[int | None, about("Another name for ``n_cmpl``.", 2, default=1)] = None
+    stream: Annotated[
+        bool | None,
+        about(
+            "Whether the reply is a stream of Server-Sent Events; false if not given.",
+            default=False,
+        ),
+    ] = None
 
     typical_p: float | None = None
     repeat_last_n: int | None = None
     repeat_penalty: float | None = None
     seed: int | None = None
-    samplers: Annotated[Names | str | None, example(["top_k", "temperature"])] = None
+    samplers: Annotated[
+        Names | str | None,
+        about(
+            'Samplers that are on, or a letter for each, such as "kt"; all if not given. '
+            "Their order is fixed.",
+            ["top_k", "temperature"],
+        ),
+    ] = None
     min_keep: int | None = None
     top_n_sigma: float | None = None
-    adaptive_target: Annotated[float | None, example(default=-1)] = None
-    adaptive_decay: Annotated[float | None, example(0.9)] = None
+    adaptive_target: Annotated[
+        float | None,
+        about("Has to be negative: this sampler does not exist here. -1 if not given.", default=-1),
+    ] = None
+    adaptive_decay: Annotated[
+        float | None, about("Not read, as that sampler does not exist here; anything.", 0.9)
+    ] = None
 
-    stop: Annotated[Stops | str | None, example(["\n\n"])] = None
+    stop: Annotated[
+        Stops | str | None, about("Texts that end the generation, or one text.", ["\n\n"])
+    ] = None
     ignore_eos: bool | None = None
-    logit_bias: Annotated[BiasObject | BiasPairs | None, example({"13": -5})] = None
-    json_schema: Annotated[dict[str, Any] | None, example({"type": "object"})] = None
+    logit_bias: Annotated[
+        BiasObject | BiasPairs | None,
+        about(
+            "Added to logits: an object by id or text, or pairs [id or text, number]; false bans.",
+            {"13": -5},
+        ),
+    ] = None
+    json_schema: Annotated[
+        dict[str, Any] | None, about("JSON schema that the text follows.", {"type": "object"})
+    ] = None
     finish_on_length: Literal["cut", "close"] | None = None
 
-    n_probs: Annotated[int | None, example(3)] = None
-    logprobs: Annotated[bool | int | None, example(3)] = None
+    n_probs: Annotated[
+        int | None,
+        about(
+            "Report the logprobs of each token and of so many of the most probable ones. "
+            "They are the model's own, before bias, grammar and samplers; see "
+            "``post_sampling_probs``.",
+            3,
+        ),
+    ] = None
+    logprobs: Annotated[
+        bool | int | None, about("Another name for ``n_probs``; true reports one.", 3)
+    ] = None
     post_sampling_probs: bool | None = None
 
-    id_slot: Annotated[int | None, example(0)] = None
-    cache_prompt: Annotated[bool | None, example(default=True)] = None
-    n_cache_reuse: Annotated[int | None, example(256)] = None
-    n_keep: Annotated[int | None, example(4, default=0)] = None
-    n_discard: Annotated[int | None, example(100)] = None
-    n_indent: Annotated[int | None, example(0)] = None
-    t_max_predict_ms: Annotated[int | None, example(500)] = None
-    lora: Annotated[list[LoraScale], msgspec.Meta(max_length=256)] | None = None
+    id_slot: Annotated[int | None, about("The slot to use; -1, which is any, if not given.", 0)] = (
+        None
+    )
+    cache_prompt: Annotated[
+        bool | None,
+        about(
+            "Whether tokens of the prompt that a slot holds are reused; true if not given.",
+            default=True,
+        ),
+    ] = None
+    n_cache_reuse: Annotated[
+        int | None,
+        about(
+            "Least number of tokens to reuse in a piece from elsewhere in the slot; 0, "
+            "which is never, if not given.",
+            256,
+        ),
+    ] = None
+    n_keep: Annotated[
+        int | None,
+        about(
+            "Tokens at the start that stay when the context is shifted; 0 if not given, -1 "
+            "for the whole prompt.",
+            4,
+            default=0,
+        ),
+    ] = None
+    n_discard: Annotated[
+        int | None,
+        about(
+            "Tokens that a shift of the context removes; half of those that may go if 0 or "
+            "not given.",
+            100,
+        ),
+    ] = None
+    n_indent: Annotated[int | None, about("Has to be 0: it is not supported.", 0)] = None
+    t_max_predict_ms: Annotated[
+        int | None,
+        about(
+            "Ends the text at the first line end after so many milliseconds; no limit if "
+            "not given.",
+            500,
+        ),
+    ] = None
+    lora: Annotated[
+        Annotated[list[LoraScale], msgspec.Meta(max_length=256)] | None,
+        about(
+            "Scales of LoRA adapters for this request; those left out are off. The server's"
+            " if not given."
+        ),
+    ] = None
 
-    mods: Annotated[ModsField | None, example(["stop_early"])] = None
+    mods: Annotated[
+        ModsField | None,
+        about("Mods of the server's folder that steer the answer.", ["stop_early"]),
+    ] = None
 
-    reasoning_budget_tokens: Annotated[int | None, example(256)] = None
-    thinking_budget_tokens: Annotated[int | None, example(256)] = None
+    reasoning_budget_tokens: Annotated[
+        int | None,
+        about(
+            "Most tokens of reasoning; 0 for none. -1, which is the server's limit, if not given.",
+            256,
+        ),
+    ] = None
+    thinking_budget_tokens: Annotated[
+        int | None, about("Another name for ``reasoning_budget_tokens``.", 256)
+    ] = None
 
-    verbose: bool | None = None
-    timings_per_token: Annotated[bool | None, example(default=False)] = None
-    return_tokens: Annotated[bool | None, example(default=False)] = None
-    return_progress: Annotated[bool | None, example(default=False)] = None
-    response_fields: Annotated[Names | None, example(["content"])] = None
+    verbose: Annotated[
+        bool | None,
+        about(
+            "Whether the reply of a chat has its prompt, as ``__verbose``; what the "
+            "server's setting says if not given."
+        ),
+    ] = None
+    timings_per_token: Annotated[
+        bool | None,
+        about(
+            "Whether each event of a stream has timings so far; false if not given.", default=False
+        ),
+    ] = None
+    return_tokens: Annotated[
+        bool | None,
+        about("Whether the reply has the ids of the text; false if not given.", default=False),
+    ] = None
+    return_progress: Annotated[
+        bool | None,
+        about(
+            "Whether a stream begins with two events about the prompt: how much of it was "
+            "cached, and that it is evaluated; false if not given.",
+            default=False,
+        ),
+    ] = None
+    response_fields: Annotated[
+        Names | None,
+        about("Names of the fields that the reply keeps; all if not given.", ["content"]),
+    ] = None
 
 
 FIELDS: Final = FieldTable(
