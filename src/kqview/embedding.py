@@ -7,7 +7,7 @@ A text becomes a request that evaluates its prompt and samples nothing. Several 
 from collections import Counter
 from collections.abc import Callable
 from functools import cached_property, partial
-from typing import Any, Final, TypedDict, TypeVar, cast
+from typing import Any, Final, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +17,7 @@ from kqview.arguments import encode
 from kqview.errors import InternalError, UnsupportedModel
 from kqview.generation.stream import Generation
 from kqview.submission import Submission
-from kqview.text_batch import Batch, in_turn, items_of
+from kqview.text_batch import Batch, TextOptions, in_turn, items_of
 from kqview.types import Classification, ModelInfo, PromptBlock
 
 Pair = tuple[str, str]
@@ -28,14 +28,6 @@ _GIVES_PROBABILITIES: Final = ("qwen3", "qwen3vl")
 
 
 _Result = TypeVar("_Result")
-
-
-class TextOptions(TypedDict, total=False):
-    """Options of `Engine.classify`."""
-
-    priority: int
-    add_special: bool
-    parse_special: bool
 
 
 class EmbedOptions(TextOptions, total=False):

@@ -16,7 +16,7 @@ import traceback
 import weakref
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final, Literal, Self, SupportsIndex, TypedDict, Unpack, overload
+from typing import Any, Final, Literal, Self, SupportsIndex, Unpack, overload
 
 from kqview import _core
 from kqview.arguments import checked_id, seconds
@@ -29,7 +29,7 @@ from kqview.conversation import (
     TemplateOptions,
 )
 from kqview.demo import MODEL_PATH
-from kqview.embedding import Embedding, EmbedOptions, Pair, TextOptions, Vectors
+from kqview.embedding import Embedding, EmbedOptions, Pair, Vectors
 from kqview.engine_options import DEFAULTS, EngineOptions, checked, context_options, model_options
 from kqview.errors import RequestError
 from kqview.generation.prompt import PromptAttention
@@ -44,7 +44,7 @@ from kqview.slot import Slot
 from kqview.state.files import StateFacts
 from kqview.state.fingerprint import ModelFiles
 from kqview.submission import GENERATE_DEFAULTS, GenerateOptions, Submission
-from kqview.text_batch import Text, awaited
+from kqview.text_batch import Text, TextOptions, awaited
 from kqview.types import (
     Capture,
     ChatPrompt,
@@ -106,15 +106,12 @@ def _forward_log() -> None:
                     traceback.print_exc()
 
 
-class AttendOptions(TypedDict, total=False):
+class AttendOptions(TextOptions, total=False):
     """Options of `Engine.attend`."""
 
     last: int | None
     request_id: str | None
-    priority: int
     deterministic: bool
-    add_special: bool
-    parse_special: bool
 
 
 def check_opening(

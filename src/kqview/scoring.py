@@ -6,7 +6,7 @@ a time, however long the text is.
 """
 
 from collections.abc import Sequence
-from typing import Final, TypedDict, cast
+from typing import Final, cast
 
 from kqview import _core
 from kqview.arguments import whole_number
@@ -14,22 +14,19 @@ from kqview.errors import RequestError, UnsupportedModel
 from kqview.generation.stream import Generation
 from kqview.lora import LoraScales
 from kqview.submission import Submission, be_alone
-from kqview.text_batch import Batch, in_turn, items_of
+from kqview.text_batch import Batch, TextOptions, in_turn, items_of
 from kqview.types import ModelInfo, Score
 
 _MOST_TOP: Final = 1000
 
 
-class ScoreOptions(TypedDict, total=False):
+class ScoreOptions(TextOptions, total=False):
     """Options of `Engine.score`."""
 
     last: int | Sequence[int] | None
     top_logprobs: int | None
-    priority: int
     lora: LoraScales | None
     deterministic: bool
-    add_special: bool
-    parse_special: bool
 
 
 class Scoring:

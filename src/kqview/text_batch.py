@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any, Final, Generic, TypeVar, cast
+from typing import Any, Final, Generic, TypedDict, TypeVar, cast
 
 from kqview.arguments import invalid, to_index
 from kqview.errors import QueueFull
@@ -20,6 +20,14 @@ from kqview.types.text import Ids
 Text = str | Ids
 Requests = Generator[tuple[int, Generation], None, None]  # index of the text, its request
 _Result = TypeVar("_Result")
+
+
+class TextOptions(TypedDict, total=False):
+    """Options of every method of `Engine` that takes texts; of `classify` all."""
+
+    priority: int
+    add_special: bool
+    parse_special: bool
 
 
 @dataclass(frozen=True, slots=True)
