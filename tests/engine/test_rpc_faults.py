@@ -434,7 +434,7 @@ def test_forked_child_leaves_through_the_interpreter(tiny_llama: Path, server: R
     script = """
         engine = open_engine()
         ids_of(engine)
-        pid = os.fork()
+        pid = fork()
         if pid == 0:
             signal.alarm(20)
         else:

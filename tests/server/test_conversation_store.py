@@ -15,7 +15,7 @@ from kqview.server.config import ChatSessions
 from kqview.server.errors import StorageFailed, StorageFull
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 KEY = Key("owner", "session")
 
@@ -30,7 +30,19 @@ class Clock:
 
 def store(clock: Clock | None = None, fits: Any = None, **limits: Any) -> ConversationStore:
     sessions = ChatSessions(**limits)
-    return ConversationStore(lambda: sessions, clock=clock or Clock(), fits=fits)
+    opened.append(ConversationStore(lambda: sessions, clock=clock or Clock(), fits=fits))
+    return opened[-1]
+
+
+opened: list[ConversationStore] = []
+
+
+@pytest.fixture(autouse=True)
+def _closed_stores() -> Iterator[None]:
+    """Python 3.13 and later warn of databases that are left to the collector."""
+    yield
+    while opened:
+        opened.pop().close()
 
 
 def append(to: ConversationStore, n: int, key: Key = KEY, **options: Any) -> set[Key]:

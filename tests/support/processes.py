@@ -13,11 +13,16 @@ from pathlib import Path
 import pytest
 
 # For scripts that import os, signal and sys. `in_child(check)` is the child's exit status: 0 where
-# `check` raised nothing.
+# `check` raised nothing. `fork()` is os.fork without its warning.
 FORK = """
+import warnings
+def fork():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of 3.12 and later, beside threads
+        return os.fork()
 def in_child(check):
     sys.stdout.flush()
-    pid = os.fork()
+    pid = fork()
     if pid == 0:
         signal.alarm(20)  # ends a child that hangs
         status = 1
