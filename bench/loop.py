@@ -21,7 +21,7 @@ from runs import decode_runs, open_engine
 from kqview.bench.pairs import Pairs, alternate, mean_step_ms, step_ms
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from console import ProgressLine
     from settings import Settings
@@ -125,27 +125,36 @@ def llama_bench_ms(
     program: str, settings: Settings, *, flash_attn: bool, n_repetitions: int = N_REPETITIONS
 ) -> list[float]:
     """Milliseconds a token of each repetition of one start of llama-bench."""
+    flags = {"-p": 0, "-n": N_BENCH_TOKENS, "-d": settings.n_context, "-r": n_repetitions}
+    found = _samples_ms(program, settings, {"-fa": int(flash_attn), **flags})
+    return [ms / N_BENCH_TOKENS for ms in found]
+
+
+def llama_bench_prompt_ms(program: str, settings: Settings, n_tokens: int, n_prompts: int) -> float:
+    """Mean milliseconds of *n_prompts* prompts in one start of llama-bench, flash attention on."""
+    flags = {"-fa": 1, "-p": n_tokens, "-n": 0, "-r": n_prompts}
+    found = _samples_ms(program, settings, flags)
+    return sum(found) / len(found)
+
+
+def _samples_ms(program: str, settings: Settings, more: Mapping[str, object]) -> list[float]:
     flags: dict[str, object] = {
         "-m": model_path(settings),
         "-t": settings.n_threads,
-        "-fa": int(flash_attn),
         "-ngl": settings.n_gpu_layers,
-        "-p": 0,
-        "-n": N_BENCH_TOKENS,
-        "-d": settings.n_context,
         "-b": 2048,
         "-ub": 512,
         "-ctk": "f16",
         "-ctv": "f16",
-        "-r": n_repetitions,
         "-o": "json",
+        **more,
     }
     command = [program, *(str(word) for flag in flags.items() for word in flag)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise RuntimeError(f"llama-bench: exit status {done.returncode}; {done.stderr[-500:]}")
     (result,) = json.loads(done.stdout)
-    return [n_ns / N_BENCH_TOKENS / 1e6 for n_ns in result["samples_ns"]]
+    return [n_ns / 1e6 for n_ns in result["samples_ns"]]
 
 
 if __name__ == "__main__":

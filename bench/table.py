@@ -21,6 +21,7 @@ import decode
 import embed
 import engines
 import eval_callback
+import extract
 import hf
 import kernel
 import long_slots
@@ -79,6 +80,7 @@ BENCHMARKS = {
         state_http,
         reuse,
         score,
+        extract,
         session_return,
         server,
         server_peers,
