@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 
 from kqview.errors import OutOfMemory, RequestError
-from kqview.server.api.koboldai.events import DreamEvents, packed
+from kqview.server.api.koboldai.events import DreamEvents, ReplyBuilder, check_size, packed
 from kqview.server.api.koboldai.failures import error_body
-from kqview.server.api.koboldai.reply import ReplyBuilder, check_size
 from kqview.server.api.koboldai.request import Cancel, Generate, KoboldGenerateBody, KoboldPlan
 from kqview.server.api.koboldai.stream import message_of, name_in
 from kqview.server.errors import Answer, answer_of

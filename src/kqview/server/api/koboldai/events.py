@@ -1,76 +1,64 @@
-"""Events of the KoboldAI API: what is sent of a run, each encoded as it is. Pure.
+"""What the KoboldAI API sends of a run: events, each encoded as it is, or one reply. Pure.
 
-Four streams have them: typed events and KoboldAI's plain ones over SSE, the frames of kobold's
+Four streams have events: typed ones and KoboldAI's plain ones over SSE, the frames of kobold's
 WebSocket, and those of dream's. Their renderers keep nothing but counts, and the text of a plain
-stream that may still turn out to be a stop sequence.
+stream that may still turn out to be a stop sequence. Of a reply each token's attention is encoded
+when the token arrives, so that the engine gets its memory back; the pieces are joined at the end.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
-from typing import Annotated, Any, ClassVar, Final, cast
+from typing import Any, ClassVar, Final, cast
 
 import msgspec
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import UNSET, Struct
 
 from kqview.engine import Engine
 from kqview.errors import KqviewError
+from kqview.generation.stream import Generation
 from kqview.server.api.koboldai.failures import (
     KoboldFailure,
+    ReplyTooLarge,
     error_body,
     kobold_error_body,
 )
-from kqview.server.api.koboldai.pruning import PrunableSentence, mean_row, reduced
-from kqview.server.api.koboldai.request import KoboldPlan
+from kqview.server.api.koboldai.pruning import mean_row, reduced
+from kqview.server.api.koboldai.request import KoboldGenerateBody, KoboldPlan
+from kqview.server.api.koboldai.schema import (
+    AttentionEntry,
+    Details,
+    GenerateReply,
+    KoboldDoneEvent,
+    KoboldPromptEvent,
+    KoboldRemovedEvent,
+    KoboldToken,
+    KoboldTokenEvent,
+    KoboldTokenFrame,
+    LikelyToken,
+    PlainEvent,
+    PromptEntry,
+    PruningEvent,
+    SampleEnd,
+    SampleResult,
+    StartEvent,
+)
 from kqview.server.api.wire.attention import event_pieces, joined_text
 from kqview.server.api.wire.event_parts import (
     ROW,
     AttentionObject,
-    ModCall,
     Removed,
-    RowsDescribed,
 )
+from kqview.server.api.wire.fields import first
+from kqview.server.api.wire.logprobs import LogprobsWriter
 from kqview.server.api.wire.mods_field import calls_of, removed
 from kqview.server.errors import Answer
-from kqview.server.models.run import Removal, Run, Step
-from kqview.server.web.described import about
+from kqview.server.models.run import Removal, Run, Step, TokenLogprobs
+from kqview.server.web.budget import Reservation
 from kqview.server.web.endpoint import NEXT_EVENT, Frames, Sample
 from kqview.stop_strings import ShownText
-from kqview.types import PromptBlock, Token
+from kqview.types import ModelInfo, PromptBlock, Token
 from kqview.types.token import Attention
-
-
-class KoboldLeftOut(Struct, kw_only=True):
-    """What the server left out of a request."""
-
-    truncated_tokens: Annotated[
-        int | UnsetType, about("Tokens at the front of a text that was too long.", 120)
-    ] = UNSET
-    ignored: Annotated[
-        Sequence[str] | UnsetType, about("Names in the request that had no effect.", ["max_lenght"])
-    ] = UNSET
-
-
-class StartEvent(KoboldLeftOut, kw_only=True, tag_field="type", tag="start"):
-    """What follows, with ``start_event``."""
-
-    request_id: Annotated[str, about("Label of the request.", "r1")]
-    prompt_tokens: Annotated[int, about("Tokens of the prompt.", 7)]
-    cached_tokens: Annotated[
-        int, about("Those of them that were in a cache; the others were evaluated.", 0)
-    ]
-    prompt_ids: Annotated[Sequence[int], about("Their ids, as they are evaluated.", [0, 35, 444])]
-    seed: Annotated[int, about("The seed that is used, also if the request gave none.", 2531011)]
-    attention: Annotated[
-        RowsDescribed | UnsetType, about("What the rows are, if some were asked for.")
-    ] = UNSET
-
-
-class LikelyToken(Struct):
-    """One of the most probable tokens at a place."""
-
-    token_id: Annotated[int, about("Its id.", 354)]
-    text: Annotated[str, about("Its text.", " the")]
-    logprob: Annotated[float, about("Its logprob before bias, grammar and samplers.", -1.5)]
 
 
 def left_out(run: Run, ignored: Sequence[str]) -> dict[str, Any]:
@@ -90,158 +78,6 @@ def details_of(run: Run, ignored: Sequence[str]) -> dict[str, Any]:
         "generation_ms": round(1000 * usage.decode_s, 3),
         **left_out(run, ignored),
     }
-
-
-class KoboldToken(Struct, kw_only=True):
-    """A token that was generated."""
-
-    token_id: Annotated[int, about("Its id.", 354)]
-    text: Annotated[
-        str, about('The text that it completes; "" inside a character of several ids.', " teac")
-    ]
-    logprob: Annotated[
-        float | UnsetType,
-        about("Its logprob before bias, grammar and samplers, if asked for.", -0.6),
-    ] = UNSET
-    top_logprobs: Annotated[
-        list[LikelyToken] | UnsetType, about("The most probable tokens at its place, if asked for.")
-    ] = UNSET
-    sample: Annotated[
-        int | UnsetType,
-        about("In a reply that is not streamed: index of the sample, if there are several.", 0),
-    ] = UNSET
-
-
-class KoboldTokenEvent(Struct, kw_only=True, tag_field="type", tag="token"):
-    """A token, with its attention."""
-
-    token: Annotated[KoboldToken, about("The token.")]
-    request_id: Annotated[str, about("Name of the request.", "r1")]
-    sample: Annotated[int | UnsetType, about("Index of the sample, if there are several.", 0)] = (
-        UNSET
-    )
-    attention: Annotated[
-        AttentionObject | UnsetType | None,
-        about(
-            "Its attention; null over SSE and absent over the WebSocket if none was asked for.", ROW
-        ),
-    ] = UNSET
-
-
-class KoboldTokenFrame(Struct, kw_only=True, tag_field="type", tag="token"):
-    """A token; a binary frame with its row follows."""
-
-    token_id: Annotated[int, about("Its id.", 354)]
-    text: Annotated[str, about("The text that it completes.", " teac")]
-    attention: Annotated[
-        AttentionObject | UnsetType | None,
-        about(
-            "What the row is, if it is anything but float32 of all layers and heads; formats "
-            "that are not arrays are here completely."
-        ),
-    ] = UNSET
-
-
-class KoboldPromptEvent(Struct, kw_only=True, tag_field="type", tag="prompt_attention"):
-    """Rows of the prompt, with ``prompt_attention``."""
-
-    request_id: Annotated[
-        str | UnsetType, about("Name of the request; absent in kobold's frames.", "r1")
-    ] = UNSET
-    start: Annotated[int, about("Position of their first token.", 0)]
-    rows: Annotated[int, about("How many tokens they are of.", 7)]
-    attention: Annotated[
-        AttentionObject | UnsetType | None,
-        about("Their attention.", {**ROW, "shape": [4, 8, 7, 7]}),
-    ] = UNSET
-
-
-class KoboldRemovedEvent(Removed, kw_only=True, tag_field="type", tag="removed"):
-    """What mods took back, which a client drops; no binary frame follows."""
-
-    request_id: Annotated[
-        str | UnsetType, about("Name of the request; absent in kobold's frames.", "r1")
-    ] = UNSET
-    sample: Annotated[int | UnsetType, about("Index of the sample, if there are several.", 0)] = (
-        UNSET
-    )
-
-
-class PruningEvent(Struct, kw_only=True, tag_field="type", tag="pruning_suggestion"):
-    """Sentences that got little attention, before the end, if there were ``sentences``."""
-
-    request_id: Annotated[str, about("Name of the request.", "r1")]
-    prunable_sentences: Annotated[
-        list[PrunableSentence], about("The sentences, the one with the least attention first.")
-    ]
-
-
-class SampleEnd(Struct, kw_only=True):
-    """The end of a sample."""
-
-    sample: Annotated[int, about("Its index.", 0)]
-    finish_reason: Annotated[str | None, about("Why it ended.", "length")]
-    total_tokens: Annotated[int, about("Tokens that were generated.", 2)]
-
-
-class KoboldDoneEvent(Struct, kw_only=True, tag_field="type", tag="done"):
-    """The end, with the figures of the request; times and counts are of its first sample."""
-
-    finish_reason: Annotated[
-        str,
-        about('Why it ended: of kobold "stop" or "length", of dream the exact reason.', "length"),
-    ]
-    total_tokens: Annotated[int, about("Tokens that were generated.", 2)]
-    request_id: Annotated[
-        str | UnsetType, about("Name of the request; absent in kobold's frames.", "r1")
-    ] = UNSET
-    reason: Annotated[
-        str | UnsetType,
-        about(
-            'Of kobold, why it ended exactly: "stop" if the model ended the text, "stop_token", '
-            '"stop_sequence", "length", "cancelled" or "tool_calls".',
-            "length",
-        ),
-    ] = UNSET
-    generation_time_ms: Annotated[
-        int | UnsetType, about("Of dream, milliseconds from admission to the end.", 4)
-    ] = UNSET
-    seed: Annotated[int, about("The seed that was used, also if the request gave none.", 2531011)]
-    prompt_tokens: Annotated[int, about("Tokens of the prompt.", 7)]
-    cached_tokens: Annotated[
-        int, about("Those of them that were in a cache; the others were evaluated.", 0)
-    ]
-    queue_ms: Annotated[float, about("Milliseconds that it waited for a slot.", 0.1)]
-    prompt_ms: Annotated[float, about("Milliseconds from then to the first token.", 4.2)]
-    generation_ms: Annotated[float, about("Milliseconds from the first token to the last.", 1.7)]
-    truncated_tokens: Annotated[
-        int | UnsetType, about("Tokens at the front of a text that was too long.", 120)
-    ] = UNSET
-    ignored: Annotated[
-        Sequence[str] | UnsetType, about("Names in the request that had no effect.", ["max_lenght"])
-    ] = UNSET
-    tool_calls: Annotated[list[ModCall] | UnsetType, about("Calls that a mod made.")] = UNSET
-    samples: Annotated[
-        list[SampleEnd] | UnsetType,
-        about("Of dream, the end of each sample, if there are several."),
-    ] = UNSET
-    text: Annotated[
-        str | UnsetType,
-        about(
-            "Of kobold, text that no token completed, if the model ended inside a character.", "�"
-        ),
-    ] = UNSET
-
-
-class PlainEvent(KoboldLeftOut, kw_only=True):
-    """Text in KoboldAI's form, for requests without attention and ``request_id``."""
-
-    token: Annotated[str, about("Text that is new.", " t")]
-    finish_reason: Annotated[
-        str | None, about('Why it ended: "length" or "stop"; null before the end.', None)
-    ]
-    removed: Annotated[Removed | UnsetType, about("What mods took back.")] = UNSET
-    tool_calls: Annotated[list[ModCall] | UnsetType, about("Calls that a mod made.")] = UNSET
 
 
 # ---- what streams have, for the description
@@ -616,3 +452,188 @@ class PlainEvents:
     def error(self, run: Run | None, answer: Answer) -> Frames:
         """What went wrong."""
         return event_pieces(kobold_error_body(answer, run))
+
+
+# ---- everything in one reply
+
+_NUMBER_BYTES: Final = 26  # the longest float in JSON, with its comma
+_ENTRY_BYTES: Final = 512  # names, shape and text of a token
+_LOGPROB_BYTES: Final = 192  # one of top_logprobs, in all lists together
+
+
+def check_size(
+    plan: KoboldPlan,
+    model: ModelInfo,
+    limit_bytes: int,
+    *,
+    n_prompt: int,
+    n_ctx: int,
+    packs: bool,
+) -> int:
+    """Most bytes that the reply to *plan* may have.
+
+    Args:
+        plan: The request's.
+        model: The model that answers.
+        limit_bytes: The most that are allowed.
+        n_prompt: Tokens in the prompt.
+        n_ctx: Tokens that a slot holds.
+        packs: MessagePack instead of JSON.
+
+    Raises:
+        ReplyTooLarge: They are more than *limit_bytes*.
+    """
+    n_tokens = max(1, min(plan.request.max_tokens, n_ctx - n_prompt + 1))
+    total = (_ENTRY_BYTES + (plan.request.sampling.top_logprobs or 0) * _LOGPROB_BYTES) * n_tokens
+    if plan.rows is not None:
+        # Linear in the columns, so the mean of the first and last row is the mean of all.
+        ends = [
+            _row_bytes(plan, model, n, packs=packs) for n in (n_prompt, n_prompt + n_tokens - 1)
+        ]
+        total += n_tokens * sum(ends) // 2
+    total *= plan.request.n_samples
+    if plan.rows is not None and plan.rows.wanted.prompt:
+        total += n_prompt * (_row_bytes(plan, model, n_prompt, packs=packs) + _ENTRY_BYTES)
+    if total > limit_bytes:
+        raise ReplyTooLarge(
+            f"the reply may have {total} bytes, the limit is {limit_bytes}; generate "
+            "fewer tokens, ask for less attention (attention_format, attention_layers, dtype), or "
+            "use the WebSocket /api/v1/generate/stream",
+            reply_bytes=total,
+            limit_bytes=limit_bytes,
+            prompt_tokens=n_prompt,
+        )
+    return total
+
+
+def _row_bytes(plan: KoboldPlan, model: ModelInfo, n_context: int, *, packs: bool) -> int:
+    assert plan.rows is not None
+    shown = plan.rows.wanted
+    n_layers, n_heads = plan.rows.n_layers, plan.rows.n_heads
+    if shown.format == "viz":
+        return 2 * n_layers * _NUMBER_BYTES
+    if shown.format == "sparse":
+        return min(shown.top_k, n_context) * (n_layers + 2) * _NUMBER_BYTES
+    n_columns = n_context if shown.spans is None else len(shown.spans)
+    n_values = n_columns * (n_layers * n_heads if shown.format == "per_layer" else 1)
+    if shown.format == "aggregated" and plan.encoding is None and not packs:
+        return n_values * _NUMBER_BYTES
+    n_bytes = n_values * (2 if shown.dtype == "float16" else 4)
+    return n_bytes if packs else -(-n_bytes // 3) * 4
+
+
+class ReplyBuilder:
+    """Builds the reply's body from what a run yields; one thread at a time."""
+
+    def __init__(
+        self,
+        plan: KoboldPlan,
+        body: KoboldGenerateBody,
+        token_bytes: Callable[[int], bytes],
+        hold: Reservation,
+        *,
+        packs: bool,
+    ) -> None:
+        """Answer *plan*.
+
+        Args:
+            plan: The request's.
+            body: The request.
+            token_bytes: Bytes of a token by its id.
+            hold: Counts the memory of the reply while it is built.
+            packs: MessagePack instead of JSON.
+        """
+        # A body has no separate frames.
+        self._plan = plan if plan.encoding != "binary" else replace(plan, encoding="base64")
+        self._token_bytes = token_bytes
+        self._hold = hold
+        self._packs = packs
+        self._encode = msgspec.msgpack.encode if packs else msgspec.json.encode
+        shows = first(body.return_attention, body.output_attentions)
+        # Dream's own fields follow the results of those who know either field.
+        self._has_tokens = shows is not None
+        # With attention the text keeps its stop sequence, as its tokens do.
+        self._trims_stop = first(body.trim_stop, not shows)
+        n_samples = range(plan.request.n_samples)
+        self._logprobs: list[LogprobsWriter] = []
+        if plan.request.sampling.top_logprobs is not None:
+            self._logprobs = [LogprobsWriter(packs=packs) for _ in n_samples]
+        self._tokens: list[list[msgspec.Raw]] = [[] for _ in n_samples]
+        self._entries: list[list[msgspec.Raw]] = [[] for _ in n_samples]
+        self._blocks: list[msgspec.Raw] = []
+        self.n_bytes = 0
+        """Bytes encoded so far."""
+
+    def prompt(self, run: Run, block: PromptBlock) -> None:
+        """Rows of the prompt."""
+        assert block.rows is not None
+        entry = self._entry(run, block.rows, PromptEntry, start=block.start, rows=block.n_rows)
+        self._blocks.append(entry)
+
+    def token(self, run: Run, step: Step) -> None:
+        """One token."""
+        token, sample = step.token, step.sample
+        number = sample if len(self._tokens) > 1 else UNSET
+        watch(self._plan, token)
+        if self._logprobs and token.logprob is not None:
+            top = tuple(token.top_logprobs or ())
+            one = TokenLogprobs(token.id, token.logprob, top)
+            self._count(self._logprobs[sample].add(one, self._token_bytes))
+        if self._has_tokens:
+            shown = dream_token(token, self._token_bytes, sample=number)
+            self._tokens[sample].append(msgspec.Raw(self._encode(shown)))
+            self._count(len(self._tokens[sample][-1]))
+        if self._plan.rows is not None and token.attention is not None:
+            entry = self._entry(
+                run, token.attention, AttentionEntry,
+                token_id=token.id, text=token.text, sample=number,
+            )  # fmt: skip
+            self._entries[sample].append(entry)
+
+    def body(self, run: Run) -> bytes:
+        """The whole reply of a run that is over."""
+        plan = self._plan
+        results = [self._result(run.generations[i], i) for i in range(len(self._tokens))]
+        details = Details(reason=run.finish_reason, **details_of(run, plan.ignored))
+        lists: dict[str, Any] = {}
+        if plan.scores is not None:
+            lists["prunable_sentences"] = plan.scores.prunable()
+        if self._has_tokens:
+            lists["generated_text"] = results[0].text
+            lists["finish_reason"] = run.finish_reason
+            if run.generations[0].tool_calls is not None:
+                lists["tool_calls"] = calls_of(run.generations[0].tool_calls)
+            lists["generated_tokens"] = [one for tokens in self._tokens for one in tokens]
+        if plan.rows is not None:
+            if plan.rows.wanted.prompt:
+                lists["prompt_attention"] = self._blocks
+            lists["attention_data"] = [one for entries in self._entries for one in entries]
+        self._hold.take(self.n_bytes)  # the pieces and the whole at the same time
+        whole = self._encode(GenerateReply(results=results, details=details, **lists))
+        self._logprobs, self._tokens, self._entries, self._blocks = [], [], [], []
+        self._hold.take(-2 * self.n_bytes)
+        return whole
+
+    def _result(self, generation: Generation, sample: int) -> SampleResult:
+        stop = "" if self._trims_stop else generation.stop_match or ""
+        return SampleResult(
+            generation.text + stop,
+            kobold_reason(generation.finish_reason or "cancelled"),
+            generation.usage.prompt_tokens,
+            generation.usage.completion_tokens,
+            self._logprobs[sample].whole() if self._logprobs else UNSET,
+        )
+
+    def _entry(self, run: Run, values: Attention, kind: type[Struct], **fields: Any) -> msgspec.Raw:
+        attention, data = dream_rows(self._plan, values, run.count_copied, packs=self._packs)
+        entry = kind(attention=attention, **fields)
+        if self._packs:
+            encoded = msgspec.msgpack.encode(entry)
+        else:
+            encoded = b"".join(event_pieces(entry, data))
+        self._count(len(encoded))
+        return msgspec.Raw(encoded)
+
+    def _count(self, n_bytes: int) -> None:
+        self._hold.take(n_bytes)
+        self.n_bytes += n_bytes

@@ -67,6 +67,40 @@ IdsOrTexts = Annotated[list[int | str], msgspec.Meta(max_length=65_536)]
 Biases = Annotated[dict[str, float], msgspec.Meta(max_length=2**18)]
 
 
+# Fields that have two names.
+MaxTokens = Annotated[
+    int | None, about("Most tokens to generate; 50 if neither is given.", 128, default=50)
+]
+RepeatPenalty = Annotated[
+    float | None,
+    about(
+        "Divides the logits of tokens that were there lately. 1 if neither is given, which "
+        "changes nothing.",
+        1.1,
+        default=1,
+    ),
+]
+Seed = Annotated[
+    int | None,
+    about(
+        "Makes the choice repeatable; -1, or none, is another one each time, which the "
+        "reply tells.",
+        7,
+    ),
+]
+Banned = Annotated[
+    IdsOrTexts | None,
+    about(
+        "Ids that are never chosen, and texts that the generated text never has, such as "
+        '["old bridge"], in capitals or not and whatever their tokens are: where one is '
+        "complete, the generation goes back to its beginning and chooses another token "
+        'there. The text of a control token, such as "<|im_start|>", is its id.',
+        [13],
+    ),
+]
+SparseTopK = Annotated[int | None, about('Columns of "sparse"; 50 if not given.', 10, default=50)]
+
+
 class KoboldFields(SamplingFields, kw_only=True):
     """Fields of a generation; names of the same thing stand together."""
 
@@ -108,12 +142,8 @@ class KoboldFields(SamplingFields, kw_only=True):
         ModsField | None, about("Mods of the server's folder that steer it.", ["stop_early"])
     ] = None
 
-    max_length: Annotated[
-        int | None, about("Most tokens to generate; 50 if neither is given.", 128, default=50)
-    ] = None
-    max_new_tokens: Annotated[
-        int | None, about("Most tokens to generate; 50 if neither is given.", 128, default=50)
-    ] = None
+    max_length: MaxTokens = None
+    max_new_tokens: MaxTokens = None
     max_context_length: Annotated[
         int | None, about("Most tokens of prompt and reply that the client allows.", 2048)
     ] = None
@@ -140,43 +170,13 @@ class KoboldFields(SamplingFields, kw_only=True):
             default=0,
         ),
     ] = None
-    rep_pen: Annotated[
-        float | None,
-        about(
-            "Divides the logits of tokens that were there lately. 1 if neither is given, which "
-            "changes nothing.",
-            1.1,
-            default=1,
-        ),
-    ] = None
-    repetition_penalty: Annotated[
-        float | None,
-        about(
-            "Divides the logits of tokens that were there lately. 1 if neither is given, which "
-            "changes nothing.",
-            1.1,
-            default=1,
-        ),
-    ] = None
+    rep_pen: RepeatPenalty = None
+    repetition_penalty: RepeatPenalty = None
     rep_pen_range: Annotated[
         int | None, about("Of how many of the last tokens; 64 if not given.", 256, default=64)
     ] = None
-    sampler_seed: Annotated[
-        int | None,
-        about(
-            "Makes the choice repeatable; -1, or none, is another one each time, which the "
-            "reply tells.",
-            7,
-        ),
-    ] = None
-    seed: Annotated[
-        int | None,
-        about(
-            "Makes the choice repeatable; -1, or none, is another one each time, which the "
-            "reply tells.",
-            7,
-        ),
-    ] = None
+    sampler_seed: Seed = None
+    seed: Seed = None
     json_schema: Annotated[
         dict[str, Any] | str | None,
         about("JSON schema that it follows; an object, or a text.", {"type": "object"}),
@@ -193,26 +193,8 @@ class KoboldFields(SamplingFields, kw_only=True):
         Stops | None, about("Texts that end the generation; empty ones do not count.", ["\n\n"])
     ] = None
     stop_tokens: Annotated[Ids | None, about("Ids that do.", [2])] = None
-    banned_tokens: Annotated[
-        IdsOrTexts | None,
-        about(
-            "Ids that are never chosen, and texts that the generated text never has, such as "
-            '["old bridge"], in capitals or not and whatever their tokens are: where one is '
-            "complete, the generation goes back to its beginning and chooses another token "
-            'there. The text of a control token, such as "<|im_start|>", is its id.',
-            [13],
-        ),
-    ] = None
-    banned_strings: Annotated[
-        IdsOrTexts | None,
-        about(
-            "Ids that are never chosen, and texts that the generated text never has, such as "
-            '["old bridge"], in capitals or not and whatever their tokens are: where one is '
-            "complete, the generation goes back to its beginning and chooses another token "
-            'there. The text of a control token, such as "<|im_start|>", is its id.',
-            [13],
-        ),
-    ] = None
+    banned_tokens: Banned = None
+    banned_strings: Banned = None
     ban_eos_token: Annotated[
         bool | None, about("Whether the model cannot end the text itself.")
     ] = None
@@ -262,12 +244,8 @@ class KoboldFields(SamplingFields, kw_only=True):
     layer_weights: Annotated[
         Weights | None, about('Weight of each layer for "weighted_layers".', [0, 0, 1, 1])
     ] = None
-    sparse_top_k: Annotated[
-        int | None, about('Columns of "sparse"; 50 if not given.', 10, default=50)
-    ] = None
-    attention_top_k: Annotated[
-        int | None, about('Columns of "sparse"; 50 if not given.', 10, default=50)
-    ] = None
+    sparse_top_k: SparseTopK = None
+    attention_top_k: SparseTopK = None
     attention_layers: Annotated[
         Indices | None, about("Layers to send; all if not given.", [0, 3])
     ] = None

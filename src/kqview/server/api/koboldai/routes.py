@@ -14,7 +14,6 @@ from kqview import __version__
 from kqview.engine import Engine
 from kqview.errors import KqviewError, RequestError
 from kqview.server.api.koboldai import events, failures, schema
-from kqview.server.api.koboldai.reply import GenerateReply, ReplyBuilder, check_size
 from kqview.server.api.koboldai.request import (
     Cancel,
     Generate,
@@ -148,7 +147,7 @@ async def extra_detokenize(call: Call, body: schema.ExtraDetokenizeBody) -> sche
 
 @_DREAM.post(
     **_v1("generate"),
-    reply=GenerateReply,
+    reply=schema.GenerateReply,
     model="named",
     example=_EXAMPLE,
     error_body=failures.generate_error_body,
@@ -163,11 +162,11 @@ async def generate(call: Call, body: KoboldGenerateBody) -> HttpReply:
         plan = await _plan(call, body, call.n_body_bytes, call.unknown)
         run = await service.start(plan.request, call.caller, call.hold, model=call.model)
         async with run:
-            most = check_size(
+            most = events.check_size(
                 plan, engine.model, service.settings.max_reply_bytes,
                 n_prompt=run.usage.prompt_tokens, n_ctx=engine.n_ctx, packs=packs,
             )  # fmt: skip
-            builder = ReplyBuilder(
+            builder = events.ReplyBuilder(
                 plan, body, events.token_bytes_of(engine), call.hold, packs=packs
             )
             async for block in run.prompt_blocks():

@@ -1,14 +1,23 @@
-"""Bodies of the KoboldAI API besides those of generations, field for field.
+"""Bodies of the KoboldAI API, field for field; requests for text are in `request`.
 
 Requests accept every name that the dialects and their forks use for the same thing. Unknown names
 are ignored.
 """
 
+from collections.abc import Sequence
 from typing import Annotated, Final
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
+from kqview.server.api.koboldai.pruning import PrunableSentence
+from kqview.server.api.wire.event_parts import (
+    ROW,
+    AttentionObject,
+    ModCall,
+    Removed,
+    RowsDescribed,
+)
 from kqview.server.api.wire.logprobs import Logprobs
 from kqview.server.web.described import about
 
@@ -321,3 +330,262 @@ class LastLogprobs(Struct):
 
 
 EMPTY: Final = msgspec.Raw(b"{}")
+
+
+# ---- events and replies of generations
+
+PromptTokens = Annotated[int, about("Tokens of the prompt.", 7)]
+CachedTokens = Annotated[
+    int, about("Those of them that were in a cache; the others were evaluated.", 0)
+]
+Seed = Annotated[int, about("The seed that is used, also if the request gave none.", 2531011)]
+RequestName = Annotated[
+    str | UnsetType, about("Name of the request; absent in kobold's frames.", "r1")
+]
+SampleIndex = Annotated[int | UnsetType, about("Index of the sample, if there are several.", 0)]
+
+
+class KoboldLeftOut(Struct, kw_only=True):
+    """What the server left out of a request."""
+
+    truncated_tokens: Annotated[
+        int | UnsetType, about("Tokens at the front of a text that was too long.", 120)
+    ] = UNSET
+    ignored: Annotated[
+        Sequence[str] | UnsetType, about("Names in the request that had no effect.", ["max_lenght"])
+    ] = UNSET
+
+
+class RunFigures(KoboldLeftOut, kw_only=True):
+    """What a request cost; times and counts are of its first sample."""
+
+    seed: Seed
+    prompt_tokens: PromptTokens
+    cached_tokens: CachedTokens
+    queue_ms: Annotated[float, about("Milliseconds that it waited for a slot.", 0.1)]
+    prompt_ms: Annotated[float, about("Milliseconds from then to the first token.", 4.2)]
+    generation_ms: Annotated[float, about("Milliseconds from the first token to the last.", 1.7)]
+
+
+class StartEvent(KoboldLeftOut, kw_only=True, tag_field="type", tag="start"):
+    """What follows, with ``start_event``."""
+
+    request_id: Annotated[str, about("Label of the request.", "r1")]
+    prompt_tokens: PromptTokens
+    cached_tokens: CachedTokens
+    prompt_ids: Annotated[Sequence[int], about("Their ids, as they are evaluated.", [0, 35, 444])]
+    seed: Seed
+    attention: Annotated[
+        RowsDescribed | UnsetType, about("What the rows are, if some were asked for.")
+    ] = UNSET
+
+
+class LikelyToken(Struct):
+    """One of the most probable tokens at a place."""
+
+    token_id: Annotated[int, about("Its id.", 354)]
+    text: Annotated[str, about("Its text.", " the")]
+    logprob: Annotated[float, about("Its logprob before bias, grammar and samplers.", -1.5)]
+
+
+class KoboldToken(Struct, kw_only=True):
+    """A token that was generated."""
+
+    token_id: Annotated[int, about("Its id.", 354)]
+    text: Annotated[
+        str, about('The text that it completes; "" inside a character of several ids.', " teac")
+    ]
+    logprob: Annotated[
+        float | UnsetType,
+        about("Its logprob before bias, grammar and samplers, if asked for.", -0.6),
+    ] = UNSET
+    top_logprobs: Annotated[
+        list[LikelyToken] | UnsetType, about("The most probable tokens at its place, if asked for.")
+    ] = UNSET
+    sample: Annotated[
+        int | UnsetType,
+        about("In a reply that is not streamed: index of the sample, if there are several.", 0),
+    ] = UNSET
+
+
+class KoboldTokenEvent(Struct, kw_only=True, tag_field="type", tag="token"):
+    """A token, with its attention."""
+
+    token: Annotated[KoboldToken, about("The token.")]
+    request_id: Annotated[str, about("Name of the request.", "r1")]
+    sample: SampleIndex = UNSET
+    attention: Annotated[
+        AttentionObject | UnsetType | None,
+        about(
+            "Its attention; null over SSE and absent over the WebSocket if none was asked for.", ROW
+        ),
+    ] = UNSET
+
+
+class KoboldTokenFrame(Struct, kw_only=True, tag_field="type", tag="token"):
+    """A token; a binary frame with its row follows."""
+
+    token_id: Annotated[int, about("Its id.", 354)]
+    text: Annotated[str, about("The text that it completes.", " teac")]
+    attention: Annotated[
+        AttentionObject | UnsetType | None,
+        about(
+            "What the row is, if it is anything but float32 of all layers and heads; formats "
+            "that are not arrays are here completely."
+        ),
+    ] = UNSET
+
+
+class KoboldPromptEvent(Struct, kw_only=True, tag_field="type", tag="prompt_attention"):
+    """Rows of the prompt, with ``prompt_attention``."""
+
+    request_id: RequestName = UNSET
+    start: Annotated[int, about("Position of their first token.", 0)]
+    rows: Annotated[int, about("How many tokens they are of.", 7)]
+    attention: Annotated[
+        AttentionObject | UnsetType | None,
+        about("Their attention.", {**ROW, "shape": [4, 8, 7, 7]}),
+    ] = UNSET
+
+
+class KoboldRemovedEvent(Removed, kw_only=True, tag_field="type", tag="removed"):
+    """What mods took back, which a client drops; no binary frame follows."""
+
+    request_id: RequestName = UNSET
+    sample: SampleIndex = UNSET
+
+
+class PruningEvent(Struct, kw_only=True, tag_field="type", tag="pruning_suggestion"):
+    """Sentences that got little attention, before the end, if there were ``sentences``."""
+
+    request_id: Annotated[str, about("Name of the request.", "r1")]
+    prunable_sentences: Annotated[
+        list[PrunableSentence], about("The sentences, the one with the least attention first.")
+    ]
+
+
+class SampleEnd(Struct, kw_only=True):
+    """The end of a sample."""
+
+    sample: Annotated[int, about("Its index.", 0)]
+    finish_reason: Annotated[str | None, about("Why it ended.", "length")]
+    total_tokens: Annotated[int, about("Tokens that were generated.", 2)]
+
+
+class RunEnd(Struct, kw_only=True):
+    """How a run ended."""
+
+    finish_reason: Annotated[
+        str,
+        about('Why it ended: of kobold "stop" or "length", of dream the exact reason.', "length"),
+    ]
+    total_tokens: Annotated[int, about("Tokens that were generated.", 2)]
+    request_id: RequestName = UNSET
+    reason: Annotated[
+        str | UnsetType,
+        about(
+            'Of kobold, why it ended exactly: "stop" if the model ended the text, "stop_token", '
+            '"stop_sequence", "length", "cancelled" or "tool_calls".',
+            "length",
+        ),
+    ] = UNSET
+    generation_time_ms: Annotated[
+        int | UnsetType, about("Of dream, milliseconds from admission to the end.", 4)
+    ] = UNSET
+
+
+class KoboldDoneEvent(RunFigures, RunEnd, kw_only=True, tag_field="type", tag="done"):
+    """The end, with the figures of the request."""
+
+    tool_calls: Annotated[list[ModCall] | UnsetType, about("Calls that a mod made.")] = UNSET
+    samples: Annotated[
+        list[SampleEnd] | UnsetType,
+        about("Of dream, the end of each sample, if there are several."),
+    ] = UNSET
+    text: Annotated[
+        str | UnsetType,
+        about(
+            "Of kobold, text that no token completed, if the model ended inside a character.", "�"
+        ),
+    ] = UNSET
+
+
+class PlainEvent(KoboldLeftOut, kw_only=True):
+    """Text in KoboldAI's form, for requests without attention and ``request_id``."""
+
+    token: Annotated[str, about("Text that is new.", " t")]
+    finish_reason: Annotated[
+        str | None, about('Why it ended: "length" or "stop"; null before the end.', None)
+    ]
+    removed: Annotated[Removed | UnsetType, about("What mods took back.")] = UNSET
+    tool_calls: Annotated[list[ModCall] | UnsetType, about("Calls that a mod made.")] = UNSET
+
+
+class AttentionEntry(Struct):
+    """A token with its attention object."""
+
+    token_id: Annotated[int, about("Id of the token.", 259)]
+    text: Annotated[str, about("The text that it completes.", " t")]
+    attention: Annotated[AttentionObject, about("Its attention.")]
+    sample: SampleIndex = UNSET
+
+
+class PromptEntry(Struct):
+    """Rows of the prompt."""
+
+    start: Annotated[int, about("Position of the first token.", 0)]
+    rows: Annotated[int, about("How many tokens.", 6)]
+    attention: Annotated[
+        AttentionObject,
+        about("Their attention, with an axis for the rows before that of the columns."),
+    ]
+
+
+class SampleResult(Struct):
+    """One sample, as KoboldAI's clients expect it."""
+
+    text: Annotated[str, about("The text.", " teacher.")]
+    finish_reason: Annotated[str, about('Why it ended: "stop" or "length".', "length")]
+    prompt_tokens: Annotated[int, about("Tokens of the prompt.", 6)]
+    completion_tokens: Annotated[int, about("Tokens that were generated.", 2)]
+    logprobs: Annotated[
+        Logprobs | UnsetType | None, about("Those of its tokens, if asked for.")
+    ] = UNSET
+
+
+class Details(RunFigures, kw_only=True):
+    """What a reply tells of its request."""
+
+    reason: Annotated[
+        str,
+        about(
+            'Why that ended exactly: "stop" if the model ended the text, "stop_token", '
+            '"stop_sequence", "length", "cancelled" or "tool_calls".',
+            "length",
+        ),
+    ]
+
+
+class GenerateReply(Struct, kw_only=True):
+    """Reply of ``POST /api/v1/generate``; all but ``results`` and ``details`` only if asked for."""
+
+    results: Annotated[list[SampleResult], about("Each sample.")]
+    details: Annotated[Details, about("Figures of the request, and what had no effect.")]
+    generated_text: Annotated[str | UnsetType, about("Text of the first sample.", " teacher.")] = (
+        UNSET
+    )
+    finish_reason: Annotated[str | UnsetType, about("Why the first sample ended.", "length")] = (
+        UNSET
+    )
+    tool_calls: Annotated[list[ModCall] | UnsetType, about("Calls that a mod made.")] = UNSET
+    prunable_sentences: Annotated[
+        list[PrunableSentence] | UnsetType,
+        about("Sentences that got little attention, if there were ``sentences``."),
+    ] = UNSET
+    generated_tokens: Annotated[list[KoboldToken] | UnsetType, about("Every token.")] = UNSET
+    prompt_attention: Annotated[
+        list[PromptEntry] | UnsetType, about("Rows of the prompt, with ``prompt_attention``.")
+    ] = UNSET
+    attention_data: Annotated[
+        list[AttentionEntry] | UnsetType, about("Every token with its attention.")
+    ] = UNSET
