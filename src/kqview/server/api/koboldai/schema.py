@@ -339,6 +339,15 @@ CachedTokens = Annotated[
     int, about("Those of them that were in a cache; the others were evaluated.", 0)
 ]
 Seed = Annotated[int, about("The seed that is used, also if the request gave none.", 2531011)]
+QueueMs = Annotated[float, about("Milliseconds that it waited for a slot.", 0.1)]
+PromptMs = Annotated[float, about("Milliseconds from then to the first token.", 4.2)]
+GenerationMs = Annotated[float, about("Milliseconds from the first token to the last.", 1.7)]
+TruncatedTokens = Annotated[
+    int | UnsetType, about("Tokens at the front of a text that was too long.", 120)
+]
+Ignored = Annotated[
+    Sequence[str] | UnsetType, about("Names in the request that had no effect.", ["max_lenght"])
+]
 RequestName = Annotated[
     str | UnsetType, about("Name of the request; absent in kobold's frames.", "r1")
 ]
@@ -348,23 +357,8 @@ SampleIndex = Annotated[int | UnsetType, about("Index of the sample, if there ar
 class KoboldLeftOut(Struct, kw_only=True):
     """What the server left out of a request."""
 
-    truncated_tokens: Annotated[
-        int | UnsetType, about("Tokens at the front of a text that was too long.", 120)
-    ] = UNSET
-    ignored: Annotated[
-        Sequence[str] | UnsetType, about("Names in the request that had no effect.", ["max_lenght"])
-    ] = UNSET
-
-
-class RunFigures(KoboldLeftOut, kw_only=True):
-    """What a request cost; times and counts are of its first sample."""
-
-    seed: Seed
-    prompt_tokens: PromptTokens
-    cached_tokens: CachedTokens
-    queue_ms: Annotated[float, about("Milliseconds that it waited for a slot.", 0.1)]
-    prompt_ms: Annotated[float, about("Milliseconds from then to the first token.", 4.2)]
-    generation_ms: Annotated[float, about("Milliseconds from the first token to the last.", 1.7)]
+    truncated_tokens: TruncatedTokens = UNSET
+    ignored: Ignored = UNSET
 
 
 class StartEvent(KoboldLeftOut, kw_only=True, tag_field="type", tag="start"):
@@ -472,8 +466,8 @@ class SampleEnd(Struct, kw_only=True):
     total_tokens: Annotated[int, about("Tokens that were generated.", 2)]
 
 
-class RunEnd(Struct, kw_only=True):
-    """How a run ended."""
+class KoboldDoneEvent(Struct, kw_only=True, tag_field="type", tag="done"):
+    """The end, with the figures of the request; times and counts are of its first sample."""
 
     finish_reason: Annotated[
         str,
@@ -492,10 +486,14 @@ class RunEnd(Struct, kw_only=True):
     generation_time_ms: Annotated[
         int | UnsetType, about("Of dream, milliseconds from admission to the end.", 4)
     ] = UNSET
-
-
-class KoboldDoneEvent(RunFigures, RunEnd, kw_only=True, tag_field="type", tag="done"):
-    """The end, with the figures of the request."""
+    seed: Seed
+    prompt_tokens: PromptTokens
+    cached_tokens: CachedTokens
+    queue_ms: QueueMs
+    prompt_ms: PromptMs
+    generation_ms: GenerationMs
+    truncated_tokens: TruncatedTokens = UNSET
+    ignored: Ignored = UNSET
 
     tool_calls: Annotated[list[ModCall] | UnsetType, about("Calls that a mod made.")] = UNSET
     samples: Annotated[
@@ -553,8 +551,8 @@ class SampleResult(Struct):
     ] = UNSET
 
 
-class Details(RunFigures, kw_only=True):
-    """What a reply tells of its request."""
+class Details(KoboldLeftOut, kw_only=True):
+    """What a reply tells of its request; times and counts are of its first sample."""
 
     reason: Annotated[
         str,
@@ -564,6 +562,12 @@ class Details(RunFigures, kw_only=True):
             "length",
         ),
     ]
+    seed: Seed
+    prompt_tokens: PromptTokens
+    cached_tokens: CachedTokens
+    queue_ms: QueueMs
+    prompt_ms: PromptMs
+    generation_ms: GenerationMs
 
 
 class GenerateReply(Struct, kw_only=True):
