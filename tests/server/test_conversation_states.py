@@ -385,8 +385,10 @@ async def test_turns_wait_for_a_seat_up_to_a_limit(engine: Engine, folder: Path)
                     await leaves.wait()
 
         leaves = asyncio.Event()
-        sitting = [asyncio.create_task(sit(name, leaves)) for name in "ab"]
-        await until(lambda: len(entered) == 2)
+        sitting: list[asyncio.Task[None]] = []
+        for name in "ab":
+            sitting.append(asyncio.create_task(sit(name, leaves)))
+            await until(lambda: len(entered) == len(sitting))
         waiting = asyncio.create_task(sit("c", leaves))
         await until(lambda: conversations.states.n_waiting(model.engine) == 1)
         with pytest.raises(QueueFull, match=r"max_queued"):

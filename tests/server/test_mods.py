@@ -14,6 +14,7 @@ import pytest
 from websockets.sync.client import connect
 
 from kqview.chat.turn import AnswerReader, ChatAnswer, Reading
+from kqview.mods import logs
 from kqview.server import Settings
 from kqview.server.api.wire.chat import taken_back
 from kqview.server.api.wire.mods_field import calls_of
@@ -21,6 +22,7 @@ from kqview.server.models.run import Removal
 from kqview.stop_strings import ShownText
 from kqview.trace import Trace, final_ids, post
 from tests.support.trace_receiver import receiving
+from tests.support.waiting import hanging, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -74,11 +76,11 @@ class Refuse(Mod):
             return actions.emit_error("not today")
 """,
     "slow": """
-import time
 import kqview
+from tests.support.waiting import hanging
 @kqview.mod
 def slow(event, actions, tokenizer):
-    time.sleep(20)
+    hanging.wait()
 """,
     "fails": """
 import kqview
@@ -615,9 +617,14 @@ def test_server_without_mods_refuses_them_and_lists_none(demo: Served):
 def test_mod_that_hangs_costs_its_time_limit_and_holds_up_nobody(serve: Serve, mods_dir: Path):
     served = serve(Settings(n_slots=2, mods_dir=str(mods_dir), mod_time_limit_s=0.2))
     plain = asked(served, APIS["completions"], []).json()["choices"][0]["text"]
-    slow = asked(served, APIS["completions"], ["slow"])
-    assert slow.json()["choices"][0]["text"] == plain
-    served.wait_idle()
+    hanging.clear()
+    try:
+        slow = asked(served, APIS["completions"], ["slow"])
+        assert slow.json()["choices"][0]["text"] == plain
+        served.wait_idle()
+    finally:
+        hanging.set()
+    wait_until(lambda: not logs._n_calls)
 
 
 def test_mod_that_raises_changes_nothing(steered: Served, caplog: pytest.LogCaptureFixture):

@@ -25,6 +25,7 @@ from kqview.server.errors import NoModel, ShuttingDown, TimedOut
 from kqview.server.models.request import AttentionWanted
 from kqview.server.models.service import OFFLOAD_BYTES, Service
 from tests.server.test_run import busy, request, wait_free
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -165,6 +166,7 @@ async def test_no_more_than_the_limit_are_admitted_while_prompts_are_tokenized(e
 async def test_deadline_ends_a_run(engine: Engine):
     service = Service(engine, Settings(request_timeout_s=0.1))
     async with await service.start(request(n_samples=8)) as run, asyncio.timeout(WITHIN_S):
+        await until(lambda: run.error)  # nobody reads, so it cannot end before
         with pytest.raises(TimedOut):
             async for _ in run:
                 pass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,9 @@ if TYPE_CHECKING:
 
 # Until a test fails, not a measure of anything: machines that do other work are slow.
 WITHIN_S = 60.0
+
+hanging = threading.Event()
+"""What code that a test lets hang waits for, so that it ends with the test."""
 
 
 def wait_until(condition: Callable[[], object]) -> None:
