@@ -22,14 +22,7 @@ from collections.abc import (
 )
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import count, islice
-from typing import (
-    Any,
-    Final,
-    Literal,
-    Protocol,
-    cast,
-    runtime_checkable,
-)
+from typing import Any, Final, Literal, Protocol, cast, runtime_checkable
 
 from kqview.arguments import choice, invalid
 from kqview.chat.messages import Message

@@ -12,13 +12,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 
 from kqview.cli.option_groups import option, with_groups
-from kqview.cli.options import (
-    ADD_SPECIAL,
-    JSON,
-    CaptureChoice,
-    EngineChoice,
-    PromptChoice,
-)
+from kqview.cli.options import ADD_SPECIAL, JSON, CaptureChoice, EngineChoice, PromptChoice
 from kqview.cli.outputs import ARRAYS, PAGE, PICTURES, check_drawn, check_output, output_to
 from kqview.errors import RequestError
 from kqview.saved import save_prompt, write_arrays

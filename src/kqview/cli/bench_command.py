@@ -18,13 +18,7 @@ from rich.progress import (
 from rich.table import Table
 
 from kqview.cli.option_groups import option, with_groups
-from kqview.cli.options import (
-    GPU_LAYERS,
-    THREADS,
-    ModelChoice,
-    open_engine,
-    parse_indices,
-)
+from kqview.cli.options import GPU_LAYERS, THREADS, ModelChoice, open_engine, parse_indices
 from kqview.cli.outputs import PICTURES, check_output
 from kqview.errors import RequestError
 from kqview.machine import default_threads

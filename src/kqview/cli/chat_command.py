@@ -23,14 +23,7 @@ from kqview.chat import CHATML
 from kqview.chat.messages import checked_messages
 from kqview.cli.option_groups import argument, option, with_groups
 from kqview.cli.options import CaptureChoice, EngineChoice, SamplingChoice, text_or_file
-from kqview.cli.terminal import (
-    argument_text,
-    decoded,
-    read_stdin,
-    read_text,
-    show_delta,
-    shown,
-)
+from kqview.cli.terminal import argument_text, decoded, read_stdin, read_text, show_delta, shown
 from kqview.durable import write_whole
 from kqview.errors import KqviewError, PromptTooLong, RequestError, UnsupportedModel
 from kqview.types.sampling import OPTIONS

@@ -14,13 +14,7 @@ from numpy.lib import format as npy_format
 from rich.console import Console
 
 from kqview.cli.option_groups import option, with_groups
-from kqview.cli.options import (
-    JSON,
-    CaptureChoice,
-    EngineChoice,
-    PromptChoice,
-    SamplingChoice,
-)
+from kqview.cli.options import JSON, CaptureChoice, EngineChoice, PromptChoice, SamplingChoice
 from kqview.cli.outputs import PAGE, check_drawn, check_output, output_to
 from kqview.cli.terminal import show_delta
 from kqview.durable import WholeFile, remove_leftovers

@@ -10,14 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from kqview.errors import InvalidCapture
 from kqview.types.capture import Capture
-from kqview.types.forms import (
-    Framework,
-    check_framework,
-    check_hf,
-    hf_form,
-    lens_name,
-    to_torch,
-)
+from kqview.types.forms import Framework, check_framework, check_hf, hf_form, lens_name, to_torch
 from kqview.types.score import TokenScore
 
 Array = NDArray[np.floating[Any]]

@@ -10,12 +10,7 @@ Everything that belongs to a request is freed with it, and nothing is shared bet
 """
 
 from kqview.mods.kit.constraints import JsonSchemaStrat, RegexStrat
-from kqview.mods.kit.dialogue import (
-    ToolCallPair,
-    get_conversation,
-    get_schemas,
-    tool_call_pairs,
-)
+from kqview.mods.kit.dialogue import ToolCallPair, get_conversation, get_schemas, tool_call_pairs
 from kqview.mods.kit.flow import (
     FlowDefinition,
     FlowEngine,
