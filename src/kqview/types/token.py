@@ -290,18 +290,19 @@ class Token:
             parts.append(f"logprob={self.logprob:.4g}")
         if self.top_logprobs:
             parts.append(f"top_logprobs=<{len(self.top_logprobs)}>")
-        rows: Attention | None = self.attention
-        if isinstance(rows, tuple):
-            parts.append(f"attention=<{len(rows)} layers>")
-        elif rows is not None:
-            parts.append(f"attention=<{rows.shape} {rows.dtype}>")
-        if self.hidden is not None:
-            parts.append(f"hidden=<{self.hidden.shape} {self.hidden.dtype}>")
-        if self.logits is not None:
-            parts.append(f"logits=<{self.logits.shape} {self.logits.dtype}>")
+        for name in ("attention", "hidden", "logits"):
+            if (value := getattr(self, name)) is not None:
+                parts.append(f"{name}={_brief(value)}")
         if self.forced:
             parts.append("forced=True")
         return f"Token({', '.join(parts)})"
+
+
+def _brief(value: Any) -> str:
+    """An array by its shape and dtype, a tuple of arrays by their number."""
+    if isinstance(value, tuple):
+        return f"<{len(cast('tuple[Any, ...]', value))} layers>"
+    return "None" if value is None else f"<{value.shape} {value.dtype}>"
 
 
 def add_token(tokens: list[Token], token: Token) -> None:
@@ -342,11 +343,8 @@ class PromptBlock:
 
     def __repr__(self) -> str:
         """One line; arrays appear as shape and dtype."""
-        rows: Attention | None = self.rows
-        shown = f"<{len(rows)} layers>" if isinstance(rows, tuple) else None
-        if isinstance(rows, np.ndarray):
-            shown = f"<{rows.shape} {rows.dtype}>"
-        hidden = (
-            "" if self.hidden is None else f", hidden=<{self.hidden.shape} {self.hidden.dtype}>"
+        hidden = "" if self.hidden is None else f", hidden={_brief(self.hidden)}"
+        return (
+            f"PromptBlock(start={self.start}, n_rows={self.n_rows}, "
+            f"rows={_brief(self.rows)}{hidden})"
         )
-        return f"PromptBlock(start={self.start}, n_rows={self.n_rows}, rows={shown}{hidden})"
