@@ -47,6 +47,25 @@ def story(text: str) -> Sequence[str]:
     return [" two"] if text.endswith(" one") else [" one"]
 
 
+def test_strategy_of_a_question_is_compiled_once_for_a_tokenizer():
+    class Counted(ChoicesStrat):
+        n_compiled = 0
+
+        def into_strategy(self, tokenizer: ModTokenizer) -> ChoicesStrategy:
+            type(self).n_compiled += 1
+            return super().into_strategy(tokenizer)
+
+    question = SelfPrompt(" ok?", Counted(["yes", "no"]))
+    first, second = WORDS.tokenizer(), WORDS.tokenizer()
+    for tokenizer in (first, first, second):
+        question.ask(tokenizer)
+    assert Counted.n_compiled == 2
+    gone = weakref.ref(first)
+    del first, tokenizer
+    gc.collect()
+    assert gone() is None
+
+
 @pytest.mark.parametrize(
     ("erase", "text"),
     [

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, Final
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -84,13 +85,19 @@ class SelfPrompt:
         self.erase: Final = erase
         self.argmax_sampling: Final = argmax_sampling
         self._askings: dict[str, Asking] = {}
+        # The strategy, compiled: that may look at every token of the vocabulary.
+        self._strategies: WeakKeyDictionary[ModTokenizer, Strategy[Any]] = WeakKeyDictionary()
 
     def ask(self, tokenizer: ModTokenizer, strategy: StrategyDescription | None = None) -> "Asking":
         """Return a new asking, with *strategy* in place of the question's own if given."""
+        known = self._strategies.get(tokenizer) if strategy is None else None
+        compiled = known or (strategy or self.strategy).into_strategy(tokenizer)
+        if strategy is None:
+            self._strategies[tokenizer] = compiled
         return Asking(
             prompt=_ids(self._prompt, tokenizer),
             completion=_ids(self._completion, tokenizer),
-            strategy=(strategy or self.strategy).into_strategy(tokenizer),
+            strategy=compiled,
             erase=self.erase,
             argmax_sampling=self.argmax_sampling,
             tokenizer=tokenizer,
