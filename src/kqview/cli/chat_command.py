@@ -381,7 +381,7 @@ class Chat:
 
 
 _SETTABLE: Final = tuple(
-    row.name for row in OPTIONS.values() if row.type in (int, float, bool) or row.name == "seed"
+    row.name for row in OPTIONS.values() if row.is_plain and row.name != "top_logprobs"
 )
 
 

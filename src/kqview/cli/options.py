@@ -371,7 +371,6 @@ def parse_spans(text: str | None) -> list[tuple[int, int | None]] | None:
 
 
 _CONSTRAINTS: Final = "Constraints"
-_NUMBERS: Final = ("seed", "top_logprobs")  # those that may be None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -409,7 +408,7 @@ class SamplingChoice(OptionGroup):
 
         found = _Constraints.parameters()
         for row in OPTIONS.values():
-            if row.type in (float, int, bool) or row.name in _NUMBERS:
+            if row.is_plain:
                 names = "--" + row.name.replace("_", "-") + (" -s" if row.name == "seed" else "")
                 found.append(
                     inspect.Parameter(
