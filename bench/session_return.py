@@ -22,7 +22,7 @@ from report import Timing
 from runs import open_engine
 
 from kqview.bench.sweep import prompt_ids
-from kqview.server.apps.chat_service import ChatService
+from kqview.server.apps.conversations import ChatService
 from kqview.server.config import ChatSessions, Config
 from kqview.server.live_config import LiveConfig
 from kqview.server.models.request import GenerateRequest

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from kqview.server.api.wire.chat import ChatRequest, prepare, prompt_of
-from kqview.server.apps.chat_service import ChatService
+from kqview.server.apps.conversations import ChatService
 from kqview.server.config import ChatSessions, Config
 from kqview.server.live_config import LiveConfig
 from kqview.server.settings import Settings

@@ -28,7 +28,7 @@ from tests.support.waiting import wait_until  # noqa: E402
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from kqview.server.apps.chat_service import ChatService
+    from kqview.server.apps.conversations import ChatService
     from kqview.server.models.run import Run
 
 ENDS_WITHIN_S = 60.0  # until a test fails, not a measure of anything

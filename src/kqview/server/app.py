@@ -23,7 +23,7 @@ from kqview.server.api.models import routes as models
 from kqview.server.api.openai import routes as openai
 from kqview.server.api.responses import routes as responses
 from kqview.server.apps import status
-from kqview.server.apps.chat_service import ChatService
+from kqview.server.apps.conversations import ChatService
 from kqview.server.apps.metrics import Metrics
 from kqview.server.apps.mia4 import routes as mia4
 from kqview.server.config import Config

@@ -56,6 +56,15 @@ CREATE TABLE turns (
     PRIMARY KEY (session, number)
 ) WITHOUT ROWID;
 """
+# Removes the oldest turns of a conversation, so that there are at most so many, of so many bytes.
+_CUT: Final = """
+DELETE FROM turns WHERE session = ?1 AND number IN (
+    SELECT number FROM (
+        SELECT number, count(*) OVER newest AS n, sum(n_bytes) OVER newest AS n_bytes
+        FROM turns WHERE session = ?1 WINDOW newest AS (ORDER BY number DESC)
+    ) WHERE n > ?2 OR n_bytes > ?3
+)
+"""
 
 
 class Key(NamedTuple):
@@ -203,58 +212,40 @@ class ConversationStore:
         now_s = self._clock()
         with self._transaction() as db:
             gone = self._sweep({*in_use, key})
-            session, first = self._session(key, _title(prompt), now_s)
-            numbers = self._numbers(session)
-            number = numbers[-1] + 1 if numbers else 0
-            i_first = n_skipped // 2
-            first = max(first, numbers[i_first] if i_first < len(numbers) else number)
+            session, first, oldest, number = self._session(key, _title(prompt), now_s)
+            first = max(first, min(oldest + n_skipped // 2, number))
             db.execute(
                 "INSERT INTO turns VALUES (?, ?, ?, ?, ?)",
                 (session, number, prompt, answer, n_bytes),
             )
-            kept = self._cut(session, n_most, most_bytes - _SESSION_BYTES)
-            oldest = number + 1 - len(kept)
+            db.execute(_CUT, (session, n_most, most_bytes - _SESSION_BYTES))
+            n_turns, n_bytes, oldest = db.execute(
+                "SELECT count(*), sum(n_bytes), min(number) FROM turns WHERE session = ?",
+                (session,),
+            ).fetchone()
             if oldest > first:
                 first = min(number, oldest + n_most // 4)
             db.execute(
                 "UPDATE sessions SET model = ?, used_s = ?, first = ?, n_turns = ?, n_bytes = ? "
                 "WHERE id = ?",
-                (model, now_s, first, len(kept), sum(kept) + _SESSION_BYTES, session),
+                (model, now_s, first, n_turns, n_bytes + _SESSION_BYTES, session),
             )
             return gone | self._make_room(session)
 
-    def _session(self, key: Key, title: str, now_s: float) -> tuple[int, int]:
-        """Number of the conversation, made if need be, and that of its first turn in prompts."""
+    def _session(self, key: Key, title: str, now_s: float) -> tuple[int, int, int, int]:
+        """Number of the conversation, made if need be, and those of its first turn in prompts, its
+        oldest turn and the next one; turns are numbered without gaps.
+        """
         self._db.execute(
             "INSERT INTO sessions (owner, name, title, model, created_s, used_s, first, n_turns,"
             " n_bytes) VALUES (?, ?, ?, '', ?, ?, 0, 0, 0) ON CONFLICT (owner, name) DO NOTHING",
             (*key, title, now_s, now_s),
         )
         return self._db.execute(
-            "SELECT id, first FROM sessions WHERE owner = ? AND name = ?", key
+            "SELECT id, first, ifnull(min(number), 0), ifnull(max(number) + 1, 0) FROM sessions "
+            "LEFT JOIN turns ON session = id WHERE owner = ? AND name = ?",
+            key,
         ).fetchone()
-
-    def _numbers(self, session: int) -> list[int]:
-        rows = self._db.execute(
-            "SELECT number FROM turns WHERE session = ? ORDER BY number", (session,)
-        )
-        return [number for (number,) in rows]
-
-    def _cut(self, session: int, n_most: int, most_bytes: int) -> list[int]:
-        """Remove the oldest turns that are over a limit; returns the bytes of each that is left."""
-        rows = self._db.execute(
-            "SELECT number, n_bytes FROM turns WHERE session = ? ORDER BY number DESC", (session,)
-        ).fetchall()
-        kept: list[int] = []
-        for _, n_bytes in rows[:n_most]:
-            if sum(kept) + n_bytes > most_bytes:
-                break
-            kept.append(n_bytes)
-        self._db.executemany(
-            "DELETE FROM turns WHERE session = ? AND number = ?",
-            [(session, number) for number, _ in rows[len(kept) :]],
-        )
-        return kept
 
     def _make_room(self, session: int) -> set[Key]:
         """Remove other conversations until all limits hold."""

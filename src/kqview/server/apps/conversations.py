@@ -17,8 +17,9 @@ from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
+from kqview.engine import Engine
 from kqview.errors import BusyError, CapacityError, KqviewError, RequestError
 from kqview.server.apps.conversation_states import ConversationStates, Seat
 from kqview.server.apps.conversation_store import (
@@ -32,6 +33,10 @@ from kqview.server.config import Config
 from kqview.server.errors import NotFound, RateLimited, ShuttingDown, TooLarge
 from kqview.server.live_config import LiveConfig
 from kqview.server.models.model_entry import ModelEntry
+from kqview.server.models.run import Cancelling
+from kqview.server.models.service import LEAST_CLOSE_S, Service
+from kqview.server.settings import Settings
+from kqview.server.web import endpoint
 from kqview.server.web.access import Caller
 from kqview.server.web.budget import Budget, Reservation
 
@@ -391,3 +396,30 @@ def checked_id(session_id: str) -> str:
 
 def _no_session(key: Key) -> NotFound:
     return NotFound(f"there is no session {key.session_id[:80]!r}")
+
+
+# ---- with models
+
+
+class ChatService(Service):
+    """What `create_app` serves."""
+
+    def __init__(self, engine: Engine | None, settings: Settings | LiveConfig) -> None:
+        super().__init__(engine, settings)
+        self.conversations = Conversations(self.live, self.budget)
+        self.cancelling = Cancelling()
+
+    async def open(self) -> None:
+        """As of `Service`; opens the database of the conversations."""
+        await super().open()
+        await self.conversations.open()
+
+    async def close(self) -> None:
+        """As of `Service`; what the conversations have to write is written before."""
+        await self.drain(self.settings.shutdown_grace_s)
+        await self.conversations.close(max(LEAST_CLOSE_S, self.grace_left_s))
+        await super().close()
+
+
+Call: TypeAlias = endpoint.Call[ChatService, ModelEntry]
+"""A request to an operation of an app."""

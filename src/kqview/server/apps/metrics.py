@@ -5,7 +5,8 @@ have served; only what begins and ends in the server is counted here.
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
+from operator import attrgetter
 from typing import Any, Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -13,85 +14,88 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from kqview.server.models.events_bus import GenerationCompleted
-from kqview.server.models.model_entry import ModelEntry
 from kqview.server.models.run import Run
 from kqview.server.models.service import Service
 from kqview.types import EngineStats
 
 MEDIA_TYPE: Final = CONTENT_TYPE_LATEST
 
-# name -> (field of EngineStats, help); sums over the engines that served.
-_COUNTERS: Final = {
-    "kqview_generated_tokens": ("n_tokens", "Tokens generated."),
-    "kqview_prompt_tokens": ("prefill_tokens", "Prompt tokens evaluated, cached ones not counted."),
-    "kqview_prefill_seconds": ("prefill_s", "Seconds in steps that evaluated prompts."),
-    "kqview_decode_seconds": ("decode_s", "Seconds in steps that generated."),
-    "kqview_attention_bytes": ("attention_bytes", "Bytes of attention handed out as views."),
-    "kqview_attention_copied_bytes": ("copied_bytes", "Bytes of attention copied for transports."),
-    "kqview_attention_dropped_rows": ("dropped_rows", "Tokens that came without their rows."),
-}
-# Of the poster of traces, if there is one: name -> (field of PosterStats, help).
-_TRACE_COUNTERS: Final = {
-    "kqview_traces_sent": ("n_sent", "Traces that their receiver has."),
-    "kqview_traces_refused": ("n_refused", "Traces that their receiver will never take."),
-    "kqview_traces_dropped": ("n_dropped", "Traces that were lost: too many waited."),
-}
-# The same under the names of llama.cpp's server; the rates are those while the engine worked.
-_LLAMA_COUNTERS: Final = {
-    "llamacpp:prompt_tokens": ("prefill_tokens", "Prompt tokens evaluated, without cached ones."),
-    "llamacpp:prompt_seconds": ("prefill_s", "Seconds in steps that evaluated prompts."),
-    "llamacpp:tokens_predicted": ("n_tokens", "Tokens generated."),
-    "llamacpp:tokens_predicted_seconds": ("decode_s", "Seconds in steps that generated."),
-    "llamacpp:n_decode": ("n_decodes", "Calls of llama_decode()."),
-}
-# Of drafts, of which there are none here; boards for llama.cpp's server have them.
-_NO_DRAFTS: Final = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
+_MILLISECONDS: Final = (1, 5, 10, 50, 100, 500, 1000, 5000, 10_000, 60_000, 300_000)
+_SECONDS: Final = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 1800)
 
 
 def _n_busy(stats: EngineStats) -> int:
     return sum(slot.is_busy for slot in stats.slots)
 
 
-# name -> (help, value of the engine that is loaded); 0 without one.
-_GAUGES: Final[Mapping[str, tuple[str, Callable[[EngineStats], float]]]] = {
-    "kqview_queued_generations": ("Generations that wait for a slot.", lambda s: s.n_queued),
-    "kqview_parked_generations": (
+def _n_busy_per_step(stats: EngineStats) -> float:
+    return stats.decode_tokens / stats.n_decodes if stats.n_decodes else 0
+
+
+# Tables of: name, attribute or what reads it, help; llamacpp: are the names of llama.cpp's server.
+_Rows = tuple[tuple[str, str | Callable[[Any], float], str], ...]
+
+# Counters: of EngineStats, summed over the engines that served.
+_OF_ENGINES: Final[_Rows] = (
+    ("kqview_generated_tokens", "n_tokens", "Tokens generated."),
+    ("kqview_prompt_tokens", "prefill_tokens", "Prompt tokens evaluated, cached ones not counted."),
+    ("kqview_prefill_seconds", "prefill_s", "Seconds in steps that evaluated prompts."),
+    ("kqview_decode_seconds", "decode_s", "Seconds in steps that generated."),
+    ("kqview_attention_bytes", "attention_bytes", "Bytes of attention handed out as views."),
+    ("kqview_attention_copied_bytes", "copied_bytes", "Bytes of attention copied for transports."),
+    ("kqview_attention_dropped_rows", "dropped_rows", "Tokens that came without their rows."),
+    ("llamacpp:prompt_tokens", "prefill_tokens", "Prompt tokens evaluated, without cached ones."),
+    ("llamacpp:prompt_seconds", "prefill_s", "Seconds in steps that evaluated prompts."),
+    ("llamacpp:tokens_predicted", "n_tokens", "Tokens generated."),
+    ("llamacpp:tokens_predicted_seconds", "decode_s", "Seconds in steps that generated."),
+    ("llamacpp:n_decode", "n_decodes", "Calls of llama_decode()."),
+)
+# Gauges: of the engine that is loaded, 0 without one; rates are those while it worked.
+_OF_ENGINE: Final[_Rows] = (
+    ("kqview_queued_generations", "n_queued", "Generations that wait for a slot."),
+    (
+        "kqview_parked_generations",
+        "n_parked",
         "Generations whose slot went to others because their client reads slowly.",
-        lambda s: s.n_parked,
     ),
-    "kqview_attention_leased_bytes": (
-        "Bytes of attention that views hold.",
-        lambda s: s.pool.leased_bytes,
-    ),
-    "kqview_attention_budget_bytes": (
-        "Most bytes that views may hold.",
-        lambda s: s.pool.budget_bytes,
-    ),
-    "kqview_busy_slots": ("Slots that generate.", _n_busy),
-    "llamacpp:prompt_tokens_seconds": (
-        "Prompt tokens per second.",
-        lambda s: s.prefill_tokens_per_s,
-    ),
-    "llamacpp:predicted_tokens_seconds": (
-        "Generated tokens per second.",
-        lambda s: s.tokens_per_s,
-    ),
-    "llamacpp:requests_deferred": ("Generations that wait for a slot.", lambda s: s.n_queued),
-    "llamacpp:requests_processing": ("Slots that generate.", _n_busy),
-    "llamacpp:n_busy_slots_per_decode": (
+    ("kqview_attention_leased_bytes", "pool.leased_bytes", "Bytes of attention that views hold."),
+    ("kqview_attention_budget_bytes", "pool.budget_bytes", "Most bytes that views may hold."),
+    ("kqview_busy_slots", _n_busy, "Slots that generate."),
+    ("llamacpp:prompt_tokens_seconds", "prefill_tokens_per_s", "Prompt tokens per second."),
+    ("llamacpp:predicted_tokens_seconds", "tokens_per_s", "Generated tokens per second."),
+    ("llamacpp:requests_deferred", "n_queued", "Generations that wait for a slot."),
+    ("llamacpp:requests_processing", _n_busy, "Slots that generate."),
+    (
+        "llamacpp:n_busy_slots_per_decode",
+        _n_busy_per_step,
         "Mean of slots that generate in a step.",
-        lambda s: s.decode_tokens / s.n_decodes if s.n_decodes else 0,
     ),
-}
-# Of each model, where there are several: name -> (help, value).
-_MODEL_GAUGES: Final[Mapping[str, tuple[str, Callable[[ModelEntry], float]]]] = {
-    "kqview_model_loaded": ("Whether it is loaded.", lambda one: one.loaded is not None),
-    "kqview_model_loads": ("How often it was loaded.", lambda one: one.n_loads),
-    "kqview_model_bytes": ("Memory that it takes.", lambda one: one.held_bytes),
-    "kqview_model_requests": ("Requests that use it.", lambda one: one.work.n_uses),
-}
-_MILLISECONDS: Final = (1, 5, 10, 50, 100, 500, 1000, 5000, 10_000, 60_000, 300_000)
-_SECONDS: Final = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 1800)
+)
+# Gauges: of each ModelEntry, where there are several.
+_OF_MODEL: Final[_Rows] = (
+    ("kqview_model_loaded", lambda one: one.loaded is not None, "Whether it is loaded."),
+    ("kqview_model_loads", "n_loads", "How often it was loaded."),
+    ("kqview_model_bytes", "held_bytes", "Memory that it takes."),
+    ("kqview_model_requests", "work.n_uses", "Requests that use it."),
+)
+# Counters: of PosterStats, the poster of traces, if there is one.
+_OF_TRACES: Final[_Rows] = (
+    ("kqview_traces_sent", "n_sent", "Traces that their receiver has."),
+    ("kqview_traces_refused", "n_refused", "Traces that their receiver will never take."),
+    ("kqview_traces_dropped", "n_dropped", "Traces that were lost: too many waited."),
+)
+# Gauges: of the Service.
+_OF_SERVICE: Final[_Rows] = (
+    (
+        "kqview_memory_used_bytes",
+        "budget.used_bytes",
+        "Bytes of requests, messages and replies in progress.",
+    ),
+    ("kqview_memory_budget_bytes", "budget.total_bytes", "Most bytes that they may take."),
+    ("kqview_running_requests", lambda one: len(one.runs), "Requests that run or wait."),
+)
+# Counters of drafts, of which there are none here; boards for llama.cpp's server have them.
+_NO_DRAFTS: Final = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
 
 
 class Metrics:
@@ -99,38 +103,35 @@ class Metrics:
 
     def __init__(self, service: Service) -> None:
         """Watch *service* and its runs."""
-        self._service = service
         self.started_s = int(time.time())
         """When the server started, in seconds since 1970."""
-        self._registry = CollectorRegistry()
-        self._registry.register(_EngineCollector(service))
+        self._registry = all_ = CollectorRegistry()
+        all_.register(_EngineCollector(service))
         self.requests = Counter(
             "kqview_http_requests", "HTTP requests and WebSockets answered.",
-            ("path", "status"), registry=self._registry,
+            ("path", "status"), registry=all_,
         )  # fmt: skip
         self._runs = Counter(
-            "kqview_generations", "Generations that ended, by reason.",
-            ("reason",), registry=self._registry,
-        )  # fmt: skip
+            "kqview_generations", "Generations that ended, by reason.", ("reason",), registry=all_
+        )
         self._seconds = Histogram(
             "kqview_generation_seconds", "Seconds from admission to the end.",
-            buckets=_SECONDS, registry=self._registry,
+            buckets=_SECONDS, registry=all_,
         )  # fmt: skip
         self._cached = Counter(
-            "llamacpp:prompt_tokens_cached", "Prompt tokens reused from a cache.",
-            registry=self._registry,
-        )  # fmt: skip
+            "llamacpp:prompt_tokens_cached", "Prompt tokens reused from a cache.", registry=all_
+        )
         self._longest = Gauge(
             "llamacpp:n_tokens_max", "Most tokens of a prompt and its text together.",
-            registry=self._registry,
+            registry=all_,
         )  # fmt: skip
         self._n_longest = 0
-        service.on_end = self._ended
         self._buffered = Histogram(
             "reasoning_buffer_latency_ms",
             "Milliseconds from the mark that ends the reasoning to the end of the stream (MIA4).",
-            buckets=_MILLISECONDS, registry=self._registry,
+            buckets=_MILLISECONDS, registry=all_,
         )  # fmt: skip
+        service.on_end = self._ended
         service.bus.listeners.add(self._heard)
 
     def _heard(self, event: object) -> None:
@@ -161,51 +162,41 @@ class _EngineCollector:
 
     def collect(self) -> Iterator[Metric]:
         """Called for every scrape."""
-        pool = self._service.pool
-        models = [(served, served.stats()) for served in pool]
-        now = [
-            (served, stats[-1] if served.loaded is not None and not pool.is_closing else None)
-            for served, stats in models
-        ]
-
-        def family(
-            kind: Any, name: str, text: str, values: Iterable[tuple[ModelEntry, float]]
-        ) -> Any:
-            made = kind(name, text, labels=("model",) if pool.has_several else ())
-            for served, value in values:
-                made.add_metric((served.id,) if pool.has_several else (), value)
-            return made
-
-        for name, (attribute, text) in (_COUNTERS | _LLAMA_COUNTERS).items():
-            totals = [(one, sum(getattr(s, attribute) for s in stats)) for one, stats in models]
-            yield family(CounterMetricFamily, name, text, totals)
+        service, pool = self._service, self._service.pool
+        stats = {one.id: one.stats() for one in pool}
+        loaded = {one.id for one in pool if one.loaded is not None and not pool.is_closing}
+        now = {id_: all_[-1:] if id_ in loaded else [] for id_, all_ in stats.items()}
+        yield from _of_models(CounterMetricFamily, _OF_ENGINES, stats, labels=pool.has_several)
         for name in _NO_DRAFTS:
             yield CounterMetricFamily(f"llamacpp:spec_decode_{name}", "Always 0.", value=0)
-        for name, (text, value) in _GAUGES.items():
-            values = [(one, 0 if stats is None else value(stats)) for one, stats in now]
-            yield family(GaugeMetricFamily, name, text, values)
+        yield from _of_models(GaugeMetricFamily, _OF_ENGINE, now, labels=pool.has_several)
         if pool.has_several:
-            for name, (text, fact) in _MODEL_GAUGES.items():
-                yield family(GaugeMetricFamily, name, text, [(one, fact(one)) for one in pool])
+            each = {one.id: [one] for one in pool}
+            yield from _of_models(GaugeMetricFamily, _OF_MODEL, each, labels=True)
             yield GaugeMetricFamily(
                 "kqview_models_budget_bytes", "Most bytes that all models may take.",
                 value=pool.budget_bytes or 0,
             )  # fmt: skip
-        traces = self._service.mod_runs.trace_stats()
-        if traces is not None:
-            for name, (attribute, text) in _TRACE_COUNTERS.items():
-                yield CounterMetricFamily(name, text, value=getattr(traces, attribute))
+        if (traces := service.mod_runs.trace_stats()) is not None:
+            for name, field, text in _OF_TRACES:
+                yield CounterMetricFamily(name, text, value=_value(traces, field))
             yield GaugeMetricFamily(
                 "kqview_traces_waiting", "Traces on their way.", value=traces.n_waiting
             )
-        budget = self._service.budget
-        yield GaugeMetricFamily(
-            "kqview_memory_used_bytes", "Bytes of requests, messages and replies in progress.",
-            value=budget.used_bytes,
-        )  # fmt: skip
-        yield GaugeMetricFamily(
-            "kqview_memory_budget_bytes", "Most bytes that they may take.", value=budget.total_bytes
-        )
-        yield GaugeMetricFamily(
-            "kqview_running_requests", "Requests that run or wait.", value=len(self._service.runs)
-        )
+        for name, field, text in _OF_SERVICE:
+            yield GaugeMetricFamily(name, text, value=_value(service, field))
+
+
+def _of_models(
+    kind: Any, rows: _Rows, of: dict[str, list[Any]], *, labels: bool
+) -> Iterable[Metric]:
+    """A family of *kind* for each of *rows*, with the sum of its values of each model."""
+    for name, field, text in rows:
+        family = kind(name, text, labels=("model",) if labels else ())
+        for id_, parts in of.items():
+            family.add_metric((id_,) if labels else (), sum(_value(one, field) for one in parts))
+        yield family
+
+
+def _value(of: object, field: str | Callable[[Any], float]) -> float:
+    return attrgetter(field)(of) if isinstance(field, str) else field(of)

@@ -143,8 +143,8 @@ def likely_tokens(token: Token, token_bytes: Callable[[int], bytes]) -> list[Lik
     ]
 
 
-class TypedEvents:
-    """What the three streams of typed events do alike."""
+class KoboldEvents:
+    """Typed events over SSE; rows are base64 in the JSON. The other streams differ in few parts."""
 
     def __init__(self, plan: KoboldPlan, token_bytes: Callable[[int], bytes]) -> None:
         """Write what *plan* shows; *token_bytes* gives the bytes of an id, for logprobs."""
@@ -154,7 +154,7 @@ class TypedEvents:
         self._n_shown = 0  # characters
         self._n_tokens = [0] * plan.request.n_samples
 
-    separator: ClassVar[Sequence[bytes]] = ()
+    separator: ClassVar[Sequence[bytes]] = (NEXT_EVENT,)
     """Stands between two events of one call."""
     names_request: ClassVar[bool] = True
 
@@ -215,27 +215,6 @@ class TypedEvents:
 
     def _event(self, run: Run, step: Step) -> Any:
         """The event of a token."""
-        raise NotImplementedError
-
-    def _with_rows(self, run: Run, event: Any, rows: Attention | None) -> Frames:
-        """*event* with *rows* as its attention."""
-        raise NotImplementedError
-
-    def _end(self, run: Run, event: KoboldDoneEvent) -> Frames:
-        """The last event, with what this stream adds."""
-        raise NotImplementedError
-
-    def _encoded(self, event: Struct) -> bytes | str:
-        """*event*, which has no rows, as a frame."""
-        raise NotImplementedError
-
-
-class KoboldEvents(TypedEvents):
-    """Typed events over SSE; rows are base64 in the JSON."""
-
-    separator = (NEXT_EVENT,)
-
-    def _event(self, run: Run, step: Step) -> Any:
         token = step.token
         shown = KoboldToken(token_id=token.id, text=token.text)
         if token.logprob is not None:
@@ -244,12 +223,14 @@ class KoboldEvents(TypedEvents):
         return KoboldTokenEvent(request_id=run.label, token=shown)
 
     def _with_rows(self, run: Run, event: Any, rows: Attention | None) -> Frames:
+        """*event* with *rows* as its attention."""
         event.attention, data = None, None
         if rows is not None and self._plan.rows is not None:
             event.attention, data = self._plan.rows.write(rows, run.count_copied)
         return event_pieces(event, data)
 
     def _end(self, run: Run, event: KoboldDoneEvent) -> Frames:
+        """The last event, with what this stream adds."""
         event.finish_reason = kobold_reason(run.finish_reason)
         event.reason = run.finish_reason
         event.text = run.text[self._n_shown :] or UNSET
@@ -293,12 +274,14 @@ class KoboldFrames(KoboldEvents):
         return msgspec.json.encode(event).decode()
 
 
-class DreamEvents(TypedEvents):
+class DreamEvents(KoboldEvents):
     """Events of dream's WebSocket: JSON texts, or MessagePack.
 
     An event whose attention has ``"encoding": "binary"`` and no ``data`` is followed by a binary
     frame with the values; in MessagePack the values are inside the event.
     """
+
+    separator = ()
 
     def __init__(
         self,
@@ -312,7 +295,7 @@ class DreamEvents(TypedEvents):
 
         Args:
             plan: The request's.
-            token_bytes: As in `TypedEvents`.
+            token_bytes: As in `KoboldEvents`.
             answer: What to tell about an error, with its figures.
             packs: MessagePack instead of JSON.
         """

@@ -1,7 +1,8 @@
 """Models that pool: embeddings, reranking (in the forms of Jina and of TEI), classification."""
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Generator, Sequence
 from functools import partial
 from typing import Annotated, Any, Final
 
@@ -22,6 +23,12 @@ from kqview.types import Classification
 
 Vectors = NDArray[np.float32]
 ModelName = Annotated[str, about("The model, as the request names it.", "demo")]
+Score = Annotated[
+    float,
+    about(
+        "How well it answers the query; the larger, the better. Null where it is not a number.", 3.5
+    ),
+]
 AlwaysList = Annotated[str, about('Always "list".', "list")]
 
 _NUMBER_BYTES: Final = 64  # a float in a list, and its text
@@ -42,6 +49,23 @@ def best_first(scores: Sequence[float]) -> list[int]:
     """Places of *scores* by falling value; NaN last, equal ones in their order."""
     keys = [math.inf if math.isnan(one) else -one for one in scores]
     return sorted(range(len(scores)), key=keys.__getitem__)
+
+
+@contextlib.contextmanager
+def _naming(field: str) -> Generator[None]:
+    """Errors about texts name the request's *field*."""
+    try:
+        yield
+    except RequestError as error:
+        raise renamed(error, {"texts": field}) from None
+
+
+@contextlib.asynccontextmanager
+async def _engine(call: Call, field: str) -> AsyncGenerator[Engine]:
+    """The engine, for work on the texts of *field*."""
+    async with call.service.working(call.model, call.caller) as engine:
+        with _naming(field):
+            yield engine
 
 
 # ---- embeddings
@@ -126,11 +150,8 @@ async def embed(call: Call, body: EmbeddingBody) -> HttpReply:
     n_vectors = sum(map(len, ids)) if per_token else len(ids)
     n_bytes = _NUMBER_BYTES * call.model.engine.model.n_embd * n_vectors
     call.hold.take(n_bytes)
-    async with service.working(call.model, call.caller) as engine:
-        try:
-            found = await engine.aembed(ids, normalize=False)
-        except RequestError as error:
-            raise renamed(error, {"texts": "input"}) from None
+    async with _engine(call, "input") as engine:
+        found = await engine.aembed(ids, normalize=False)
     kind = _EUCLID if body.embd_normalize is None else body.embd_normalize
     vectors: Sequence[Vectors] = list(found)
     return HttpReply(
@@ -171,26 +192,14 @@ class JinaResult(Struct):
     """A document and its score."""
 
     index: Annotated[int, about("Of the document, from 0.", 0)]
-    relevance_score: Annotated[
-        float,
-        about(
-            "How well it answers the query; the larger, the better. Null where it is not a number.",
-            3.5,
-        ),
-    ]
+    relevance_score: Score
 
 
 class TeiResult(Struct):
     """A text and its score."""
 
     index: Annotated[int, about("Of the text, from 0.", 0)]
-    score: Annotated[
-        float,
-        about(
-            "How well it answers the query; the larger, the better. Null where it is not a number.",
-            3.5,
-        ),
-    ]
+    score: Score
     text: Annotated[str | UnsetType, about("The text, if asked for.", "Anna is a teacher.")] = UNSET
 
 
@@ -234,24 +243,18 @@ async def rerank(call: Call, body: RerankBody) -> HttpReply:
         raise RequestError("documents is missing or empty; send texts", parameter="documents")
     n_characters = sum(map(len, documents)) + len(documents) * len(body.query)
     call.hold.take(_ID_BYTES * n_characters + _RESULT_BYTES * len(documents))
-    ids = await service.converted(
-        n_characters, call.hold, _ids_of_pairs, call.model.engine, body.query, documents
-    )
-    async with service.working(call.model, call.caller) as engine:
+    query, pair_ids = body.query, call.model.engine.pair_ids
+
+    def ids_of_pairs() -> list[list[int]]:
+        return [pair_ids(query, document) for document in documents]
+
+    with _naming("documents"):
+        ids = await service.converted(n_characters, call.hold, ids_of_pairs)
+    async with _engine(call, "documents") as engine:
         model = call.model.name
-        try:
-            found = await engine.aclassify(ids)
-        except RequestError as error:
-            raise renamed(error, {"texts": "documents"}) from None
+        found = await engine.aclassify(ids)
     reply = ranked(body, found, n_tokens=sum(map(len, ids)), model=model)
     return HttpReply(msgspec.json.encode(reply))
-
-
-def _ids_of_pairs(engine: Engine, query: str, documents: Sequence[str]) -> list[list[int]]:
-    try:
-        return [engine.pair_ids(query, document) for document in documents]
-    except RequestError as error:
-        raise renamed(error, {"texts": "documents"}) from None
 
 
 # ---- classification
@@ -308,15 +311,10 @@ async def classify(call: Call, body: ClassifyBody) -> HttpReply:
     call.hold.take(n_bytes)
     ids = await call.model.texts.ids_of_each(texts, parse_special=False, hold=call.hold)
     n_tokens = sum(map(len, ids))
-    async with service.working(call.model, call.caller) as engine:
+    async with _engine(call, "inputs") as engine:
         model = call.model.name
-        try:
-            if isinstance(body.inputs, str):
-                results = [await engine.aclassify(ids[0])]
-            else:
-                results = await engine.aclassify(ids)
-        except RequestError as error:
-            raise renamed(error, {"texts": "inputs"}) from None
+        is_one = isinstance(body.inputs, str)
+        results = [await engine.aclassify(ids[0])] if is_one else await engine.aclassify(ids)
 
     def written() -> bytes:
         predictions = [predictions_of(one) for one in results]

@@ -13,7 +13,6 @@ from kqview.engine import Engine
 from kqview.errors import RequestError
 from kqview.server.api.wire.attention import ATTENTION_NAMES, Attention, attention_of
 from kqview.server.api.wire.chat import ChatRequest, prepare, prompt_of
-from kqview.server.api.wire.fields import first
 from kqview.server.api.wire.mods_field import mods_of
 from kqview.server.apps.conversation_store import Message
 from kqview.server.apps.mia4 import schema
@@ -241,14 +240,14 @@ def split_for(
         found: The split that template and prompt suggest.
     """
     own = passport.postproc.reasoning.marker
-    given = first(own, llm.postproc.reasoning.marker)
+    given = own or llm.postproc.reasoning.marker
     harmony = llm.prompt.harmony
     has_tags = found.opened is not None or any(
         mark in source for pair in THINK_TAGS.items() for mark in pair
     )
     if found.mode == "harmony" or (has_tags and own is None):
         return found
-    marker: str = first(given, MARKER)
+    marker = given or MARKER
     if harmony.enabled:
         opening = f"<{harmony.analysis_tag}>"
         return Split(
@@ -264,11 +263,13 @@ def split_for(
 
 def passport_values(llm: Llm, passport: Passport) -> Mapping[str, Any]:
     """The level "passport" of `merge`: sampling, and the limit of reasoning."""
-    most = first(passport.postproc.reasoning.max_tokens, llm.postproc.reasoning.max_tokens)
+    most = passport.postproc.reasoning.max_tokens
+    if most is None:
+        most = llm.postproc.reasoning.max_tokens
     return {REASONING_MAX_TOKENS: most, **passport.sampling}
 
 
 def drops_reasoning(llm: Llm, passport: Passport) -> bool:
     """Whether reasoning is neither sent nor stored."""
     own = passport.postproc.reasoning.drop_from_history
-    return first(own, llm.postproc.reasoning.drop_from_history, True)
+    return llm.postproc.reasoning.drop_from_history is not False if own is None else own

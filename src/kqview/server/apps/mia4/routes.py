@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import msgspec
 
-from kqview.server.apps.chat_service import Call
+from kqview.server.apps.conversations import Call
 from kqview.server.apps.mia4 import schema
 from kqview.server.apps.mia4.passport import passport_of
 from kqview.server.apps.mia4.request import system_prompt_of

@@ -21,8 +21,7 @@ from kqview.chat.reasoning import Piece, TokenCounter
 from kqview.chat.turn import Reading
 from kqview.errors import InternalError, KqviewError
 from kqview.server.api.wire.attention import AttentionWriter
-from kqview.server.apps.chat_service import Call, ChatService
-from kqview.server.apps.conversations import ConversationTurn
+from kqview.server.apps.conversations import Call, ChatService, ConversationTurn
 from kqview.server.apps.mia4 import request, schema
 from kqview.server.apps.mia4.persona import PersonaFile, PersonaText
 from kqview.server.apps.mia4.schema import (
