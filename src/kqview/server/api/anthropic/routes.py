@@ -8,27 +8,7 @@ from kqview.server.api.wire.chat import answered, counted, named_sample
 from kqview.server.api.wire.event_parts import PROMPT_ROWS, TOKEN_ROW
 from kqview.server.models.service import Call
 from kqview.server.models.stream import Events
-from kqview.server.web.endpoint import HttpReply, Operation
-
-
-async def create(call: Call, body: schema.MessagesBody) -> HttpReply | Events:
-    """``POST /v1/messages``."""
-    return await answered(
-        call, body, prefix="msg", request_of=request_of, writer_of=events.MessageWriter
-    )
-
-
-async def count_tokens(call: Call, body: schema.CountBody) -> schema.TokenCount:
-    """``POST /v1/messages/count_tokens``."""
-    return schema.TokenCount(await counted(call, lambda: chat_of(body)))
-
-
-def _post(path: str, handler: Any, **more: Any) -> Operation:
-    return Operation(
-        method="POST", path=path, handler=handler, tag="anthropic",
-        error_body=events.error_body, failure=events.MessageFailure, **more,
-    )  # fmt: skip
-
+from kqview.server.web.endpoint import HttpReply, Operations
 
 _EVENTS: Final = (
     named_sample("The message begins", events.MessageStart),
@@ -49,16 +29,27 @@ _CHAT: Final[dict[str, Any]] = {
     "messages": [{"role": "user", "content": "Who is Anna?"}], "max_tokens": 4, "temperature": 0,
 }  # fmt: skip
 
-OPERATIONS: Final[list[Operation]] = [
-    _post(
-        "/v1/messages", create, summary="Anthropic's Messages API: the next message of a chat.",
-        body=schema.MessagesBody, reply=schema.Message, streams=True, model="named",
-        example=_CHAT, samples=_EVENTS,
-    ),
-    _post(
-        "/v1/messages/count_tokens", count_tokens,
-        summary="Anthropic's Messages API: tokens of a chat's prompt.",
-        body=schema.CountBody, reply=schema.TokenCount, model="named",
-    ),
-]  # fmt: skip
+OPERATIONS: Final = Operations(
+    tag="anthropic", error_body=events.error_body, failure=events.MessageFailure, model="named",
+)  # fmt: skip
 """Rows of the route table."""
+
+
+@OPERATIONS.post(
+    "/v1/messages",
+    reply=schema.Message,
+    streams=True,
+    samples=_EVENTS,
+    example=_CHAT,
+)
+async def create(call: Call, body: schema.MessagesBody) -> HttpReply | Events:
+    """Anthropic's Messages API: the next message of a chat."""
+    return await answered(
+        call, body, prefix="msg", request_of=request_of, writer_of=events.MessageWriter
+    )
+
+
+@OPERATIONS.post("/v1/messages/count_tokens")
+async def count_tokens(call: Call, body: schema.CountBody) -> schema.TokenCount:
+    """Anthropic's Messages API: tokens of a chat's prompt."""
+    return schema.TokenCount(await counted(call, lambda: chat_of(body)))

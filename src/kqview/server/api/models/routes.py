@@ -8,8 +8,14 @@ from kqview.server.errors import UnknownModel
 from kqview.server.models.model_entry import ModelEntry
 from kqview.server.models.service import Call
 from kqview.server.web.described import about
-from kqview.server.web.endpoint import Handler, Operation
+from kqview.server.web.endpoint import Operations
 from kqview.server.web.pages import Failure, error_body
+
+OPERATIONS: Final = Operations(
+    tag="models", error_body=error_body, failure=Failure, access="admin",
+    parameters={"id": 'Id of the model, such as "demo".'},
+)  # fmt: skip
+"""Rows of the route table."""
 
 
 class ModelState(Struct, kw_only=True):
@@ -56,48 +62,35 @@ def _state_of(served: ModelEntry) -> ModelState:
     )  # fmt: skip
 
 
+@OPERATIONS.post("/models/{id:path}/load")
 async def load(call: Call) -> ModelState:
-    """``POST /models/{id}/load``."""
+    """Load a model, and wait until it is."""
     served = _named(call)
     await call.service.pool.load_now(served)
     return _state_of(served)
 
 
+@OPERATIONS.post("/models/{id:path}/unload")
 async def unload(call: Call) -> ModelState:
-    """``POST /models/{id}/unload``."""
+    """Unload a model; running requests end with MODEL_CHANGED."""
     served = _named(call)
     await call.service.pool.unload_now(served)
     return _state_of(served)
 
 
+@OPERATIONS.post("/models/{id:path}/pin")
 async def pin(call: Call) -> ModelState:
-    """``POST /models/{id}/pin``."""
+    """Load a model and keep it, whatever others need."""
     served = _named(call)
     await call.service.pool.load_now(served)
     served.pinned = True
     return _state_of(served)
 
 
+@OPERATIONS.post("/models/{id:path}/unpin")
 async def unpin(call: Call) -> ModelState:
-    """``POST /models/{id}/unpin``."""
+    """Let a model leave again when another needs its memory."""
     served = _named(call)
     served.pinned = False
     call.service.pool.note_idle()
     return _state_of(served)
-
-
-def _operation(name: str, handler: Handler, summary: str) -> Operation:
-    return Operation(
-        method="POST", path=f"/models/{{id:path}}/{name}", handler=handler, tag="models",
-        summary=summary, error_body=error_body, failure=Failure, reply=ModelState,
-        access="admin", parameters={"id": 'Id of the model, such as "demo".'},
-    )  # fmt: skip
-
-
-OPERATIONS: Final[list[Operation]] = [
-    _operation("load", load, "Load a model, and wait until it is."),
-    _operation("unload", unload, "Unload a model; running requests end with MODEL_CHANGED."),
-    _operation("pin", pin, "Load a model and keep it, whatever others need."),
-    _operation("unpin", unpin, "Let a model leave again when another needs its memory."),
-]
-"""Rows of the route table."""

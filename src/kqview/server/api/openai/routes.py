@@ -23,19 +23,83 @@ from kqview.server.errors import NotFound, NotSupported, renamed
 from kqview.server.models.row_cache import CachedRow, CachedRows
 from kqview.server.models.service import Call
 from kqview.server.models.stream import Events
-from kqview.server.web.endpoint import Handler, HttpReply, Operation, Sample
+from kqview.server.web.endpoint import HttpReply, Operations, Sample
 
 _VALUE_BYTES: Final = 32  # of a number in a list, with its JSON
+
+
+def _chunks(
+    type: Any, begin: Mapping[str, Any], new: Mapping[str, Any], nothing: Mapping[str, Any]
+) -> Sequence[Sample]:
+    """Events of a stream whose choices begin, go on and have nothing new so."""
+
+    def chunk(about: str, choice: Mapping[str, Any], **more: Any) -> Sample:
+        shown = {"index": 0, "logprobs": None, "finish_reason": None, **choice, **more}
+        return Sample("server", about, {"choices": [shown]}, type=type)
+
+    usage = {
+        "prompt_tokens": 12, "completion_tokens": 20, "total_tokens": 32,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }  # fmt: skip
+    return (
+        chunk(
+            "Rows of the prompt, with attention.prompt", nothing, prompt_attention=PROMPT_ROWS
+        ),
+        chunk("The beginning of each choice", begin),
+        chunk("What is new", new),
+        chunk("The same with attention: a chunk for each token", new, attention=TOKEN_ROW),
+        chunk("Tokens that a mod took back", nothing, removed={"tokens": 1, "characters": 4}),
+        chunk("The end of each choice", nothing, finish_reason="stop"),
+        Sample(
+            "server", "With stream_options.include_usage", {"choices": [], "usage": usage},
+            type=type,
+        ),
+        Sample("server", "The mark of the end", "[DONE]"),
+        Sample("server", "A failure, in place of the end", type=FailureBody),
+    )  # fmt: skip
+
+
+_CHAT_CHUNKS: Final = _chunks(
+    events.ChatChunk, {"delta": {"role": "assistant", "content": None}},
+    {"delta": {"content": "Anna"}}, {"delta": {}},
+)  # fmt: skip
+_TEXT_CHUNKS: Final = _chunks(events.TextChunk, {"text": "Anna is a"}, {"text": " t"}, {"text": ""})
+_CHAT: Final = {
+    "messages": [{"role": "user", "content": "Who is Anna?"}], "max_tokens": 4, "temperature": 0,
+}  # fmt: skip
+_REPLY: Final = 'Id of the reply, such as "chatcmpl-1".'
+
+OPERATIONS: Final = Operations(tag="openai", error_body=error_body, failure=FailureBody)
+"""Rows of the route table."""
 
 
 # ---- completions
 
 
+@OPERATIONS.post(
+    "/v1/chat/completions",
+    also=("/chat/completions",),
+    reply=schema.ChatCompletion,
+    summary='The answer to a chat; Server-Sent Events with "stream": true.',
+    streams=True,
+    model="named",
+    example=_CHAT,
+    samples=_CHAT_CHUNKS,
+)
 async def chat_completions(call: Call, body: schema.ChatBody) -> HttpReply | Events:
     """The assistant's answer to a chat."""
     return await _completed(call, body, convert.chat_plan, "chatcmpl")
 
 
+@OPERATIONS.post(
+    "/v1/completions",
+    reply=schema.TextCompletion,
+    streams=True,
+    model="named",
+    summary='Text that continues a prompt; Server-Sent Events with "stream": true.',
+    example={"prompt": "Anna is a", "max_tokens": 4, "temperature": 0},
+    samples=_TEXT_CHUNKS,
+)
 async def completions(call: Call, body: schema.CompletionBody) -> HttpReply | Events:
     """Text that continues a prompt, or each of several."""
     return await _completed(call, body, convert.completion_plan, "cmpl")
@@ -95,8 +159,9 @@ async def _echoed(
 # ---- attention that is kept
 
 
+@OPERATIONS.get("/v1/attention/{id}", parameters={"id": _REPLY})
 async def list_attention(call: Call) -> schema.KeptAttention:
-    """Which rows are kept of a reply."""
+    """Attention rows that are kept of a reply with attention {"delivery": "id"}."""
     name = call.path["id"]
     rows = _kept(call, name)
     n_rows = sum(map(len, rows.choices))
@@ -105,6 +170,15 @@ async def list_attention(call: Call) -> schema.KeptAttention:
     )
 
 
+@OPERATIONS.get(
+    "/v1/attention/{id}/{n}",
+    summary="The attention row of one token as bytes; takes Range.",
+    parameters={
+        "id": _REPLY,
+        "n": "Index of the token, such as 0.",
+        "choice": "Index of the choice, such as 1; 0 if not given.",
+    },
+)
 async def show_attention(call: Call) -> HttpReply:
     """The row of one token: little-endian values in C order, or JSON for "sparse" and "viz"."""
     name = call.path["id"]
@@ -156,11 +230,13 @@ def _number(text: str) -> int | None:
 # ---- models and embeddings
 
 
+@OPERATIONS.get("/v1/models")
 async def list_models(call: Call) -> schema.Models:
     """The models that are served."""
     return _models(call)
 
 
+@OPERATIONS.get("/v1/models/{id:path}", parameters={"id": 'Its id or an alias, such as "demo".'})
 async def show_model(call: Call) -> schema.Model:
     """A model, by its id or an alias."""
     models = _models(call).data
@@ -191,6 +267,7 @@ def _models(call: Call) -> schema.Models:
     return convert.models_of(models)
 
 
+@OPERATIONS.post("/v1/embeddings", reply=schema.Embeddings, model="named")
 async def embeddings(call: Call, body: schema.EmbeddingsBody) -> HttpReply:
     """Vectors of texts, each of length 1."""
     service = call.service
@@ -224,96 +301,3 @@ async def embeddings(call: Call, body: schema.EmbeddingsBody) -> HttpReply:
 
     name = call.model.name
     return HttpReply(await service.converted(n_bytes, call.hold, written))
-
-
-# ---- the table
-
-
-def _operation(method: Any, path: str, handler: Handler, summary: str, **more: Any) -> Operation:
-    return Operation(
-        method=method, path=path, handler=handler, tag="openai", summary=summary,
-        error_body=error_body, failure=FailureBody, **more,
-    )  # fmt: skip
-
-
-def _chunks(
-    type: Any, begin: Mapping[str, Any], new: Mapping[str, Any], nothing: Mapping[str, Any]
-) -> Sequence[Sample]:
-    """Events of a stream whose choices begin, go on and have nothing new so."""
-
-    def chunk(about: str, choice: Mapping[str, Any], **more: Any) -> Sample:
-        shown = {"index": 0, "logprobs": None, "finish_reason": None, **choice, **more}
-        return Sample("server", about, {"choices": [shown]}, type=type)
-
-    usage = {
-        "prompt_tokens": 12, "completion_tokens": 20, "total_tokens": 32,
-        "prompt_tokens_details": {"cached_tokens": 0},
-    }  # fmt: skip
-    return (
-        chunk(
-            "Rows of the prompt, with attention.prompt", nothing, prompt_attention=PROMPT_ROWS
-        ),
-        chunk("The beginning of each choice", begin),
-        chunk("What is new", new),
-        chunk("The same with attention: a chunk for each token", new, attention=TOKEN_ROW),
-        chunk("Tokens that a mod took back", nothing, removed={"tokens": 1, "characters": 4}),
-        chunk("The end of each choice", nothing, finish_reason="stop"),
-        Sample(
-            "server", "With stream_options.include_usage", {"choices": [], "usage": usage},
-            type=type,
-        ),
-        Sample("server", "The mark of the end", "[DONE]"),
-        Sample("server", "A failure, in place of the end", type=FailureBody),
-    )  # fmt: skip
-
-
-_CHAT_CHUNKS: Final = _chunks(
-    events.ChatChunk, {"delta": {"role": "assistant", "content": None}},
-    {"delta": {"content": "Anna"}}, {"delta": {}},
-)  # fmt: skip
-_TEXT_CHUNKS: Final = _chunks(events.TextChunk, {"text": "Anna is a"}, {"text": " t"}, {"text": ""})
-_CHAT: Final = {
-    "messages": [{"role": "user", "content": "Who is Anna?"}], "max_tokens": 4, "temperature": 0,
-}  # fmt: skip
-
-OPERATIONS: Final[Sequence[Operation]] = [
-    _operation(
-        "POST", "/v1/chat/completions", chat_completions,
-        'The answer to a chat; Server-Sent Events with "stream": true.',
-        body=schema.ChatBody, reply=schema.ChatCompletion, streams=True, model="named",
-        example=_CHAT, samples=_CHAT_CHUNKS,
-        also=("/chat/completions",),
-    ),
-    _operation(
-        "POST", "/v1/completions", completions,
-        'Text that continues a prompt; Server-Sent Events with "stream": true.',
-        body=schema.CompletionBody, reply=schema.TextCompletion, streams=True, model="named",
-        example={"prompt": "Anna is a", "max_tokens": 4, "temperature": 0}, samples=_TEXT_CHUNKS,
-    ),
-    _operation(
-        "POST", "/v1/embeddings", embeddings, "Vectors of texts.",
-        body=schema.EmbeddingsBody, reply=schema.Embeddings, model="named",
-    ),
-    _operation(
-        "GET", "/v1/models", list_models, "The models that are served.", reply=schema.Models,
-    ),
-    _operation(
-        "GET", "/v1/models/{id:path}", show_model, "A model, by its id.", reply=schema.Model,
-        parameters={"id": 'Its id or an alias, such as "demo".'},
-    ),
-    _operation(
-        "GET", "/v1/attention/{id}", list_attention,
-        'Attention rows that are kept of a reply with attention {"delivery": "id"}.',
-        reply=schema.KeptAttention,
-        parameters={"id": 'Id of the reply, such as "chatcmpl-1".'},
-    ),
-    _operation(
-        "GET", "/v1/attention/{id}/{n}", show_attention,
-        "The attention row of one token as bytes; takes Range.",
-        parameters={
-            "id": 'Id of the reply, such as "chatcmpl-1".',
-            "n": "Index of the token, such as 0.",
-            "choice": "Index of the choice, such as 1; 0 if not given.",
-        },
-    ),
-]  # fmt: skip

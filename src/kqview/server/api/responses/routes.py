@@ -1,6 +1,6 @@
 """Routes of OpenAI's Responses API. Glue only: the other files say what becomes of a body."""
 
-from typing import Any, Final
+from typing import Final
 
 from kqview.server.api.responses import events, schema
 from kqview.server.api.responses.convert import chat_of, request_of
@@ -9,28 +9,7 @@ from kqview.server.api.wire.event_parts import PROMPT_ROWS, TOKEN_ROW
 from kqview.server.api.wire.failures import FailureBody, error_body
 from kqview.server.models.service import Call
 from kqview.server.models.stream import Events
-from kqview.server.web.endpoint import HttpReply, Operation
-
-
-async def create(call: Call, body: schema.ResponsesBody) -> HttpReply | Events:
-    """``POST /v1/responses``."""
-    return await answered(
-        call, body, prefix="resp", request_of=request_of, writer_of=events.ResponseWriter,
-        repeats=True,
-    )  # fmt: skip
-
-
-async def count_tokens(call: Call, body: schema.InputBody) -> schema.InputTokens:
-    """``POST /v1/responses/input_tokens``."""
-    return schema.InputTokens(input_tokens=await counted(call, lambda: chat_of(body)))
-
-
-def _post(path: str, handler: Any, **more: Any) -> Operation:
-    return Operation(
-        method="POST", path=f"/v1{path}", also=(path,), handler=handler, tag="openai",
-        error_body=error_body, failure=FailureBody, **more,
-    )  # fmt: skip
-
+from kqview.server.web.endpoint import HttpReply, Operations
 
 _EVENTS: Final = (
     named_sample(
@@ -62,17 +41,29 @@ _EVENTS: Final = (
     ),
 )  # fmt: skip
 
-OPERATIONS: Final[list[Operation]] = [
-    _post(
-        "/responses", create, summary="OpenAI's Responses API: the next items of a chat.",
-        body=schema.ResponsesBody, reply=schema.Response, streams=True, model="named",
-        example={"input": "Who is Anna?", "max_output_tokens": 4, "temperature": 0},
-        samples=_EVENTS,
-    ),
-    _post(
-        "/responses/input_tokens", count_tokens,
-        summary="OpenAI's Responses API: tokens of a chat's prompt.",
-        body=schema.InputBody, reply=schema.InputTokens, model="named",
-    ),
-]  # fmt: skip
+OPERATIONS: Final = Operations(
+    tag="openai", error_body=error_body, failure=FailureBody, model="named"
+)  # fmt: skip
 """Rows of the route table."""
+
+
+@OPERATIONS.post(
+    "/v1/responses",
+    also=("/responses",),
+    reply=schema.Response,
+    streams=True,
+    samples=_EVENTS,
+    example={"input": "Who is Anna?", "max_output_tokens": 4, "temperature": 0},
+)
+async def create(call: Call, body: schema.ResponsesBody) -> HttpReply | Events:
+    """OpenAI's Responses API: the next items of a chat."""
+    return await answered(
+        call, body, prefix="resp", request_of=request_of, writer_of=events.ResponseWriter,
+        repeats=True,
+    )  # fmt: skip
+
+
+@OPERATIONS.post("/v1/responses/input_tokens", also=("/responses/input_tokens",))
+async def count_tokens(call: Call, body: schema.InputBody) -> schema.InputTokens:
+    """OpenAI's Responses API: tokens of a chat's prompt."""
+    return schema.InputTokens(input_tokens=await counted(call, lambda: chat_of(body)))
