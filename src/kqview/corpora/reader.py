@@ -1,6 +1,5 @@
 """Reader: a corpus as arrays that are read from its files when they are used, without a copy."""
 
-import json
 import mmap
 import random
 from collections.abc import Iterator, Mapping
@@ -10,6 +9,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from kqview import json_input
 from kqview.corpora.sources import INSTALL
 from kqview.corpora.writer import index_parts, read_facts
 from kqview.errors import CorpusError, RequestError, shown
@@ -79,7 +79,7 @@ class Entry:
         self.token_ids: list[int] = row["token_ids"]
         self.spans = [(one["name"], one["start"], one["stop"]) for one in row["spans"]]
         self.text: str | None = row["text"]
-        self.columns: dict[str, Any] = json.loads(row["columns"] or "{}")
+        self.columns: dict[str, Any] = json_input.loads(row["columns"] or "{}")
 
     @property
     def names(self) -> list[str]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Self
 
-from kqview import durable
+from kqview import durable, json_input
 from kqview.corpora.plan import Arrays, NamedSpan
 from kqview.corpora.sources import INSTALL
 from kqview.errors import CorpusError, RequestError
@@ -128,7 +128,7 @@ class Writer:
                 durable.remove(shard)
         if not parts:
             return 0, _NO_DIGEST, 0
-        about = json.loads(self._parquet.read_schema(parts[-1]).metadata[b"kqview"])
+        about = json_input.loads(self._parquet.read_schema(parts[-1]).metadata[b"kqview"])
         return about["n_done"], about["digest"], len(parts)
 
     def add(self, row: Row, arrays: Arrays, digest: str, *, ends_document: bool = True) -> None:
@@ -228,7 +228,7 @@ def read_facts(folder: Path) -> dict[str, Any]:
         CorpusError: It is damaged.
     """
     try:
-        facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
+        facts = json_input.loads((folder / FACTS).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise RequestError(f"{folder} is no corpus: it has no {FACTS}; correct the path") from None
     except ValueError as error:
