@@ -32,6 +32,7 @@ def test_by_code_reaches_every_class_that_has_no_subclass():
         errors.EmittedError,
         errors.InvalidMod,
         errors.ModFailed,
+        errors.CorpusError,
         errors.ModFileError,
         errors.UnknownAttribute,
         errors.UnknownOption,
