@@ -23,7 +23,7 @@ from kqview.server.models.run import Run
 
 if TYPE_CHECKING:
     from kqview.server.app import App
-    from kqview.server.models.request import GenerateRequest
+    from kqview.server.models.run import GenerateRequest
     from kqview.server.web.access import Caller
     from kqview.server.web.budget import Reservation
 

@@ -25,7 +25,7 @@ from kqview.bench.sweep import prompt_ids
 from kqview.server.apps.conversations import ChatService
 from kqview.server.config import ChatSessions, Config
 from kqview.server.live_config import LiveConfig
-from kqview.server.models.request import GenerateRequest
+from kqview.server.models.run import GenerateRequest
 from kqview.server.settings import Settings as ServerSettings
 from kqview.server.web.access import Caller
 from kqview.types import Sampling

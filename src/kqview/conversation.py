@@ -13,7 +13,6 @@ from kqview.arguments import encode, invalid
 from kqview.chat import CHATML
 from kqview.chat.formats import FORMATS, format_of
 from kqview.chat.functions import ToolLike
-from kqview.chat.messages import Message, checked_messages, checked_options, checked_tools
 from kqview.chat.parts import Part, text_of_parts
 from kqview.chat.reasoning import opened_by
 from kqview.chat.rendering import ConfinedTemplate, template_helpers
@@ -21,7 +20,11 @@ from kqview.chat.tool_format import Reasoning, said
 from kqview.chat.turn import (
     N_END,
     Choice,
+    Message,
     ToolChoice,
+    checked_messages,
+    checked_options,
+    checked_tools,
     choice_of,
     constrained,
     continued,

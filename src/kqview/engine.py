@@ -20,7 +20,7 @@ from typing import Any, Final, Literal, Self, SupportsIndex, Unpack, overload
 
 from kqview import _core
 from kqview.arguments import checked_id, seconds
-from kqview.chat.messages import Message
+from kqview.chat.turn import Message
 from kqview.conversation import (
     CHAT_DEFAULTS,
     TEMPLATE_DEFAULTS,

@@ -10,7 +10,7 @@ import numpy as np
 
 from kqview import _core
 from kqview.arguments import INT64_MAX, choice, encode, flag, invalid, to_path, whole_number
-from kqview.chat.messages import checked_options
+from kqview.chat.turn import checked_options
 from kqview.errors import shown
 from kqview.lora import SCALE_MAX, scale_of
 from kqview.machine import default_threads, free_memory_bytes, physical_memory_bytes

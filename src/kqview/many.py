@@ -25,7 +25,7 @@ from itertools import count, islice
 from typing import Any, Final, Literal, Protocol, cast, runtime_checkable
 
 from kqview.arguments import choice, invalid
-from kqview.chat.messages import Message
+from kqview.chat.turn import Message
 from kqview.errors import ClosedError, KqviewError, shown
 from kqview.generation.stream import Generation
 from kqview.submission import GenerateOptions

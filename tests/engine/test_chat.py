@@ -21,8 +21,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from kqview import Engine, Sampling
 from kqview.chat import parse_tool_calls, rendering
-from kqview.chat.messages import checked_messages
 from kqview.chat.template import ChatTemplate
+from kqview.chat.turn import checked_messages
 from kqview.errors import ClosedError, KqviewError, RequestError, UnsupportedModel
 from tests.attack.target import processes_below
 from tests.support import chat_templates as shapes

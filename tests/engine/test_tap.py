@@ -9,7 +9,7 @@ import pytest
 
 from kqview import Capture
 from kqview.server.api.wire.attention import dense
-from kqview.server.models.request import AttentionWanted
+from kqview.server.models.run import AttentionWanted
 from tests.support import tiny_gguf
 from tests.support.rows import KINDS, Kind, forward, largest_error, random_ids, run
 

@@ -12,7 +12,7 @@ import pytest
 from kqview import Engine
 from kqview.errors import InvalidCapture
 from kqview.server.api.wire.attention import DATA_HERE, RowWriter, dense, event_pieces, joined_text
-from kqview.server.models.request import AttentionWanted
+from kqview.server.models.run import AttentionWanted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kqview.server.models.request import AttentionWanted
 from kqview.server.models.row_cache import CachedRow, PromptText, RowCache
+from kqview.server.models.run import AttentionWanted
 from kqview.server.web.budget import Budget
 
 ROW = CachedRow(7, "x", (250,), bytes(1000))

@@ -18,10 +18,10 @@ from kqview import Engine
 from kqview.cli import serving as cli_serving
 from kqview.server import Settings, create_app
 from kqview.server.errors import TimedOut, TooLarge
-from kqview.server.models.request import GenerateRequest
+from kqview.server.models.run import GenerateRequest
 from kqview.server.models.service import OFFLOAD_BYTES, Service
+from kqview.server.web.budget import Workers
 from kqview.server.web.endpoint import check_values, json_in_slices
-from kqview.server.web.workers import Workers
 from kqview.stop_strings import ShownText
 from kqview.types import Sampling
 from tests.server.toy_dialect import serving_toy

@@ -15,7 +15,7 @@ from kqview.errors import RequestError
 from kqview.mods.events import Added
 from kqview.server import Settings
 from kqview.server.models.phrases import Held, PhraseBan, Phrases
-from kqview.server.models.request import AttentionWanted, GenerateRequest
+from kqview.server.models.run import AttentionWanted, GenerateRequest
 from kqview.server.models.service import Service
 from kqview.server.web.budget import Budget
 

@@ -16,7 +16,7 @@ from kqview.server.config import Config
 from kqview.server.errors import ModelChanged, NoModel, NotSupported, ShuttingDown, UnknownModel
 from kqview.server.live_config import LiveConfig
 from kqview.server.models.events_bus import ModelFailed, ModelLoaded, ModelLoading, ModelUnloaded
-from kqview.server.models.request import GenerateRequest
+from kqview.server.models.run import GenerateRequest
 from kqview.server.models.service import Service
 from kqview.server.web.access import Caller
 from tests.support.pool import NAMES, WITHIN_S, config_of, gated, n_vocab, write_models

@@ -14,7 +14,7 @@ from kqview import Engine
 from kqview.errors import ClosedError
 from kqview.server import Settings
 from kqview.server.errors import ShuttingDown, TimedOut
-from kqview.server.models.request import AttentionWanted, GenerateRequest
+from kqview.server.models.run import AttentionWanted, GenerateRequest
 from kqview.server.models.service import Service
 from kqview.types import Sampling
 from tests.support.engines import KEPT, keep_slot

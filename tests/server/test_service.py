@@ -22,7 +22,7 @@ from kqview.errors import (
 )
 from kqview.server import Settings, create_app
 from kqview.server.errors import NoModel, ShuttingDown, TimedOut
-from kqview.server.models.request import AttentionWanted
+from kqview.server.models.run import AttentionWanted
 from kqview.server.models.service import OFFLOAD_BYTES, Service
 from tests.server.test_run import busy, request, wait_free
 from tests.support.waiting import until

@@ -16,7 +16,7 @@ import numpy as np
 
 from kqview.server import Settings, app
 from kqview.server.api.wire.attention import RowWriter, event_pieces
-from kqview.server.models.request import AttentionWanted, GenerateRequest
+from kqview.server.models.run import AttentionWanted, GenerateRequest
 from kqview.server.models.stream import Events, send_run
 from kqview.server.web import endpoint
 from kqview.server.web.endpoint import Frames, HttpReply, Operation

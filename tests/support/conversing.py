@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from kqview import Engine
     from kqview.server.apps.conversations import Message
-    from kqview.server.models.request import GenerateRequest
+    from kqview.server.models.run import GenerateRequest
 
 WITHIN_S = 60.0
 OWNER = "owner"

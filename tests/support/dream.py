@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kqview import Engine, Token
-    from kqview.server.models.request import AttentionWanted
+    from kqview.server.models.run import AttentionWanted
 
 GOLDENS = Path(__file__).parents[1] / "server" / "dream" / "goldens"
 PROMPT = "Mirelda found a silver key near the old bridge. Then Mirel"

@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 
     import httpx
 
-    from kqview.server.models.request import GenerateRequest
-    from kqview.server.models.run import Step
+    from kqview.server.models.run import GenerateRequest, Step
     from tests.support.serving import Served
 
 Frame = tuple[str, dict[str, Any]]

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import pytest
 
 from kqview.chat import tools_as_text
-from kqview.chat.messages import checked_tools
+from kqview.chat.turn import checked_tools
 from kqview.errors import RequestError
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kqview.chat import Reply, ToolCall, parse_tool_calls
-from kqview.chat.messages import checked_messages, checked_options, checked_tools
+from kqview.chat.turn import checked_messages, checked_options, checked_tools
 from kqview.errors import RequestError
 
 pytestmark = pytest.mark.full

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 import kqview
 from kqview import _core
 from kqview.chat.json_text import literal
-from kqview.chat.messages import checked_messages, checked_tools
 from kqview.chat.tool_format import parse_tool_calls
+from kqview.chat.turn import checked_messages, checked_tools
 from kqview.errors import InvalidActionError, InvalidSampling, RequestError, StateFormatError
 from kqview.ingest.payload import Posted
 from kqview.json_input import DEPTH_MAX, TooDeep, check_depth, check_value, loads

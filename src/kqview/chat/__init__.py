@@ -5,9 +5,8 @@ All of it is Python on text; what needs a model is in `kqview.conversation`.
 
 from typing import Final
 
-from kqview.chat.messages import Message
-from kqview.chat.tool_format import parse_tool_calls, tools_as_text
-from kqview.chat.turn import ToolChoice
+from kqview.chat.tool_format import parse_tool_calls
+from kqview.chat.turn import Message, ToolChoice, tools_as_text
 from kqview.types.reply import Reply, ToolCall
 
 CHATML: Final = (

@@ -1,4 +1,4 @@
-"""How models write tool calls: tools in a prompt, the grammar of calls, and reading them. Pure.
+"""How models write tool calls: the grammar of calls, and reading them. Pure.
 
 The format follows from the model's chat template. A template that knows no tools gets them as a
 system message in the format of Hermes, and earlier calls and results as text.
@@ -23,10 +23,8 @@ from kqview.chat.formats import (
     Syntax,
     pieces,
 )
-from kqview.chat.functions import ToolLike
 from kqview.chat.json_text import DEPTH_MAX, JsonText, Notation, decoded, quoted
 from kqview.chat.json_text import literal as json_literal
-from kqview.chat.messages import checked_tools
 from kqview.chat.reasoning import THINK_TAGS
 from kqview.errors import RequestError
 from kqview.stop_strings import HeldText
@@ -37,9 +35,8 @@ Tool = Mapping[str, Any]
 Mark = Callable[[str], str]
 """Text of an answer, with marks in it -> how a grammar says it."""
 
-_OPEN: Final = "<tool_call>"
-_CLOSE: Final = "</tool_call>"
-_RESULTS: Final = ("tool", "function")
+CALL_OPEN: Final = "<tool_call>"
+CALL_CLOSE: Final = "</tool_call>"
 # How messages with reasoning begin and end, where messages have headers.
 _THOUGHTS: Final[Mapping[Format, tuple[str, str]]] = {
     "harmony": (f"{CHANNEL}analysis{MESSAGE}", "<|end|>"),
@@ -56,63 +53,6 @@ _AT_ONCE: Final = 4096  # characters that are read in one go, so that the work i
 def knows_tools(template: str) -> bool:
     """Whether the template shows tools to the model."""
     return re.search(r"\btools\b", template) is not None
-
-
-def tools_as_text(
-    messages: Sequence[Mapping[str, Any]], tools: Sequence[ToolLike], *, role: str = "system"
-) -> list[dict[str, Any]]:
-    """*messages* for a template that knows no tools: tools, calls and results are text.
-
-    Calls are described in the form of Hermes, which `parse_tool_calls` reads.
-
-    Args:
-        messages: Of the chat.
-        tools: To describe in a message of *role*: the first one, if it has that role.
-        role: "system", or "user" for a template without system messages.
-    """
-    shown: list[dict[str, Any]] = []
-    for message in messages:
-        made = _as_text(message)
-        is_result = message.get("role") in _RESULTS
-        if is_result and shown and shown[-1].get("role") == made["role"]:
-            # Some templates want the roles to take turns.
-            shown[-1] = {**shown[-1], "content": f"{shown[-1]['content']}\n{made['content']}"}
-        else:
-            shown.append(made)
-    if not tools:
-        return shown
-    listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in checked_tools(tools) or ())
-    text = (
-        "You may call these functions to answer. Each line describes one as JSON:\n"
-        f"<tools>\n{listed}\n</tools>\n"
-        "To call one, write its name and arguments as JSON, like this:\n"
-        f'{_OPEN}\n{{"name": "NAME", "arguments": {{...}}}}\n{_CLOSE}'
-    )
-    first = shown[0] if shown else {}
-    if first.get("role") != role:
-        return [{"role": role, "content": text}, *shown]
-    content = text_of(first.get("content"))
-    joined = f"{content}\n\n{text}" if role == "system" else f"{text}\n\n{content}"
-    return [{**first, "content": joined}, *shown[1:]]
-
-
-def _as_text(message: Mapping[str, Any]) -> dict[str, Any]:
-    role = message.get("role")
-    if role in _RESULTS:
-        content = f"<tool_response>\n{text_of(message.get('content'))}\n</tool_response>"
-        return {"role": "user", "content": content}
-    calls = objects_of(message.get("tool_calls"))
-    if role != "assistant" or not calls:
-        return dict(message)
-    texts = [text_of(message.get("content"))]
-    for call in calls:
-        function = object_of(call.get("function", call))
-        arguments = function.get("arguments", {})
-        if not isinstance(arguments, str):
-            arguments = json.dumps(arguments, ensure_ascii=False)
-        name = json.dumps(function.get("name"), ensure_ascii=False)
-        texts.append(f'{_OPEN}\n{{"name": {name}, "arguments": {arguments}}}\n{_CLOSE}')
-    return {"role": "assistant", "content": "\n".join(text for text in texts if text)}
 
 
 def text_of(content: object) -> str:

@@ -20,7 +20,7 @@ from rich.console import Console
 
 from kqview import json_input
 from kqview.chat import CHATML
-from kqview.chat.messages import checked_messages
+from kqview.chat.turn import checked_messages
 from kqview.cli.option_groups import argument, option, with_groups
 from kqview.cli.options import CaptureChoice, EngineChoice, SamplingChoice, text_or_file
 from kqview.cli.terminal import argument_text, decoded, read_stdin, read_text, show_delta, shown

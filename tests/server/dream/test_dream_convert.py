@@ -22,7 +22,7 @@ from kqview.errors import (
 from kqview.server.api.koboldai import failures, routes
 from kqview.server.api.koboldai.request import KoboldGenerateBody
 from kqview.server.errors import NoModel, answer_of
-from kqview.server.models.request import AttentionWanted
+from kqview.server.models.run import AttentionWanted
 from kqview.server.settings import Settings
 from kqview.types import EngineStats, PoolStats
 from tests.support.dream import QWEN, SEED, entry_of, golden, plan_from, shown_of

@@ -14,7 +14,7 @@ from kqview.errors import ClosedError
 from kqview.server import Settings
 from kqview.server.errors import Forbidden, ModelChanged, NotFound, ShuttingDown
 from kqview.server.models.model_files import model_file, model_names
-from kqview.server.models.request import GenerateRequest
+from kqview.server.models.run import GenerateRequest
 from kqview.server.models.service import Service
 from tests.support import tiny_gguf
 from tests.support.dream import WITHIN_S, DreamSocket, decoded

@@ -11,7 +11,7 @@ import pytest
 from kqview.errors import RequestError
 from kqview.server.api.koboldai import pruning
 from kqview.server.api.wire.attention import dense
-from kqview.server.models.request import AttentionWanted
+from kqview.server.models.run import AttentionWanted
 from tests.support.dream import QWEN, plan_from
 
 N_LAYER, N_HEAD, N_PROMPT = 3, 4, 10

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from kqview.server.api.koboldai.events import KoboldEvents, KoboldFrames, PlainEvents
 from kqview.server.api.koboldai.request import KoboldPlan
 from kqview.server.api.wire.attention import RowWriter
-from kqview.server.models.request import AttentionWanted
-from kqview.server.models.run import Step
+from kqview.server.models.run import AttentionWanted, Step
 from kqview.server.web.endpoint import EVENT_HEAD, EVENT_TAIL, NEXT_EVENT
 from kqview.stop_strings import ShownText, TextStream
 from kqview.types import Token, Usage

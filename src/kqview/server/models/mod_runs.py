@@ -16,7 +16,7 @@ from typing import Any, Final
 from kqview.errors import RequestError
 from kqview.mods.folder import ModFolder, ModInfo
 from kqview.server.live_config import LiveConfig
-from kqview.server.models.request import ModWanted
+from kqview.server.models.run import ModWanted
 from kqview.server.settings import Settings
 from kqview.trace import Trace
 from kqview.trace.post import Poster, PosterStats

@@ -29,7 +29,7 @@ from kqview.server.live_config import LiveConfig
 from kqview.server.models.slots import Slots
 from kqview.server.models.texts import ModelTexts
 from kqview.server.settings import DEMO_CONTEXT
-from kqview.server.web.workers import Workers
+from kqview.server.web.budget import Workers
 from kqview.types import EngineStats
 
 if TYPE_CHECKING:

@@ -33,7 +33,7 @@ from kqview.server.live_config import LiveConfig
 from kqview.server.models.events_bus import ModelFailed, ModelLoaded, ModelLoading, ModelUnloaded
 from kqview.server.models.model_entry import ModelEntry, Options
 from kqview.server.models.model_files import model_file
-from kqview.server.web.workers import Workers
+from kqview.server.web.budget import Workers
 
 _log: Final = logging.getLogger("kqview.server")
 _N_WORKERS: Final = 4

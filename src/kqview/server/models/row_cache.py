@@ -16,7 +16,7 @@ from typing import Final
 
 from kqview.errors import CapacityError
 from kqview.server.errors import RateLimited, TooLarge
-from kqview.server.models.request import AttentionWanted
+from kqview.server.models.run import AttentionWanted
 from kqview.server.web.budget import Budget
 
 _CLIENT: Final = "kept attention"

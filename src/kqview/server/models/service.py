@@ -34,18 +34,16 @@ from kqview.server.models.model_entry import ModelEntry, resolved
 from kqview.server.models.model_files import model_names
 from kqview.server.models.phrases import PhraseBan, Phrases
 from kqview.server.models.pool import Pool
-from kqview.server.models.request import GenerateRequest
 from kqview.server.models.row_cache import RowCache
-from kqview.server.models.run import LastRun, Run
+from kqview.server.models.run import GenerateRequest, LastRun, Run
 from kqview.server.models.sessions import Sessions, StateFiles
 from kqview.server.models.texts import OFFLOAD_ITEMS, room_of, truncated
 from kqview.server.settings import Settings
 from kqview.server.web import endpoint
 from kqview.server.web.access import ANYONE, Caller
-from kqview.server.web.budget import Budget, Reservation, uncounted
+from kqview.server.web.budget import Budget, Reservation, Workers, uncounted
 from kqview.server.web.endpoint import DECODED_TIMES, Operation
 from kqview.server.web.sockets import SocketHost
-from kqview.server.web.workers import Workers
 from kqview.submission import Reuse, owned_by
 from kqview.types import Score
 

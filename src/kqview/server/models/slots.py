@@ -19,7 +19,7 @@ from kqview.generation.stream import Generation
 from kqview.server.errors import NotFound
 from kqview.server.live_config import LiveConfig
 from kqview.server.web.access import Caller
-from kqview.server.web.workers import Workers
+from kqview.server.web.budget import Workers
 from kqview.slot import Slot
 from kqview.state.files import NO_MARKS, SlotMarks, check_trailer, split
 

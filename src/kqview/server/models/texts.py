@@ -7,8 +7,7 @@ from typing import Final
 from kqview.engine import Engine
 from kqview.errors import RequestError
 from kqview.server.errors import renamed
-from kqview.server.web.budget import Reservation, uncounted
-from kqview.server.web.workers import Workers
+from kqview.server.web.budget import Reservation, Workers, uncounted
 from kqview.stop_strings import TextStream
 
 # Below this, a hop to another thread takes longer than the work itself.

@@ -15,7 +15,7 @@ import numpy as np
 from msgspec import Struct
 
 from kqview.errors import RequestError
-from kqview.server.models.request import AttentionWanted
+from kqview.server.models.run import AttentionWanted
 from kqview.server.web.described import about
 from kqview.types.token import Array, Attention
 

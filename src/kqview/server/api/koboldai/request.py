@@ -32,7 +32,7 @@ from kqview.server.api.wire.fields import (
 )
 from kqview.server.api.wire.mods_field import ModsField, mods_of
 from kqview.server.models.model_entry import ModelEntry
-from kqview.server.models.request import (
+from kqview.server.models.run import (
     DEFAULT_TOP_K,
     Aggregation,
     AttentionWanted,

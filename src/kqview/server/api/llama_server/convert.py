@@ -22,7 +22,7 @@ from kqview.server.api.wire.fields import (
     sampling_of,
 )
 from kqview.server.api.wire.reasoning_cap import cap_of_texts
-from kqview.server.models.request import GenerateRequest
+from kqview.server.models.run import GenerateRequest
 from kqview.server.settings import Settings
 from kqview.types import Sampling
 from kqview.types.sampling import OPTIONS

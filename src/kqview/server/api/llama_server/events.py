@@ -14,8 +14,8 @@ from kqview.generation.stream import Generation
 from kqview.server.api.llama_server import schema
 from kqview.server.api.llama_server.convert import CompletionPlan
 from kqview.server.api.wire.failures import error_body
+from kqview.server.api.wire.fields import Clock, prompt_progress, timings
 from kqview.server.api.wire.mods_field import removed, tool_calls_of
-from kqview.server.api.wire.timings import Clock, prompt_progress, timings
 from kqview.server.errors import Answer
 from kqview.server.models.run import Removal, Run, Step
 from kqview.stop_strings import ShownText

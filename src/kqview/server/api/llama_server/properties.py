@@ -13,7 +13,7 @@ from kqview.generation.stream import Generation
 from kqview.server.api.llama_server.convert import generation_settings
 from kqview.server.api.wire.fields import LlamaFields, LoraScale
 from kqview.server.errors import renamed
-from kqview.server.models.request import GenerateRequest
+from kqview.server.models.run import GenerateRequest
 from kqview.server.models.service import Call
 from kqview.server.settings import Settings
 from kqview.server.web.described import about

@@ -10,8 +10,7 @@ from msgspec import UNSET, Struct, UnsetType
 
 from kqview.server.api.wire.chat_message import MessageObject, ToolObject
 from kqview.server.api.wire.event_parts import ModCall, Removed
-from kqview.server.api.wire.fields import LlamaFields
-from kqview.server.api.wire.timings import Progress, Timings
+from kqview.server.api.wire.fields import LlamaFields, Progress, Timings
 from kqview.server.web.described import about
 
 ModelId = Annotated[

@@ -30,8 +30,8 @@ from kqview.server.api.wire.fields import (
 )
 from kqview.server.api.wire.reasoning_cap import cap_of_texts
 from kqview.server.errors import renamed
-from kqview.server.models.request import GenerateRequest
 from kqview.server.models.row_cache import CachedRows
+from kqview.server.models.run import GenerateRequest
 from kqview.server.settings import Settings
 from kqview.types import ModelInfo
 

@@ -25,9 +25,9 @@ from kqview.server.api.wire.event_parts import (
     TokenAttention,
 )
 from kqview.server.api.wire.failures import error_body
+from kqview.server.api.wire.fields import Clock, Progress, Timings, prompt_progress, timings
 from kqview.server.api.wire.logprobs import LOGPROB_BYTES, token_logprob
 from kqview.server.api.wire.mods_field import removed, tool_calls_of
-from kqview.server.api.wire.timings import Clock, Progress, Timings, prompt_progress, timings
 from kqview.server.errors import Answer
 from kqview.server.models.run import Removal, Run, Step, TokenLogprobs
 from kqview.server.web.described import about

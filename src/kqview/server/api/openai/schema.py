@@ -11,9 +11,8 @@ from msgspec import UNSET, Struct, UnsetType
 from kqview.server.api.wire.attention import Attention
 from kqview.server.api.wire.chat_message import MessageObject, ToolObject
 from kqview.server.api.wire.event_parts import ModCall, PromptAttention, TokenAttention
-from kqview.server.api.wire.fields import LlamaFields
+from kqview.server.api.wire.fields import LlamaFields, Timings
 from kqview.server.api.wire.logprobs import TokenLogprob
-from kqview.server.api.wire.timings import Timings
 from kqview.server.web.described import about
 
 Object = dict[str, Any]

@@ -23,8 +23,8 @@ from kqview.server.api.responses.schema import (
 )
 from kqview.server.api.wire.chat import AnswerWriter, ChatRemoved, Part
 from kqview.server.api.wire.event_parts import PromptAttention, TokenAttention
+from kqview.server.api.wire.fields import Clock, Progress, Timings, prompt_progress, timings
 from kqview.server.api.wire.logprobs import LOGPROB_BYTES
-from kqview.server.api.wire.timings import Clock, Progress, Timings, prompt_progress, timings
 from kqview.server.errors import Answer
 from kqview.server.models.run import Run
 from kqview.server.web.described import about

@@ -25,13 +25,15 @@ from kqview.server.api.wire.event_parts import (
 )
 from kqview.server.api.wire.fields import Indices, Spans, Weights, first, tuple_of
 from kqview.server.errors import TooLarge
-from kqview.server.models.request import (
+from kqview.server.models.row_cache import CachedRow, PromptText, RowCache
+from kqview.server.models.run import (
     DEFAULT_TOP_K,
     Aggregation,
     AttentionWanted,
+    Removal,
+    Run,
+    Step,
 )
-from kqview.server.models.row_cache import CachedRow, PromptText, RowCache
-from kqview.server.models.run import Removal, Run, Step
 from kqview.server.settings import AttentionValues, Settings
 from kqview.server.web.budget import Reservation
 from kqview.server.web.described import about

@@ -47,8 +47,7 @@ from kqview.server.api.wire.fields import (
 from kqview.server.api.wire.mods_field import calls_of, removed
 from kqview.server.api.wire.reasoning_cap import cap_of, default_budget
 from kqview.server.errors import Answer, renamed
-from kqview.server.models.request import AttentionWanted, GenerateRequest
-from kqview.server.models.run import Removal, Run, Step
+from kqview.server.models.run import AttentionWanted, GenerateRequest, Removal, Run, Step
 from kqview.server.models.service import Call
 from kqview.server.models.stream import Events
 from kqview.server.settings import ReasoningFormat, Settings
@@ -216,7 +215,7 @@ def prompt_of(engine: Engine, chat: ChatRequest) -> RenderedChat:
         begun = turn.continued(messages, chat.continues)
         shown: Sequence[Tool] = tools
         if is_of_tools and not tool_format.knows_tools(source):
-            messages, shown = tool_format.tools_as_text(messages, tools), ()
+            messages, shown = turn.tools_as_text(messages, tools), ()
         ids = engine.apply_chat_template(
             messages,
             tools=shown or None,

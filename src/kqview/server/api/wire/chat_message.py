@@ -1,7 +1,7 @@
 """What the messages and tools of a chat are, for readers of the API description.
 
 A chat template may use fields that nobody here knows, so requests keep messages and tools as plain
-objects, which `kqview.chat.messages` checks. The classes here only describe them: no value is made
+objects, which `kqview.chat.turn` checks. The classes here only describe them: no value is made
 of them.
 """
 

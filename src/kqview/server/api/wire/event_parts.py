@@ -5,7 +5,7 @@ from typing import Annotated, Any, Final, Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
-from kqview.server.models.request import Format
+from kqview.server.models.run import Format
 from kqview.server.settings import AttentionValues
 from kqview.server.web.described import about
 

@@ -16,8 +16,7 @@ from kqview import json_input
 from kqview.errors import RequestError
 from kqview.generation.stream import Generation
 from kqview.server.api.wire.event_parts import CalledFunction, ModCall
-from kqview.server.models.request import ModWanted
-from kqview.server.models.run import Removal
+from kqview.server.models.run import ModWanted, Removal
 from kqview.trace.record import cleaned_text
 
 Object = dict[str, Any]

@@ -28,8 +28,8 @@ from kqview.server.apps.mia4.passport import (
 from kqview.server.apps.mia4.persona import PersonaText
 from kqview.server.config import MARKER, Llm, Model, Passport
 from kqview.server.errors import Unprocessable
-from kqview.server.models.request import AttentionWanted, GenerateRequest
 from kqview.server.models.row_cache import PromptText
+from kqview.server.models.run import AttentionWanted, GenerateRequest
 from kqview.server.settings import Settings
 from kqview.stop_strings import TextStream
 from kqview.types.sampling import OPTIONS
