@@ -14,7 +14,6 @@ from kqview.chat import CHATML
 from kqview.chat.formats import FORMATS, format_of
 from kqview.chat.functions import ToolLike
 from kqview.chat.parts import Part, text_of_parts
-from kqview.chat.reasoning import opened_by
 from kqview.chat.rendering import ConfinedTemplate, template_helpers
 from kqview.chat.tool_format import Reasoning, said
 from kqview.chat.turn import (
@@ -28,6 +27,7 @@ from kqview.chat.turn import (
     choice_of,
     constrained,
     continued,
+    opened_by,
     reading_of,
     reasoning_of,
     template_for,

@@ -3,7 +3,7 @@
 Profiles one warm request of each dialect through ASGI, in every thread, and prints how many files,
 functions and calls of kqview it passes; ``--list`` names the files in the order of their first
 call. Comprehensions and generator expressions are no functions. The demo model generates four
-tokens, with attention where the dialect has it.
+tokens, always the same ones, with attention where the dialect has it.
 """
 
 from __future__ import annotations
@@ -25,13 +25,17 @@ if TYPE_CHECKING:
     from types import CodeType, FrameType
 
 PACKAGE: Final = Path(kqview.__file__).parent
-CHAT: Final = {"messages": [{"role": "user", "content": "Anna has a dog."}], "max_tokens": 4}
+CHAT: Final = {
+    "messages": [{"role": "user", "content": "Anna has a dog."}],
+    "max_tokens": 4,
+    "temperature": 0,
+}
 PROBS: Final = {"attention": {"kind": "probs"}}
-TEXT: Final = {"prompt": "Anna has", "max_length": 4}
+TEXT: Final = {"prompt": "Anna has", "max_length": 4, "temperature": 0}
 REQUESTS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "openai": ("/v1/chat/completions", {**CHAT, **PROBS}),
     "anthropic": ("/v1/messages", {"model": "demo", **CHAT}),
-    "llama-server": ("/completion", {"prompt": "Anna has", "n_predict": 4, **PROBS}),
+    "llama-server": ("/completion", {**TEXT, "n_predict": 4, **PROBS}),
     "kobold": ("/api/extra/generate/stream", {**TEXT, "output_attentions": True}),
     "dream": ("/api/v1/generate", {**TEXT, "output_attentions": True}),
     "mia4": ("/generate", {"prompt": "Who is Anna?", "overrides": {"max_output_tokens": 4}}),

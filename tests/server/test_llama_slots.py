@@ -17,6 +17,7 @@ from kqview import Engine
 from kqview.errors import BusyError, RequestError
 from kqview.server import Settings
 from kqview.server.api.llama_server import blobs
+from kqview.server.models.model_entry import ModelWork
 from kqview.server.models.slots import Slots
 from kqview.server.web.access import Caller
 from kqview.server.web.budget import Body
@@ -426,16 +427,17 @@ async def test_generation_that_is_settled_during_the_work_refuses_only_what_othe
     slot: Any = SimpleNamespace(id=0, is_busy=False)
     engine: Any = SimpleNamespace(slots=[slot])
     live: Any = SimpleNamespace(settings=Settings(slot_wait_s=60))
-    slots = Slots(live, {}, lambda: engine)
+    register = ModelWork(lambda: None)
+    slots = Slots(live, register, lambda: engine)
     loop = asyncio.get_running_loop()
 
     async def settle() -> None:
         usage = SimpleNamespace(prompt_tokens=1, cached_tokens=0)
         for owner in owners:
             run: Any = SimpleNamespace(
-                owner=owner, generations=[SimpleNamespace(slot=0, usage=usage)]
+                owner=owner, request_id="r", generations=[SimpleNamespace(slot=0, usage=usage)]
             )
-            slots.released(run)
+            register.ended(run)
 
     def work(_: Any) -> str:
         asyncio.run_coroutine_threadsafe(settle(), loop).result()

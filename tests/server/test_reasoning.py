@@ -16,8 +16,8 @@ from kqview.chat.reasoning import (
     Piece,
     Split,
     TokenCounter,
-    opened_by,
 )
+from kqview.chat.turn import opened_by
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

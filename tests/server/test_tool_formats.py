@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kqview.chat.formats import FORMATS, format_of
-from kqview.chat.reasoning import opened_by, split_of
+from kqview.chat.reasoning import split_of
 from kqview.chat.tool_format import Wanted, grammar, literal, text_parameters
-from kqview.chat.turn import AnswerReader, ChatAnswer, Reading
+from kqview.chat.turn import AnswerReader, ChatAnswer, Reading, opened_by
 from kqview.errors import RequestError
 from tests.support import stock, stock_templates
 from tests.support.accepting import accepts

@@ -11,7 +11,7 @@ White space next to a mark belongs to the mark, except in Harmony's channels.
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Final, Literal, NamedTuple
 
@@ -358,20 +358,6 @@ def _rest(closings: Sequence[str], marks: HeldText) -> str:
     return next((one[len(held) :] for one in closings if one.startswith(held)), closings[0])
 
 
-def opened_by(prompt_end: str, begun: str = "") -> str | None:
-    """The mark of reasoning inside of which an answer begins, None if it does not.
-
-    Args:
-        prompt_end: Text at the end of the prompt.
-        begun: Text of the answer that the prompt already has.
-    """
-    if begun:
-        tags = (tag for tag, close in THINK_TAGS.items() if begun.rfind(tag) > begun.rfind(close))
-        return next(tags, None)
-    end = prompt_end.rstrip()
-    return next((tag for tag in THINK_TAGS if end.endswith(tag)), None)
-
-
 # ---- which of them
 
 
@@ -387,6 +373,7 @@ class Split:
         may_call: With "harmony": whether there are functions to call.
         frames: With "think": marks around the content.
         has_recipients: With "harmony": as in `HarmonySplitter`.
+        marks: An answer in which none of these stands is content, as it is.
     """
 
     mode: Literal["none", "think", "harmony", "tags", "marker"] = "think"
@@ -396,6 +383,22 @@ class Split:
     may_call: bool = False
     frames: tuple[str, ...] = ()
     has_recipients: bool = False
+    marks: tuple[str, ...] = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        match self.mode:
+            case "none":
+                marks = ()
+            case "think" if self.opened is None:
+                marks = (*self.frames, *_STARTS)
+            case "tags" if self.opened is None:
+                phases = _tagged(*self.tags, self.marker).values()
+                marks = tuple(mark for phase in phases for mark in phase.turns if mark)
+            case "marker":
+                marks = (self.marker,)
+            case _:
+                marks = ("",)
+        object.__setattr__(self, "marks", marks)
 
     def splitter(self) -> "MarkSplitter | HarmonySplitter":
         """A splitter for one answer."""

@@ -209,10 +209,11 @@ def _mapping(where: str, value: object) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise RequestError(f"{where} is of type {type(value).__name__}; pass a mapping")
     given = cast("Mapping[object, object]", value)
-    try:
-        json_input.check_value(given)
-    except json_input.TooDeep as error:
-        raise RequestError(f"{where}: {error}") from None
+    if not all(isinstance(item, str) for item in given.values()):  # texts have no depth
+        try:
+            json_input.check_value(given)
+        except json_input.TooDeep as error:
+            raise RequestError(f"{where}: {error}") from None
     return _plain(where, given)
 
 
@@ -457,6 +458,20 @@ def continued(messages: Sequence[Mapping[str, Any]], wanted: bool | None = True)
     return tool_format.text_of(messages[-1].get("content"))
 
 
+def opened_by(prompt_end: str, begun: str = "") -> str | None:
+    """The mark of reasoning inside of which an answer begins, None if it does not.
+
+    Args:
+        prompt_end: Text at the end of the prompt.
+        begun: Text of the answer that the prompt already has.
+    """
+    if begun:
+        tags = (tag for tag, close in THINK_TAGS.items() if begun.rfind(tag) > begun.rfind(close))
+        return next(tags, None)
+    end = prompt_end.rstrip()
+    return next((tag for tag in THINK_TAGS if end.endswith(tag)), None)
+
+
 def reasoning_of(source: str, end: str, opened: str | None) -> Reasoning:
     """The reasoning of a model with this chat template, after a prompt with this *end*."""
     if opened is not None:
@@ -580,6 +595,8 @@ class Reading:
 
     def answer(self, text: str) -> ChatAnswer:
         """The answer with this whole text, without its stop sequence."""
+        if self.calls is None and not any(mark in text for mark in self.split.marks):
+            return ChatAnswer(content=text)
         answer = ChatAnswer()
         answer.add(AnswerReader(self).finish(text))
         return answer

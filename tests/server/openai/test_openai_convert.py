@@ -13,7 +13,7 @@ import pytest
 from kqview import Engine
 from kqview.errors import RequestError
 from kqview.server import Settings
-from kqview.server.api.openai import convert, schema
+from kqview.server.api.openai import completions, convert, schema
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,14 +32,14 @@ def engine() -> Iterator[Engine]:
 def chat(**fields: Any) -> Any:
     body = msgspec.convert({"messages": HELLO, **fields}, schema.ChatBody)
     engine: Any = SimpleNamespace(tokenize=lambda text, **options: [1])
-    return convert.chat_of(body, request_id="r", engine=engine, settings=Settings())
+    return completions.chat_of(body, request_id="r", engine=engine, settings=Settings())
 
 
 def completion(
     engine: Engine, settings: Settings | None = None, **fields: Any
-) -> convert.CompletionPlan:
+) -> completions.CompletionPlan:
     body = msgspec.convert({"prompt": "Anna", **fields}, schema.CompletionBody)
-    return convert.completion_plan(
+    return completions.completion_plan(
         body, request_id="r", engine=engine, settings=settings or Settings(), model="demo"
     )
 

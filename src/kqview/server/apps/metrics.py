@@ -9,12 +9,11 @@ from collections.abc import Callable, Iterable, Iterator
 from operator import attrgetter
 from typing import Any, Final
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from kqview.server.models.events_bus import GenerationCompleted
-from kqview.server.models.run import Run
 from kqview.server.models.service import Service
 from kqview.types import EngineStats
 
@@ -87,6 +86,11 @@ _OF_TRACES: Final[_Rows] = (
 # Gauges: of the Service.
 _OF_SERVICE: Final[_Rows] = (
     (
+        "llamacpp:n_tokens_max",
+        "n_longest_tokens",
+        "Most tokens of a prompt and its text together.",
+    ),
+    (
         "kqview_memory_used_bytes",
         "budget.used_bytes",
         "Bytes of requests, messages and replies in progress.",
@@ -106,46 +110,26 @@ class Metrics:
         self.started_s = int(time.time())
         """When the server started, in seconds since 1970."""
         self._registry = all_ = CollectorRegistry()
-        all_.register(_EngineCollector(service))
+        all_.register(_EngineCollector(service, self.started_s))
         self.requests = Counter(
             "kqview_http_requests", "HTTP requests and WebSockets answered.",
             ("path", "status"), registry=all_,
         )  # fmt: skip
-        self._runs = Counter(
-            "kqview_generations", "Generations that ended, by reason.", ("reason",), registry=all_
-        )
-        self._seconds = Histogram(
+        seconds = Histogram(
             "kqview_generation_seconds", "Seconds from admission to the end.",
             buckets=_SECONDS, registry=all_,
         )  # fmt: skip
-        self._cached = Counter(
-            "llamacpp:prompt_tokens_cached", "Prompt tokens reused from a cache.", registry=all_
-        )
-        self._longest = Gauge(
-            "llamacpp:n_tokens_max", "Most tokens of a prompt and its text together.",
-            registry=all_,
-        )  # fmt: skip
-        self._n_longest = 0
+        service.observe_seconds = seconds.observe
         self._buffered = Histogram(
             "reasoning_buffer_latency_ms",
             "Milliseconds from the mark that ends the reasoning to the end of the stream (MIA4).",
             buckets=_MILLISECONDS, registry=all_,
         )  # fmt: skip
-        service.on_end = self._ended
         service.bus.listeners.add(self._heard)
 
     def _heard(self, event: object) -> None:
         if isinstance(event, GenerationCompleted) and event.reasoning_buffer_latency_ms is not None:
             self._buffered.observe(event.reasoning_buffer_latency_ms)
-
-    def _ended(self, run: Run) -> None:
-        for generation in run.generations:
-            usage = generation.usage
-            self._cached.inc(usage.cached_tokens)
-            self._n_longest = max(self._n_longest, usage.prompt_tokens + usage.completion_tokens)
-        self._longest.set(self._n_longest)
-        self._runs.labels(run.finish_reason).inc()
-        self._seconds.observe(run.elapsed_s)
 
     def text(self) -> bytes:
         """All metrics in Prometheus' text format, media type `MEDIA_TYPE`."""
@@ -157,8 +141,9 @@ class Metrics:
 class _EngineCollector:
     """What the engines count; with a label for the model where there are several."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, started_s: int) -> None:
         self._service = service
+        self._started_s = started_s
 
     def collect(self) -> Iterator[Metric]:
         """Called for every scrape."""
@@ -177,6 +162,16 @@ class _EngineCollector:
                 "kqview_models_budget_bytes", "Most bytes that all models may take.",
                 value=pool.budget_bytes or 0,
             )  # fmt: skip
+        ended = CounterMetricFamily(
+            "kqview_generations", "Generations that ended, by reason.", labels=("reason",)
+        )
+        for reason, n in service.n_ended.items():
+            ended.add_metric((reason,), n, created=self._started_s)
+        yield ended
+        yield CounterMetricFamily(
+            "llamacpp:prompt_tokens_cached", "Prompt tokens reused from a cache.",
+            value=service.n_cached_tokens, created=self._started_s,
+        )  # fmt: skip
         if (traces := service.mod_runs.trace_stats()) is not None:
             for name, field, text in _OF_TRACES:
                 yield CounterMetricFamily(name, text, value=_value(traces, field))

@@ -9,7 +9,7 @@ import contextlib
 import logging
 import os
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import fields
 from itertools import chain
@@ -56,6 +56,10 @@ class ModelWork:
         runs: Its runs by owner and request_id.
         others: What uses the engine without a run, by the limit of its time: its owner, and why it
             ended early.
+        slot_owners: Whose contents a slot holds; the slot used last is the last entry.
+        slot_users: Who left contents in a slot since work on it began.
+        n_processed: Prompt tokens that the last generation on a slot evaluated.
+        slot_freed: Set, and replaced, when a run leaves its slots.
     """
 
     def __init__(self, on_idle: Callable[[], None]) -> None:
@@ -64,6 +68,10 @@ class ModelWork:
         self.last_used_s = 0.0
         self.runs: dict[tuple[str, str], Run] = {}
         self.others: dict[asyncio.Timeout, tuple[str, KqviewError | None]] = {}
+        self.slot_owners: dict[int, str] = {}
+        self.slot_users: defaultdict[int, set[str]] = defaultdict(set)
+        self.n_processed: dict[int, int] = {}
+        self.slot_freed = asyncio.Event()
         self._on_idle = on_idle
 
     @property
@@ -91,6 +99,23 @@ class ModelWork:
         """Number of each owner's requests of `n_busy`, with or without parked runs."""
         runs = (run.owner for run in self.runs.values() if has_parked or not run.is_parked)
         return Counter(chain(runs, (owner for owner, _ in self.others.values())))
+
+    def ended(self, run: "Run") -> None:
+        """*run* is over: what it leaves in its slots is its owner's."""
+        self.runs.pop((run.owner, run.request_id), None)
+        for one in run.generations:
+            if (slot_id := one.slot) is not None:
+                usage = one.usage
+                self.note_slot(slot_id, run.owner, usage.prompt_tokens - usage.cached_tokens)
+        self.slot_freed.set()
+        self.slot_freed = asyncio.Event()
+
+    def note_slot(self, slot_id: int, owner: str, n_processed: int) -> None:
+        """The slot holds contents of *owner* from now on."""
+        self.slot_owners.pop(slot_id, None)
+        self.slot_owners[slot_id] = owner
+        self.slot_users[slot_id].add(owner)
+        self.n_processed[slot_id] = n_processed
 
     def end(self, error: ModelChanged | ShuttingDown) -> None:
         """End every run and other work on the engine, and tell its client *error*."""
@@ -153,7 +178,7 @@ class ModelEntry:
         self.progress = 0.0 if engine is None else 1.0
         self.work = ModelWork(on_idle)
         self.texts = ModelTexts(lambda: self.engine, texts)
-        self.slots = Slots(live, self.work.runs, lambda: self.engine)
+        self.slots = Slots(live, self.work, lambda: self.engine)
         self.pinned = config.pinned
         self.n_loads = 0 if engine is None else 1
         self.is_closing = False

@@ -90,7 +90,10 @@ class Service(SocketHost):
         self._workers = ThreadPoolExecutor(_N_WORKERS, thread_name_prefix="kqview-rows")
         self._builders = Workers(_N_WORKERS, "requests")
         self._starting: dict[tuple[str, str], ModelEntry] = {}
-        self.on_end: Callable[[Run], None] = lambda run: None
+        # Of the runs that have ended, for metrics.
+        self.n_ended: Counter[str] = Counter()  # by finish reason
+        self.n_cached_tokens = self.n_longest_tokens = 0
+        self.observe_seconds: Callable[[float], object] = lambda seconds: None
         self.on_drain: set[Callable[[], Awaitable[None]]] = set()
 
     @property
@@ -435,17 +438,20 @@ class Service(SocketHost):
                 )
 
     def _ended(self, model: ModelEntry, run: Run) -> None:
-        name = run.owner, run.request_id
-        self.runs.pop(name, None)
-        model.work.runs.pop(name, None)
-        model.slots.released(run)
-        seed = run.request.sampling.seed
+        self.runs.pop((run.owner, run.request_id), None)
+        model.work.ended(run)
+        reason, usages = run.finish_reason, [one.usage for one in run.generations]
         self._last.pop(run.owner, None)
         self._last[run.owner] = LastRun(
-            run.usage, run.finish_reason, seed, run.ended_s, run.request.key, tuple(run.logprobs),
-            model.id,
+            usages[0], reason, run.request.sampling.seed, run.ended_s, run.request.key,
+            tuple(run.logprobs), model.id,
         )  # fmt: skip
-        self.on_end(run)
+        self.n_ended[reason] += 1
+        for usage in usages:
+            n_tokens = usage.prompt_tokens + usage.completion_tokens
+            self.n_longest_tokens = max(self.n_longest_tokens, n_tokens)
+            self.n_cached_tokens += usage.cached_tokens
+        self.observe_seconds(run.elapsed_s)
         self.pool.note_idle()
 
     @contextlib.asynccontextmanager

@@ -9,13 +9,12 @@ Belongs to one event loop. Work on a slot runs in another thread, between two st
 
 import asyncio
 from collections import OrderedDict, defaultdict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable
 from hashlib import sha256
-from typing import Any, Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from kqview.engine import Engine
 from kqview.errors import BusyError, UnknownSlot
-from kqview.generation.stream import Generation
 from kqview.server.errors import NotFound
 from kqview.server.live_config import LiveConfig
 from kqview.server.web.access import Caller
@@ -23,18 +22,12 @@ from kqview.server.web.budget import Workers
 from kqview.slot import Slot
 from kqview.state.files import NO_MARKS, SlotMarks, check_trailer, split
 
+if TYPE_CHECKING:
+    from kqview.server.models.model_entry import ModelWork
+
 _T = TypeVar("_T")
 _N_WORKERS: Final = 4
 _MOST_KNOWN: Final = 4096  # blobs
-
-
-class UsesSlots(Protocol):
-    """The part of `kqview.server.models.run.Run` that is needed here."""
-
-    @property
-    def owner(self) -> str: ...
-    @property
-    def generations(self) -> Sequence[Generation]: ...
 
 
 class Slots:
@@ -43,19 +36,15 @@ class Slots:
     def __init__(
         self,
         live: LiveConfig,
-        runs: Mapping[Any, UsesSlots],
+        work: "ModelWork",
         engine: Callable[[], Engine],
     ) -> None:
-        """Guard the slots of the *engine* that serves, on which *runs* run."""
+        """Guard the slots of the *engine* that serves; *work* knows who uses them."""
         self._live = live
-        self._runs = runs
+        self._work = work
         self._engine = engine
         self._workers = Workers(_N_WORKERS, "slots")
         self._locks: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
-        self._freed = asyncio.Event()
-        self._owners: dict[int, str] = {}  # the slot used last is the last entry
-        self._users: defaultdict[int, set[str]] = defaultdict(set)  # since work on a slot began
-        self._n_processed: dict[int, int] = {}
         self._known: OrderedDict[bytes, SlotMarks] = OrderedDict()
 
     # ---- who holds what
@@ -76,16 +65,16 @@ class Slots:
 
     def free(self) -> list[Slot]:
         """Slots that no generation uses at the moment, the least recently used first."""
-        places = {slot_id: i for i, slot_id in enumerate(self._owners)}
+        places = {slot_id: i for i, slot_id in enumerate(self._work.slot_owners)}
         free = [slot for slot in self._engine().slots if not slot.is_busy]
         return sorted(free, key=lambda slot: places.get(slot.id, -1))
 
     def owner_of(self, slot_id: int) -> str | None:
         """Whose contents the slot holds; None if nobody's."""
-        for run in self._runs.values():  # one that ended may not be settled yet
+        for run in self._work.runs.values():  # one that ended may not be settled yet
             if any(one.slot == slot_id for one in run.generations):
                 return run.owner
-        return self._owners.get(slot_id)
+        return self._work.slot_owners.get(slot_id)
 
     def check(self, caller: Caller, slot_id: int) -> None:
         """Raise NotFound if the slot holds what *caller* may not see."""
@@ -95,7 +84,7 @@ class Slots:
 
     def n_processed(self, slot_id: int) -> int:
         """Prompt tokens that the last generation on the slot evaluated; 0 before the first."""
-        return self._n_processed.get(slot_id, 0)
+        return self._work.n_processed.get(slot_id, 0)
 
     # ---- work on a slot
 
@@ -151,8 +140,8 @@ class Slots:
         await self._until(end_s, slot, self._locks[slot.id].acquire())
         try:
             while not is_gone.is_set():
-                freed = self._freed
-                self._users[slot.id].clear()
+                freed, users = self._work.slot_freed, self._work.slot_users[slot.id]
+                users.clear()
                 if not fills:
                     self.check(caller, slot.id)
                 try:
@@ -162,12 +151,12 @@ class Slots:
                     continue
                 if fills:
                     if slot is self.get(slot.id):  # and not of a model that was replaced
-                        self._note(slot.id, caller.owner, 0)
+                        self._work.note_slot(slot.id, caller.owner, 0)
                     return done
                 self.check(caller, slot.id)
                 # It may be of what any of these left; a generation that has just ended is settled
                 # while the work goes on.
-                if not all(map(caller.may_see, self._users[slot.id])):
+                if not all(map(caller.may_see, users)):
                     raise self._busy(slot)
                 return done
             raise asyncio.CancelledError
@@ -188,25 +177,10 @@ class Slots:
             "(slot_wait_s); try again when its generation has ended"
         )
 
-    def released(self, run: UsesSlots) -> None:
-        """Note that *run* is over: what it leaves in its slots is its owner's."""
-        for one in run.generations:
-            if one.slot is not None:
-                usage = one.usage
-                self._note(one.slot, run.owner, usage.prompt_tokens - usage.cached_tokens)
-        self._freed.set()
-        self._freed = asyncio.Event()
-
-    def _note(self, slot_id: int, owner: str, n_processed: int) -> None:
-        self._owners.pop(slot_id, None)
-        self._owners[slot_id] = owner
-        self._users[slot_id].add(owner)
-        self._n_processed[slot_id] = n_processed
-
     def forget(self) -> None:
         """Forget whose the contents are: the slots are those of another engine."""
-        self._owners.clear()
-        self._n_processed.clear()
+        self._work.slot_owners.clear()
+        self._work.n_processed.clear()
         self._known.clear()
 
     def shutdown(self) -> None:

@@ -5,6 +5,8 @@ moment; without it, chunks are pieces of text.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from typing import Annotated, Any, Final, Literal
 
@@ -12,13 +14,12 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from kqview import __version__
-from kqview.chat.turn import AnswerReader, ChatAnswer, Delta
+from kqview.chat.turn import AnswerReader, Delta, Reading
 from kqview.generation.stream import Generation
 from kqview.server.api.openai import schema
-from kqview.server.api.openai.convert import CompletionPlan
 from kqview.server.api.openai.schema import ChoiceLogprobs, TextLogprobs, ToolCall, Usage
 from kqview.server.api.wire.attention import AttentionWriter, ReplyLists, event_pieces
-from kqview.server.api.wire.chat import ChatRemoved, mod_calls, taken_back
+from kqview.server.api.wire.chat import ChatRemoved, taken_back, written_calls
 from kqview.server.api.wire.event_parts import (
     ModCall,
     PromptAttention,
@@ -29,7 +30,7 @@ from kqview.server.api.wire.fields import Clock, Progress, Timings, prompt_progr
 from kqview.server.api.wire.logprobs import LOGPROB_BYTES, token_logprob
 from kqview.server.api.wire.mods_field import removed, tool_calls_of
 from kqview.server.errors import Answer
-from kqview.server.models.run import Removal, Run, Step, TokenLogprobs
+from kqview.server.models.run import GenerateRequest, Removal, Run, Step, TokenLogprobs
 from kqview.server.web.described import about
 from kqview.stop_strings import ShownText, TextStream
 from kqview.types import PromptBlock, Score, Token
@@ -199,6 +200,37 @@ def echoed_logprobs(
 
 # ---- who writes them
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionPlan:
+    """A request, and what its reply shows of it.
+
+    Attributes:
+        body: As it was sent.
+        request: For the service.
+        model: Name of the model in the reply.
+        is_prefill: Whether only the prompt is evaluated: the one token that comes is not shown.
+        reading: How answers of a chat are read; None for completions.
+        shown_prompt: Text of the prompt for ``__verbose``; None without.
+        echoes: Text of each prompt, which precedes the generated one; () without ``echo``.
+        echo_logprobs: Number of most probable tokens to show with those of the prompt; None if it
+            is not shown, or without logprobs.
+    """
+
+    body: schema.GenerateFields
+    request: GenerateRequest
+    model: str
+    is_prefill: bool
+    reading: Reading | None = None
+    shown_prompt: str | None = None
+    echoes: Sequence[str] = ()
+    echo_logprobs: int | None = None
+
+    def echo(self, sample: int) -> str:
+        """What precedes the text of a sample."""
+        return self.echoes[sample // self.request.n_samples] if self.echoes else ""
+
+
 # Of a choice what is new: of an answer, or text; nothing where a chunk has only attention.
 New = AnswerDelta | str | UnsetType
 
@@ -209,12 +241,27 @@ class _Choice:
     def __init__(self, plan: CompletionPlan, index: int) -> None:
         self.index = index
         self.has_begun = False
-        self.n_text = len(plan.echo(index))  # characters before the next token
-        self.clock = Clock(index)
-        self.reader = None if plan.reading is None else AnswerReader(plan.reading)
-        stops = plan.request.sampling.stop
-        self.shown = ShownText((stops,) if isinstance(stops, str) else stops)
+        self.n_text = 0  # characters before the next token
+        if plan.echoes:
+            self.n_text = len(plan.echo(index))
         self.nothing: New = "" if plan.reading is None else AnswerDelta()
+        self._plan = plan
+
+    @cached_property
+    def clock(self) -> Clock:
+        """Of a stream."""
+        return Clock(self.index)
+
+    @cached_property
+    def reader(self) -> AnswerReader | None:
+        """Of a stream; None if it is no chat's."""
+        return None if self._plan.reading is None else AnswerReader(self._plan.reading)
+
+    @cached_property
+    def shown(self) -> ShownText:
+        """Of a stream of text."""
+        stops = self._plan.request.sampling.stop
+        return ShownText((stops,) if isinstance(stops, str) else stops)
 
 
 class CompletionWriter:
@@ -313,15 +360,19 @@ class CompletionWriter:
         for choice, generation in zip(self._choices, run.generations, strict=True):
             chunks += self._begun(run, choice)
             more: dict[str, Any] = {}
-            if choice.reader is not None:
-                deltas = self._rest(choice.reader, generation)
+            has_calls = False
+            if (reader := choice.reader) is not None:
+                deltas = reader.finish("" if self._plan.is_prefill else generation.text)
+                if generation.tool_calls is not None:
+                    deltas += reader.call(written_calls(generation.tool_calls))
+                has_calls = reader.has_calls
                 chunks += [self._chunk(run, choice, _delta(delta)) for delta in deltas]
             else:
                 more = tool_calls_of(generation)
                 rest = "" if self._plan.is_prefill else choice.shown.rest(generation.text)
                 if rest:
                     chunks.append(self._chunk(run, choice, rest))
-            reason = self._finish_reason(choice.reader, generation)
+            reason = self._finish_reason(generation, has_calls=has_calls)
             chunks.append(self._chunk(run, choice, choice.nothing, finish_reason=reason, **more))
         if self._body.stream_options is not None and self._body.stream_options.include_usage:
             chunks.append(self._chunk(run))
@@ -392,22 +443,23 @@ class CompletionWriter:
     def _whole_choice(
         self, run: Run, i: int, lists: ReplyLists
     ) -> schema.ChatChoice | schema.TextChoice:
-        generation, reader = run.generations[i], self._choices[i].reader
+        generation, reading = run.generations[i], self._plan.reading
+        text = "" if self._plan.is_prefill else generation.text
         rows: dict[str, Any] = {}
         logprobs: dict[str, Any] = {}
         for name, elements in lists.of(i).items():
             of, _, list_ = name.rpartition(".")
             (logprobs if of else rows)[list_] = elements
         found: Any = logprobs or None
-        if reader is None:
-            text = "" if self._plan.is_prefill else generation.text
+        if reading is None:
             return schema.TextChoice(
                 index=i, text=self._plan.echo(i) + text, logprobs=found,
-                finish_reason=self._finish_reason(reader, generation), **rows,
+                finish_reason=self._finish_reason(generation, has_calls=False), **rows,
                 **tool_calls_of(generation),
             )  # fmt: skip
-        answer = ChatAnswer()
-        answer.add(self._rest(reader, generation))
+        answer = reading.answer(text)
+        if generation.tool_calls is not None:
+            answer.calls += written_calls(generation.tool_calls)
         message = schema.Message(
             content=answer.content if answer.content or not answer.calls else None,
             reasoning_content=answer.reasoning or UNSET,
@@ -423,7 +475,7 @@ class CompletionWriter:
             ]  # fmt: skip
         return schema.ChatChoice(
             index=i, message=message, logprobs=found,
-            finish_reason=self._finish_reason(reader, generation), **rows,
+            finish_reason=self._finish_reason(generation, has_calls=bool(answer.calls)), **rows,
         )  # fmt: skip
 
     # ---- both
@@ -437,7 +489,7 @@ class CompletionWriter:
         one = token_logprob(
             TokenLogprobs(token.id, token.logprob, tuple(token.top_logprobs or ())), self._bytes_of
         )
-        if choice.reader is not None:
+        if self._plan.reading is not None:
             return ChoiceLogprobs([one])
         return TextLogprobs(
             content=[one],
@@ -447,17 +499,9 @@ class CompletionWriter:
             text_offset=[offset],
         )
 
-    def _rest(self, reader: AnswerReader, generation: Generation) -> list[Delta]:
-        """What of an answer was not read yet, with the calls that a mod made."""
-        deltas = reader.finish("" if self._plan.is_prefill else generation.text)
-        if generation.tool_calls is not None:
-            deltas += mod_calls(reader, generation.tool_calls)
-        return deltas
-
-    def _finish_reason(self, reader: AnswerReader | None, generation: Generation) -> str:
+    def _finish_reason(self, generation: Generation, *, has_calls: bool) -> str:
         if self._plan.is_prefill:
             return "length"
-        has_calls = reader is not None and reader.has_calls
         return finish_reason(generation.finish_reason, has_calls=has_calls)
 
     def _usage(self, run: Run) -> Usage:

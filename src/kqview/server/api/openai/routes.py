@@ -3,157 +3,27 @@ becomes of them.
 """
 
 import time
-import uuid
-from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 import numpy as np
 
 from kqview.errors import RequestError
-from kqview.server.api.openai import convert, events, schema
-from kqview.server.api.wire.attention import AttentionWriter, ReplyLists, keeps
-from kqview.server.api.wire.chat import ID_BYTES, LARGE, collected
-from kqview.server.api.wire.event_parts import PROMPT_ROWS, TOKEN_ROW
+from kqview.server.api.openai import completions, convert, schema
 from kqview.server.api.wire.failures import FailureBody, error_body
-from kqview.server.api.wire.fields import with_defaults
 from kqview.server.api.wire.prompts import ids_of_each, prompts_of
 from kqview.server.errors import NotFound, NotSupported, renamed
 from kqview.server.models.row_cache import CachedRow, CachedRows
 from kqview.server.models.service import Call
-from kqview.server.models.stream import Events
-from kqview.server.web.endpoint import HttpReply, Operations, Sample
+from kqview.server.web.endpoint import HttpReply, Operations
 
 _VALUE_BYTES: Final = 32  # of a number in a list, with its JSON
-
-
-def _chunks(
-    type: Any, begin: Mapping[str, Any], new: Mapping[str, Any], nothing: Mapping[str, Any]
-) -> Sequence[Sample]:
-    """Events of a stream whose choices begin, go on and have nothing new so."""
-
-    def chunk(about: str, choice: Mapping[str, Any], **more: Any) -> Sample:
-        shown = {"index": 0, "logprobs": None, "finish_reason": None, **choice, **more}
-        return Sample("server", about, {"choices": [shown]}, type=type)
-
-    usage = {
-        "prompt_tokens": 12, "completion_tokens": 20, "total_tokens": 32,
-        "prompt_tokens_details": {"cached_tokens": 0},
-    }  # fmt: skip
-    return (
-        chunk(
-            "Rows of the prompt, with attention.prompt", nothing, prompt_attention=PROMPT_ROWS
-        ),
-        chunk("The beginning of each choice", begin),
-        chunk("What is new", new),
-        chunk("The same with attention: a chunk for each token", new, attention=TOKEN_ROW),
-        chunk("Tokens that a mod took back", nothing, removed={"tokens": 1, "characters": 4}),
-        chunk("The end of each choice", nothing, finish_reason="stop"),
-        Sample(
-            "server", "With stream_options.include_usage", {"choices": [], "usage": usage},
-            type=type,
-        ),
-        Sample("server", "The mark of the end", "[DONE]"),
-        Sample("server", "A failure, in place of the end", type=FailureBody),
-    )  # fmt: skip
-
-
-_CHAT_CHUNKS: Final = _chunks(
-    events.ChatChunk, {"delta": {"role": "assistant", "content": None}},
-    {"delta": {"content": "Anna"}}, {"delta": {}},
-)  # fmt: skip
-_TEXT_CHUNKS: Final = _chunks(events.TextChunk, {"text": "Anna is a"}, {"text": " t"}, {"text": ""})
-_CHAT: Final = {
-    "messages": [{"role": "user", "content": "Who is Anna?"}], "max_tokens": 4, "temperature": 0,
-}  # fmt: skip
 _REPLY: Final = 'Id of the reply, such as "chatcmpl-1".'
 
 OPERATIONS: Final = Operations(tag="openai", error_body=error_body, failure=FailureBody)
 """Rows of the route table."""
-
-
-# ---- completions
-
-
-@OPERATIONS.post(
-    "/v1/chat/completions",
-    also=("/chat/completions",),
-    reply=schema.ChatCompletion,
-    summary='The answer to a chat; Server-Sent Events with "stream": true.',
-    streams=True,
-    model="named",
-    example=_CHAT,
-    samples=_CHAT_CHUNKS,
-)
-async def chat_completions(call: Call, body: schema.ChatBody) -> HttpReply | Events:
-    """The assistant's answer to a chat."""
-    return await _completed(call, body, convert.chat_plan, "chatcmpl")
-
-
-@OPERATIONS.post(
-    "/v1/completions",
-    reply=schema.TextCompletion,
-    streams=True,
-    model="named",
-    summary='Text that continues a prompt; Server-Sent Events with "stream": true.',
-    example={"prompt": "Anna is a", "max_tokens": 4, "temperature": 0},
-    samples=_TEXT_CHUNKS,
-)
-async def completions(call: Call, body: schema.CompletionBody) -> HttpReply | Events:
-    """Text that continues a prompt, or each of several."""
-    return await _completed(call, body, convert.completion_plan, "cmpl")
-
-
-async def _completed(
-    call: Call,
-    body: schema.GenerateFields,
-    plan_of: Callable[..., convert.CompletionPlan],
-    prefix: str,
-) -> HttpReply | Events:
-    service, engine, settings = call.service, call.model.engine, call.service.settings
-    body = with_defaults(body, settings)
-    lists = ReplyLists(call.hold, settings.max_reply_bytes)
-    with call.hold.part() as ids:  # a prompt that fits is small
-        ids.take(ID_BYTES * call.n_body_bytes)
-        plan = await service.converted(
-            LARGE, call.hold, plan_of, body, request_id=f"{prefix}-{uuid.uuid4().hex}",
-            engine=engine, settings=settings, model=call.model.name,
-        )  # fmt: skip
-        echoed: Sequence[msgspec.Raw] = ()
-        if plan.echo_logprobs is not None:
-            echoed = await _echoed(call, plan, plan.echo_logprobs, lists)
-        run = await service.start(plan.request, call.caller, call.hold, model=call.model)
-    attention = AttentionWriter(run, engine.model, service.kept if keeps(body.attention) else None)
-    writer = events.CompletionWriter(plan, engine.token_bytes, attention, int(time.time()), echoed)
-    if body.stream:
-        return Events(run, writer, events.HEAD, LARGE if echoed else call.n_body_bytes)
-    return await collected(call, run, writer, lists)
-
-
-async def _echoed(
-    call: Call, plan: convert.CompletionPlan, n_logprobs: int, lists: ReplyLists
-) -> Sequence[msgspec.Raw]:
-    """Logprobs of the prompts that a stream shows, before they are continued; others in *lists*."""
-    scores = await call.service.scores(
-        plan.request, call.caller, top_logprobs=n_logprobs, hold=call.hold, model=call.model
-    )
-    bytes_of = call.model.engine.token_bytes
-
-    def written() -> list[msgspec.Raw]:
-        found = [
-            events.echoed_logprobs(score, text, bytes_of)
-            for score, text in zip(scores, plan.echoes, strict=True)
-        ]
-        if plan.body.stream:
-            return [msgspec.Raw(msgspec.json.encode(one)) for one in found]
-        for i in range(plan.request.n_generations):
-            for name, elements in found[i // plan.request.n_samples].items():
-                for element in elements:
-                    lists.add(i, f"logprobs.{name}", element)
-        return []
-
-    return await call.service.converted(LARGE, call.hold, written)
+OPERATIONS.extend(completions.OPERATIONS)
 
 
 # ---- attention that is kept

@@ -18,7 +18,7 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from kqview.chat import CHATML, formats, tool_format, turn
-from kqview.chat.reasoning import Split, opened_by
+from kqview.chat.reasoning import Split
 from kqview.chat.tool_format import CallDelta, Reasoning, Tool
 from kqview.chat.turn import AnswerReader, Delta, Reading
 from kqview.engine import Engine
@@ -260,7 +260,7 @@ def prepare(engine: Engine, chat: ChatRequest) -> ChatWork:
     ids, begun, tools, source = prompt_of(engine, chat)
     # What the answer continues decides whether it begins inside of reasoning.
     end = b"".join(map(engine.token_bytes, ids[-turn.N_END :])).decode("utf-8", "replace")
-    opened = opened_by(end, begun)
+    opened = turn.opened_by(end, begun)
     reading = turn.reading_of(source, opened, tools)
     split = reading.split
     is_harmony = split.mode == "harmony"
@@ -447,12 +447,12 @@ def taken_back(reader: AnswerReader, removal: Removal) -> TakenBack:
     return TakenBack(left, lost, deltas)
 
 
-def mod_calls(reader: AnswerReader, payload: object) -> list[Delta]:
-    """A mod ended the answer with these calls."""
-    return reader.call(
+def written_calls(payload: object) -> list[turn.WrittenCall]:
+    """The calls with which a mod ended an answer."""
+    return [
         turn.WrittenCall(one.id, one.function.name, one.function.arguments)
         for one in calls_of(payload)
-    )
+    ]
 
 
 # ---- answers in named events
@@ -611,7 +611,7 @@ class AnswerWriter(ABC):
         generation = run.generations[0]
         deltas = self._reader.finish(generation.text)
         if generation.tool_calls is not None:
-            deltas += mod_calls(self._reader, generation.tool_calls)
+            deltas += self._reader.call(written_calls(generation.tool_calls))
         events = self._written(deltas) + self._close(is_cut=run.finish_reason == "length")
         return events + self._ended(run)
 

@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from kqview.chat.reasoning import Split, TokenCounter, opened_by
+from kqview.chat.reasoning import Split, TokenCounter
+from kqview.chat.turn import opened_by
 from kqview.engine import Engine
 from kqview.errors import RequestError
 from kqview.server.settings import Settings
