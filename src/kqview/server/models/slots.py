@@ -11,23 +11,33 @@ import asyncio
 from collections import OrderedDict, defaultdict
 from collections.abc import Awaitable, Callable
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 from kqview.engine import Engine
 from kqview.errors import BusyError, UnknownSlot
 from kqview.server.errors import NotFound
 from kqview.server.live_config import LiveConfig
+from kqview.server.models.run import Run
 from kqview.server.web.access import Caller
 from kqview.server.web.budget import Workers
 from kqview.slot import Slot
 from kqview.state.files import NO_MARKS, SlotMarks, check_trailer, split
 
-if TYPE_CHECKING:
-    from kqview.server.models.model_entry import ModelWork
-
 _T = TypeVar("_T")
 _N_WORKERS: Final = 4
 _MOST_KNOWN: Final = 4096  # blobs
+
+
+class SlotRegister(Protocol):
+    """The part of `kqview.server.models.model_entry.ModelWork` that is needed here."""
+
+    runs: dict[tuple[str, str], Run]
+    slot_owners: dict[int, str]
+    slot_users: defaultdict[int, set[str]]
+    n_processed: dict[int, int]
+    slot_freed: asyncio.Event
+
+    def note_slot(self, slot_id: int, owner: str, n_processed: int) -> None: ...
 
 
 class Slots:
@@ -36,7 +46,7 @@ class Slots:
     def __init__(
         self,
         live: LiveConfig,
-        work: "ModelWork",
+        work: SlotRegister,
         engine: Callable[[], Engine],
     ) -> None:
         """Guard the slots of the *engine* that serves; *work* knows who uses them."""
