@@ -30,7 +30,7 @@ _FILTERS: Final = {
     "cursor": "``next_cursor`` of the page before; from the newest if not given.",
 }
 _ONE: Final = {"request_id": 'Name of the request, such as "r1".'}
-_SHARED: Final = ("base.css", "dom.js", "events.js")  # of the server's pages
+_SHARED: Final = ("base.css", "client.js", "dom.js", "events.js")  # of the server's pages
 
 
 class Metrics:

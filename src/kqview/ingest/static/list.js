@@ -1,8 +1,8 @@
 // The list of traces: newest first, filtered by the receiver, kept up to date while it is open.
 
-import { fetchTraces, fetchValues, key, listen } from "./api.js";
-import { count, element, field, milliseconds, note, quietButton } from "./dom.js";
-import { anyChoice, badge, offer } from "./parts.js";
+import { client, fetchTraces, fetchValues, listen } from "./api.js";
+import { count, field, html, milliseconds, note, offer, quietButton } from "./dom.js";
+import { anyChoice, anyOf, badge } from "./parts.js";
 import { keyForm, problem } from "./problem.js";
 import { traceAddress } from "./trace.js";
 
@@ -12,7 +12,7 @@ const REFRESH_MS = 500; // at most one refresh in this time, however many traces
 export function showList(main, signal) {
   document.title = "kqview traces";
   const list = new List(signal);
-  main.replaceChildren(element("h1", {}, "Traces"), ...list.nodes);
+  main.replaceChildren(html`<h1>Traces</h1>`, ...list.nodes);
   list.open();
 }
 
@@ -20,37 +20,21 @@ class List {
   constructor(signal) {
     this.signal = signal;
     this.query = new AbortController(); // of the filters as they are
-    this.search = element("input", {
-      type: "search",
-      placeholder: "Id, prompt or text",
-      oninput: () => this.typed(),
-    });
+    this.search = html`<input type="search" placeholder="Id, prompt or text" @input=${() => this.typed()}>`;
     this.model = anyChoice([], () => this.load());
     this.mod = anyChoice([], () => this.load());
-    this.live = element("span", { class: "note", role: "status" });
-    this.state = element("span", { class: "note", role: "status" });
-    this.failure = element("div");
-    this.rows = element("ul", { class: "traces", "aria-label": "Traces" });
+    this.live = html`<span class="note" role="status"></span>`;
+    this.state = html`<span class="note" role="status"></span>`;
+    this.failure = html`<div></div>`;
+    this.rows = html`<ul class="traces" aria-label="Traces"></ul>`;
     this.older = quietButton("Older traces", () => this.loadOlder(), { hidden: true });
+    // Any key is taken, one of nobody's as well: whoever sees too little gives another.
+    const askAgain = () => this.failure.replaceChildren(keyForm("Read with another key."));
     this.nodes = [
-      element(
-        "div",
-        { class: "bar filters" },
-        field("Search", this.search),
-        field("Model", this.model),
-        field("Mod", this.mod),
-      ),
-      element(
-        "div",
-        { class: "bar" },
-        this.live,
-        this.state,
-        // Any key is taken, one of nobody's as well: whoever sees too little gives another.
-        key.get() &&
-          quietButton("Change key", () =>
-            this.failure.replaceChildren(keyForm("Read with another key.")),
-          ),
-      ),
+      html`<div class="bar filters">
+        ${field("Search", this.search)}${field("Model", this.model)}${field("Mod", this.mod)}
+      </div>`,
+      html`<div class="bar">${this.live}${this.state}${client.key && quietButton("Change key", askAgain)}</div>`,
       this.failure,
       this.rows,
       this.older,
@@ -60,7 +44,7 @@ class List {
   open() {
     this.loading = this.load();
     listen(this.signal, {
-      trace: () => {
+      event: () => {
         this.timer ??= setTimeout(() => this.refresh(), REFRESH_MS);
       },
       state: (isOn) => {
@@ -96,8 +80,8 @@ class List {
           fetchTraces(this.filters(), undefined, signal),
           fetchValues(signal),
         ]);
-        offer(this.model, values.models);
-        offer(this.mod, values.mods);
+        offer(this.model, anyOf(values.models));
+        offer(this.mod, anyOf(values.mods));
         this.rows.replaceChildren(...page.traces.map((trace) => row(trace)));
         this.endsAt(page.next_cursor);
       },
@@ -186,20 +170,12 @@ function row(trace, isNew = false) {
   ]
     .filter(Boolean)
     .join(" · ");
-  return element(
-    "li",
-    { "data-id": trace.request_id, class: isNew && "new" },
-    element(
-      "a",
-      { href: traceAddress(trace.request_id) },
-      element("span", { class: "title" }, trace.text || trace.request_id),
-      element(
-        "time",
-        { class: "note", datetime: trace.created_at },
-        new Date(trace.created_at).toLocaleString(),
-      ),
-      note(trace.text ? `${trace.request_id} · ${facts}` : facts),
-      trace.n_exceptions > 0 && badge(count(trace.n_exceptions, "exception"), "failed"),
-    ),
-  );
+  return html`<li data-id=${trace.request_id} class=${isNew && "new"}>
+    <a href=${traceAddress(trace.request_id)}>
+      <span class="title">${trace.text || trace.request_id}</span>
+      <time class="note" datetime=${trace.created_at}>${new Date(trace.created_at).toLocaleString()}</time>
+      ${note(trace.text ? `${trace.request_id} · ${facts}` : facts)}
+      ${trace.n_exceptions > 0 && badge(count(trace.n_exceptions, "exception"), "failed")}
+    </a>
+  </li>`;
 }

@@ -1,7 +1,7 @@
 // Figures of one trace: of each token, how tokens came, what mods did and how long they took.
 
-import { count, element, milliseconds, share, svg } from "./dom.js";
-import { bars, figure, remark } from "./parts.js";
+import { count, html, milliseconds, share } from "./dom.js";
+import { barList, figure, remark } from "./parts.js";
 
 const WIDTH = 800;
 const HEIGHT = 160;
@@ -19,35 +19,20 @@ export function metricsView({ timeline, address }) {
     ["Kept", tokens.length - erased.length],
     ["Taken back", erased.length],
   ];
+  const probability = ({ probability: value }) => value;
+  const entropy = ({ entropy: value }) => value;
+  const nats = (value) => value.toFixed(2);
   return {
-    node: element(
-      "div",
-      { class: "metrics" },
-      lineChart(
-        "Probability of each sampled token",
-        sampled,
-        (token) => token.probability,
-        1,
-        share,
-        address,
-      ),
-      lineChart(
-        "Entropy before each sampled token, in nats",
-        sampled,
-        (token) => token.entropy,
-        undefined,
-        (v) => v.toFixed(2),
-        address,
-      ),
-      element(
-        "div",
-        { class: "pair" },
-        barChart("How tokens came", came),
-        barChart("What became of them", kept),
-        barChart("Actions", counted(actions), "No mod did anything."),
-      ),
-      modTable(calls),
-    ),
+    node: html`<div class="metrics">
+      ${lineChart("Probability of each sampled token", sampled, probability, 1, share, address)}
+      ${lineChart("Entropy before each sampled token, in nats", sampled, entropy, undefined, nats, address)}
+      <div class="pair">
+        ${barChart("How tokens came", came)}
+        ${barChart("What became of them", kept)}
+        ${barChart("Actions", counted(actions), "No mod did anything.")}
+      </div>
+      ${modTable(calls)}
+    </div>`,
   };
 }
 
@@ -64,20 +49,16 @@ function lineChart(title, tokens, of, most, format, address) {
   const top = most ?? Math.max(high, 1e-9);
   const facts = `mean ${format(mean)}, lowest ${format(low)}, highest ${format(high)}, ${count(values.length, "token")}`;
   const meanY = HEIGHT * (1 - mean / top);
-  const cursor = svg("line", { y1: 0, y2: HEIGHT, class: "cursor", visibility: "hidden" });
-  const chart = svg(
-    "svg",
-    {
-      viewBox: `0 0 ${WIDTH} ${HEIGHT}`,
-      preserveAspectRatio: "none",
-      role: "img",
-      "aria-label": `${title}: ${facts}`,
-    },
-    svg("line", { x1: 0, x2: WIDTH, y1: meanY, y2: meanY, class: "mean" }),
-    curves(values, top),
-    cursor,
-  );
-  const here = element("output", { class: "note" }, facts);
+  const chart = html`<svg viewBox=${`0 0 ${WIDTH} ${HEIGHT}`} preserveAspectRatio="none" role="img"
+      aria-label=${`${title}: ${facts}`}>
+    <line x1="0" x2=${WIDTH} y1=${meanY} y2=${meanY} class="mean"></line>
+    <path class="range"></path>
+    <path></path>
+    <line y1="0" y2=${HEIGHT} class="cursor" visibility="hidden"></line>
+  </svg>`;
+  const [, range, curve, cursor] = chart.children;
+  draw(range, curve, values, top);
+  const here = html`<output class="note">${facts}</output>`;
   const pointAt = (event) => {
     const box = chart.getBoundingClientRect();
     const at = Math.floor(((event.clientX - box.left) / box.width) * points.length);
@@ -98,17 +79,18 @@ function lineChart(title, tokens, of, most, format, address) {
   chart.addEventListener("click", (event) => {
     location.hash = address("tokens", pointAt(event).token.step);
   });
-  const axis = element(
-    "div",
-    { class: "note", "aria-hidden": "true" },
-    element("span", {}, format(top)),
-    element("span", {}, "0"),
+  return figure(
+    title,
+    html`<div class="chart">
+      <div class="note" aria-hidden="true"><span>${format(top)}</span><span>0</span></div>
+      ${chart}
+    </div>`,
+    here,
   );
-  return figure(title, element("div", { class: "chart" }, axis, chart), here);
 }
 
 // The mean of each column as a line; where several tokens share a column, their range behind it.
-function curves(values, top) {
+function draw(range, curve, values, top) {
   const n_columns = Math.min(values.length, N_COLUMNS);
   const y = (value) => (HEIGHT * (1 - value / top)).toFixed(1);
   const line = [];
@@ -125,17 +107,15 @@ function curves(values, top) {
     lower.unshift(`${x} ${y(Math.min(...some))}`);
   }
   if (n_columns === 1) line.push(`${WIDTH} ${line[0].split(" ")[1]}`);
-  const isShared = values.length > n_columns;
-  return [
-    isShared && svg("path", { class: "range", d: `M${[...upper, ...lower].join("L")}Z` }),
-    svg("path", { d: `M${line.join("L")}` }),
-  ];
+  curve.setAttribute("d", `M${line.join("L")}`);
+  if (values.length > n_columns) range.setAttribute("d", `M${[...upper, ...lower].join("L")}Z`);
+  else range.remove();
 }
 
 function barChart(title, rows, none) {
   const most = rows.reduce((a, [, n]) => Math.max(a, n), 0);
   const shown = rows.map(([name, n]) => [name, n, n.toLocaleString("en")]);
-  return figure(title, rows.length === 0 ? remark(none) : bars(shown, most));
+  return figure(title, rows.length === 0 ? remark(none) : barList(shown, most));
 }
 
 // How many there are of each kind; most calls of most mods return Noop, which would hide the rest.
@@ -169,29 +149,16 @@ function modTable(calls) {
       milliseconds(times.at(-1)),
       some.filter((call) => call.exception_occurred).length,
     ];
-    return element(
-      "tr",
-      {},
-      element("th", { scope: "row" }, name),
-      cells.map((cell) => element("td", {}, String(cell))),
-    );
+    return html`<tr><th scope="row">${name}</th>${cells.map((cell) => html`<td>${cell}</td>`)}</tr>`;
   });
   const heads = ["Mod", "Calls", "Total", "Median", "95 %", "Longest", "Exceptions"];
-  const head = heads.map((name) => element("th", { scope: "col" }, name));
-  const table = element(
-    "table",
-    {},
-    element("thead", {}, element("tr", {}, head)),
-    element("tbody", {}, rows),
-  );
-  return element(
-    "figure",
-    {},
-    element("figcaption", { id: "mod-times" }, "Time of each mod"),
-    element(
-      "div",
-      { class: "scroll", tabindex: 0, role: "region", "aria-labelledby": "mod-times" },
-      table,
-    ),
-  );
+  return html`<figure>
+    <figcaption id="mod-times">Time of each mod</figcaption>
+    <div class="scroll" tabindex="0" role="region" aria-labelledby="mod-times">
+      <table>
+        <thead><tr>${heads.map((name) => html`<th scope="col">${name}</th>`)}</tr></thead>
+        <tbody>${rows}</tbody>
+      </table>
+    </div>
+  </figure>`;
 }

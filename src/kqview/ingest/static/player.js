@@ -1,6 +1,6 @@
 // Moves through the events of a trace, by hand or by itself.
 
-import { button, choice, element, quietButton } from "./dom.js";
+import { button, choice, html, quietButton } from "./dom.js";
 
 const SPEEDS = [5, 20, 100, 500]; // events per second
 
@@ -11,30 +11,19 @@ export class Player {
     this.move = move;
     this.at = events.length - 1;
     this.timer = undefined;
-    this.range = element("input", {
-      type: "range",
-      min: 0,
-      max: this.at,
-      value: this.at,
-      "aria-label": "Event",
-      oninput: () => this.go(Number(this.range.value)),
-    });
+    this.range = html`<input type="range" min="0" max=${this.at} value=${this.at} aria-label="Event"
+      @input=${() => this.go(Number(this.range.value))}>`;
     this.button = button("", () => (this.timer ? this.stop() : this.play()), { class: "play" });
     const back = quietButton("‹", () => this.step(-1), { "aria-label": "One event back" });
     const on = quietButton("›", () => this.step(1), { "aria-label": "One event on" });
     this.speed = choice(SPEEDS.map((n) => [n, `${n} events/s`]));
     this.speed.value = SPEEDS.find((n) => events.length / n <= 30) ?? SPEEDS.at(-1);
-    this.where = element("output", { class: "note" });
-    this.node = element(
-      "div",
-      { class: "player bar", role: "group", "aria-label": "Playback" },
-      this.button,
-      back,
-      on,
-      this.range,
-      element("label", { class: "inline" }, "Speed ", this.speed),
-      this.where,
-    );
+    this.where = html`<output class="note"></output>`;
+    this.node = html`<div class="player bar" role="group" aria-label="Playback">
+      ${this.button}${back}${on}${this.range}
+      <label class="inline">Speed ${this.speed}</label>
+      ${this.where}
+    </div>`;
     signal.addEventListener("abort", () => this.stop());
     this.stop();
     this.tell();

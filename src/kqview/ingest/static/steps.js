@@ -1,17 +1,7 @@
 // The trace as a tree: steps, their events, the mods that were called, what they did and said. A
 // page of steps is drawn at a time, and a step's inside when it is first opened.
 
-import {
-  choice,
-  count,
-  element,
-  field,
-  milliseconds,
-  note,
-  quietButton,
-  quoted,
-  share,
-} from "./dom.js";
+import { choice, count, field, html, milliseconds, note, quietButton, quoted, share } from "./dom.js";
 import { anyChoice, badge, disclosure, named } from "./parts.js";
 import { topTokens } from "./timeline.js";
 
@@ -48,39 +38,24 @@ class Steps {
     this.which = choice(SHOWN, redraw);
     this.kind = anyChoice(kinds, redraw);
     this.mod = anyChoice(mods, redraw);
-    this.text = element("input", {
-      type: "search",
-      placeholder: "Token, log or exception",
-      oninput: redraw,
-    });
-    this.found = element("p", { class: "note", role: "status" });
-    this.pages = element("nav", { class: "bar", "aria-label": "Pages of steps" });
-    this.body = element("div", { class: "steps" });
-    this.node = element(
-      "div",
-      {},
-      element(
-        "div",
-        { class: "bar filters" },
-        field("Show", this.which),
-        field("Action", this.kind),
-        field("Mod", this.mod),
-        field("Search", this.text),
-      ),
-      this.found,
-      this.body,
-      this.pages,
-    );
+    this.text = html`<input type="search" placeholder="Token, log or exception" @input=${redraw}>`;
+    this.found = html`<p class="note" role="status"></p>`;
+    this.pages = html`<nav class="bar" aria-label="Pages of steps"></nav>`;
+    this.body = html`<div class="steps"></div>`;
+    this.node = html`<div>
+      <div class="bar filters">
+        ${field("Show", this.which)}${field("Action", this.kind)}
+        ${field("Mod", this.mod)}${field("Search", this.text)}
+      </div>
+      ${this.found}${this.body}${this.pages}
+    </div>`;
     this.filter();
   }
 
   filter() {
     const [, , isShown] = SHOWN.find(([value]) => value === this.which.value);
-    const [kind, mod, text] = [
-      this.kind.value,
-      this.mod.value,
-      this.text.value.trim().toLowerCase(),
-    ];
+    const [kind, mod] = [this.kind.value, this.mod.value];
+    const text = this.text.value.trim().toLowerCase();
     this.matching = this.steps.filter(
       (step) =>
         isShown(step) &&
@@ -103,15 +78,9 @@ class Steps {
     const n_pages = Math.ceil(this.matching.length / PER_PAGE);
     const to = (name, target) =>
       quietButton(name, () => this.turn(target), { disabled: target < 0 || target >= n_pages });
-    this.pages.replaceChildren(
-      ...(n_pages < 2
-        ? []
-        : [
-            to("Earlier", page - 1),
-            element("span", {}, `Page ${page + 1} of ${n_pages}`),
-            to("Later", page + 1),
-          ]),
-    );
+    if (n_pages < 2) return this.pages.replaceChildren();
+    const place = html`<span>Page ${page + 1} of ${n_pages}</span>`;
+    this.pages.replaceChildren(to("Earlier", page - 1), place, to("Later", page + 1));
   }
 
   turn(page) {
@@ -139,16 +108,15 @@ class Steps {
   row(step) {
     const time = step.calls.reduce((sum, call) => sum + (call.execution_time_ms ?? 0), 0);
     const names = [...new Set(step.acts.map((action) => action.action_type))];
-    const summary = element(
-      "summary",
-      {},
-      element("span", { class: "number" }, String(step.step)),
-      element("span", { class: "made" }, codes(step.tokens)),
-      names.map((name) => badge(name)),
-      step.calls.some((call) => call.exception_occurred) && badge("exception", "failed"),
-      step.calls.length > 0 && note(milliseconds(time)),
-    );
-    const row = element("details", { class: "step", "data-step": step.step }, summary);
+    const row = html`<details class="step" data-step=${step.step}>
+      <summary>
+        <span class="number">${step.step}</span>
+        <span class="made">${codes(step.tokens)}</span>
+        ${names.map((name) => badge(name))}
+        ${step.calls.some((call) => call.exception_occurred) && badge("exception", "failed")}
+        ${step.calls.length > 0 && note(milliseconds(time))}
+      </summary>
+    </details>`;
     const fill = () => {
       if (row.open && row.childElementCount === 1) row.append(...this.inside(step));
     };
@@ -161,14 +129,11 @@ class Steps {
   }
 
   inside(step) {
-    return step.events.map((event) =>
-      element(
-        "div",
-        { class: "event" },
-        element("h2", {}, event.event_type),
-        ...about(event, step),
-        event.calls.map((call) => callCard(call)),
-      ),
+    return step.events.map(
+      (event) => html`<div class="event">
+        <h2>${event.event_type}</h2>
+        ${about(event, step)}${event.calls.map((call) => callCard(call))}
+      </div>`,
     );
   }
 }
@@ -176,95 +141,61 @@ class Steps {
 function about(event, step) {
   if (event.event_type === "Prefilled") {
     const limit = event.max_steps > 0 ? `, at most ${count(event.max_steps, "step")}` : "";
-    return [element("p", {}, `Prompt of ${count(event.prompt_length ?? 0, "token")}${limit}.`)];
+    return html`<p>Prompt of ${count(event.prompt_length ?? 0, "token")}${limit}.</p>`;
   }
   if (event.event_type === "ForwardPass") {
     const top = topTokens(event).slice(0, 3);
+    const chance = (one) =>
+      html`<span class="chance"><code>${named(one)}</code> ${share(one.probability)}</span>`;
     return [
-      event.input_text &&
-        element("p", { class: "input" }, element("code", {}, quoted(event.input_text))),
-      top.length > 0 &&
-        element(
-          "p",
-          {},
-          top.map((one) =>
-            element(
-              "span",
-              { class: "chance" },
-              element("code", {}, named(one)),
-              ` ${share(one.probability)}`,
-            ),
-          ),
-        ),
+      event.input_text && html`<p class="input"><code>${quoted(event.input_text)}</code></p>`,
+      top.length > 0 && html`<p>${top.map(chance)}</p>`,
     ];
   }
   if (event.event_type === "Sampled") {
-    const text = element("code", {}, quoted(event.token_text ?? ""));
-    return [element("p", {}, text, ` id ${event.sampled_token}`)];
+    return html`<p><code>${quoted(event.token_text ?? "")}</code> id ${event.sampled_token}</p>`;
   }
   const ids = event.added_tokens ?? [];
   const tokens = step.tokens.filter((token) => token.born === event.at).slice(0, ids.length);
   const what = `${count(ids.length, "token")}${event.forced ? ", forced" : ""}: `;
-  return [element("p", {}, what, codes(tokens))];
+  return html`<p>${what}${codes(tokens)}</p>`;
 }
 
 function codes(tokens) {
-  const some = tokens
-    .slice(0, N_TEXTS)
-    .map((token) =>
-      element(
-        "code",
-        { class: token.died < Infinity ? "erased" : token.isForced ? "forced" : undefined },
-        named(token),
-      ),
-    );
-  return tokens.length > N_TEXTS
-    ? [...some, note(` and ${count(tokens.length - N_TEXTS, "more", "more")}`)]
-    : some;
+  const kind = (token) => (token.died < Infinity ? "erased" : token.isForced && "forced");
+  const more = tokens.length - N_TEXTS;
+  return [
+    ...tokens.slice(0, N_TEXTS).map((token) => html`<code class=${kind(token)}>${named(token)}</code>`),
+    more > 0 && note(` and ${count(more, "more", "more")}`),
+  ];
 }
 
 function callCard(call) {
-  return element(
-    "div",
-    { class: call.exception_occurred ? "call failed" : "call" },
-    element("h3", {}, call.mod_name, note(milliseconds(call.execution_time_ms))),
-    call.exception_occurred &&
-      element("p", { class: "bad" }, call.exception_message || "An exception without a message."),
-    call.exception_traceback && disclosure("Traceback", call.exception_traceback),
-    call.logs.length > 0 &&
-      element(
-        "ul",
-        { class: "logs" },
-        call.logs.map((log) =>
-          element(
-            "li",
-            { class: log.log_level?.toLowerCase() },
-            element("span", { class: "level" }, log.log_level ?? "INFO"),
-            log.log_message,
-          ),
-        ),
-      ),
-    call.actions.map((action) => actionCard(action)),
-  );
+  const failure = call.exception_message || "An exception without a message.";
+  const line = (log) => html`<li class=${log.log_level?.toLowerCase()}>
+    <span class="level">${log.log_level ?? "INFO"}</span>${log.log_message}
+  </li>`;
+  return html`<div class=${call.exception_occurred ? "call failed" : "call"}>
+    <h3>${call.mod_name}${note(milliseconds(call.execution_time_ms))}</h3>
+    ${call.exception_occurred && html`<p class="bad">${failure}</p>`}
+    ${call.exception_traceback && disclosure("Traceback", call.exception_traceback)}
+    ${call.logs.length > 0 && html`<ul class="logs">${call.logs.map(line)}</ul>`}
+    ${call.actions.map((action) => actionCard(action))}
+  </div>`;
 }
 
 function actionCard(action) {
   const { mod, action_type, action_order, mod_call_sequence, created_at, details, ...payload } =
     action;
-  if (action_type === "Noop") return element("p", { class: "note" }, "Noop");
-  return element(
-    "div",
-    { class: "action" },
-    element(
-      "p",
-      {},
-      badge(action_type),
-      " ",
-      inWords(action),
-      details?.is_applied === false && note(" Without effect: another mod's action came first."),
-    ),
-    Object.keys(payload).length > 0 && disclosure("Payload", JSON.stringify(payload, null, 2)),
-  );
+  if (action_type === "Noop") return html`<p class="note">Noop</p>`;
+  const isLate = details?.is_applied === false;
+  return html`<div class="action">
+    <p>
+      ${badge(action_type)}${" "}${inWords(action)}
+      ${isLate && note(" Without effect: another mod's action came first.")}
+    </p>
+    ${Object.keys(payload).length > 0 && disclosure("Payload", JSON.stringify(payload, null, 2))}
+  </div>`;
 }
 
 function inWords(action) {

@@ -2,8 +2,8 @@
 // the chosen token is and what it looked at. Tokens are laid out once; time and the mouse change
 // classes only.
 
-import { choice, count, element, note, quoted, share } from "./dom.js";
-import { bars, factList, named, remark } from "./parts.js";
+import { choice, count, element, html, note, quoted, share } from "./dom.js";
+import { barList, factList, named, remark } from "./parts.js";
 import { Player } from "./player.js";
 import { topTokens } from "./timeline.js";
 
@@ -38,33 +38,21 @@ class Tokens {
     this.address = address;
     this.chosen = undefined; // by keyboard or click: {item, node}
     this.seen = []; // nodes of the tokens that the shown one looked at
-    this.about = element("aside", {
-      class: "about",
-      "aria-label": "About the token",
-      "aria-live": "polite",
-    });
-    this.legend = element("span", { class: "legend note" });
+    this.about = html`<aside class="about" aria-label="About the token" aria-live="polite"></aside>`;
+    this.legend = html`<span class="legend note"></span>`;
     this.layOut();
-    const toolbar = element(
-      "div",
-      { class: "bar" },
-      this.colourChoice(),
-      this.legend,
-      marksLegend(),
-    );
-    this.node = element("div", { class: "tokens" }, toolbar);
+    this.node = html`<div class="tokens">
+      <div class="bar">${this.colourChoice()}${this.legend}${marksLegend()}</div>
+    </div>`;
     if (timeline.events.length > 0) {
       const player = new Player(timeline.events, (from, to) => this.seek(from, to), signal);
       this.node.append(player.node);
     }
     if (timeline.tokens.length > N_SHOWN) {
-      this.node.append(
-        remark(
-          `The first ${N_SHOWN.toLocaleString("en")} of ${count(timeline.tokens.length, "token")}.`,
-        ),
-      );
+      const n = N_SHOWN.toLocaleString("en");
+      this.node.append(remark(`The first ${n} of ${count(timeline.tokens.length, "token")}.`));
     }
-    this.node.append(element("div", { class: "beside" }, this.list, this.about));
+    this.node.append(html`<div class="beside">${this.list}${this.about}</div>`);
     const hasOdds = timeline.tokens.some((token) => token.probability !== undefined);
     this.select.value = hasOdds ? "probability" : "none";
     this.colour();
@@ -101,31 +89,21 @@ class Tokens {
       ["Prompt", before],
       ["Generated tokens", made],
     ].filter(([, nodes]) => nodes.length > 0);
-    this.list = element(
-      "div",
-      {
-        role: "listbox",
-        class: "sequence",
-        tabindex: 0,
-        "aria-label": "Tokens",
-        onkeydown: (event) => this.key(event),
-        onclick: (event) => this.choose(this.optionOf(event.target)),
-        onpointerover: (event) => this.tell(this.optionOf(event.target) ?? this.chosen),
-        onpointerleave: () => this.tell(this.chosen),
-      },
-      groups.map(([name, nodes]) =>
-        element(
-          "div",
-          { role: "group", "aria-label": name, class: name === "Prompt" && "prompt" },
-          nodes,
-        ),
-      ),
-    );
+    this.list = html`<div role="listbox" class="sequence" tabindex="0" aria-label="Tokens"
+        @keydown=${(event) => this.key(event)}
+        @click=${(event) => this.choose(this.optionOf(event.target))}
+        @pointerover=${(event) => this.tell(this.optionOf(event.target) ?? this.chosen)}
+        @pointerleave=${() => this.tell(this.chosen)}>
+      ${groups.map(
+        ([name, nodes]) =>
+          html`<div role="group" aria-label=${name} class=${name === "Prompt" && "prompt"}>${nodes}</div>`,
+      )}
+    </div>`;
     if (groups.length === 0) this.list = remark("No token was added.");
   }
 
   mark(erasure) {
-    const node = element("span", { class: "mark" }, `${markName(erasure.action)} ${erasure.n}`);
+    const node = html`<span class="mark">${markName(erasure.action)} ${erasure.n}</span>`;
     this.changes[erasure.at].push([node, "future", false]);
     return this.option(erasure, node);
   }
@@ -150,7 +128,7 @@ class Tokens {
       () => this.colour(),
     );
     if (!this.timeline.hasAttention) this.select.querySelector("[value=attention]").disabled = true;
-    return element("label", { class: "inline" }, "Colour by ", this.select);
+    return html`<label class="inline">Colour by ${this.select}</label>`;
   }
 
   colour() {
@@ -169,7 +147,7 @@ class Tokens {
     });
     const [low, high] = ends(most);
     this.legend.replaceChildren(
-      ...(low === undefined ? [] : [low, element("span", { class: "scale" }), high]),
+      ...(low === undefined ? [] : [low, html`<span class="scale"></span>`, high]),
     );
   }
 
@@ -275,10 +253,7 @@ class Tokens {
       ["Position", token.position],
     ];
     if (!token.isPrompt) {
-      facts.unshift([
-        "Step",
-        element("a", { href: this.address("steps", token.step) }, String(token.step)),
-      ]);
+      facts.unshift(["Step", this.stepLink(token.step, token.step)]);
       facts.push(["Came as", token.isForced ? `forced${by(token)}` : "sampled"]);
       if (token.probability !== undefined)
         facts.push(["Probability", share(token.probability)], ["Rank", token.rank]);
@@ -293,11 +268,15 @@ class Tokens {
       .slice(0, N_OTHERS)
       .map((one) => [named(one), one.probability, share(one.probability)]);
     return [
-      element("h2", {}, token.text === undefined ? `token ${token.id}` : quoted(token.text)),
+      html`<h2>${token.text === undefined ? `token ${token.id}` : quoted(token.text)}</h2>`,
       factList(facts),
-      ...(others.length > 0 ? [element("h3", {}, "Likeliest here"), bars(others, 1)] : []),
+      ...(others.length > 0 ? [html`<h3>Likeliest here</h3>`, barList(others, 1)] : []),
       ...this.lookedAt(token),
     ];
+  }
+
+  stepLink(step, title) {
+    return html`<a href=${this.address("steps", step)}>${title}</a>`;
   }
 
   lookedAt(token) {
@@ -313,20 +292,17 @@ class Tokens {
         share(weight),
         note(`at ${at.position}`),
       ]);
-    return [element("h3", {}, "Looked at"), bars(rows, rows[0]?.[1])];
+    return [html`<h3>Looked at</h3>`, barList(rows, rows[0]?.[1])];
   }
 
   aboutErasure({ n, action, at }) {
     const event = this.timeline.events[at];
     return [
-      element("h2", {}, `${markName(action)} ${n}`),
-      element(
-        "p",
-        {},
-        `${count(n, "token")} taken back${by(action)}, after ${event.event_type} of `,
-        element("a", { href: this.address("steps", event.step) }, `step ${event.step}`),
-        ".",
-      ),
+      html`<h2>${markName(action)} ${n}</h2>`,
+      html`<p>
+        ${count(n, "token")} taken back${by(action)}, after ${event.event_type} of${" "}
+        ${this.stepLink(event.step, `step ${event.step}`)}.
+      </p>`,
     ];
   }
 }
@@ -367,10 +343,7 @@ function noAttention() {
 }
 
 function marksLegend() {
-  return element(
-    "span",
-    { class: "legend note", "aria-hidden": "true" },
-    element("span", { class: "token forced" }, "forced"),
-    element("span", { class: "token erased" }, "taken back"),
-  );
+  return html`<span class="legend note" aria-hidden="true">
+    <span class="token forced">forced</span><span class="token erased">taken back</span>
+  </span>`;
 }

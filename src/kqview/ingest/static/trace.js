@@ -1,7 +1,7 @@
 // One trace: its facts and its tabs. A tab is drawn when it is first opened.
 
 import { fetchTrace } from "./api.js";
-import { count, element, milliseconds, note } from "./dom.js";
+import { count, html, milliseconds, note } from "./dom.js";
 import { metricsView } from "./metrics.js";
 import { disclosure, factList } from "./parts.js";
 import { problem, reload } from "./problem.js";
@@ -23,8 +23,8 @@ export function traceAddress(id, tab = "tokens", step = undefined) {
 
 // Shows the trace and returns {open(tab, step)}; undefined if it could not be read.
 export async function showTrace(main, id, signal) {
-  const back = element("p", {}, element("a", { href: "#/" }, "All traces"));
-  main.replaceChildren(back, element("p", { role: "status" }, "Loading the trace …"));
+  const back = html`<p><a href="#/">All traces</a></p>`;
+  main.replaceChildren(back, html`<p role="status">Loading the trace …</p>`);
   document.title = `${id} – kqview traces`;
   try {
     const { text, payload } = await fetchTrace(id, signal);
@@ -62,14 +62,8 @@ function summary({ request, tokens, finalIds, calls, actions }) {
     ["Final text", request.final_text],
   ]
     .filter(([, text]) => text)
-    .map(([name, text]) =>
-      disclosure([name, note(count(text.length, "character"))], text, { class: "text" }),
-    );
-  return [
-    element("h1", { class: "id" }, request.request_id),
-    factList(facts, { class: "facts" }),
-    ...texts,
-  ];
+    .map(([name, text]) => disclosure([name, note(count(text.length, "character"))], text, "text"));
+  return [html`<h1 class="id">${request.request_id}</h1>`, factList(facts, "facts"), ...texts];
 }
 
 function duration(request) {
@@ -83,19 +77,16 @@ class Tabs {
     this.id = id;
     this.context = { ...context, address: (tab, step) => traceAddress(id, tab, step) };
     this.views = new Map();
-    this.buttons = TABS.map(([name, title]) =>
-      element(
-        "button",
-        { role: "tab", id: `tab-${name}`, "aria-controls": "panel", onclick: () => this.go(name) },
-        title,
-      ),
+    this.buttons = TABS.map(
+      ([name, title]) =>
+        html`<button role="tab" id=${`tab-${name}`} aria-controls="panel" @click=${() => this.go(name)}>
+          ${title}
+        </button>`,
     );
-    this.bar = element(
-      "div",
-      { role: "tablist", "aria-label": "Views of this trace", onkeydown: (e) => this.key(e) },
-      this.buttons,
-    );
-    this.panel = element("section", { role: "tabpanel", id: "panel", tabindex: 0 });
+    this.bar = html`<div role="tablist" aria-label="Views of this trace" @keydown=${(e) => this.key(e)}>
+      ${this.buttons}
+    </div>`;
+    this.panel = html`<section role="tabpanel" id="panel" tabindex="0"></section>`;
   }
 
   go(name) {

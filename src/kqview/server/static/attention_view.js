@@ -2,7 +2,7 @@
 // them looked at, and a grid with a strip for each head of each layer.
 
 import { Coloured, RowChoice, colourAndList, moveFocus, visible } from "./coloured.js";
-import { count, element, field, quoted } from "./dom.js";
+import { count, element, field, html, quoted } from "./dom.js";
 import { heats } from "./rows.js";
 
 const CELL = { height: 14, gap: 3 }; // of the grid, in CSS pixels
@@ -15,40 +15,28 @@ export class AttentionView {
       this.later();
       this.onchange();
     });
-    this.text = element("p", { class: "tokens", role: "group", "aria-label": "Text" });
-    this.what = element("p", { class: "what", role: "status" });
-    this.legend = element("span", { class: "legend note", "aria-hidden": "true" });
-    this.slider = element("input", {
-      type: "range",
-      min: 0,
-      max: 0,
-      value: 0,
-      oninput: () => this.choose(this.slider.valueAsNumber - 1),
-    });
-    this.listed = element("ol", { class: "bars" });
-    this.grid = element("canvas", { class: "heads", role: "img" });
-    this.gridNote = element("p", { class: "note" });
-    this.node = element(
-      "div",
-      { class: "beside", hidden: true },
-      element(
-        "div",
-        {},
-        this.text,
-        element("div", { class: "over" }, this.what, this.legend),
-        field("Generated token", this.slider),
-      ),
-      element(
-        "div",
-        {},
-        this.choice.nodes,
-        element("h3", {}, "Heads"),
-        this.grid,
-        this.gridNote,
-        element("h3", {}, "Looked at most"),
-        this.listed,
-      ),
-    );
+    this.text = html`<p class="tokens" role="group" aria-label="Text"></p>`;
+    this.what = html`<p class="what" role="status"></p>`;
+    this.legend = html`<span class="legend note" aria-hidden="true"></span>`;
+    this.slider = html`<input type="range" min="0" max="0" value="0"
+      @input=${() => this.choose(this.slider.valueAsNumber - 1)}>`;
+    this.listed = html`<ol class="bars"></ol>`;
+    this.grid = html`<canvas class="heads" role="img"></canvas>`;
+    this.gridNote = html`<p class="note"></p>`;
+    this.node = html`<div class="beside" hidden>
+      <div>
+        ${this.text}
+        <div class="over">${this.what}${this.legend}</div>
+        ${field("Generated token", this.slider)}
+      </div>
+      <div>
+        ${this.choice.nodes}
+        <h3>Heads</h3>
+        ${this.grid}${this.gridNote}
+        <h3>Looked at most</h3>
+        ${this.listed}
+      </div>
+    </div>`;
     this.listen();
     this.begin([]);
     this.node.hidden = true;
@@ -168,10 +156,8 @@ export class AttentionView {
     this.slider.max = length;
     this.slider.value = n === undefined ? 0 : n + 1;
     this.slider.setAttribute("aria-valuetext", text === undefined ? "all" : `${more}: ${text}`);
-    this.what.replaceChildren(
-      element("strong", {}, text === undefined ? "What all tokens looked at" : `What ${quoted(text)} looked at`),
-      element("span", { class: "note" }, more + took),
-    );
+    const title = text === undefined ? "What all tokens looked at" : `What ${quoted(text)} looked at`;
+    this.what.replaceChildren(html`<strong>${title}</strong><span class="note">${more + took}</span>`);
   }
 
   // A strip for each head: what it looked at, from the first column to the last.

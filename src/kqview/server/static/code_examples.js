@@ -1,6 +1,6 @@
 // Programs that send a request and read its stream: for a shell, Python and JavaScript.
 
-import { button, element } from "./dom.js";
+import { html, quietButton } from "./dom.js";
 
 // Examples of a POST of *body* to *address*, one of which is shown; *chosen* names it.
 export function codeExamples(address, body, needsKey, chosen = "curl") {
@@ -9,17 +9,19 @@ export function codeExamples(address, body, needsKey, chosen = "curl") {
     Python: python(address, body, needsKey),
     JavaScript: javascript(address, body, needsKey),
   };
-  const code = element("code", {});
-  const pre = element("pre", { tabindex: 0, role: "group", "aria-label": "Program" }, code);
-  const copy = button("Copy", async () => {
+  const code = html`<code></code>`;
+  const copy = quietButton("Copy", async () => {
     await navigator.clipboard.writeText(code.textContent);
     copy.textContent = "Copied";
-  }, { class: "quiet" });
-  if (!navigator.clipboard) copy.hidden = true; // a page without HTTPS has none
+  });
+  copy.hidden = !navigator.clipboard; // a page without HTTPS has none
   const choices = Object.keys(sources).map((name) =>
-    button(name, () => show(name), { class: "quiet", "aria-pressed": "false" }),
+    quietButton(name, () => show(name), { "aria-pressed": "false" }),
   );
-  const node = element("div", { class: "examples" }, element("div", { class: "bar" }, choices, copy), pre);
+  const node = html`<div class="examples">
+    <div class="bar">${choices}${copy}</div>
+    <pre tabindex="0" role="group" aria-label="Program">${code}</pre>
+  </div>`;
 
   function show(name) {
     node.dataset.chosen = name;

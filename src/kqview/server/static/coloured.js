@@ -1,7 +1,7 @@
 // Tokens whose background says how much attention they got, and the choice of which attention that
 // is: of a layer and a head, or their mean.
 
-import { choice, element, field } from "./dom.js";
+import { bars, choice, field, html, offer } from "./dom.js";
 import { heats, largest } from "./rows.js";
 
 const N_LISTED = 8;
@@ -41,17 +41,12 @@ export class Coloured {
 export class RowChoice {
   constructor(onchange) {
     this.onchange = onchange;
-    this.layerSelect = choice([["", "Mean of all"]], () => onchange());
-    this.headSelect = choice([["", "Mean of all"]], () => onchange());
-    this.first = element("input", { type: "checkbox", checked: true, onchange: () => onchange() });
+    this.layerSelect = choice(numbers(0), () => onchange());
+    this.headSelect = choice(numbers(0), () => onchange());
+    this.first = html`<input type="checkbox" checked @change=${() => onchange()}>`;
     this.nodes = [
-      element(
-        "div",
-        { class: "bar" },
-        field("Layer", this.layerSelect),
-        field("Head", this.headSelect),
-      ),
-      element("label", { class: "inline" }, this.first, "Leave out the first token"),
+      html`<div class="bar">${field("Layer", this.layerSelect)}${field("Head", this.headSelect)}</div>`,
+      html`<label class="inline">${this.first}Leave out the first token</label>`,
     ];
   }
 
@@ -73,8 +68,10 @@ export class RowChoice {
   offer({ nLayers, nHeads }) {
     if (this.nLayers === nLayers && this.nHeads === nHeads) return false;
     [this.nLayers, this.nHeads] = [nLayers, nHeads];
-    fill(this.layerSelect, nLayers);
-    fill(this.headSelect, nHeads);
+    for (const [select, n] of [[this.layerSelect, nLayers], [this.headSelect, nHeads]]) {
+      offer(select, numbers(n));
+      select.disabled = n < 2;
+    }
     return true;
   }
 
@@ -88,14 +85,8 @@ export class RowChoice {
 
 const numberOf = ({ value }) => (value === "" ? undefined : Number(value));
 
-function fill(select, n) {
-  const before = select.value;
-  const one = (value, title) => element("option", { value }, title);
-  const numbers = n > 1 ? Array.from({ length: n }, (_, i) => one(i, String(i))) : [];
-  select.replaceChildren(one("", "Mean of all"), ...numbers);
-  select.value = before !== "" && Number(before) < numbers.length ? before : "";
-  select.disabled = n < 2;
-}
+// The mean, and numbers to choose from if there are several.
+const numbers = (n) => [["", "Mean of all"], ...Array.from({ length: n > 1 ? n : 0 }, (_, i) => [i, i])];
 
 // Colours the tokens of *view* by *weights*, with a legend, and lists the columns with the largest
 // ones, which nameOf(column) names.
@@ -105,7 +96,8 @@ export function colourAndList({ choice, coloured, legend, listed }, weights, nam
   const most = top[0]?.[1] ?? 0;
   coloured.colour(heats(shown, most));
   legend.replaceChildren(...scale(most));
-  listed.replaceChildren(...bars(top.map(([column, weight]) => [nameOf(column), weight])));
+  const named = top.map(([column, weight]) => [nameOf(column), weight, percent(weight)]);
+  listed.replaceChildren(...bars(named, most));
 }
 
 // Moves the focus within *nodes*, of which *at* has it, as the key of *event* says.
@@ -121,21 +113,7 @@ export function moveFocus(event, nodes, at) {
 
 // A scale from no colour to the hottest, which is *most*.
 function scale(most) {
-  return most > 0 ? ["0", element("span", { class: "scale" }), percent(most)] : [];
-}
-
-// Names with their weights as bars, [name, weight], the largest first.
-function bars(rows) {
-  return rows.map(([name, weight]) => {
-    const row = element(
-      "li",
-      {},
-      element("span", { class: "name" }, name),
-      element("span", { class: "value" }, percent(weight)),
-    );
-    row.style.setProperty("--part", `${(100 * weight) / rows[0][1]}%`);
-    return row;
-  });
+  return most > 0 ? ["0", html`<span class="scale"></span>`, percent(most)] : [];
 }
 
 function percent(weight) {

@@ -1,7 +1,7 @@
 // The routes of openapi.json as a page: what each field means, its type, default and an example;
 // and the messages of streams and WebSockets, drawn between client and server in their order.
 
-import { element } from "./dom.js";
+import { facts, html } from "./dom.js";
 
 let api;
 
@@ -27,7 +27,7 @@ function shown(schema) {
 function worded(text) {
   return text
     .split(/``?([^`]+)``?/)
-    .map((part, i) => (i % 2 ? element("code", {}, part) : part));
+    .map((part, i) => (i % 2 ? html`<code>${part}</code>` : part));
 }
 
 // Schemas of objects in a schema, those of a list's elements included.
@@ -38,15 +38,13 @@ function objects(schema) {
 }
 
 // A part whose inside is made when it is opened: there are thousands of fields.
-function lazy(attributes, summary, make) {
-  const body = element("div", { class: "inside" });
-  return element(
-    "details",
-    { ...attributes, ontoggle: () => body.childElementCount || body.append(...[make()].flat()) },
-    element("summary", {}, summary),
-    body,
-  );
+function lazy(kind, summary, make) {
+  const body = html`<div class="inside"></div>`;
+  const fill = () => body.childElementCount || body.append(html`${make()}`);
+  return html`<details class=${kind} @toggle=${fill}><summary>${summary}</summary>${body}</details>`;
 }
+
+const fieldList = (rows) => html`<dl class="fields">${facts(rows)}</dl>`;
 
 function fields(schema) {
   const found = objects(schema);
@@ -54,52 +52,39 @@ function fields(schema) {
   return found.length === 1 && fieldsOf(found[0]);
 }
 
-function fieldsOf(found) {
-  const rows = Object.entries(found.properties).map(([name, one]) => field(name, one, found));
-  return element("dl", { class: "fields" }, rows);
-}
+const fieldsOf = (found) =>
+  fieldList(Object.entries(found.properties).map(([name, one]) => field(name, one, found)));
 
 function field(name, one, { required }) {
-  const facts = [shown(one)];
-  const value = (example) => element("code", {}, JSON.stringify(example));
-  if (required?.includes(name)) facts.push("required");
+  const known = [shown(one)];
+  const value = (example) => html`<code>${JSON.stringify(example)}</code>`;
+  if (required?.includes(name)) known.push(", required");
   if (one.default !== null && one.default !== undefined) {
-    facts.push(["default ", value(one.default)]);
+    known.push(", default ", value(one.default));
   }
   const about = one.description ?? "";
   if (one.examples && !/such as|Always|Has to be/.test(about)) {
-    facts.push(["such as ", value(one.examples[0])]);
+    known.push(", such as ", value(one.examples[0]));
   }
-  return element(
-    "div",
-    {},
-    element(
-      "dt",
-      {},
-      element("code", {}, name),
-      element("span", { class: "note" }, facts.flatMap((fact, i) => (i ? [", ", fact] : [fact])).flat()),
-    ),
-    element("dd", {}, worded(about), objects(one).map(inner)),
-  );
+  return [
+    html`<code>${name}</code><span class="note">${known}</span>`,
+    [worded(about), objects(one).map(inner)],
+  ];
 }
 
 const inner = (found) =>
-  lazy({ class: "inner" }, `Fields of ${found.title}`, () => [
-    element("p", { class: "note" }, worded(found.description ?? "")),
+  lazy("inner", `Fields of ${found.title}`, () => [
+    html`<p class="note">${worded(found.description ?? "")}</p>`,
     fieldsOf(found),
   ]);
 
-function parameters(list) {
-  const rows = list.map(({ name, in: where, description }) =>
-    element(
-      "div",
-      {},
-      element("dt", {}, element("code", {}, name), element("span", { class: "note" }, `in the ${where}`)),
-      element("dd", {}, worded(description)),
-    ),
+const parameters = (list) =>
+  fieldList(
+    list.map(({ name, in: where, description }) => [
+      html`<code>${name}</code><span class="note">in the ${where}</span>`,
+      worded(description),
+    ]),
   );
-  return element("dl", { class: "fields" }, rows);
-}
 
 // JSON on several lines, but lists of numbers on one.
 const indented = (value) =>
@@ -108,78 +93,56 @@ const indented = (value) =>
   );
 
 const example = (text) =>
-  element(
-    "pre",
-    { tabindex: 0, role: "group", "aria-label": "Example" },
-    element("code", {}, text),
-  );
+  html`<pre tabindex="0" role="group" aria-label="Example"><code>${text}</code></pre>`;
 const json = (value) => example(indented(value));
 
 // Messages as arrows between two lines, the client's and the server's.
 function sequence(messages, isSocket) {
   const rows = messages.map(({ from, about, event, data, binary, text, schema }) => {
     const kind = binary ? "binary frame" : isSocket ? "text frame" : event;
-    const heading = [
-      element("span", { class: "unseen" }, from === "client" ? "To the server: " : "To the client: "),
-      element("span", { class: "about" }, about),
-      element("span", { class: "badge" }, kind),
-      element("span", { class: "arrow", "aria-hidden": "true" }),
-    ];
-    const attributes = { class: `${from}${binary ? " binary" : ""}` };
-    if (binary) {
-      return element("li", attributes, element("p", { class: "still" }, heading), element("p", { class: "note" }, binary));
-    }
-    return element(
-      "li",
-      attributes,
-      lazy({}, heading, () => [data ? json(data) : example(text), schema && fields(schema)].flat().filter(Boolean)),
-    );
+    const heading = html`
+      <span class="unseen">${from === "client" ? "To the server: " : "To the client: "}</span>
+      <span class="about">${about}</span>
+      <span class="badge">${kind}</span>
+      <span class="arrow" aria-hidden="true"></span>
+    `;
+    const content = binary
+      ? html`<p class="still">${heading}</p><p class="note">${binary}</p>`
+      : lazy(undefined, heading, () => [data ? json(data) : example(text), schema && fields(schema)]);
+    return html`<li class=${binary ? `${from} binary` : from}>${content}</li>`;
   });
-  return element(
-    "div",
-    { class: "sequence" },
-    element("p", { class: "ends", "aria-hidden": "true" }, element("span", {}, "Client"), element("span", {}, "Server")),
-    element("ol", {}, rows),
-  );
+  return html`<div class="sequence">
+    <p class="ends" aria-hidden="true"><span>Client</span><span>Server</span></p>
+    <ol>${rows}</ol>
+  </div>`;
 }
 
 function failures(responses) {
   const found = Object.entries(responses)
     .filter(([status]) => status >= "400")
     .map(([status, { $ref }]) => [status, api.components.responses[named($ref)]]);
-  if (found.length === 0) return [];
+  if (found.length === 0) return undefined;
   const [, first] = found[0];
   const { example: body, schema } = first.content["application/json"];
-  const rows = found.map(([status, { description }]) =>
-    element(
-      "div",
-      {},
-      element("dt", {}, element("code", {}, status)),
-      element("dd", {}, description),
-    ),
-  );
-  return [
-    lazy({ class: "inner" }, "Failures", () => [
-      element("dl", { class: "fields" }, rows), json(body), fields(schema),
-    ].flat().filter(Boolean)),
-  ];
+  const rows = found.map(([status, { description }]) => [html`<code>${status}</code>`, description]);
+  return lazy("inner", "Failures", () => [fieldList(rows), json(body), fields(schema)]);
 }
 
 function route(method, path, operation) {
-  return lazy(
-    { class: "route", id: `${method} ${path}` },
-    [
-      element("span", { class: "method" }, method),
-      element("code", {}, path),
-      element("span", { class: "about" }, operation.summary),
-    ],
-    () => parts(operation, `${method} ${path}`),
-  );
+  const name = `${method} ${path}`;
+  const line = html`
+    <span class="method">${method}</span>
+    <code>${path}</code>
+    <span class="about">${operation.summary}</span>
+  `;
+  const made = lazy("route", line, () => parts(operation, name));
+  made.id = name;
+  return made;
 }
 
 function parts(operation, name) {
   const made = [];
-  const heading = (text) => made.push(element("h3", {}, text));
+  const heading = (text) => made.push(html`<h3>${text}</h3>`);
   if (operation.parameters) {
     heading("Parameters");
     made.push(parameters(operation.parameters));
@@ -204,7 +167,7 @@ function parts(operation, name) {
     heading("Messages");
     made.push(sequence(operation.messages, true));
   }
-  return [...made, ...failures(operation.responses ?? {})].flat().filter(Boolean);
+  return [...made, failures(operation.responses ?? {})];
 }
 
 // Shows the routes whose path or summary has *text*.
@@ -243,12 +206,12 @@ async function show() {
     add(socket.tag, route("WS", path, socket));
   }
   const groups = [...tags].map(([tag, boxes]) => [
-    element("section", { "aria-labelledby": `tag-${tag}` }, element("h2", { id: `tag-${tag}` }, tag), boxes),
+    html`<section aria-labelledby=${`tag-${tag}`}><h2 id=${`tag-${tag}`}>${tag}</h2>${boxes}</section>`,
     boxes,
   ]);
   document.getElementById("routes").replaceChildren(...groups.map(([section]) => section));
   document.getElementById("tags").replaceChildren(
-    ...[...tags.keys()].map((tag) => element("a", { href: `#tag-${tag}` }, tag)),
+    ...[...tags.keys()].map((tag) => html`<a href=${`#tag-${tag}`}>${tag}</a>`),
   );
   const find = document.getElementById("find");
   find.addEventListener("input", () => filter(groups, find.value));

@@ -26,3 +26,23 @@ export async function* readEvents(body) {
     reader.cancel().catch(() => {}); // whoever stops reading leaves the connection
   }
 }
+
+const AGAIN_MS = [500, 1000, 2000, 5000]; // between attempts to follow
+
+// Calls on.event for each event of the reply of *open*, and on.state(isListening), again and again
+// until *signal* aborts or a key is needed.
+export async function follow(open, signal, on) {
+  for (let nFailed = 0; !signal.aborted; nFailed++) {
+    try {
+      const reply = await open();
+      on.state(true);
+      nFailed = 0;
+      for await (const one of readEvents(reply.body)) on.event(one);
+    } catch (error) {
+      if (signal.aborted || error.needsKey) return;
+    }
+    if (signal.aborted) return;
+    on.state(false);
+    await new Promise((done) => setTimeout(done, AGAIN_MS[Math.min(nFailed, AGAIN_MS.length - 1)]));
+  }
+}

@@ -1,24 +1,20 @@
 // The start page: what is running, and one generation whose attention can be looked into, with the
 // program that does the same.
 
+import { Client } from "./client.js";
 import { codeExamples } from "./code_examples.js";
-import { element, milliseconds } from "./dom.js";
+import { facts, milliseconds } from "./dom.js";
 import { readEvents } from "./events.js";
 import { AttentionView } from "./attention_view.js";
 import { Row } from "./rows.js";
 
-const KEY = "kqview-key"; // kept for the tab only, as the chat page does
+const client = new Client("kqview-key"); // the key of the chat page
 const PATH = "api/extra/generate/stream";
 
 const $ = (id) => document.getElementById(id);
 const view = new AttentionView({ onchange: () => showCode() });
 $("try").append(view.node);
-$("key").value = sessionStorage.getItem(KEY) ?? "";
-
-function headers() {
-  const key = $("key").value;
-  return { "Content-Type": "application/json", ...(key && { "X-Api-Key": key }) };
-}
+$("key").value = client.key;
 
 async function showStatus() {
   const health = await fetch("health").then((reply) => reply.json());
@@ -28,34 +24,24 @@ async function showStatus() {
     return;
   }
   $("status").textContent = `Running: ${health.model}`;
-  const reply = await fetch("api/v1/model/info", { headers: headers() });
-  $("key-row").hidden = reply.status !== 401 && !$("key").value;
-  if (!reply.ok) return;
-  const info = await reply.json();
+  $("key-row").hidden = !client.key;
+  let info;
+  try {
+    info = await client.get("api/v1/model/info");
+  } catch (error) {
+    if (!error.status) throw error;
+    if (error.status === 401) $("key-row").hidden = false;
+    return;
+  }
   longest = info.context_length;
-  const facts = {
+  const known = {
     Architecture: info.architecture,
     "Layers × heads": `${info.num_layers} × ${info.num_attention_heads}`,
     Context: `${info.context_length.toLocaleString("en")} tokens`,
     Vocabulary: `${info.vocab_size.toLocaleString("en")} tokens`,
   };
-  $("facts").replaceChildren(
-    ...Object.entries(facts).map(([name, value]) =>
-      element("div", {}, element("dt", {}, name), element("dd", {}, value)),
-    ),
-  );
+  $("facts").replaceChildren(...facts(Object.entries(known)));
   $("facts").hidden = false;
-}
-
-async function post(path, body) {
-  const reply = await fetch(path, {
-    method: "POST",
-    headers: headers(),
-    body: JSON.stringify(body),
-  });
-  if (reply.ok) return reply;
-  const refusal = await reply.json().catch(() => ({}));
-  throw new Error(refusal.error ?? `The server responded with status ${reply.status}.`);
 }
 
 let seed;
@@ -81,7 +67,7 @@ async function generate(event) {
   seed = Math.floor(Math.random() * 2 ** 31);
   try {
     const asked = request();
-    const { tokens } = await post("api/v1/tokenize", {
+    const { tokens } = await client.post("api/v1/tokenize", {
       text: asked.prompt,
       add_special_tokens: true,
     }).then((reply) => reply.json());
@@ -92,7 +78,7 @@ async function generate(event) {
     }
     view.begin(tokens.map(({ text }) => text));
     const began = performance.now();
-    const reply = await post(PATH, asked);
+    const reply = await client.post(PATH, asked);
     for await (const { data } of readEvents(reply.body)) {
       const one = JSON.parse(data);
       if (one.type === "error") throw new Error(one.error);
@@ -128,7 +114,7 @@ function showCode() {
 
 $("form").addEventListener("submit", generate);
 $("key").addEventListener("change", () => {
-  sessionStorage.setItem(KEY, $("key").value.trim());
+  client.key = $("key").value;
   showStatus();
 });
 showStatus().catch((error) => {

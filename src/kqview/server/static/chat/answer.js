@@ -1,7 +1,7 @@
 // One answer as it arrives: reasoning to unfold, the text, and what it cost. It is drawn once per
 // animation frame, however many tokens arrived in between.
 
-import { count, element, milliseconds } from "../dom.js";
+import { count, element, html, milliseconds } from "../dom.js";
 import { Writer } from "./writer.js";
 
 export class Answer {
@@ -11,20 +11,15 @@ export class Answer {
     this.marks = [];
     this.onmark = onmark;
     this.waiting = []; // pieces that are not drawn
-    this.body = element("div", { class: "text" });
-    this.state = element("p", { class: "state note" });
-    this.reasoning = element("div", { class: "text" });
-    this.summary = element("summary", {}, "Reasoning");
-    this.fold = element("details", { class: "reasoning", hidden: true }, this.summary, this.reasoning);
-    this.usage = element("p", { class: "usage note", hidden: true });
-    this.node = element(
-      "article",
-      { class: "turn answer", "aria-label": "Answer" },
-      this.fold,
-      this.body,
-      this.state,
-      this.usage,
-    );
+    this.body = html`<div class="text"></div>`;
+    this.state = html`<p class="state note"></p>`;
+    this.reasoning = html`<div class="text"></div>`;
+    this.summary = html`<summary>Reasoning</summary>`;
+    this.fold = html`<details class="reasoning" hidden>${this.summary}${this.reasoning}</details>`;
+    this.usage = html`<p class="usage note" hidden></p>`;
+    this.node = html`<article class="turn answer" aria-label="Answer">
+      ${this.fold}${this.body}${this.state}${this.usage}
+    </article>`;
     this.writers = {
       token: new Writer(this.body, (mark) => this.tokenNode(mark)),
       analysis: new Writer(this.reasoning, (mark) => this.tokenNode(mark)),
@@ -39,8 +34,8 @@ export class Answer {
   wait(text, progress) {
     const bar =
       progress === undefined
-        ? element("span", { class: "pulse", "aria-hidden": "true" })
-        : element("progress", { max: 1, value: progress, "aria-label": text });
+        ? html`<span class="pulse" aria-hidden="true"></span>`
+        : html`<progress max="1" value=${progress} aria-label=${text}></progress>`;
     this.state.replaceChildren(bar, text);
     this.state.hidden = false;
   }
@@ -96,7 +91,7 @@ export class Answer {
     if (usage?.reasoning_tokens) {
       this.summary.textContent = `Reasoning, ${count(usage.reasoning_tokens, "token")}`;
     }
-    this.usage.replaceChildren(...parts.map((part) => element("span", {}, part)));
+    this.usage.replaceChildren(...parts.map((part) => html`<span>${part}</span>`));
     this.usage.hidden = parts.length === 0;
   }
 }

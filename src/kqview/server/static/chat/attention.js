@@ -3,7 +3,7 @@
 // the slider.
 
 import { Coloured, RowChoice, colourAndList, visible } from "../coloured.js";
-import { element, field, quoted } from "../dom.js";
+import { element, field, html, quoted } from "../dom.js";
 import { Looked } from "./looked.js";
 
 export class Attention {
@@ -12,40 +12,27 @@ export class Attention {
     this.texts = [];
     this.coloured = new Coloured((column) => this.nodesOf(column));
     this.choice = new RowChoice(() => this.mix());
-    this.what = element("p", { class: "what" });
-    this.prompt = element("div", {
-      class: "prompt",
-      tabindex: 0,
-      role: "region",
-      "aria-label": "Prompt as the model saw it",
-    });
-    this.listed = element("ol", { class: "bars" });
-    this.slider = element("input", {
-      type: "range",
-      min: 0,
-      max: 0,
-      value: 0,
-      oninput: () => this.choose(this.looked.marks[this.slider.value - 1]),
-    });
-    this.legend = element("span", { class: "legend note", "aria-hidden": "true" });
-    this.body = element(
-      "div",
-      { hidden: true },
-      this.what,
-      field("Token of the answer", this.slider),
-      element("div", { class: "over" }, element("h3", {}, "Prompt"), this.legend),
-      this.prompt,
-      this.choice.nodes,
-      element("h3", {}, "Looked at most"),
-      this.listed,
-    );
-    this.empty = element(
-      "p",
-      { class: "note" },
-      "While this panel is open, answers come with their attention. Send a message to see which ",
-      "tokens of the prompt they look at.",
-    );
-    this.node = element("div", { class: "attention" }, this.empty, this.body);
+    this.what = html`<p class="what"></p>`;
+    this.prompt = html`<div class="prompt" tabindex="0" role="region" aria-label="Prompt as the model saw it">
+    </div>`;
+    this.listed = html`<ol class="bars"></ol>`;
+    this.slider = html`<input type="range" min="0" max="0" value="0"
+      @input=${() => this.choose(this.looked.marks[this.slider.value - 1])}>`;
+    this.legend = html`<span class="legend note" aria-hidden="true"></span>`;
+    this.body = html`<div hidden>
+      ${this.what}
+      ${field("Token of the answer", this.slider)}
+      <div class="over"><h3>Prompt</h3>${this.legend}</div>
+      ${this.prompt}
+      ${this.choice.nodes}
+      <h3>Looked at most</h3>
+      ${this.listed}
+    </div>`;
+    this.empty = html`<p class="note">
+      While this panel is open, answers come with their attention. Send a message to see which
+      tokens of the prompt they look at.
+    </p>`;
+    this.node = html`<div class="attention">${this.empty}${this.body}</div>`;
   }
 
   // Begins with the answer of a request.
@@ -160,10 +147,7 @@ export class Attention {
     else if (looked.failed) more = looked.failed.message;
     else if (looked.counted.size < n) more = `mean of ${looked.counted.size} of ${n} tokens`;
     else if (n > 0) more = `mean of ${n} tokens`;
-    this.what.replaceChildren(
-      element("strong", {}, title),
-      element("span", { class: "note" }, more),
-    );
+    this.what.replaceChildren(html`<strong>${title}</strong><span class="note">${more}</span>`);
   }
 
   // Elements of the token at *column*, of the prompt or of the answer.

@@ -1,6 +1,6 @@
 // Line drawings for buttons; what a button does is in its label.
 
-import { svg } from "../dom.js";
+import { html } from "../dom.js";
 
 const PATHS = {
   menu: "M3 6h18M3 12h18M3 18h18",
@@ -15,4 +15,4 @@ const PATHS = {
 };
 
 export const icon = (name) =>
-  svg("svg", { viewBox: "0 0 24 24", class: "icon", "aria-hidden": "true" }, svg("path", { d: PATHS[name] }));
+  html`<svg viewBox="0 0 24 24" class="icon" aria-hidden="true"><path d=${PATHS[name]}></path></svg>`;

@@ -1,6 +1,6 @@
 // Which model answers, what state each is in, and for admins what is kept in memory.
 
-import { element, quietButton } from "../dom.js";
+import { html, offer, quietButton } from "../dom.js";
 import { fetchModels, manage } from "./api.js";
 
 const CHOSEN = "kqview-chat-model";
@@ -23,15 +23,13 @@ export class Models {
     this.on = on;
     this.all = [];
     this.isAdmin = false;
-    this.select = element("select", {
-      "aria-label": "Model",
-      onchange: () => {
-        sessionStorage.setItem(CHOSEN, this.select.value);
-        this.draw();
-      },
-    });
-    this.state = element("span", { class: "note" });
-    this.list = element("ul", { class: "models" });
+    const choose = () => {
+      sessionStorage.setItem(CHOSEN, this.select.value);
+      this.draw();
+    };
+    this.select = html`<select aria-label="Model" @change=${choose}></select>`;
+    this.state = html`<span class="note"></span>`;
+    this.list = html`<ul class="models"></ul>`;
   }
 
   get chosen() {
@@ -47,8 +45,7 @@ export class Models {
   async load() {
     this.all = (await fetchModels()).filter(({ flags }) => !flags?.internal);
     const before = this.select.value || sessionStorage.getItem(CHOSEN);
-    this.select.replaceChildren(...this.all.map(({ id }) => element("option", { value: id }, id)));
-    if (this.all.some(({ id }) => id === before)) this.select.value = before;
+    offer(this.select, this.all.map(({ id }) => [id, id]), before);
     this.draw();
   }
 
@@ -79,27 +76,25 @@ export class Models {
     };
     const action = (title, what) =>
       quietButton(title, act(what), { "aria-label": `${title} ${model.id}` });
-    return element(
-      "li",
-      {},
-      element("span", { class: "name" }, model.id),
-      element("span", { class: "note" }, stateParts(model), model.pinned && ", pinned"),
-      this.isAdmin &&
-        element(
-          "span",
-          { class: "acts" },
-          model.pinned ? action("Unpin", "unpin") : action("Pin", "pin"),
-          model.state === "loaded" ? action("Unload", "unload") : action("Load", "load"),
-        ),
-    );
+    return html`<li>
+      <span class="name">${model.id}</span>
+      <span class="note">${stateParts(model)}${model.pinned && ", pinned"}</span>
+      ${
+        this.isAdmin &&
+        html`<span class="acts">
+          ${model.pinned ? action("Unpin", "unpin") : action("Pin", "pin")}
+          ${model.state === "loaded" ? action("Unload", "unload") : action("Load", "load")}
+        </span>`
+      }
+    </li>`;
   }
 }
 
 function stateParts({ state = "unloaded", progress, error }) {
   if (state === "loading") {
     const text = progress ? `loading, ${Math.round(100 * progress)} %` : "loading";
-    return [element("progress", { max: 1, value: progress || null, "aria-label": "Loading" }), text];
+    return [html`<progress max="1" value=${progress || null} aria-label="Loading"></progress>`, text];
   }
   const text = state === "failed" && error ? `failed to load: ${error}` : STATES[state];
-  return [element("span", { class: `dot ${state}`, "aria-hidden": "true" }), text];
+  return [html`<span class=${`dot ${state}`} aria-hidden="true"></span>`, text];
 }

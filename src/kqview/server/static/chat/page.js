@@ -1,11 +1,12 @@
 // The chat page. The address names the conversation, "#/ID"; without one a new one begins with the
 // first message. The parts know nothing of each other; here they meet.
 
+import { ApiError } from "../client.js";
 import { moveFocus } from "../coloured.js";
-import { button, element, field, quietButton } from "../dom.js";
+import { button, html, quietButton } from "../dom.js";
 import { Answer } from "./answer.js";
 import { Attention } from "./attention.js";
-import { ApiError, cancel, fetchConfig, fetchSession, generate, key, listen, newId } from "./api.js";
+import { cancel, client, fetchConfig, fetchSession, generate, listen, newId } from "./api.js";
 import { icon } from "./icons.js";
 import { Models } from "./models.js";
 import { Sessions } from "./sessions.js";
@@ -36,77 +37,43 @@ let running; // the answer that comes: {answer, requestId, abort, and what its f
 
 // ---- the frame of the page
 
-const menu = button(icon("menu"), () => toggleMenu(), {
-  class: "quiet menu",
-  "aria-label": "Conversations",
-  "aria-controls": "sessions",
-  "aria-expanded": "false",
-});
-const toggles = {
-  attention: toggle("attention", "Attention", "eye"),
-  settings: toggle("settings", "Settings", "settings"),
-};
-const link = element("span", { class: "bad", role: "status" });
-$("top").append(
-  menu,
-  element("div", { class: "model" }, models.select, models.state),
-  link,
-  toggles.attention,
-  toggles.settings,
-);
+const menu = $("menu");
+menu.append(icon("menu"));
+menu.addEventListener("click", () => toggleMenu());
+const toggles = { attention: $("toggle-attention"), settings: $("toggle-settings") };
+for (const [name, drawing] of [["attention", "eye"], ["settings", "settings"]]) {
+  toggles[name].prepend(icon(drawing));
+  toggles[name].addEventListener("click", () => showPanel(name));
+}
+$("model").append(models.select, models.state);
 
-const prompt = element("textarea", {
-  id: "prompt",
-  rows: 1,
-  placeholder: "Message",
-  "aria-label": "Message",
-  "aria-describedby": "keys",
-  onkeydown: (event) => {
-    if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
-    event.preventDefault();
-    send();
-  },
+const prompt = $("prompt");
+prompt.addEventListener("keydown", (event) => {
+  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+  event.preventDefault();
+  send();
 });
-const sending = element("button", { class: "send", "aria-label": "Send" }, icon("send"));
-const latest = button(icon("down"), () => toEnd(true), {
-  type: "button",
-  class: "quiet latest",
-  "aria-label": "Jump to the latest",
-  hidden: true,
-});
-$("composer").append(
-  latest,
-  element("div", { class: "box" }, prompt, sending),
-  element("p", { id: "keys", class: "note" }, "Enter sends, Shift+Enter starts a new line, Esc stops."),
-);
+const sending = $("send");
+sending.append(icon("send"));
+const latest = $("latest");
+latest.append(icon("down"));
+latest.addEventListener("click", () => toEnd(true));
 $("composer").addEventListener("submit", (event) => {
   event.preventDefault();
   if (running) stop();
   else send();
 });
 
-const keyInput = element("input", { type: "password", autocomplete: "off", value: key.get() });
-const keyForm = element(
-  "form",
-  {
-    class: "key",
-    onsubmit: (event) => {
-      event.preventDefault();
-      key.set(keyInput.value);
-      start();
-    },
-  },
-  field("API key", keyInput),
-  element("button", { class: "quiet" }, "Use this key"),
-);
-
-function toggle(name, title, drawing) {
-  return button([icon(drawing), element("span", {}, title)], () => showPanel(name), {
-    class: "quiet toggle",
-    "aria-pressed": "false",
-    "aria-label": title,
-  });
-}
+const keyInput = html`<input type="password" autocomplete="off" value=${client.key}>`;
+const useKey = (event) => {
+  event.preventDefault();
+  client.key = keyInput.value;
+  start();
+};
+const keyForm = html`<form class="key" @submit=${useKey}>
+  <label>API key${keyInput}</label>
+  <button class="quiet">Use this key</button>
+</form>`;
 
 // Shows the panel *name*, or no panel if it is there already or *name* is undefined.
 function showPanel(name) {
@@ -124,26 +91,24 @@ function showPanel(name) {
   const title = { attention: "Attention", settings: "Settings" }[shows];
   panel.setAttribute("aria-label", title);
   panel.replaceChildren(
-    element(
-      "div",
-      { class: "over" },
-      element("h2", {}, title),
-      quietButton(icon("close"), () => showPanel(undefined), { "aria-label": `Close ${title}` }),
-    ),
-    ...(shows === "attention" ? [attention.node] : settingsParts()),
+    html`<div class="over">
+      <h2>${title}</h2>
+      ${quietButton(icon("close"), () => showPanel(undefined), { "aria-label": `Close ${title}` })}
+    </div>`,
+    shows === "attention" ? attention.node : settingsParts(),
   );
   if (shows === "attention") attention.later();
 }
 
 function settingsParts() {
-  return [
-    element("h3", {}, "Answers"),
-    settings.node,
-    element("h3", {}, "Models"),
-    models.list,
-    element("h3", {}, "Access"),
-    keyForm,
-  ];
+  return html`
+    <h3>Answers</h3>
+    ${settings.node}
+    <h3>Models</h3>
+    ${models.list}
+    <h3>Access</h3>
+    ${keyForm}
+  `;
 }
 
 function toggleMenu(isOpen = document.body.dataset.menu !== "open") {
@@ -165,19 +130,13 @@ function modelChanged() {
 let welcome;
 
 function showWelcome() {
-  welcome = { about: element("p", { class: "note" }) };
+  welcome = { about: html`<p class="note"></p>` };
   $("turns").replaceChildren(
-    element(
-      "div",
-      { class: "welcome" },
-      element("h2", {}, "What shall the model write?"),
-      welcome.about,
-      element(
-        "p",
-        { class: "note" },
-        "Open Attention first to see which words of the prompt the answer looks at.",
-      ),
-    ),
+    html`<div class="welcome">
+      <h2>What shall the model write?</h2>
+      ${welcome.about}
+      <p class="note">Open Attention first to see which words of the prompt the answer looks at.</p>
+    </div>`,
   );
   modelChanged();
 }
@@ -194,8 +153,7 @@ function addTurn(node) {
 }
 
 function userTurn(text) {
-  const body = element("div", { class: "text" }, text);
-  return element("article", { class: "turn user", "aria-label": "You" }, body);
+  return html`<article class="turn user" aria-label="You"><div class="text">${text}</div></article>`;
 }
 
 // An answer of a conversation that was opened.
@@ -222,14 +180,12 @@ function toEnd(always = false) {
 
 // An error, with what can be done about it.
 function report(error, again) {
-  if (error.needsKey) keyInput.value = key.get();
-  const node = element(
-    "div",
-    { class: "turn problem", role: "alert" },
-    element("p", {}, element("code", {}, error.code ?? error.name), " ", error.message),
-    error.needsKey && keyForm,
-    again && quietButton("Try again", () => (node.remove(), again())),
-  );
+  if (error.needsKey) keyInput.value = client.key;
+  const node = html`<div class="turn problem" role="alert">
+    <p><code>${error.code ?? error.name}</code>${" "}${error.message}</p>
+    ${error.needsKey && keyForm}
+    ${again && quietButton("Try again", () => (node.remove(), again()))}
+  </div>`;
   addTurn(node);
   if (error.needsKey) keyInput.focus();
 }
@@ -456,9 +412,9 @@ async function hear() {
   if (hearing || document.hidden) return;
   const here = (hearing = new AbortController());
   await listen(here.signal, {
-    event: (name, data) => models.happened(name, data),
+    event: ({ event, data }) => models.happened(event, JSON.parse(data)),
     state: (isListening) => {
-      link.textContent = isListening ? "" : "The server does not answer. Trying again …";
+      $("link").textContent = isListening ? "" : "The server does not answer. Trying again …";
       if (isListening && wasAway) {
         models.load().catch(() => {});
         sessions.load().then(showTitle, () => {});

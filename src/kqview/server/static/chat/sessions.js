@@ -1,6 +1,6 @@
 // The list of conversations that the server keeps: open one, delete one, begin a new one.
 
-import { button, count, element, quietButton } from "../dom.js";
+import { button, count, html, quietButton } from "../dom.js";
 import { deleteSession, fetchSessions } from "./api.js";
 import { icon } from "./icons.js";
 
@@ -10,14 +10,10 @@ export class Sessions {
     this.on = on;
     this.all = [];
     this.open = undefined; // id of the one that is shown
-    this.list = element("ul", {});
-    this.none = element("p", { class: "note" }, "Conversations that you begin are listed here.");
-    node.append(
-      element("a", { class: "brand", href: "./" }, "kqview"),
-      button([icon("plus"), "New chat"], () => on.open(undefined), { class: "quiet new" }),
-      this.none,
-      this.list,
-    );
+    this.list = html`<ul></ul>`;
+    this.none = html`<p class="note">Conversations that you begin are listed here.</p>`;
+    const begin = button([icon("plus"), "New chat"], () => on.open(undefined), { class: "quiet new" });
+    node.append(html`<a class="brand" href="./">kqview</a>`, begin, this.none, this.list);
   }
 
   async load() {
@@ -43,34 +39,23 @@ export class Sessions {
   row(one) {
     const { session_id: id } = one;
     const title = titleOf(one);
-    return element(
-      "li",
-      { "data-session": id },
-      element(
-        "a",
-        {
-          href: `#/${encodeURIComponent(id)}`,
-          "aria-current": id === this.open ? "page" : undefined,
-          title: `${title}\n${count(one.n_messages, "message")}`,
-        },
-        title,
-      ),
-      quietButton(icon("trash"), () => this.ask(one), { "aria-label": `Delete ${title}` }),
-    );
+    const about = `${title}\n${count(one.n_messages, "message")}`;
+    return html`<li data-session=${id}>
+      <a href=${`#/${encodeURIComponent(id)}`} aria-current=${id === this.open && "page"} title=${about}>
+        ${title}
+      </a>
+      ${quietButton(icon("trash"), () => this.ask(one), { "aria-label": `Delete ${title}` })}
+    </li>`;
   }
 
   ask(one) {
-    const dialog = element(
-      "dialog",
-      { "aria-label": "Delete a conversation", onclose: () => dialog.remove() },
-      element("p", {}, "Delete “", titleOf(one), "”? This cannot be undone."),
-      element(
-        "div",
-        { class: "bar" },
-        button("Delete", () => this.remove(one, dialog), { class: "danger" }),
-        quietButton("Keep it", () => dialog.close()),
-      ),
-    );
+    const dialog = html`<dialog aria-label="Delete a conversation" @close=${() => dialog.remove()}>
+      <p>Delete “${titleOf(one)}”? This cannot be undone.</p>
+      <div class="bar">
+        ${button("Delete", () => this.remove(one, dialog), { class: "danger" })}
+        ${quietButton("Keep it", () => dialog.close())}
+      </div>
+    </dialog>`;
     document.body.append(dialog);
     dialog.showModal();
   }

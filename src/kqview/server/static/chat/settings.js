@@ -1,7 +1,7 @@
 // How answers are made: the reasoning preset and a few fields of `overrides`. What is left empty is
 // the model's own.
 
-import { choice, element, field, quietButton } from "../dom.js";
+import { choice, element, field, html, offer, quietButton } from "../dom.js";
 
 const KEPT = "kqview-chat-settings";
 // name in overrides -> [label, attributes]
@@ -28,33 +28,24 @@ export class Settings {
           type: "number",
           inputmode: "decimal",
           placeholder: "default",
-          oninput: () => this.keep(),
+          "@input": () => this.keep(),
           ...attributes,
         }),
       ]),
     );
-    this.node = element(
-      "div",
-      { class: "overrides" },
-      this.presetField,
-      element(
-        "div",
-        { class: "fields" },
-        Object.entries(FIELDS).map(([name, [label]]) => field(label, this.inputs[name])),
-      ),
-      quietButton("Use the defaults", () => this.reset()),
-    );
+    const fields = Object.entries(FIELDS).map(([name, [label]]) => field(label, this.inputs[name]));
+    this.node = html`<div class="overrides">
+      ${this.presetField}
+      <div class="fields">${fields}</div>
+      ${quietButton("Use the defaults", () => this.reset())}
+    </div>`;
     const kept = JSON.parse(sessionStorage.getItem(KEPT) ?? "{}");
     this.keptPreset = kept.reasoning_preset ?? "";
     for (const [name, input] of Object.entries(this.inputs)) input.value = kept[name] ?? "";
   }
 
   offer(presets) {
-    const pairs = [["", "None"], ...presets.map((name) => [name, name])];
-    this.preset.replaceChildren(
-      ...pairs.map(([value, title]) => element("option", { value }, title)),
-    );
-    this.preset.value = presets.includes(this.keptPreset) ? this.keptPreset : "";
+    offer(this.preset, [["", "None"], ...presets.map((name) => [name, name])], this.keptPreset);
     this.presetField.hidden = presets.length === 0;
   }
 

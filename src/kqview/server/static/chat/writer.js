@@ -3,7 +3,7 @@
 // same however long the text is: only the last block changes, and those out of sight are not laid
 // out.
 
-import { element } from "../dom.js";
+import { element, html } from "../dom.js";
 
 const OPENS = /^ {0,3}```[^`]*$/;
 const CLOSES = /^ {0,3}```\s*$/;
@@ -81,10 +81,8 @@ export class Writer {
     if (!this.isCode) return;
     const language = line.trim().slice(3).trim();
     const title = language ? `Code: ${language}` : "Code";
-    this.block = element("code", {});
-    this.root.append(
-      element("pre", { tabindex: 0, role: "group", "aria-label": title }, this.block),
-    );
+    this.block = element("code");
+    this.root.append(html`<pre tabindex="0" role="group" aria-label=${title}>${this.block}</pre>`);
   }
 
   put(piece, mark) {
