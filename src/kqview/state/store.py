@@ -57,12 +57,26 @@ class SessionInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
-    """A saved slot in memory."""
+class SavedSlot:
+    """A slot at one moment; can be saved as a slot."""
 
     blob: bytes
-    facts: StateFacts
     marks: SlotMarks
+    facts: StateFacts
+
+    @classmethod
+    def of(cls, slot: HasState) -> "SavedSlot":
+        """*slot* as it is; raises as `Slot.save`."""
+        facts = slot.state_facts()
+        return cls(*slot.save_marked(), facts)
+
+    def save_marked(self) -> tuple[bytes, SlotMarks]:
+        """As of `Slot`."""
+        return self.blob, self.marks
+
+    def state_facts(self) -> StateFacts:
+        """As of `Slot`."""
+        return self.facts
 
 
 @dataclass(slots=True)
@@ -76,7 +90,7 @@ class _Session:
     """
 
     info: SessionInfo
-    held: _Held | None = None
+    held: SavedSlot | None = None
     written: FileIdentity | None = None
 
 
@@ -134,16 +148,16 @@ class SessionStore:
             OSError: A file cannot be written; the sessions stay as they were.
         """
         _check_name(name)
-        blob, marks = slot.save_marked()
-        held = _Held(blob, slot.state_facts(), marks)
+        held = SavedSlot.of(slot)
+        n_bytes = len(held.blob)
         with self._lock:
             old = self._find(name)
             now = time.time()
             session = _Session(
-                SessionInfo(name, len(blob), old.info.created_s if old else now, now), held
+                SessionInfo(name, n_bytes, old.info.created_s if old else now, now), held
             )
-            self._make_room(name, len(blob))
-            if not self._fits(name, len(blob)):
+            self._make_room(name, n_bytes)
+            if not self._fits(name, n_bytes):
                 self._write(session)
                 session.held = None
             self._sessions[name] = session
@@ -260,7 +274,7 @@ class SessionStore:
         others = [len(held.blob) for other, held in self._in_memory() if other != name]
         return len(others) < self._max_sessions and sum(others) + n_bytes <= self._max_bytes
 
-    def _in_memory(self) -> list[tuple[str, _Held]]:
+    def _in_memory(self) -> list[tuple[str, SavedSlot]]:
         return [(name, s.held) for name, s in self._sessions.items() if s.held is not None]
 
     def _make_room(self, name: str, n_bytes: int) -> None:

@@ -13,7 +13,6 @@ import os
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -24,34 +23,17 @@ from kqview.server.live_config import LiveConfig
 from kqview.server.web.access import Caller
 from kqview.slot import Slot
 from kqview.state.files import SlotMarks, StateFacts, read_marked, write_marked
-from kqview.state.store import NAME_BYTES_MAX, SessionInfo, SessionStore, is_plain_name
+from kqview.state.store import (
+    NAME_BYTES_MAX,
+    SavedSlot,
+    SessionInfo,
+    SessionStore,
+    is_plain_name,
+)
 
 _FOLDER_LETTERS: Final = 32  # of a key's digest
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NOT_A_FILE: Final = (errno.ELOOP, errno.EISDIR, errno.EINVAL, errno.ENXIO)
-
-
-@dataclass(frozen=True, slots=True)
-class SavedSlot:
-    """A slot at one moment."""
-
-    blob: bytes
-    marks: SlotMarks
-    facts: StateFacts
-
-    @classmethod
-    def of(cls, slot: Slot) -> "SavedSlot":
-        """*slot* as it is; raises as `Slot.save`."""
-        facts = slot.state_facts()
-        return cls(*slot.save_marked(), facts)
-
-    def save_marked(self) -> tuple[bytes, SlotMarks]:
-        """As of `Slot`."""
-        return self.blob, self.marks
-
-    def state_facts(self) -> StateFacts:
-        """As of `Slot`."""
-        return self.facts
 
 
 class Sessions:

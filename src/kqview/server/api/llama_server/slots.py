@@ -24,11 +24,11 @@ from kqview.server.api.llama_server.blobs import (
 )
 from kqview.server.errors import NotSupported
 from kqview.server.models.service import Call
-from kqview.server.models.sessions import SavedSlot
 from kqview.server.web.budget import Body
 from kqview.server.web.described import about
 from kqview.server.web.endpoint import LongReply, OneOf, Upload
 from kqview.slot import Slot
+from kqview.state.store import SavedSlot
 
 _T = TypeVar("_T")
 _Action = Callable[[Call, Upload, int], Awaitable[Any]]
