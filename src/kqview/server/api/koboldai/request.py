@@ -19,14 +19,11 @@ from msgspec import Struct
 from kqview.engine import Engine
 from kqview.errors import InvalidToken, KqviewError, PromptTooLong, RequestError
 from kqview.server.api.koboldai.pruning import Sentence, SentenceScores, check_sentences, watched
-from kqview.server.api.wire.attention import RowWriter
+from kqview.server.api.wire import attention
 from kqview.server.api.wire.fields import (
     FieldTable,
-    Indices,
     SamplingFields,
-    Spans,
     Stops,
-    Weights,
     first,
     tuple_of,
 )
@@ -36,14 +33,12 @@ from kqview.server.models.run import (
     DEFAULT_TOP_K,
     Aggregation,
     AttentionWanted,
-    Format,
     GenerateRequest,
 )
 from kqview.server.settings import AttentionValues, Settings
 from kqview.server.web.described import about, example
 from kqview.server.web.lenient import shown_names
 from kqview.types import ModelInfo, Sampling
-from kqview.types.capture import DType
 
 DEFAULTS: Final[Mapping[str, Any]] = MappingProxyType(
     {
@@ -98,7 +93,6 @@ Banned = Annotated[
         [13],
     ),
 ]
-SparseTopK = Annotated[int | None, about('Columns of "sparse"; 50 if not given.', 10, default=50)]
 
 
 class KoboldFields(SamplingFields, kw_only=True):
@@ -221,44 +215,23 @@ class KoboldFields(SamplingFields, kw_only=True):
     return_attention: Annotated[bool | None, about("Another name for ``output_attentions``.")] = (
         None
     )
-    prompt_attention: Annotated[
-        bool | None, about("Whether rows of the prompt's own tokens are sent as well.")
-    ] = None
+    prompt_attention: attention.PromptField = None
     attention_values: Annotated[
         AttentionValues | None,
         about("What rows hold: logits before the softmax, scores with the mask, or probabilities."),
     ] = None
-    attention_format: Annotated[
-        Format | None,
-        about(
-            '"per_layer" has a row for each head of each layer; "aggregated" one row of them '
-            'all; "sparse" the columns with the largest weights; "viz" a summary of each layer. '
-            '"per_layer" if not given.',
-            default="per_layer",
-        ),
-    ] = None
+    attention_format: attention.FormatField = None
     aggregation_mode: Annotated[
         Aggregation | None,
         about('How "aggregated" makes one row of many; "mean" if not given.', default="mean"),
     ] = None
-    layer_weights: Annotated[
-        Weights | None, about('Weight of each layer for "weighted_layers".', [0, 0, 1, 1])
-    ] = None
-    sparse_top_k: SparseTopK = None
-    attention_top_k: SparseTopK = None
-    attention_layers: Annotated[
-        Indices | None, about("Layers to send; all if not given.", [0, 3])
-    ] = None
-    attention_heads: Annotated[
-        Indices | None, about("Heads to send; all if not given.", [0, 5])
-    ] = None
-    attention_spans: Annotated[
-        Spans | None,
-        about("Ranges of columns, whose sums are sent in place of columns.", [[0, 5], [5, None]]),
-    ] = None
-    dtype: Annotated[
-        DType | None, about('Type of the values; "float32" if not given.', default="float32")
-    ] = None
+    layer_weights: attention.LayerWeightsField = None
+    sparse_top_k: attention.TopKField = None
+    attention_top_k: attention.TopKField = None
+    attention_layers: attention.LayersField = None
+    attention_heads: attention.HeadsField = None
+    attention_spans: attention.SpansField = None
+    dtype: attention.DTypeField = None
     start_event: Annotated[
         bool | None,
         about(
@@ -363,7 +336,7 @@ class KoboldPlan:
     """
 
     request: GenerateRequest
-    rows: RowWriter | None
+    rows: attention.RowWriter | None
     ignored: Sequence[str] = ()
     has_start: bool = False
     encoding: Encoding | None = None
@@ -435,7 +408,7 @@ def plan_of(
     )
     return KoboldPlan(
         request=request,
-        rows=None if shown is None else RowWriter.of(shown, engine.model),
+        rows=None if shown is None else attention.RowWriter.of(shown, engine.model),
         ignored=_ignored(body, unknown, shown),
         has_start=bool(body.start_event),
         encoding=None if dream is None else dream.encoding,

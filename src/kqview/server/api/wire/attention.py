@@ -30,6 +30,7 @@ from kqview.server.models.run import (
     DEFAULT_TOP_K,
     Aggregation,
     AttentionWanted,
+    Format,
     Removal,
     Run,
     Step,
@@ -51,6 +52,43 @@ _ELEMENT_BYTES: Final = 64  # of an element in a list, besides its text
 # ---- requests
 
 
+# Fields that dialects have under names of their own.
+FormatField = Annotated[
+    Format | None,
+    about(
+        '"per_layer" has a row for each head of each layer; "aggregated" one row of '
+        'them all; "sparse" the columns with the largest weights; "viz" a summary of '
+        'each layer. "per_layer" if not given.',
+        default="per_layer",
+    ),
+]
+LayersField = Annotated[Indices | None, about("Layers to send; all if not given.", [0, 3])]
+HeadsField = Annotated[Indices | None, about("Heads to send; all if not given.", [0, 5])]
+SpansField = Annotated[
+    Spans | None,
+    about(
+        "Ranges of columns, whose sums are sent in place of columns; a range that ends "
+        "with null grows with the context.",
+        [[0, 5], [5, None]],
+    ),
+]
+LayerWeightsField = Annotated[
+    Weights | None, about('Weight of each layer for "weighted_layers".', [0, 0, 1, 1])
+]
+TopKField = Annotated[int | None, about('Columns of "sparse"; 50 if not given.', 10, default=50)]
+DTypeField = Annotated[
+    Literal["float32", "float16"] | None,
+    about('Type of the values; "float32" if not given.', default="float32"),
+]
+PromptField = Annotated[
+    bool | None,
+    about(
+        "Whether rows of the prompt's own tokens are sent as well; false if not given.",
+        default=False,
+    ),
+]
+
+
 class Attention(Struct, kw_only=True):
     """What attention to send with each token; `models.attention` describes the formats."""
 
@@ -63,15 +101,7 @@ class Attention(Struct, kw_only=True):
             default="probs",
         ),
     ] = None
-    format: Annotated[
-        Literal["per_layer", "aggregated", "sparse", "viz"] | None,
-        about(
-            '"per_layer" has a row for each head of each layer; "aggregated" one row of '
-            'them all; "sparse" the columns with the largest weights; "viz" a summary of '
-            'each layer. "per_layer" if not given.',
-            default="per_layer",
-        ),
-    ] = None
+    format: FormatField = None
     reduce: Annotated[
         (Literal["mean_heads", "max_heads", "mean", "max", "last_layer", "weighted_layers"] | None),
         about(
@@ -79,33 +109,13 @@ class Attention(Struct, kw_only=True):
             ' all layers, which is the format "aggregated".'
         ),
     ] = None
-    layers: Annotated[Indices | None, about("Layers to send; all if not given.", [0, 3])] = None
-    heads: Annotated[Indices | None, about("Heads to send; all if not given.", [0, 5])] = None
-    spans: Annotated[
-        Spans | None,
-        about(
-            "Ranges of columns, whose sums are sent in place of columns; a range that ends "
-            "with null grows with the context.",
-            [[0, 5], [5, None]],
-        ),
-    ] = None
-    layer_weights: Annotated[
-        Weights | None, about('Weight of each layer for "weighted_layers".', [0, 0, 1, 1])
-    ] = None
-    top_k: Annotated[int | None, about('Columns of "sparse"; 50 if not given.', 10, default=50)] = (
-        None
-    )
-    dtype: Annotated[
-        Literal["float32", "float16"] | None,
-        about('Type of the values; "float32" if not given.', default="float32"),
-    ] = None
-    prompt: Annotated[
-        bool | None,
-        about(
-            "Whether rows of the prompt's own tokens are sent as well; false if not given.",
-            default=False,
-        ),
-    ] = None
+    layers: LayersField = None
+    heads: HeadsField = None
+    spans: SpansField = None
+    layer_weights: LayerWeightsField = None
+    top_k: TopKField = None
+    dtype: DTypeField = None
+    prompt: PromptField = None
     delivery: Annotated[
         Literal["inline", "id"] | None,
         about(
