@@ -93,6 +93,8 @@ class Runs:
 
 def _measure_llama_bench(settings: Settings, line: ProgressLine) -> Timing:
     program = str(peer("llama-bench"))
+    if settings.clock != "wall":
+        raise NotHere("llama-bench tells its wall time; leave --clock cpu out")
     with open_engine(settings, flash_attn=True, n_ctx=N_TOKENS) as engine:
         runs = Runs(settings, engine)
         return _timed(

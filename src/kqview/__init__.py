@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 from kqview import errors
 
 if TYPE_CHECKING:
+    from kqview import ray as ray
     from kqview import viz as viz
     from kqview.corpora import extract, open_corpus
     from kqview.engine import Engine

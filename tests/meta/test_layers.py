@@ -48,6 +48,7 @@ PYTHON_RINGS: dict[str, set[str]] = {
     "bench": set(),
     "convert": set(),
     "corpora": {"saved"},
+    "ray": {"corpora", "saved"},
     "server": {"state", "chat", "rpc", "demo", "trace", "mods"},
     # What the server loads, it loads.
     "ingest": {"server", "state", "chat", "rpc", "demo", "trace", "mods"},
@@ -78,7 +79,7 @@ INNER_RINGS = {
     "mods": {"engine", "generation", "submission", "conversation", "kqview"},
 }
 # What `kqview.NAME` loads at its first use; importing the package does not.
-LOADED_WHEN_USED = {"kqview": {"saved", "viz", "corpora"}}
+LOADED_WHEN_USED = {"kqview": {"saved", "viz", "corpora", "ray"}}
 KNOWN_TO_INNER_RINGS = {
     "arguments", "confined", "constraint_child", "durable", "errors", "extras", "json_input",
     "types", "machine", "stop_strings", "_core",

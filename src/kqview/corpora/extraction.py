@@ -28,7 +28,7 @@ from kqview.corpora.sources import (
     documents,
     n_documents,
 )
-from kqview.corpora.writer import Row, Writer, chained
+from kqview.corpora.writer import Held, Row, Writer, chained
 from kqview.engine import Engine
 from kqview.errors import ClosedError, CorpusError, KqviewError, RequestError
 from kqview.many import Prompt, prompt_key
@@ -157,7 +157,18 @@ def extract(
     n_group = whole_number("group", group, low=1, high=INT32_MAX)
     if plan.is_large and not yes:
         raise RequestError(_warning(source, plan, engine, columns, options), parameter="yes")
-    facts = {
+    facts = facts_of(plan, keep)
+    with Writer(Path(sink), facts, shard_bytes) as writer:
+        report = _reporter(progress, n_documents(source))
+        run = _Run(plan, writer, tuple(keep), max_errors, n_group, report)
+        run.all(run.left(documents(source, columns)))
+    return open_corpus(sink)
+
+
+def facts_of(plan: Plan, keep: Sequence[str]) -> dict[str, Any]:
+    """What a corpus says of itself: model, plan, versions."""
+    engine = plan.engine
+    return {
         "model": {
             "fingerprint": engine._state_facts().model,  # pyright: ignore[reportPrivateUsage]
             "name": engine.model.name,
@@ -169,11 +180,14 @@ def extract(
             "llama.cpp": _core.build_info()["llama_cpp_commit"],
         },
     }
-    with Writer(Path(sink), facts, shard_bytes) as writer:
-        report = _reporter(progress, n_documents(source))
-        run = _Run(plan, writer, tuple(keep), max_errors, n_group, report)
-        run.all(run.left(documents(source, columns)))
-    return open_corpus(sink)
+
+
+def held(plan: Plan, source: object, columns: Columns, keep: Sequence[str], group: int) -> Held:
+    """Evaluate all documents of *source*, whose results are in memory then."""
+    found = Held()
+    run = _Run(plan, found, tuple(keep), None, group, lambda n, n_errors: None)
+    run.all(run.left(documents(source, columns)))
+    return found
 
 
 def _warning(source: object, plan: Plan, engine: Engine, columns: Columns, options: Options) -> str:
@@ -230,7 +244,7 @@ class _Run:
     def __init__(
         self,
         plan: Plan,
-        writer: Writer,
+        writer: Writer | Held,
         keep: tuple[str, ...],
         max_errors: int | None,
         n_group: int,

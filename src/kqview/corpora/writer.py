@@ -13,7 +13,7 @@ import hashlib
 import io
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Self
@@ -57,6 +57,33 @@ class Row:
     text: str | None = None
 
 
+class Held:
+    """Keeps what a `Writer` would write, for somebody else to write it.
+
+    Attributes:
+        rows: Documents and windows.
+        arrays: Those of each row.
+        n_documents: Documents among the rows.
+    """
+
+    n_done = 0
+    digest = ""
+
+    def __init__(self) -> None:
+        self.rows: list[Row] = []
+        self.arrays: list[Arrays] = []
+        self.n_documents = 0
+
+    def add(self, row: Row, arrays: Arrays, digest: str, *, ends_document: bool = True) -> None:
+        """As of `Writer`."""
+        self.rows.append(row)
+        self.arrays.append(arrays)
+        self.n_documents += ends_document
+
+    def commit(self) -> None:
+        """Keep on holding."""
+
+
 class Writer:
     """Writes one corpus; a context manager that lets it go. One thread.
 
@@ -74,7 +101,7 @@ class Writer:
         """
         self._arrow = needed("pyarrow", "a corpus needs", INSTALL)
         self._parquet = needed("pyarrow.parquet", "a corpus needs", INSTALL)
-        self._tensors = needed("safetensors.numpy", "a corpus needs", INSTALL)
+        needed("safetensors.numpy", "a corpus needs", INSTALL)
         self._folder, self._shard_bytes = folder, shard_bytes
         self._rows: list[Row] = []
         self._arrays: list[Arrays] = []
@@ -122,14 +149,21 @@ class Writer:
         parts = index_parts(self._folder)
         for name in ("shards", "index"):
             durable.remove_leftovers(self._folder / name)
-        known = {part.stem for part in parts}
-        for shard in (self._folder / "shards").glob("*.safetensors"):
-            if shard.stem not in known:
-                durable.remove(shard)
+        self.remove_unnamed()
         if not parts:
             return 0, _NO_DIGEST, 0
         about = json_input.loads(self._parquet.read_schema(parts[-1]).metadata[b"kqview"])
         return about["n_done"], about["digest"], len(parts)
+
+    def remove_unnamed(self) -> None:
+        """Remove shards that no part of the index names; their writers died before that."""
+        known: set[int] = set()
+        for part in index_parts(self._folder):
+            numbers = self._parquet.read_table(part, columns=["shard"])["shard"]
+            known.update(numbers.unique().to_pylist())
+        for shard in (self._folder / "shards").glob("*.safetensors"):
+            if int(shard.stem) not in known:
+                durable.remove(shard)
 
     def add(self, row: Row, arrays: Arrays, digest: str, *, ends_document: bool = True) -> None:
         """Add a document or a window; *digest* is that of the source with this document."""
@@ -149,50 +183,33 @@ class Writer:
         """
         if not self._rows:
             return
-        name = f"{self._n_pieces:05}"
-        tensors = {
-            f"{i}.{key}": one
-            for i, arrays in enumerate(self._arrays)
-            for key, one in arrays.items()
-        }
-        places: dict[str, Any] = {}
-        if tensors:
-            data = self._tensors.save(tensors)
-            places = _places(data)
-            durable.write_whole(self._folder / "shards" / f"{name}.safetensors", data)
-            del data, tensors
-        table = self._table(places)
+        shard = self._n_pieces
+        data, table = packed(self._rows, self._arrays, shard)
+        if data:
+            durable.write_whole(self._folder / "shards" / f"{shard:05}.safetensors", data)
+            del data
+        self._put(table)
+        self._rows, self._arrays, self._n_bytes = [], [], 0
+
+    def add_piece(self, table: Any, n_documents: int) -> None:
+        """Add rows of an index, of so many documents, whose shard another process has written.
+
+        Raises:
+            OSError: As of `commit`.
+        """
+        self.n_done += n_documents
+        self._put(table)
+
+    def _put(self, table: Any) -> None:
+        """Write a part of the index; with it, its documents are done."""
+        about = {"n_done": self.n_done, "digest": self.digest}
+        table = table.replace_schema_metadata({"kqview": json.dumps(about)})
         buffer = io.BytesIO()
         # The same documents give the same bytes, whoever wrote them and when.
         self._parquet.write_table(table, buffer, compression="zstd")
-        durable.write_whole(self._folder / "index" / f"{name}.parquet", buffer.getvalue())
+        part = self._folder / "index" / f"{self._n_pieces:05}.parquet"
+        durable.write_whole(part, buffer.getvalue())
         self._n_pieces += 1
-        self._rows, self._arrays, self._n_bytes = [], [], 0
-
-    def _table(self, places: dict[str, Any]) -> Any:
-        rows = [
-            {
-                "n": row.n,
-                "id": row.id,
-                "status": row.status,
-                "error": row.error,
-                "window": row.window,
-                "start": row.start,
-                "n_tokens": len(row.ids),
-                "token_ids": row.ids,
-                "spans": [one._asdict() for one in row.spans],
-                "text": row.text,
-                "columns": json.dumps(row.columns, default=repr) if row.columns else None,
-                "shard": self._n_pieces,
-                "arrays": [
-                    {"name": name, **places[f"{i}.{name}"]} for name in sorted(self._arrays[i])
-                ],
-            }
-            for i, row in enumerate(self._rows)
-        ]
-        about = {"n_done": self.n_done, "digest": self.digest}
-        schema = _schema(self._arrow).with_metadata({"kqview": json.dumps(about)})
-        return self._arrow.Table.from_pylist(rows, schema=schema)
 
     def close(self) -> None:
         """Let other processes write."""
@@ -213,6 +230,39 @@ def _differences(have: Any, want: Any, name: str = "") -> Iterator[str]:
                 yield from _differences(have.get(key), one, f"{key} ")
     else:
         yield f"{name}{have!r}, not {want!r}"
+
+
+def packed(rows: Sequence[Row], arrays: Sequence[Arrays], shard: int) -> tuple[bytes, Any]:
+    """A safetensors file of *arrays*, empty if there are none, and the rows of the index for it.
+
+    Args:
+        rows: Documents and windows.
+        arrays: Those of each.
+        shard: Number of the file.
+    """
+    arrow = needed("pyarrow", "a corpus needs", INSTALL)
+    tensors = {f"{i}.{key}": one for i, of in enumerate(arrays) for key, one in of.items()}
+    data = needed("safetensors.numpy", "a corpus needs", INSTALL).save(tensors) if tensors else b""
+    places = _places(data) if data else {}
+    columns = [
+        {
+            "n": row.n,
+            "id": row.id,
+            "status": row.status,
+            "error": row.error,
+            "window": row.window,
+            "start": row.start,
+            "n_tokens": len(row.ids),
+            "token_ids": row.ids,
+            "spans": [one._asdict() for one in row.spans],
+            "text": row.text,
+            "columns": json.dumps(row.columns, default=repr) if row.columns else None,
+            "shard": shard,
+            "arrays": [{"name": name, **places[f"{i}.{name}"]} for name in sorted(arrays[i])],
+        }
+        for i, row in enumerate(rows)
+    ]
+    return data, arrow.Table.from_pylist(columns, schema=_schema(arrow))
 
 
 def chained(digest: str, id_: str, key: str) -> str:
@@ -271,7 +321,7 @@ def _schema(arrow: Any) -> Any:
             "error": arrow.string(), "window": arrow.int32(), "start": arrow.int32(),
             "n_tokens": arrow.int32(), "token_ids": arrow.list_(arrow.int32()),
             "spans": arrow.list_(arrow.struct(span)), "text": arrow.string(),
-            "columns": arrow.string(), "shard": arrow.int32(),
+            "columns": arrow.string(), "shard": arrow.int64(),
             "arrays": arrow.list_(arrow.struct(array)),
         }
     )  # fmt: skip

@@ -1,0 +1,158 @@
+"""Corpora on a cluster of several nodes, each of which has processes of its own on this machine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+import kqview
+from kqview import Engine, open_corpus
+from kqview.demo import MODEL_PATH
+from kqview.errors import CorpusError, KqviewError, RequestError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+ray = pytest.importorskip("ray")
+pytest.importorskip("ray.data")
+
+pytestmark = [
+    pytest.mark.full,
+    # Ray's own: files and sockets that its processes leave to the end, and what it deprecates.
+    pytest.mark.filterwarnings("ignore"),
+]
+
+N = 60
+MODEL = str(MODEL_PATH)
+RECORDS = [{"id": f"d{i}", "text": f"Anna has {i} red balls."} for i in range(N)]
+OPTIONS: dict[str, Any] = {
+    "model": MODEL, "engine": {"n_ctx": 256, "n_slots": 2}, "last": 1, "batch": 5,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """A head that only reads, and two nodes with a CPU each for actors."""
+    from ray.cluster_utils import Cluster
+
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "resources": {"head": 1}})
+    made.node = made.add_node(num_cpus=1)
+    made.add_node(num_cpus=1)
+    ray.init(address=made.address, log_to_driver=False)
+    yield made
+    ray.shutdown()
+    made.shutdown()
+
+
+def dataset(records: Any = RECORDS) -> Any:
+    return ray.data.from_items(records, override_num_blocks=6)
+
+
+def check(corpus: Any) -> None:
+    """Each document is there once, with the rows that an engine of this process gives it."""
+    index = corpus.index.to_pydict()
+    assert sorted(index["id"]) == sorted(one["id"] for one in RECORDS)
+    assert set(index["status"]) == {"ok"}
+    assert index["n"] == list(range(N))
+    with Engine.demo(n_ctx=256, n_threads=1) as engine:
+        for record in RECORDS[::7]:
+            rows = engine.attend(record["text"], last=1).array()
+            assert np.allclose(corpus[record["id"]].attention, rows, atol=2e-3)
+
+
+def test_actors_write_the_same_corpus_as_one_engine(cluster: Any, tmp_path: Path):
+    corpus = kqview.ray.extract(dataset(), str(tmp_path), actors=2, **OPTIONS)
+    assert corpus is not None
+    check(corpus)
+    # Again, there is nothing left to do; other options are refused, and so is another writer.
+    n_parts = len(list((tmp_path / "index").iterdir()))
+    again = kqview.ray.extract(dataset(), str(tmp_path), actors=1, **OPTIONS)
+    assert again is not None
+    check(again)
+    assert len(list((tmp_path / "index").iterdir())) == n_parts
+    with pytest.raises(CorpusError, match="last"):
+        kqview.ray.extract(dataset(), str(tmp_path), actors=1, **{**OPTIONS, "last": 2})
+    with (
+        Engine.demo(n_ctx=256, n_threads=1) as engine,
+        pytest.raises(CorpusError, match="another plan"),
+    ):
+        kqview.extract(RECORDS, str(tmp_path), engine=engine, last=1)
+
+
+def test_node_that_dies_in_the_middle_loses_no_document(cluster: Any, tmp_path: Path):
+    killed: list[int] = []
+
+    def kill(n_done: int) -> None:
+        if not killed:
+            killed.append(n_done)
+            cluster.remove_node(cluster.node, allow_graceful=False)
+            cluster.node = cluster.add_node(num_cpus=1)
+
+    corpus = kqview.ray.extract(dataset(), str(tmp_path), actors=2, progress=kill, **OPTIONS)
+    assert corpus is not None
+    assert killed[0] < N
+    check(corpus)
+    named = set(corpus.index["shard"].to_pylist())
+    assert {int(one.stem) for one in (tmp_path / "shards").iterdir()} == named
+
+
+def test_driver_that_dies_goes_on_where_it_was(cluster: Any, tmp_path: Path):
+    def die(n_done: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        kqview.ray.extract(dataset(), str(tmp_path), actors=1, progress=die, **OPTIONS)
+    n_done = len(open_corpus(str(tmp_path)))
+    assert 0 < n_done < N
+    left: list[int] = []
+    corpus = kqview.ray.extract(dataset(), str(tmp_path), actors=1, progress=left.append, **OPTIONS)
+    assert corpus is not None
+    assert left[0] > n_done
+    check(corpus)
+
+
+def test_what_fails_and_what_is_twice_is_in_the_corpus(cluster: Any, tmp_path: Path):
+    records = [*RECORDS[:4], {"id": "long", "text": "red ball " * 400}, *RECORDS[:2]]
+    data = ray.data.from_items(records, override_num_blocks=1)
+    corpus = kqview.ray.extract(data, str(tmp_path), actors=1, **{**OPTIONS, "batch": 4})
+    assert corpus is not None
+    assert corpus.index["status"].to_pylist().count("duplicate") == 2
+    assert corpus["long"].status == "error"
+    assert corpus["d1"].attention.shape[-2] == 1
+    with pytest.raises(CorpusError, match="max_errors is 2"):
+        kqview.ray.extract(data, str(tmp_path / "few"), actors=1, max_errors=2, **OPTIONS)
+
+
+def test_url_of_an_object_store(cluster: Any, tmp_path: Path):
+    url = f"local://{tmp_path}/corpus"
+    assert kqview.ray.extract(dataset(), url, actors=2, **OPTIONS) is None
+    check(open_corpus(str(tmp_path / "corpus")))
+    assert kqview.ray.extract(dataset(), url, actors=1, **OPTIONS) is None
+    check(open_corpus(str(tmp_path / "corpus")))
+    with pytest.raises(CorpusError, match="another plan"):
+        kqview.ray.extract(dataset(), url, actors=1, **{**OPTIONS, "last": 3})
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"last": None}, RequestError, "yes=True"),
+        ({"fields": ["nothing"]}, RequestError, "nothing"),
+        ({"batch": 0}, RequestError, "batch"),
+        ({"engine": {"n_threads": 500}}, RequestError, "n_threads"),
+        ({"model": "/nowhere.gguf"}, KqviewError, "nowhere"),
+    ],
+)
+def test_bad_options(
+    cluster: Any, tmp_path: Path, options: dict[str, Any], error: type[Exception], words: str
+):
+    with pytest.raises(error, match=words):
+        kqview.ray.extract(dataset(), str(tmp_path), actors=1, **{**OPTIONS, **options})
+
+
+def test_dataset_without_ids_is_refused(cluster: Any, tmp_path: Path):
+    with pytest.raises(RequestError, match="no column 'id'"):
+        kqview.ray.extract(dataset([{"text": "a"}]), str(tmp_path), **OPTIONS)
