@@ -196,7 +196,6 @@ async def generate(call: Call, body: KoboldGenerateBody) -> HttpReply:
 )
 async def stream(call: Call, body: StreamBody) -> Events:
     """Tokens as Server-Sent Events; typed ones for clients that can know them."""
-    body = _with_query(call, body)
     plan = await _plan(call, body, call.n_body_bytes, call.unknown)
     run = await call.service.start(plan.request, call.caller, call.hold, model=call.model)
     asked = first(body.output_attentions, body.return_attention, body.request_id)
@@ -220,7 +219,6 @@ async def stream_frames(call: Call, socket: Socket) -> None:
     body, unknown = await service.converted(
         len(raw), call.hold, decoded_with_unknown, _STREAM_DECODER, raw
     )
-    body = _with_query(call, body)
     async with service.pool.using(body.model or call.query.get("model")) as model:
         call = replace(call, served=model)
         plan = await _plan(call, resolved(body, model), len(raw), unknown, asked=True)
@@ -238,23 +236,19 @@ async def stream_events(call: Call, socket: Socket) -> None:
 async def _plan(
     call: Call, body: KoboldFields, n_bytes: int, unknown: tuple[str, ...], *, asked: bool = False
 ) -> KoboldPlan:
+    """What *body* asks; of a stream the URL's query may say more about attention."""
+    given = {name: call.query[name] for name in _IN_QUERY if name in call.query}
+    if given and isinstance(body, StreamBody):
+        try:
+            checked = msgspec.convert(given, StreamBody)
+        except msgspec.ValidationError as error:
+            raise RequestError(f"the URL's query cannot be read: {error}; correct it") from None
+        missing = {name: getattr(checked, name) for name in given if getattr(body, name) is None}
+        body = msgspec.structs.replace(body, **missing)
     return await call.service.converted(
         n_bytes, call.hold, plan_of, body, call.model, call.service.settings,
         request_id=call.request_id, unknown=unknown, asked=asked,
     )  # fmt: skip
-
-
-def _with_query(call: Call, body: StreamBody) -> StreamBody:
-    """*body*, with what the URL's query says about attention if *body* does not."""
-    given = {name: call.query[name] for name in _IN_QUERY if name in call.query}
-    if not given:
-        return body
-    try:
-        checked = msgspec.convert(given, StreamBody)
-    except msgspec.ValidationError as error:
-        raise RequestError(f"the URL's query cannot be read: {error}; correct it") from None
-    missing = {name: getattr(checked, name) for name in given if getattr(body, name) is None}
-    return msgspec.structs.replace(body, **missing)
 
 
 # ---- generations that run
