@@ -253,7 +253,7 @@ class Trace:
 
     def to_payload(self) -> Object:
         """Return the trace as JSON values that every receiver accepts, see the file head."""
-        return json.loads(self.to_json())
+        return json_input.loads(self.to_json())
 
     def json_parts(self) -> Iterator[str]:
         """Yield `to_payload` as JSON in parts, ASCII only.
