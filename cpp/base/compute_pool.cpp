@@ -1,7 +1,6 @@
 #include "base/compute_pool.h"
 
 #include <pthread.h>
-#include <signal.h>
 #if defined(__linux__)
 #include <linux/futex.h>
 #include <sched.h>
@@ -17,6 +16,8 @@
 #include <exception>
 #include <thread>
 #include <utility>
+
+#include "base/signals.h"
 
 namespace kqview {
 
@@ -176,18 +177,8 @@ void compute_pool::team::compute(unsigned index) {
 class compute_pool::worker {
 public:
     worker() {
-        // Signals belong to Python's main thread; a thread begins with the mask of its creator.
-        sigset_t all;
-        sigset_t before;
-        sigfillset(&all);
-        pthread_sigmask(SIG_SETMASK, &all, &before);
-        try {
-            thread_ = std::thread([this] { work(); });
-        } catch (...) {
-            pthread_sigmask(SIG_SETMASK, &before, nullptr);
-            throw;
-        }
-        pthread_sigmask(SIG_SETMASK, &before, nullptr);
+        const signals_blocked guard;
+        thread_ = std::thread([this] { work(); });
     }
     ~worker() {
         start(nullptr, 0);

@@ -34,8 +34,6 @@ public:
 
     compute_pool();
     ~compute_pool();  // no task runs
-    compute_pool(const compute_pool&) = delete;
-    compute_pool& operator=(const compute_pool&) = delete;
 
     // Calls `what(data)` on `n_threads` threads at once, the calling one among them, and returns
     // when all have returned. There are fewer if the system refuses to start one. Within a task,

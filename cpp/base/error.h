@@ -1,6 +1,6 @@
 // The one failure type of the core. Every error has a code that names who must act; `bind/` maps
 // each code to a class of kqview.errors, and a test checks that the map is complete. Also here: how
-// messages say sizes of memory.
+// messages are put together.
 #pragma once
 
 #include <array>
@@ -10,6 +10,7 @@
 #include <new>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 
 namespace kqview {
 
@@ -33,35 +34,38 @@ enum class errc {
     internal,           // InternalError: a bug of kqview
 };
 
-// The code's own name: the key of kqview.errors.BY_CODE.
-constexpr const char* name_of(errc code) {
-    switch (code) {
-        case errc::request: return "request";
-        case errc::prompt_too_long: return "prompt_too_long";
-        case errc::invalid_token: return "invalid_token";
-        case errc::unknown_slot: return "unknown_slot";
-        case errc::invalid_capture: return "invalid_capture";
-        case errc::invalid_sampling: return "invalid_sampling";
-        case errc::model_load: return "model_load";
-        case errc::unsupported_model: return "unsupported_model";
-        case errc::pool_exhausted: return "pool_exhausted";
-        case errc::queue_full: return "queue_full";
-        case errc::out_of_memory: return "out_of_memory";
-        case errc::state_format: return "state_format";
-        case errc::state_mismatch: return "state_mismatch";
-        case errc::closed: return "closed";
-        case errc::busy: return "busy";
-        case errc::decode: return "decode";
-        case errc::internal: return "internal";
-    }
-    return "internal";
+// The codes' own names, in their order: the keys of kqview.errors.BY_CODE.
+constexpr std::array errc_names{
+    "request",          "prompt_too_long", "invalid_token",     "unknown_slot",   "invalid_capture",
+    "invalid_sampling", "model_load",      "unsupported_model", "pool_exhausted", "queue_full",
+    "out_of_memory",    "state_format",    "state_mismatch",    "closed",         "busy",
+    "decode",           "internal"};
+static_assert(errc_names.size() == static_cast<std::size_t>(errc::internal) + 1);
+
+constexpr const char* name_of(errc code) { return errc_names[static_cast<std::size_t>(code)]; }
+
+// A message of texts, characters and numbers, one after the other.
+template <typename... Parts>
+std::string text_of(const Parts&... parts) {
+    std::string text;
+    const auto add = [&text]<typename Part>(const Part& part) {
+        if constexpr (std::is_arithmetic_v<Part> && !std::is_same_v<Part, char>) {
+            text += std::to_string(part);
+        } else {
+            text += part;
+        }
+    };
+    (add(parts), ...);
+    return text;
 }
 
 // The message says what was wrong, the limit and what to do, and names the caller's own parameter:
 // "n_ubatch is 0, allowed are 1..1048576".
 class error : public std::runtime_error {
 public:
-    error(errc code, const std::string& message) : std::runtime_error(message), code_(code) {}
+    template <typename... Parts>
+    error(errc code, const Parts&... message)
+        : std::runtime_error(text_of(message...)), code_(code) {}
 
     errc code() const noexcept { return code_; }
 
@@ -81,9 +85,9 @@ inline error running_failure(const char* noun, errc other, const error& no_memor
         } catch (const std::bad_alloc&) {
             return no_memory;
         } catch (const std::exception& failure) {
-            return error(other, std::string(noun) + ": " + failure.what());
+            return error(other, noun, ": ", failure.what());
         } catch (...) {
-            return error(other, std::string(noun) + ": an exception of no known type");
+            return error(other, noun, ": an exception of no known type");
         }
     } catch (...) {
         return no_memory;  // it ran out while the message was made

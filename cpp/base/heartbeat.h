@@ -5,8 +5,10 @@
 // Never:   locks. A watcher must see an engine thread that hangs with a lock held.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <chrono>
+#include <cstddef>
 #include <cstdint>
 
 namespace kqview {
@@ -21,6 +23,14 @@ enum class engine_phase : std::uint8_t {
     closing,
     ended,
 };
+
+constexpr std::array phase_names{"waiting",  "ordering", "admitting", "filling",
+                                 "decoding", "sampling", "closing",   "ended"};
+static_assert(phase_names.size() == static_cast<std::size_t>(engine_phase::ended) + 1);
+
+constexpr const char* name_of(engine_phase phase) {
+    return phase_names[static_cast<std::size_t>(phase)];
+}
 
 class heartbeat {
 public:
@@ -75,19 +85,5 @@ private:
     std::atomic<std::uint64_t> n_signs_{0};
     std::atomic<bool> is_stopped_{false};
 };
-
-constexpr const char* name_of(engine_phase phase) {
-    switch (phase) {
-        case engine_phase::waiting: return "waiting";
-        case engine_phase::ordering: return "ordering";
-        case engine_phase::admitting: return "admitting";
-        case engine_phase::filling: return "filling";
-        case engine_phase::decoding: return "decoding";
-        case engine_phase::sampling: return "sampling";
-        case engine_phase::closing: return "closing";
-        case engine_phase::ended: return "ended";
-    }
-    return "unknown";
-}
 
 }  // namespace kqview

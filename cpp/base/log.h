@@ -13,7 +13,8 @@
 
 namespace kqview {
 
-enum class log_level { debug, info, warning, error };
+// As Python's logging numbers them.
+enum class log_level { debug = 10, info = 20, warning = 30, error = 40 };
 
 struct log_line {
     std::uint64_t sequence;

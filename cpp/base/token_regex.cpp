@@ -18,6 +18,8 @@ namespace kqview {
 
 namespace {
 
+using namespace std::regex_constants;
+
 constexpr std::uint32_t unlimited = std::numeric_limits<std::uint32_t>::max();
 constexpr std::uint32_t last_code = 0x7fffffff;
 constexpr std::uint32_t n_low = 256;
@@ -34,8 +36,7 @@ struct code_range {
 class code_set {
 public:
     explicit code_set(std::vector<code_range> ranges, bool negated = false) {
-        std::sort(ranges.begin(), ranges.end(),
-                  [](const auto& a, const auto& b) { return a.first < b.first; });
+        std::ranges::sort(ranges, {}, &code_range::first);
         for (const auto& range : ranges) {
             if (!ranges_.empty() && range.first <= ranges_.back().last + 1) {
                 ranges_.back().last = std::max(ranges_.back().last, range.last);
@@ -66,9 +67,7 @@ private:
         return gaps;
     }
     bool find(std::uint32_t code) const {
-        const auto after =
-            std::upper_bound(ranges_.begin(), ranges_.end(), code,
-                             [](std::uint32_t value, const auto& r) { return value < r.first; });
+        const auto after = std::ranges::upper_bound(ranges_, code, {}, &code_range::first);
         return after != ranges_.begin() && code <= std::prev(after)->last;
     }
 
@@ -108,7 +107,7 @@ struct fragment {
     }
     void add(const fragment& other) {
         if (code.size() + other.code.size() > 100'000) {
-            throw std::regex_error(std::regex_constants::error_space);
+            throw std::regex_error(error_space);
         }
         code.insert(code.end(), other.code.begin(), other.code.end());
     }
@@ -121,7 +120,7 @@ public:
 
     std::vector<instruction> parse() {
         auto whole = alternatives();
-        if (!at_end()) fail(std::regex_constants::error_paren);
+        if (!at_end()) fail(error_paren);
         whole.add(op_kind::accept, 0);
         for (std::uint32_t i = 0; i < whole.size(); ++i) whole.code[i].target += i;
         return std::move(whole.code);
@@ -134,7 +133,7 @@ private:
     bool at_end() const { return next_ == pattern_.size(); }
     char32_t peek() const { return at_end() ? U'\0' : pattern_[next_]; }
     char32_t take() {
-        if (at_end()) fail(std::regex_constants::error_brack);
+        if (at_end()) fail(error_brack);
         return pattern_[next_++];
     }
     bool take_if(const char32_t* text) {
@@ -181,26 +180,19 @@ private:
 
     fragment term() {
         const auto body = atom();
-        std::uint32_t min = 0, max = 0;
-        if (take_if(U"*")) {
-            max = unlimited;
-        } else if (take_if(U"+")) {
-            min = 1;
-            max = unlimited;
-        } else if (take_if(U"?")) {
-            max = 1;
-        } else if (take_if(U"{")) {
+        constexpr std::u32string_view signs = U"*+?{";
+        const auto sign = peek();
+        if (at_end() || signs.find(sign) == signs.npos) return body;
+        ++next_;
+        std::uint32_t min = sign == U'+' ? 1 : 0, max = sign == U'?' ? 1 : unlimited;
+        if (sign == U'{') {
             min = max = number();
             if (take_if(U",")) max = peek() == U'}' ? unlimited : number();
-            if (!take_if(U"}") || max < min) fail(std::regex_constants::error_badbrace);
-        } else {
-            return body;
+            if (!take_if(U"}") || max < min) fail(error_badbrace);
         }
         // Lazy and possessive repeats.
-        if (peek() == U'*' || peek() == U'+' || peek() == U'?' || peek() == U'{') {
-            fail(std::regex_constants::error_badrepeat);
-        }
-        if (max == unlimited && body.can_be_empty) fail(std::regex_constants::error_badrepeat);
+        if (!at_end() && signs.find(peek()) != signs.npos) fail(error_badrepeat);
+        if (max == unlimited && body.can_be_empty) fail(error_badrepeat);
         return repeated(body, min, max);
     }
 
@@ -226,7 +218,7 @@ private:
 
     std::uint32_t number() {
         std::uint32_t value = 0;
-        if (peek() < U'0' || peek() > U'9') fail(std::regex_constants::error_badbrace);
+        if (peek() < U'0' || peek() > U'9') fail(error_badbrace);
         while (peek() >= U'0' && peek() <= U'9' && value < 10'000) {
             value = value * 10 + static_cast<std::uint32_t>(take() - U'0');
         }
@@ -240,7 +232,7 @@ private:
         if (take_if(U"\\")) return one(escape());
         const auto c = take();
         if (std::u32string_view(U".^*+?{}])").find(c) != std::u32string_view::npos) {
-            fail(std::regex_constants::error_badrepeat);
+            fail(error_badrepeat);
         }
         return one(code_set({{c, c}}));
     }
@@ -248,10 +240,10 @@ private:
     fragment group() {
         const bool looks = take_if(U"?="), looks_not = !looks && take_if(U"?!");
         if (!looks && !looks_not && !take_if(U"?:") && peek() == U'?') {
-            fail(std::regex_constants::error_paren);
+            fail(error_paren);
         }
         const auto body = alternatives();
-        if (!take_if(U")")) fail(std::regex_constants::error_paren);
+        if (!take_if(U")")) fail(error_paren);
         if (!looks && !looks_not) return body;
         fragment look;
         look.add(op_kind::look, body.size() + 2);
@@ -268,7 +260,7 @@ private:
         const auto code = plain(c);
         const bool is_alphanumeric =
             (c >= U'0' && c <= U'9') || (c >= U'A' && c <= U'Z') || (c >= U'a' && c <= U'z');
-        if (is_alphanumeric && code == c) fail(std::regex_constants::error_escape);
+        if (is_alphanumeric && code == c) fail(error_escape);
         return code_set({{code, code}});
     }
 
@@ -278,7 +270,7 @@ private:
         while (!take_if(U"]")) {
             auto first = take();
             if (first == U'[' && (peek() == U':' || peek() == U'.' || peek() == U'=')) {
-                fail(std::regex_constants::error_ctype);
+                fail(error_ctype);
             }
             if (first == U'\\') {
                 const auto escaped = escape().ranges();
@@ -294,7 +286,7 @@ private:
                 ++next_;
                 last = take();
                 if (last == U'\\') last = plain(take());
-                if (last < first) fail(std::regex_constants::error_range);
+                if (last < first) fail(error_range);
             }
             ranges.push_back({first, last});
         }

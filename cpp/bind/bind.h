@@ -59,4 +59,18 @@ nb::object embedding_array(std::vector<float>& values, int n_rows, nb::handle ow
 void stop_waking() noexcept;
 void stay_if_exiting() noexcept;
 
+// Runs `call` without the GIL.
+template <typename Call>
+auto unlocked(Call&& call) {
+    const nb::gil_scoped_release release;
+    try {
+        auto result = call();
+        stay_if_exiting();
+        return result;
+    } catch (...) {
+        stay_if_exiting();
+        throw;
+    }
+}
+
 }  // namespace kqview::bind

@@ -54,6 +54,11 @@ std::shared_ptr<generation_handle> submit(const std::shared_ptr<engine>& self,
     return std::make_shared<generation_handle>(self, self->submit(wanted));
 }
 
+template <auto Member>
+const auto& fact(const engine& self) {
+    return self.facts().*Member;
+}
+
 void close(engine& self, double limit_s) {
     self.close(std::chrono::duration<double>(std::clamp(limit_s, 0.0, 1e6)));
 }
@@ -188,28 +193,29 @@ void bind_engine(nb::module_& module) {
     nb::class_<engine>(module, "Engine")
         .def_static("open", &open_engine, nb::arg("model"), nb::arg("options"),
                     "Create the context and start the engine thread.")
-        .def_prop_ro("n_ctx", &engine::n_ctx)
-        .def_prop_ro("n_chunk", &engine::n_chunk, "Maximum number of prompt tokens in one step.")
+        .def_prop_ro("n_ctx", &fact<&engine_facts::n_ctx>)
+        .def_prop_ro("n_chunk", &fact<&engine_facts::n_chunk>,
+                     "Maximum number of prompt tokens in one step.")
         .def_prop_ro("n_slots", &engine::n_slots)
         .def_prop_ro(
-            "attention_layers", [](const engine& self) { return self.capture().attention; },
+            "attention_layers", [](const engine& self) { return self.facts().capture.attention; },
             "The layers with attention, in ascending order.")
         .def_prop_ro(
-            "has_cache", &engine::has_cache,
+            "has_cache", &fact<&engine_facts::has_cache>,
             "False for encoders and diffusion models, which evaluate a prompt in one step.")
-        .def_prop_ro("pooling", &engine::pooling,
+        .def_prop_ro("pooling", &fact<&engine_facts::pooling>,
                      "How a text becomes an embedding; empty if the context provides none.")
-        .def_prop_ro("memory_bytes", &engine::memory_bytes,
+        .def_prop_ro("memory_bytes", &fact<&engine_facts::memory_bytes>,
                      "Bytes of weights, KV cache and compute buffers, on the host and on devices.")
-        .def_prop_ro("can_split_embedding", &engine::can_split_embedding,
+        .def_prop_ro("can_split_embedding", &fact<&engine_facts::can_split_embedding>,
                      "Whether a text to embed may take several steps.")
         .def_prop_ro(
-            "n_classes", [](const engine& self) { return self.embeddings().n_classes; },
+            "n_classes", [](const engine& self) { return self.facts().embeddings.n_classes; },
             "Number of values of the classifier head; 0 if there is none.")
         .def_prop_ro(
-            "n_positions", [](const engine& self) { return self.embeddings().n_positions; },
+            "n_positions", [](const engine& self) { return self.facts().embeddings.n_positions; },
             "Number of positions that the model has learned; 0 if it has no such limit.")
-        .def_prop_ro("shift_obstacle", &engine::shift_obstacle,
+        .def_prop_ro("shift_obstacle", &fact<&engine_facts::shift_obstacle>,
                      "Why positions in the cache cannot be moved; empty if they can.")
         .def("submit", &submit, nb::arg("options"), "Queue a request.")
         .def("close", &close, nb::arg("limit_s"), nb::call_guard<nb::gil_scoped_release>(),

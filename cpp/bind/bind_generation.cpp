@@ -8,6 +8,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <cmath>
@@ -31,16 +32,10 @@ namespace kqview::bind {
 
 namespace {
 
-const char* name_of_reason(finish_reason reason) {
-    switch (reason) {
-        case finish_reason::stop: return "stop";
-        case finish_reason::length: return "length";
-        case finish_reason::stop_token: return "stop_token";
-        case finish_reason::cancelled: return "cancelled";
-        case finish_reason::error: return "error";
-    }
-    return "error";
-}
+constexpr std::array reason_names{"stop", "length", "stop_token", "cancelled", "error"};
+static_assert(reason_names.size() == static_cast<std::size_t>(finish_reason::error) + 1);
+
+const char* name_of(finish_reason reason) { return reason_names[static_cast<std::size_t>(reason)]; }
 
 // Two threads that take at once would split the text between them.
 class single_consumer {
@@ -63,8 +58,6 @@ private:
 struct taken_token {
     token_event token;
     std::optional<end_event> end;  // with the last token
-
-    bool has_logprob() const { return !std::isnan(token.logprob); }
 };
 
 // A forward pass for the consumer to answer. Mods may keep it: neither the generation nor the
@@ -106,17 +99,17 @@ std::pair<std::vector<std::pair<token_id, float>>, double> outlook(const nb::obj
 const char* ends(const taken_pass& self, token_id id) {
     const auto reason = self.with(
         [&](engine& core, const std::shared_ptr<request>& of) { return core.end_by(*of, id); });
-    return reason ? name_of_reason(*reason) : nullptr;
+    return reason ? name_of(*reason) : nullptr;
 }
 
 finish_reason reason_named(const std::string& name) {
     using enum finish_reason;
     for (const auto reason : {stop, length, stop_token, error}) {
-        if (name == name_of_reason(reason)) return reason;
+        if (name == name_of(reason)) return reason;
     }
-    throw kqview::error(errc::request, "end is '" + name +
-                                           "', allowed are 'stop', 'length', 'stop_token', "
-                                           "'error' and None; to cancel, close the generation");
+    throw kqview::error(errc::request, "end is '", name,
+                        "', allowed are 'stop', 'length', 'stop_token', 'error' and None; to "
+                        "cancel, close the generation");
 }
 
 void answer(const taken_pass& self, int n_removed, std::vector<token_id> ids,
@@ -217,9 +210,7 @@ nb::object try_next_item(generation_handle& self, bool goes_on) {
     auto& box = *self.wanted->box;
     if (auto item = box.try_take()) return to_python(self, std::move(*item));
     if (!goes_on && self.wanted->slot.load() < 0) box.forget_stall();
-    if (auto holders = box.take_stall(); !holders.empty())
-        return nb::cast(wait_event{std::move(holders)});
-    return nb::cast(wait_event{});
+    return nb::cast(wait_event{box.take_stall()});
 }
 
 void wait_settled(generation_handle& self) {
@@ -232,24 +223,46 @@ void wait_settled(generation_handle& self) {
     }
 }
 
+const token_event& choice_of(const taken_token& event) { return event.token; }
+const picked_token& choice_of(const picked_token& picked) { return picked; }
+
+// An id with what comes beside it.
+template <typename Choice>
+void bind_choice(nb::class_<Choice>& bound) {
+    const auto if_asked = [](const Choice& self, const auto& value) {
+        return std::isnan(choice_of(self).logprob) ? std::nullopt : std::optional(value);
+    };
+    bound.def_prop_ro("id", [](const Choice& self) { return choice_of(self).id; })
+        .def_prop_ro("logprob",
+                     [=](const Choice& self) { return if_asked(self, choice_of(self).logprob); })
+        .def_prop_ro(
+            "top_logprobs", [=](const Choice& self) { return if_asked(self, choice_of(self).top); },
+            "None unless logprobs were requested, like logprob.");
+}
+
+template <auto Member>
+auto usage(const end_event& self) {
+    return self.usage.*Member;
+}
+
 const captured_rows& rows_of(const taken_token& event) { return event.token.rows; }
 const captured_rows& rows_of(const taken_pass& event) { return event.event.rows; }
 const captured_rows& rows_of(const prompt_event& event) { return event.rows; }
 
+template <auto View, typename Event>
+nb::object view(const Event& self) {
+    return View(rows_of(self), std::is_same_v<Event, prompt_event>);
+}
+
 // A class of events with rows, whose arrays are views.
 template <typename Event>
 nb::class_<Event> bind_rows(nb::module_& module, const char* name, const char* doc) {
-    constexpr bool of_prompt = std::is_same_v<Event, prompt_event>;
     return nb::class_<Event>(module, name, doc)
-        .def_prop_ro(
-            "attention", [](const Event& self) { return attention_view(rows_of(self), of_prompt); },
-            nb::sig("def attention(self) -> typing.Any"))
-        .def_prop_ro(
-            "positions", [](const Event& self) { return positions_view(rows_of(self), of_prompt); },
-            nb::sig("def positions(self) -> typing.Any"))
-        .def_prop_ro(
-            "hidden", [](const Event& self) { return hidden_view(rows_of(self), of_prompt); },
-            nb::sig("def hidden(self) -> typing.Any"))
+        .def_prop_ro("attention", &view<attention_view, Event>,
+                     nb::sig("def attention(self) -> typing.Any"))
+        .def_prop_ro("positions", &view<positions_view, Event>,
+                     nb::sig("def positions(self) -> typing.Any"))
+        .def_prop_ro("hidden", &view<hidden_view, Event>, nb::sig("def hidden(self) -> typing.Any"))
         .def_prop_ro(
             "written_at",
             [](const Event& self) {
@@ -260,29 +273,17 @@ nb::class_<Event> bind_rows(nb::module_& module, const char* name, const char* d
 
 void bind_events(nb::module_& module) {
     nb::class_<end_event>(module, "EndEvent", "The end of a request.")
-        .def_prop_ro("finish_reason",
-                     [](const end_event& self) { return name_of_reason(self.reason); })
-        .def_prop_ro("prompt_tokens",
-                     [](const end_event& self) { return self.usage.prompt_tokens; })
-        .def_prop_ro("cached_tokens",
-                     [](const end_event& self) { return self.usage.cached_tokens; })
-        .def_prop_ro("queue_s", [](const end_event& self) { return self.usage.queue_s; })
-        .def_prop_ro("prefill_s", [](const end_event& self) { return self.usage.prefill_s; })
-        .def_prop_ro("decode_s", [](const end_event& self) { return self.usage.decode_s; });
+        .def_prop_ro("finish_reason", [](const end_event& self) { return name_of(self.reason); })
+        .def_prop_ro("prompt_tokens", &usage<&request_usage::prompt_tokens>)
+        .def_prop_ro("cached_tokens", &usage<&request_usage::cached_tokens>)
+        .def_prop_ro("queue_s", &usage<&request_usage::queue_s>)
+        .def_prop_ro("prefill_s", &usage<&request_usage::prefill_s>)
+        .def_prop_ro("decode_s", &usage<&request_usage::decode_s>);
 
-    bind_rows<taken_token>(module, "TokenEvent", "A generated token; its rows are views.")
-        .def_prop_ro("id", [](const taken_token& self) { return self.token.id; })
-        .def_prop_ro("logprob",
-                     [](const taken_token& self) {
-                         return self.has_logprob() ? std::optional(self.token.logprob)
-                                                   : std::nullopt;
-                     })
-        .def_prop_ro(
-            "top_logprobs",
-            [](const taken_token& self) {
-                return self.has_logprob() ? std::optional(self.token.top) : std::nullopt;
-            },
-            "None unless logprobs were requested.")
+    auto token =
+        bind_rows<taken_token>(module, "TokenEvent", "A generated token; its rows are views.");
+    bind_choice(token);
+    token
         .def_prop_ro(
             "logits", [](const taken_token& self) { return logits_view(self.token.rows); },
             nb::sig("def logits(self) -> typing.Any"))
@@ -294,19 +295,8 @@ void bind_events(nb::module_& module) {
             nb::rv_policy::reference_internal, nb::sig("def end(self) -> EndEvent | None"),
             "The end, if this is the last token and no error follows.");
 
-    nb::class_<picked_token>(module, "PickedToken", "A choice of a request's own sampler.")
-        .def_ro("id", &picked_token::id)
-        .def_prop_ro("logprob",
-                     [](const picked_token& self) {
-                         return std::isnan(self.logprob) ? std::nullopt
-                                                         : std::optional(self.logprob);
-                     })
-        .def_prop_ro(
-            "top_logprobs",
-            [](const picked_token& self) {
-                return std::isnan(self.logprob) ? std::nullopt : std::optional(self.top);
-            },
-            "Both None unless logprobs were requested.");
+    nb::class_<picked_token> picked(module, "PickedToken", "A choice of a request's own sampler.");
+    bind_choice(picked);
 
     bind_rows<taken_pass>(module, "ForwardEvent",
                           "A forward pass of a steered request, which waits for `answer`.")

@@ -39,20 +39,6 @@ std::string_view view_of(const nb::bytes& bytes) {
 // A text below this size is done before another thread would hand the GIL back.
 constexpr std::size_t short_text_bytes = 16 * 1024;
 
-// Runs `call` without the GIL.
-template <typename Call>
-auto unlocked(Call&& call) {
-    const nb::gil_scoped_release release;
-    try {
-        auto result = call();
-        stay_if_exiting();
-        return result;
-    } catch (...) {
-        stay_if_exiting();
-        throw;
-    }
-}
-
 nb::dict metadata_of(const model& source) {
     const auto pairs = unlocked([&] { return source.metadata(); });
     nb::dict all;

@@ -35,21 +35,10 @@ void translate(const std::exception_ptr& pointer, void*) {
     }
 }
 
-// Values of Python's logging module.
-int to_python_level(log_level level) {
-    switch (level) {
-        case log_level::debug: return 10;
-        case log_level::info: return 20;
-        case log_level::warning: return 30;
-        case log_level::error: return 40;
-    }
-    return 20;
-}
-
 std::vector<std::pair<int, nb::str>> drain_log() {
     std::vector<std::pair<int, nb::str>> lines;
     for (const auto& line : log_ring::instance().drain()) {
-        lines.emplace_back(to_python_level(line.level), to_text(line.text));
+        lines.emplace_back(static_cast<int>(line.level), to_text(line.text));
     }
     return lines;
 }
@@ -80,7 +69,7 @@ bool is_bound_before(nb::module_& module) {
     static auto* state_of_main = nb::detail::internals;
     // Never freed: its content exists until the process ends. Accessed only with the GIL.
     static PyObject* first = nullptr;
-    if (PyInterpreterState_GetID(PyInterpreterState_Get()) != 0) {
+    if (PyInterpreterState_Get() != PyInterpreterState_Main()) {
         if (first) nb::detail::internals = state_of_main;
         throw std::runtime_error(
             "kqview works only in the main interpreter; import it there, or in a process of its "

@@ -60,7 +60,7 @@ Value value_of(const named<Value> (&choices)[n], const nb::object& name) {
     for (const auto& choice : choices) {
         if (text == choice.name) return choice.value;
     }
-    throw error(errc::invalid_capture, "\"" + text + "\" is unknown");
+    throw error(errc::invalid_capture, "\"", text, "\" is unknown");
 }
 
 // A non-negative integer, saturated: no model has INT_MAX of anything.
@@ -106,7 +106,7 @@ capture_options read_capture(const nb::object& capture) {
 void set_capture(request_options& self, const engine& source, const nb::object& capture) {
     auto options = read_capture(capture);
     if (nb::cast<bool>(capture.attr("vocab_logits"))) options.n_vocab = source.n_vocab();
-    self.capture = std::make_shared<const capture_plan>(options, source.capture());
+    self.capture = std::make_shared<const capture_plan>(options, source.facts().capture);
     self.on_full = value_of(policies, capture.attr("on_full"));
     self.wait_limit = std::chrono::duration<double>(nb::cast<double>(capture.attr("wait_s")));
 }

@@ -114,8 +114,7 @@ read_values values_of(const char* what, const nb::object& array) {
     using floats = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
     auto taken = std::make_shared<floats>();
     if (!nb::try_cast(array, *taken) || taken->size() == 0) {
-        throw error(errc::request,
-                    std::string(what) + " is no array of floats of shape (n_vocab,)");
+        throw error(errc::request, what, " is no array of floats of shape (n_vocab,)");
     }
     const std::span<const float> values(taken->data(), taken->size());
     return {values, std::move(taken)};

@@ -31,17 +31,8 @@ bool goes_on_after_signal() {
 }
 
 void run_on_slot(engine& self, slot_id slot, const slot_work& work) {
-    bool is_done = false;
-    {
-        const nb::gil_scoped_release release;
-        try {
-            is_done = self.sched().run_on_slot(slot, work, goes_on_after_signal);
-        } catch (...) {
-            stay_if_exiting();
-            throw;
-        }
-        stay_if_exiting();
-    }
+    const bool is_done =
+        unlocked([&] { return self.sched().run_on_slot(slot, work, goes_on_after_signal); });
     if (!is_done) throw nb::python_error();  // the handler's exception, usually KeyboardInterrupt
 }
 
@@ -49,8 +40,8 @@ nb::object bytes_of_size(std::size_t n_bytes) {
     PyObject* const made = PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(n_bytes));
     if (made) return nb::steal(made);
     PyErr_Clear();
-    throw error(errc::out_of_memory, "no memory for a saved slot of " + std::to_string(n_bytes) +
-                                         " bytes; hold fewer saved slots");
+    throw error(errc::out_of_memory, "no memory for a saved slot of ", n_bytes,
+                " bytes; hold fewer saved slots");
 }
 
 struct saved_slot {
@@ -68,15 +59,19 @@ saved_slot save(engine& self, slot_id slot) {
         std::size_t n_bytes = 0;
         // No other code has the object yet, so its bytes may be written.
         auto* const data =
-            blob ? reinterpret_cast<std::byte*>(PyBytes_AsString(blob.ptr())) : nullptr;
+            blob ? reinterpret_cast<std::byte*>(PyBytes_AS_STRING(blob.ptr())) : nullptr;
         run_on_slot(self, slot, [&](slot_cache& cache) {
             n_bytes = cache.save({data, n_room});
             n_exact = std::min(cache.n_exact(), cache.size());
             lora = cache.lora();
         });
-        if (n_bytes == n_room)
-            return {nb::steal<nb::bytes>(blob.release()), n_exact, std::move(lora)};
-        n_room = n_bytes;  // the required size; the slot may change again before the next round
+        if (n_bytes <= n_room) {
+            PyObject* sealed = blob.release().ptr();
+            if (_PyBytes_Resize(&sealed, static_cast<Py_ssize_t>(n_bytes)) != 0)
+                nb::raise_python_error();
+            return {nb::steal<nb::bytes>(sealed), n_exact, std::move(lora)};
+        }
+        n_room = n_bytes;  // the required size; the slot may grow again before the next round
         blob = bytes_of_size(n_room);
     }
 }

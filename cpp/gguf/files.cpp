@@ -22,8 +22,9 @@ namespace kqview {
 
 namespace {
 
-[[noreturn]] void fail(const std::string& path, const std::string& what) {
-    throw error(errc::model_load, path + ": " + what + "; give the path of a GGUF file");
+template <typename... Parts>
+[[noreturn]] void fail(const std::string& path, const Parts&... what) {
+    throw error(errc::model_load, path, ": ", what..., "; give the path of a GGUF file");
 }
 
 struct descriptor {
@@ -49,8 +50,7 @@ public:
         if (facts.st_size == 0) fail(path, "the file is empty");
         const auto size = static_cast<std::size_t>(facts.st_size);
         void* const start = ::mmap(nullptr, size, PROT_READ, MAP_PRIVATE, file.number, 0);
-        if (start == MAP_FAILED)
-            fail(path, std::string("cannot be mapped: ") + std::strerror(errno));
+        if (start == MAP_FAILED) fail(path, "cannot be mapped: ", std::strerror(errno));
         bytes_ = {static_cast<const std::byte*>(start), size};
     }
     ~mapped_file() {
@@ -96,13 +96,11 @@ std::vector<std::unique_ptr<open_file>> open_parts(const std::string& path) {
     const auto n_parts = u16_of(first, "split.count", 0);
     if (n_parts <= 1) return parts;
     if (const auto i = u16_of(first, "split.no", -1); i != 0) {
-        first.fail("is part " + std::to_string(i + 1) + " of " + std::to_string(n_parts) +
-                   "; give the path of the first part");
+        first.fail("is part ", i + 1, " of ", n_parts, "; give the path of the first part");
     }
     const auto ending = part_ending(0, n_parts);
     if (!path.ends_with(ending)) {
-        first.fail("is the first of " + std::to_string(n_parts) +
-                   " parts, but its name does not end with \"" + ending +
+        first.fail("is the first of ", n_parts, " parts, but its name does not end with \"", ending,
                    "\"; restore the original names of all parts");
     }
     const auto stem = path.substr(0, path.size() - ending.size());
@@ -110,8 +108,7 @@ std::vector<std::unique_ptr<open_file>> open_parts(const std::string& path) {
         parts.push_back(std::make_unique<open_file>(stem + part_ending(i, n_parts)));
         const auto& part = parts.back()->header;
         if (const auto said = u16_of(part, "split.no", -1); said != i) {
-            part.fail("split.no is " + std::to_string(said) + ", " + std::to_string(i) +
-                      " is needed" + again);
+            part.fail("split.no is ", said, ", ", i, " is needed", again);
         }
     }
     return parts;
@@ -126,7 +123,7 @@ void check_model_file(const std::string& path) {
     for (const auto& part : parts) {
         for (const auto& tensor : part->header.tensors) {
             if (!names.insert(tensor.name).second) {
-                part->header.fail("tensor " + quoted(tensor.name) + " is also in another part" +
+                part->header.fail("tensor ", quoted(tensor.name), " is also in another part",
                                   again);
             }
             tensors.push_back(tensor);

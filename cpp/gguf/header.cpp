@@ -63,8 +63,7 @@ public:
         at_ = 4;
         const auto version = take<std::uint32_t>("version");
         if (version < n_version_min || version > n_version_max) {
-            fail("version " + std::to_string(version) +
-                 ", 2 and 3 are known; convert the model again");
+            fail("version ", version, ", 2 and 3 are known; convert the model again");
         }
         const auto n_tensors = take_count("number of tensors", n_tensor_bytes);
         const auto n_values = take_count("number of values", n_value_bytes);
@@ -80,14 +79,17 @@ public:
     }
 
 private:
-    [[noreturn]] void fail(const std::string& what) const { header_.fail(what); }
+    template <typename... Parts>
+    [[noreturn]] void fail(const Parts&... what) const {
+        header_.fail(what...);
+    }
 
     std::uint64_t n_left() const { return bytes_.size() - at_; }
 
     std::span<const std::byte> skip(std::uint64_t n, const std::string& what) {
         if (n > n_left()) {
-            fail(what + " at byte " + std::to_string(at_) + " needs " + std::to_string(n) +
-                 " bytes, " + std::to_string(n_left()) + " are left of the file" + cut_short);
+            fail(what, " at byte ", at_, " needs ", n, " bytes, ", n_left(),
+                 " are left of the file", cut_short);
         }
         const auto taken = bytes_.subspan(at_, static_cast<std::size_t>(n));
         at_ += static_cast<std::size_t>(n);
@@ -106,8 +108,8 @@ private:
         const auto n_at = at_;
         const auto n = take<std::uint64_t>(what);
         if (n > n_left() / each_bytes) {
-            fail(what + " at byte " + std::to_string(n_at) + " is " + std::to_string(n) + ", " +
-                 std::to_string(n_left()) + " bytes are left of the file" + cut_short);
+            fail(what, " at byte ", n_at, " is ", n, ", ", n_left(), " bytes are left of the file",
+                 cut_short);
         }
         return n;
     }
@@ -125,9 +127,8 @@ private:
         const auto name = take_string(what);
         const auto is_strange = [](char letter) { return letter < 0x20 || letter > 0x7e; };
         if (name.empty() || name.size() > n_max || std::ranges::any_of(name, is_strange)) {
-            fail(std::string(what) + " " + quoted(name) + " at byte " + std::to_string(name_at) +
-                 " has " + std::to_string(name.size()) + " bytes, 1.." + std::to_string(n_max) +
-                 " of printable ASCII are allowed" + convert_again);
+            fail(what, " ", quoted(name), " at byte ", name_at, " has ", name.size(), " bytes, 1..",
+                 n_max, " of printable ASCII are allowed", convert_again);
         }
         return name;
     }
@@ -135,8 +136,7 @@ private:
     gguf_type take_type(std::string_view key) {
         const auto number = take<std::uint32_t>("type of " + quoted(key));
         if (number > static_cast<std::uint32_t>(gguf_type::f64)) {
-            fail("key " + quoted(key) + " has type " + std::to_string(number) +
-                 ", 0..12 are known" + convert_again);
+            fail("key ", quoted(key), " has type ", number, ", 0..12 are known", convert_again);
         }
         return static_cast<gguf_type>(number);
     }
@@ -151,8 +151,8 @@ private:
             value.is_array = true;
             value.type = take_type(value.key);
             if (value.type == gguf_type::array) {
-                fail("key " + quoted(value.key) +
-                     " is an array of arrays, which GGUF does not have" + convert_again);
+                fail("key ", quoted(value.key), " is an array of arrays, which GGUF does not have",
+                     convert_again);
             }
             n = take_count("length of the array " + quoted(value.key),
                            value.type == gguf_type::string ? 8 : size_of(value.type));
@@ -164,7 +164,7 @@ private:
             value.numbers = skip(n * size_of(value.type), of);
         }
         if (!header_.value_by_key.emplace(value.key, header_.values.size()).second) {
-            fail("key " + quoted(value.key) + " is there twice" + convert_again);
+            fail("key ", quoted(value.key), " is there twice", convert_again);
         }
         header_.values.push_back(std::move(value));
     }
@@ -174,8 +174,7 @@ private:
         if (!value) return alignment_default;
         const auto alignment = static_cast<std::uint64_t>(value->integer());
         if (!std::has_single_bit(alignment)) {
-            fail("general.alignment is " + std::to_string(alignment) + ", a power of 2 is needed" +
-                 convert_again);
+            fail("general.alignment is ", alignment, ", a power of 2 is needed", convert_again);
         }
         return alignment;
     }
@@ -185,11 +184,10 @@ private:
         gguf_tensor tensor;
         tensor.name = take_name("name of a tensor", n_name_max);
         const auto of = "tensor " + quoted(tensor.name);
-        if (!names_.insert(tensor.name).second) fail(of + " is there twice" + convert_again);
+        if (!names_.insert(tensor.name).second) fail(of, " is there twice", convert_again);
         tensor.n_dims = take<std::uint32_t>("number of dimensions of " + of);
         if (tensor.n_dims > tensor.shape.size()) {
-            fail(of + " has " + std::to_string(tensor.n_dims) + " dimensions, the limit is 4" +
-                 convert_again);
+            fail(of, " has ", tensor.n_dims, " dimensions, the limit is 4", convert_again);
         }
         for (std::uint32_t i = 0; i < tensor.n_dims; ++i) {
             tensor.shape[i] = take<std::uint64_t>("shape of " + of);
@@ -198,13 +196,12 @@ private:
         set_n_bytes(tensor, of);
         const auto offset = take<std::uint64_t>("offset of " + of);
         if (offset != expected) {
-            fail(of + " begins at byte " + std::to_string(offset) + " of the data, " +
-                 std::to_string(expected) + " is where the one before it ends; they overlap or " +
-                 "leave a gap" + convert_again);
+            fail(of, " begins at byte ", offset, " of the data, ", expected,
+                 " is where the one before it ends; they overlap or leave a gap", convert_again);
         }
         if (expected > bytes_.size()) {
-            fail(of + " begins beyond the end of the file, which has " +
-                 std::to_string(bytes_.size()) + " bytes" + cut_short);
+            fail(of, " begins beyond the end of the file, which has ", bytes_.size(), " bytes",
+                 cut_short);
         }
         expected += (tensor.n_bytes + alignment - 1) & ~(alignment - 1);
         header_.tensors.push_back(tensor);
@@ -212,7 +209,7 @@ private:
 
     void set_n_bytes(gguf_tensor& tensor, const std::string& of) const {
         if (tensor.type >= tensor_types.size() || !tensor_types[tensor.type].name) {
-            fail(of + " has type " + std::to_string(tensor.type) +
+            fail(of, " has type ", tensor.type,
                  ", which ggml does not know; update kqview or convert the model again");
         }
         const auto& type = tensor_types[tensor.type];
@@ -220,19 +217,18 @@ private:
         for (const auto size : tensor.shape) {
             // A tensor without values is useless, and ggml divides by sizes.
             if (size == 0 || size > bytes_.size() * 8 || n > bytes_.size() * 8 / size) {
-                fail(of + " has shape " + tensor.shape_text() + ", the file has " +
-                     std::to_string(bytes_.size()) + " bytes" + cut_short);
+                fail(of, " has shape ", tensor.shape_text(), ", the file has ", bytes_.size(),
+                     " bytes", cut_short);
             }
             n *= size;
         }
         if (tensor.shape[0] % type.n_block != 0) {
-            fail(of + " has rows of " + std::to_string(tensor.shape[0]) + " values, " + type.name +
-                 " needs a multiple of " + std::to_string(type.n_block) + convert_again);
+            fail(of, " has rows of ", tensor.shape[0], " values, ", type.name,
+                 " needs a multiple of ", type.n_block, convert_again);
         }
         tensor.n_bytes = n / type.n_block * type.block_bytes;
         if (tensor.n_bytes > bytes_.size()) {
-            fail(of + " needs " + std::to_string(tensor.n_bytes) + " bytes, the file has " +
-                 std::to_string(bytes_.size()) + cut_short);
+            fail(of, " needs ", tensor.n_bytes, " bytes, the file has ", bytes_.size(), cut_short);
         }
     }
 
@@ -242,8 +238,8 @@ private:
             const auto& tensor = header_.tensors[i];
             const auto end = data_at + starts[i] + tensor.n_bytes;
             if (end > bytes_.size()) {
-                fail("tensor " + quoted(tensor.name) + " ends at byte " + std::to_string(end) +
-                     ", the file has " + std::to_string(bytes_.size()) + cut_short);
+                fail("tensor ", quoted(tensor.name), " ends at byte ", end, ", the file has ",
+                     bytes_.size(), cut_short);
             }
         }
     }
@@ -296,13 +292,13 @@ double gguf_value::real(std::size_t i) const {
 }
 
 std::string gguf_value::type_text() const {
-    return (is_array ? "array of " : "") + std::string(name_of(type));
+    return text_of(is_array ? "array of " : "", name_of(type));
 }
 
 std::string gguf_tensor::shape_text() const {
     std::string text = "[";
     for (std::uint32_t i = 0; i < n_dims; ++i) {
-        text += (i > 0 ? ", " : "") + std::to_string(shape[i]);
+        text += text_of(i > 0 ? ", " : "", shape[i]);
     }
     return text + "]";
 }
@@ -315,19 +311,15 @@ const gguf_value* gguf_header::find(std::string_view key) const {
 const gguf_value* gguf_header::find(std::string_view key, gguf_type type, bool is_array) const {
     const auto* const value = find(key);
     if (value && (value->is_array != is_array || value->type != type)) {
-        fail(std::string(key) + " is of type " + value->type_text() + ", " +
-             (is_array ? "array of " : "") + name_of(type) + " is needed" + convert_again);
+        fail(key, " is of type ", value->type_text(), ", ", is_array ? "array of " : "",
+             name_of(type), " is needed", convert_again);
     }
     return value;
 }
 
 const gguf_value& gguf_header::at(std::string_view key, gguf_type type, bool is_array) const {
     if (const auto* const value = find(key, type, is_array)) return *value;
-    fail(std::string(key) + " is missing" + convert_again);
-}
-
-void gguf_header::fail(const std::string& what) const {
-    throw error(errc::model_load, file + ": " + what);
+    fail(key, " is missing", convert_again);
 }
 
 std::string quoted(std::string_view text) {

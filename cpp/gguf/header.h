@@ -18,6 +18,8 @@
 #include <unordered_map>
 #include <vector>
 
+#include "base/error.h"
+
 namespace kqview {
 
 enum class gguf_type : std::uint32_t {
@@ -139,7 +141,10 @@ struct gguf_header {
     const gguf_value* find(std::string_view key, gguf_type type, bool is_array = false) const;
     const gguf_value& at(std::string_view key, gguf_type type, bool is_array = false) const;
     // Raises `model_load`: "<file>: <what>".
-    [[noreturn]] void fail(const std::string& what) const;
+    template <typename... Parts>
+    [[noreturn]] void fail(const Parts&... what) const {
+        throw error(errc::model_load, file, ": ", what...);
+    }
 };
 
 // Reads the header of a file from its bytes, and checks that its tensors lie within the file.

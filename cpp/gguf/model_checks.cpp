@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <initializer_list>
 #include <optional>
 #include <span>
 #include <string>
@@ -37,17 +38,16 @@ public:
 
     std::string_view arch() const { return arch_; }
 
-    std::string key(std::string_view name) const {
-        return std::string(arch_) + "." + std::string(name);
-    }
+    std::string key(std::string_view name) const { return text_of(arch_, ".", name); }
 
     const gguf_value* find(std::string_view name) const { return head_.find(key(name)); }
     void need_type(std::string_view name, gguf_type type) const {
         (void)head_.find(key(name), type);
     }
 
-    [[noreturn]] void fail(std::string_view name, const std::string& what) const {
-        head_.fail(key(name) + " " + what);
+    template <typename... Parts>
+    [[noreturn]] void fail(std::string_view name, const Parts&... what) const {
+        head_.fail(key(name), " ", what...);
     }
 
     // The integer for a layer: the value itself, or the layer's element if it is an array; empty if
@@ -96,20 +96,18 @@ void check_integer(const hyperparameters& model, const integer_rule& rule, std::
     const bool has_type =
         value->type == gguf_type::u32 || (is_array && value->type == gguf_type::i32);
     if (!has_type || value->is_array != is_array) {
-        model.fail(rule.name, "is of type " + value->type_text() + ", u32" +
-                                  (rule.may_be_array ? " or an array of u32" : "") + " is needed" +
-                                  convert_again);
+        model.fail(rule.name, "is of type ", value->type_text(), ", u32",
+                   rule.may_be_array ? " or an array of u32" : "", " is needed", convert_again);
     }
     if (is_array && value->size() != n_layer) {
-        model.fail(rule.name, "has " + std::to_string(value->size()) + " values, the model has " +
-                                  std::to_string(n_layer) + " layers" + convert_again);
+        model.fail(rule.name, "has ", value->size(), " values, the model has ", n_layer, " layers",
+                   convert_again);
     }
     for (std::size_t i = 0; i < value->size(); ++i) {
         const auto number = value->integer(i);
         if (number < rule.least || number > rule.most) {
-            model.fail(rule.name, "is " + std::to_string(number) + ", " +
-                                      std::to_string(rule.least) + ".." +
-                                      std::to_string(rule.most) + " are possible" + convert_again);
+            model.fail(rule.name, "is ", number, ", ", rule.least, "..", rule.most, " are possible",
+                       convert_again);
         }
     }
 }
@@ -127,10 +125,9 @@ void check_reals(const gguf_header& head, const hyperparameters& model) {
             const auto number = value.real(i);
             const bool is_bad = (is_epsilon || is_base) && !(number >= 0 && number < 1e30);
             if (std::isnan(number) || is_bad) {
-                model.fail(
-                    name, "is " + std::to_string(number) + ", " +
-                              (is_bad ? "0 or more, and finite, is needed" : "a number is needed") +
-                              convert_again);
+                model.fail(name, "is ", number, ", ",
+                           is_bad ? "0 or more, and finite, is needed" : "a number is needed",
+                           convert_again);
             }
         }
     }
@@ -168,9 +165,8 @@ void check_divisors(const hyperparameters& model) {
         const auto divisor = model.integer(rule.name);
         if (!divisor && rule.may_be_missing) continue;
         if (divisor.value_or(0) <= 0) {
-            model.fail(rule.name, (divisor ? "is " + std::to_string(*divisor) : "is missing") +
-                                      ", a model of " + std::string(model.arch()) +
-                                      " needs 1 or more" + convert_again);
+            model.fail(rule.name, divisor ? "is " + std::to_string(*divisor) : "is missing",
+                       ", a model of ", model.arch(), " needs 1 or more", convert_again);
         }
     }
 }
@@ -182,20 +178,16 @@ void check_experts(const hyperparameters& model, std::size_t n_layer) {
         n_used_max = std::max(n_used_max, model.integer("expert_used_count", i).value_or(0));
     }
     if (n_used_max > n_expert || (n_expert > 0 && n_used_max == 0)) {
-        model.fail("expert_used_count", "is " + std::to_string(n_used_max) + " of " +
-                                            std::to_string(n_expert) + " experts, 1.." +
-                                            std::to_string(n_expert) + " are possible" +
-                                            convert_again);
+        model.fail("expert_used_count", "is ", n_used_max, " of ", n_expert, " experts, 1..",
+                   n_expert, " are possible", convert_again);
     }
     const auto n_group = model.integer("expert_group_count").value_or(0);
     const auto n_group_used = model.integer("expert_group_used_count").value_or(0);
     const bool has_groups = n_group > 1;
     if (n_group < 0 || (n_group > 0 && n_group >= n_expert) ||
         (has_groups && (n_expert % n_group != 0 || n_group_used <= 0 || n_group_used >= n_group))) {
-        model.fail("expert_group_count", "is " + std::to_string(n_group) + " with " +
-                                             std::to_string(n_group_used) +
-                                             " used, which does not divide " +
-                                             std::to_string(n_expert) + " experts" + convert_again);
+        model.fail("expert_group_count", "is ", n_group, " with ", n_group_used,
+                   " used, which does not divide ", n_expert, " experts", convert_again);
     }
 }
 
@@ -219,9 +211,8 @@ void check_head_size(const hyperparameters& model, std::int64_t head_size,
     const auto n_rot = model.integer(names.rope);
     if (n_rot == 0 && is_one_of(model.arch(), unrotated_archs)) return;
     if (n_rot && (*n_rot <= 0 || *n_rot > head_size || *n_rot % 2 != 0)) {
-        model.fail(names.rope, "is " + std::to_string(*n_rot) + ", an even number of 2.." +
-                                   std::to_string(head_size) + ", the size of a head, is needed" +
-                                   convert_again);
+        model.fail(names.rope, "is ", *n_rot, ", an even number of 2..", head_size,
+                   ", the size of a head, is needed", convert_again);
     }
 }
 
@@ -238,15 +229,15 @@ void check_rope_sections(const hyperparameters& model, std::int64_t head_size) {
     for (std::size_t i = 0; i < value->size(); ++i) {
         const auto size = value->integer(i);
         if (size < 0 || size > head_size) {
-            model.fail(name, "has a section of " + std::to_string(size) + ", 0.." +
-                                 std::to_string(head_size) + " are possible" + convert_again);
+            model.fail(name, "has a section of ", size, ", 0..", head_size, " are possible",
+                       convert_again);
         }
         sum += size;
         if (i < 3) n_first += size;
     }
     if (sum > head_size || (n_first == 0 && is_one_of(model.arch(), sectioned_archs))) {
-        model.fail(name, "have " + std::to_string(sum) + " values together, 1.." +
-                             std::to_string(head_size) + " are possible" + convert_again);
+        model.fail(name, "have ", sum, " values together, 1..", head_size, " are possible",
+                   convert_again);
     }
 }
 
@@ -261,53 +252,46 @@ std::optional<std::pair<std::size_t, std::string_view>> layer_of(std::string_vie
     return std::pair{layer, name.substr(static_cast<std::size_t>(end - name.data()))};
 }
 
-// Layers that have attention with heads, judged by their tensors. Recurrent layers share some of
-// the names.
-std::vector<bool> layers_with_attention(std::span<const gguf_tensor> tensors, std::size_t n_layer) {
-    std::vector<bool> has_attention(n_layer), is_recurrent(n_layer);
+// The layers that have a tensor of one of these roles.
+std::vector<bool> layers_with(std::initializer_list<std::string_view> roles,
+                              std::span<const gguf_tensor> tensors, std::size_t n_layer) {
+    std::vector<bool> found(n_layer);
     for (const auto& tensor : tensors) {
-        const auto found = layer_of(tensor.name);
-        if (!found || found->first >= n_layer) continue;
-        const auto& [layer, role] = *found;
-        if (role.starts_with(".ssm_")) is_recurrent[layer] = true;
-        if (role == ".attn_k.weight" || role == ".attn_q.weight" || role == ".attn_qkv.weight") {
-            has_attention[layer] = true;
-        }
+        const auto place = layer_of(tensor.name);
+        if (!place || place->first >= n_layer) continue;
+        const auto is_role = [&](auto role) { return place->second.starts_with(role); };
+        if (std::ranges::any_of(roles, is_role)) found[place->first] = true;
     }
-    for (std::size_t i = 0; i < n_layer; ++i) {
-        if (is_recurrent[i]) has_attention[i] = false;
-    }
-    return has_attention;
+    return found;
 }
 
 void check_heads(const hyperparameters& model, std::span<const gguf_tensor> tensors,
                  std::size_t n_layer) {
-    const auto has_attention = layers_with_attention(tensors, n_layer);
+    const auto attends =
+        layers_with({".attn_k.weight", ".attn_q.weight", ".attn_qkv.weight"}, tensors, n_layer);
+    // Recurrent layers share some of these names.
+    const auto is_recurrent = layers_with({".ssm_"}, tensors, n_layer);
     const auto n_embd = model.integer("embedding_length").value_or(0);
     std::int64_t n_head_first = 0;
     for (std::size_t i = 0; i < n_layer; ++i) {
         const auto n_head = model.integer("attention.head_count", i).value_or(0);
         const auto n_head_kv = model.integer("attention.head_count_kv", i).value_or(n_head);
         const auto layer = " in layer " + std::to_string(i);
-        if (has_attention[i] && n_head == 0) {
-            model.fail(
-                "attention.head_count",
-                "is 0" + layer + ", which has attention; 1 or more are needed" + convert_again);
+        if (attends[i] && !is_recurrent[i] && n_head == 0) {
+            model.fail("attention.head_count", "is 0", layer,
+                       ", which has attention; 1 or more are needed", convert_again);
         }
         if (n_head_kv > 0 && n_head % n_head_kv != 0) {
-            model.fail("attention.head_count_kv",
-                       "is " + std::to_string(n_head_kv) + layer + ", which does not divide its " +
-                           std::to_string(n_head) + " heads" + convert_again);
+            model.fail("attention.head_count_kv", "is ", n_head_kv, layer,
+                       ", which does not divide its ", n_head, " heads", convert_again);
         }
         if (i == 0) n_head_first = n_head;
     }
     if (n_head_first == 0) return;  // llama.cpp derives the head size from the first layer
     const auto head_size = model.integer(full_names.key_length).value_or(n_embd / n_head_first);
     if (head_size <= 0) {
-        model.fail("attention.head_count", "is " + std::to_string(n_head_first) +
-                                               " with embedding_length " + std::to_string(n_embd) +
-                                               "; a head of 1 or more values is needed" +
-                                               convert_again);
+        model.fail("attention.head_count", "is ", n_head_first, " with embedding_length ", n_embd,
+                   "; a head of 1 or more values is needed", convert_again);
     }
     check_head_size(model, head_size, full_names);
     check_head_size(model, model.integer(swa_names.key_length).value_or(head_size), swa_names);
@@ -329,22 +313,15 @@ constexpr tensor_rule tensor_rules[] = {
 // A layer of experts needs their up projection, by itself or merged with the gate.
 void check_expert_tensors(const gguf_header& head, std::span<const gguf_tensor> tensors,
                           std::size_t n_layer) {
-    std::vector<bool> goes_down(n_layer), goes_up(n_layer);
-    for (const auto& tensor : tensors) {
-        const auto found = layer_of(tensor.name);
-        if (!found || found->first >= n_layer) continue;
-        const auto& [layer, role] = *found;
-        if (role == ".ffn_down_exps.weight") goes_down[layer] = true;
-        if (role == ".ffn_up_exps.weight" || role == ".ffn_gate_up_exps.weight") {
-            goes_up[layer] = true;
-        }
-    }
+    const auto goes_down = layers_with({".ffn_down_exps.weight"}, tensors, n_layer);
+    const auto goes_up =
+        layers_with({".ffn_up_exps.weight", ".ffn_gate_up_exps.weight"}, tensors, n_layer);
     for (std::size_t i = 0; i < n_layer; ++i) {
         if (!goes_down[i] || goes_up[i]) continue;
-        head.fail("layer " + std::to_string(i) +
-                  " has ffn_down_exps.weight, but neither ffn_up_exps.weight nor "
-                  "ffn_gate_up_exps.weight" +
-                  convert_again);
+        head.fail(
+            "layer ", i,
+            " has ffn_down_exps.weight, but neither ffn_up_exps.weight nor ffn_gate_up_exps.weight",
+            convert_again);
     }
 }
 
@@ -353,8 +330,8 @@ void check_needed_tensors(const gguf_header& head, const hyperparameters& model,
     for (const auto& rule : tensor_rules) {
         if (!is_one_of(model.arch(), rule.archs)) continue;
         if (std::ranges::find(tensors, rule.name, &gguf_tensor::name) == tensors.end()) {
-            head.fail("tensor " + quoted(rule.name) + " is missing, a model of " +
-                      std::string(model.arch()) + " needs it" + convert_again);
+            head.fail("tensor ", quoted(rule.name), " is missing, a model of ", model.arch(),
+                      " needs it", convert_again);
         }
     }
 }
@@ -400,7 +377,7 @@ bool needs_f32(std::string_view role, std::string_view arch) {
 void check_weight_type(const gguf_header& file, const gguf_tensor& tensor) {
     const auto& type = tensor_types[tensor.type];
     if (type.is_weight) return;
-    file.fail("tensor " + quoted(tensor.name) + " is of type " + type.name +
+    file.fail("tensor ", quoted(tensor.name), " is of type ", type.name,
               ", which cannot be multiplied with; F32, F16, BF16 and the quantised types can; "
               "convert it again");
 }
@@ -431,9 +408,9 @@ void check_tensor_types(const gguf_header& head, const gguf_header& part) {
         if (!needs_f32(role, arch)) {
             check_weight_type(part, tensor);
         } else if (tensor.type != type_f32) {
-            part.fail("tensor " + quoted(tensor.name) + " of shape " + tensor.shape_text() +
-                      " is of type " + tensor_types[tensor.type].name +
-                      ", llama.cpp computes with F32 here" + convert_again);
+            part.fail("tensor ", quoted(tensor.name), " of shape ", tensor.shape_text(),
+                      " is of type ", tensor_types[tensor.type].name,
+                      ", llama.cpp computes with F32 here", convert_again);
         }
     }
 }
@@ -444,8 +421,8 @@ void check_adapter(const gguf_header& file) {
     }
     const auto* const alpha = file.find("adapter.lora.alpha", gguf_type::f32);
     if (alpha && !std::isfinite(alpha->real())) {
-        file.fail("adapter.lora.alpha is " + std::to_string(alpha->real()) +
-                  ", a finite number is needed" + convert_again);
+        file.fail("adapter.lora.alpha is ", alpha->real(), ", a finite number is needed",
+                  convert_again);
     }
     for (const auto& tensor : file.tensors) {
         if (tensor.name.ends_with("_norm.weight")) continue;  // llama.cpp ignores them

@@ -81,10 +81,14 @@ public:
     }
 
 private:
-    [[noreturn]] void fail(const std::string& what) const { head_.fail(what); }
+    template <typename... Parts>
+    [[noreturn]] void fail(const Parts&... what) const {
+        head_.fail(what...);
+    }
 
-    [[noreturn]] void refuse(const std::string& what) const {
-        throw error(errc::unsupported_model, head_.file + ": " + what);
+    template <typename... Parts>
+    [[noreturn]] void refuse(const Parts&... what) const {
+        throw error(errc::unsupported_model, head_.file, ": ", what...);
     }
 
     std::string_view token(std::size_t i) const {
@@ -94,20 +98,19 @@ private:
 
     void check_tokens() {
         tokens_ = &head_.at("tokenizer.ggml.tokens", gguf_type::string, true);
-        if (tokens_->strings.empty())
-            fail(std::string("tokenizer.ggml.tokens is empty") + convert_again);
+        if (tokens_->strings.empty()) fail("tokenizer.ggml.tokens is empty", convert_again);
         const auto n_most = kind_.has_trie ? n_trie_token_bytes_max : n_token_bytes_max;
         text_table texts(tokens_->size());
         for (std::size_t i = 0; i < tokens_->size(); ++i) {
             const auto text = token(i);
             if (text.size() > n_most) {
-                fail("token " + std::to_string(i) + " has " + std::to_string(text.size()) +
-                     " bytes, the limit is " + std::to_string(n_most) + convert_again);
+                fail("token ", i, " has ", text.size(), " bytes, the limit is ", n_most,
+                     convert_again);
             }
             // llama.cpp generates a text for tokens without one.
             if (!text.empty() && !texts.insert(text)) {
-                fail("token " + std::to_string(i) + " " + quoted(text) +
-                     " is in tokenizer.ggml.tokens twice" + convert_again);
+                fail("token ", i, " ", quoted(text), " is in tokenizer.ggml.tokens twice",
+                     convert_again);
             }
         }
     }
@@ -117,8 +120,7 @@ private:
         const bool is_integer = found && found->type == gguf_type::i32;  // of scores too
         const auto* const value = head_.find(key, is_integer ? gguf_type::i32 : type, true);
         if (value && value->size() != tokens_->size()) {
-            fail(std::string(key) + " has " + std::to_string(value->size()) +
-                 " values, there are " + std::to_string(tokens_->size()) + " tokens" +
+            fail(key, " has ", value->size(), " values, there are ", tokens_->size(), " tokens",
                  convert_again);
         }
     }
@@ -131,8 +133,8 @@ private:
             const auto merge = merges->strings[i];
             const auto space = merge.find(' ', 1);
             if (space == merge.npos || space + 1 == merge.size()) {
-                fail("merge " + std::to_string(i) + " " + quoted(merge) +
-                     " is not two parts with a space between them" + convert_again);
+                fail("merge ", i, " ", quoted(merge), " is not two parts with a space between them",
+                     convert_again);
             }
         }
     }
@@ -152,8 +154,8 @@ private:
             const auto value = hex_byte(text);
             if (types && types->integer(i) == byte_type) {
                 if (!value) {
-                    fail("token " + std::to_string(i) + " " + quoted(text) +
-                         " has the type of a byte token, but not a text such as \"<0x00>\"" +
+                    fail("token ", i, " ", quoted(text),
+                         " has the type of a byte token, but not a text such as \"<0x00>\"",
                          convert_again);
                 }
                 typed.set(*value);
@@ -167,19 +169,19 @@ private:
             }
         }
         if (kind_.name == "bert" && typed.any()) {
-            fail(std::string("the vocabulary has byte tokens, which a bert tokenizer cannot read") +
+            fail("the vocabulary has byte tokens, which a bert tokenizer cannot read",
                  convert_again);
         }
         const bool is_sentencepiece = kind_.name == "llama";
         const bool is_rwkv = kind_.name == "rwkv";
         if ((is_sentencepiece || (is_rwkv && !special("unknown_token_id", -1))) && !written.all()) {
             refuse(
-                "the vocabulary has no token for byte " + std::to_string(first_missing(written)) +
+                "the vocabulary has no token for byte ", first_missing(written),
                 "; a text with it could not be tokenized; convert the model with its byte tokens");
         }
         if (kind_.name == "plamo2" && !typed.all()) {
-            refuse("the vocabulary has no byte token for byte " +
-                   std::to_string(first_missing(typed)) + convert_again);
+            refuse("the vocabulary has no byte token for byte ", first_missing(typed),
+                   convert_again);
         }
     }
 
@@ -192,17 +194,13 @@ private:
     // "\x0a", "\n" and the like: how RWKV's vocabulary writes bytes.
     static std::optional<unsigned> escaped_byte(std::string_view text) {
         if (text.size() < 2 || text[0] != '\\') return std::nullopt;
-        if (text.size() == 2) {
-            switch (text[1]) {
-                case 't': return '\t';
-                case 'n': return '\n';
-                case 'r': return '\r';
-                case 'x': return std::nullopt;
-                default: return static_cast<unsigned char>(text[1]);
-            }
+        const char sign = text[1];
+        if (text.size() == 2 && sign != 'x') {
+            const char byte = sign == 't' ? '\t' : sign == 'n' ? '\n' : sign == 'r' ? '\r' : sign;
+            return static_cast<unsigned char>(byte);
         }
-        if (text.size() != 4 || text[1] != 'x') return std::nullopt;
-        return hex_byte("<0x" + std::string(text.substr(2)) + ">");
+        if (text.size() != 4 || sign != 'x') return std::nullopt;
+        return hex_byte(text_of("<0x", text.substr(2), ">"));
     }
 
     // The id for a role, chosen as llama.cpp does: the file's if it is in the vocabulary, else the
@@ -223,9 +221,9 @@ private:
 
     void require(bool is_needed, std::optional<std::int64_t> id, const char* name) const {
         if (!is_needed || id) return;
-        refuse("the tokenizer needs tokenizer.ggml." + std::string(name) +
-               ", but the file has none in its vocabulary of " + std::to_string(tokens_->size()) +
-               " tokens" + convert_again);
+        refuse("the tokenizer needs tokenizer.ggml.", name,
+               ", but the file has none in its vocabulary of ", tokens_->size(), " tokens",
+               convert_again);
     }
 
     void check_special_tokens() const {
@@ -258,8 +256,8 @@ void check_dummy_tokens(const gguf_header& head, std::span<const gguf_tensor> te
     const auto embd = std::ranges::find(tensors, "token_embd.weight", &gguf_tensor::name);
     const bool is_other = embd != tensors.end() && static_cast<std::int64_t>(embd->shape[1]) != n;
     if (n < 0 || n > static_cast<std::int64_t>(n_dummy_tokens_max) || is_other) {
-        head.fail(key + " is " + std::to_string(n) + ", token_embd.weight has " +
-                  (embd == tensors.end() ? "none" : std::to_string(embd->shape[1])) + " tokens" +
+        head.fail(key, " is ", n, ", token_embd.weight has ",
+                  embd == tensors.end() ? "none" : std::to_string(embd->shape[1]), " tokens",
                   convert_again);
     }
 }
@@ -275,8 +273,8 @@ void check_vocabulary(const gguf_header& head, std::span<const gguf_tensor> tens
     if (kind == std::end(tokenizer_kinds)) return;  // unknown to llama.cpp too, which says so
     const auto* const pre = head.find("tokenizer.ggml.pre");
     if (pre && !pre->strings.empty() && pre->strings[0] == "whitespace" && name != "whitespace") {
-        head.fail("tokenizer.ggml.pre is 'whitespace' with the tokenizer " + quoted(name) +
-                  ", which does not support it" + convert_again);
+        head.fail("tokenizer.ggml.pre is 'whitespace' with the tokenizer ", quoted(name),
+                  ", which does not support it", convert_again);
     }
     vocabulary_checker(head, *kind).check();
 }

@@ -8,7 +8,6 @@
 #include <exception>
 #include <mutex>
 
-#include "base/cpu_variant.h"
 #include "base/log.h"
 #include "memory/device_need.h"
 
@@ -47,7 +46,6 @@ void on_abort(const char* message) {
 void start_llama() {
     static std::once_flag once;
     std::call_once(once, [] {
-        choose_cpu_variant();
         llama_log_set(on_log, nullptr);
         ggml_set_abort_callback(on_abort);
         llama_backend_init();
@@ -66,7 +64,12 @@ llama_activity::~llama_activity() {
 
 error error_of(const llama_abort& why, const char* what, errc code, const char* remedy) {
     return {why.is_memory ? errc::out_of_memory : code,
-            std::string("llama.cpp failed while ") + what + ": " + why.message + "; " + remedy};
+            "llama.cpp failed while ",
+            what,
+            ": ",
+            why.message,
+            "; ",
+            remedy};
 }
 
 namespace {

@@ -57,12 +57,11 @@ context::context(std::shared_ptr<model> source, const context_options& options)
         throw error(memory   ? errc::out_of_memory
                     : option ? errc::request
                              : errc::model_load,
-                    "llama.cpp refused a context of " + std::to_string(n_ctx_) + " tokens x " +
-                        std::to_string(n_slots_) + " slots, kv_type " + options.kv_type + ": " +
-                        why +
-                        (memory   ? "; lower n_ctx, n_slots, n_ubatch or n_gpu_layers"
-                         : option ? "; choose another kv_type or flash_attn"
-                                  : ""));
+                    "llama.cpp refused a context of ", n_ctx_, " tokens x ", n_slots_,
+                    " slots, kv_type ", options.kv_type, ": ", why,
+                    memory   ? "; lower n_ctx, n_slots, n_ubatch or n_gpu_layers"
+                    : option ? "; choose another kv_type or flash_attn"
+                             : "");
     }
     batch_.batch = llama_batch_init(static_cast<std::int32_t>(params.n_batch), 0, 1);
     llama_set_abort_callback(handle_.get(), &context::is_over, this);
@@ -122,10 +121,9 @@ void context::decode(std::span<const step_token> tokens, bool embeds) {
     if (heart_ && heart_->is_stopped()) {
         throw error(errc::closed, "the engine was closed while llama.cpp computed a step");
     }
-    throw error(errc::decode,
-                std::string(has_encoder ? "llama_encode returned " : "llama_decode returned ") +
-                    std::to_string(status) + " for " + std::to_string(tokens.size()) +
-                    " tokens: " + log_ring::instance().errors_since(log_position));
+    throw error(errc::decode, has_encoder ? "llama_encode returned " : "llama_decode returned ",
+                status, " for ", tokens.size(),
+                " tokens: ", log_ring::instance().errors_since(log_position));
 }
 
 // Stopping early uses llama.cpp's own failure path: some keys and values are written, outputs are
@@ -154,7 +152,7 @@ bool context::is_over(void* self) {
 
 float* context::logits(int i_token) {
     float* const row = llama_get_logits_ith(handle_.get(), i_token);
-    if (!row) throw error(errc::internal, "no logits for batch token " + std::to_string(i_token));
+    if (!row) throw error(errc::internal, "no logits for batch token ", i_token);
     return row;
 }
 
@@ -192,9 +190,8 @@ void context::reserve() {
     const auto n_outputs =
         has_cache() ? std::min(n_tokens, static_cast<std::uint32_t>(n_outputs_)) : n_tokens;
     if (llama_graph_reserve(handle_.get(), n_tokens, n_slots, n_outputs)) return;
-    throw error(errc::out_of_memory, "llama.cpp could not reserve its compute buffers: " +
-                                         log_ring::instance().errors_since(log_position) +
-                                         "; lower n_ubatch or n_slots");
+    throw error(errc::out_of_memory, "llama.cpp could not reserve its compute buffers: ",
+                log_ring::instance().errors_since(log_position), "; lower n_ubatch or n_slots");
 }
 
 std::int32_t context::n_graphs_reused() const { return llama_perf_context(handle_.get()).n_reused; }
@@ -214,11 +211,9 @@ void context::open_embeddings(const context_options& options) {
     if (has_hidden && has_head) {
         pooling_ = name_of(type);
     } else if (!options.pooling.empty()) {
-        throw error(
-            errc::unsupported_model,
-            "pooling is '" + options.pooling + "', but " +
-                (has_hidden ? "this model has no classifier head; choose mean, cls, last or none"
-                            : "llama.cpp gives no embedding for this model; leave pooling out"));
+        throw error(errc::unsupported_model, "pooling is '", options.pooling, "', but ",
+                    has_hidden ? "this model has no classifier head; choose mean, cls, last or none"
+                               : "llama.cpp gives no embedding for this model; leave pooling out");
     }
 }
 
@@ -241,7 +236,7 @@ std::vector<float> context::embedding(slot_id slot, int i_token, int n_tokens) {
     for (int i = 0; i < (pools ? 1 : n_tokens); ++i) {
         const float* const row = pools ? llama_get_embeddings_seq(handle_.get(), slot)
                                        : llama_get_embeddings_ith(handle_.get(), i_token + i);
-        if (!row) throw error(errc::internal, "no embedding of slot " + std::to_string(slot));
+        if (!row) throw error(errc::internal, "no embedding of slot ", slot);
         values.insert(values.end(), row, row + n_values);
     }
     return values;
@@ -348,8 +343,8 @@ void context::write_state(slot_id slot, std::span<std::byte> out) {
     for (const auto& part : parts()) left = left.subspan(kqview::write_state(part, slot, left));
     model_->rpc().check();
     if (left.empty()) return;
-    throw error(errc::internal, "saving a slot, llama.cpp left " + std::to_string(left.size()) +
-                                    " bytes of " + std::to_string(out.size()));
+    throw error(errc::internal, "saving a slot, llama.cpp left ", left.size(), " bytes of ",
+                out.size());
 }
 
 void context::read_state(slot_id slot, std::span<const std::byte> bytes, int n_tokens) {

@@ -4,51 +4,42 @@
 
 #include <algorithm>
 #include <array>
+#include <utility>
 
 #include "base/error.h"
 
 namespace kqview {
 
-static const char* name_of(ggml_type type) { return ggml_type_name(type); }
-
-const char* name_of(enum llama_pooling_type type) {
-    switch (type) {
-        case LLAMA_POOLING_TYPE_NONE: return "none";
-        case LLAMA_POOLING_TYPE_MEAN: return "mean";
-        case LLAMA_POOLING_TYPE_CLS: return "cls";
-        case LLAMA_POOLING_TYPE_LAST: return "last";
-        case LLAMA_POOLING_TYPE_RANK: return "rank";
-        default: return "";
-    }
-}
-
 namespace {
+
+using pooling = std::pair<enum llama_pooling_type, const char*>;
+constexpr std::array pooling_types{
+    pooling{LLAMA_POOLING_TYPE_NONE, "none"}, pooling{LLAMA_POOLING_TYPE_MEAN, "mean"},
+    pooling{LLAMA_POOLING_TYPE_CLS, "cls"}, pooling{LLAMA_POOLING_TYPE_LAST, "last"},
+    pooling{LLAMA_POOLING_TYPE_RANK, "rank"}};
 
 constexpr std::array kv_types{GGML_TYPE_F32,  GGML_TYPE_F16,  GGML_TYPE_BF16,
                               GGML_TYPE_Q8_0, GGML_TYPE_Q5_1, GGML_TYPE_Q5_0,
                               GGML_TYPE_Q4_1, GGML_TYPE_Q4_0, GGML_TYPE_IQ4_NL};
 
-constexpr std::array pooling_types{LLAMA_POOLING_TYPE_NONE, LLAMA_POOLING_TYPE_MEAN,
-                                   LLAMA_POOLING_TYPE_CLS, LLAMA_POOLING_TYPE_LAST,
-                                   LLAMA_POOLING_TYPE_RANK};
+const char* name_of(const pooling& known) { return known.second; }
+const char* name_of(ggml_type known) { return ggml_type_name(known); }
 
 // Parses an option that is one of a few names.
-template <typename Value, std::size_t n>
-Value value_of(const char* option, const std::string& name, const std::array<Value, n>& known) {
+template <typename Known, std::size_t n>
+const Known& find_named(const char* option, const std::string& name,
+                        const std::array<Known, n>& all) {
     std::string names;
-    for (const auto value : known) {
-        if (name == name_of(value)) return value;
-        names += (names.empty() ? "" : ", ") + std::string(name_of(value));
+    for (const auto& known : all) {
+        if (name == name_of(known)) return known;
+        names += text_of(names.empty() ? "" : ", ", name_of(known));
     }
-    throw error(errc::request,
-                std::string(option) + " is '" + name + "', it must be one of " + names);
+    throw error(errc::request, option, " is '", name, "', it must be one of ", names);
 }
 
 void check_range(const char* name, std::int64_t value, std::int64_t low, std::int64_t high) {
     if (value >= low && value <= high) return;
-    throw error(errc::request, std::string(name) + " is " + std::to_string(value) +
-                                   ", allowed are " + std::to_string(low) + ".." +
-                                   std::to_string(high));
+    throw error(errc::request, name, " is ", value, ", allowed are ", low, "..", high);
 }
 
 constexpr int padding = 256;  // llama.cpp pads the cells of a sequence to this
@@ -63,6 +54,11 @@ std::uint32_t n_scored_of(const model& source, std::uint32_t n_ubatch) {
 }
 
 }  // namespace
+
+const char* name_of(enum llama_pooling_type type) {
+    const auto* const known = std::ranges::find(pooling_types, type, &pooling::first);
+    return known == pooling_types.end() ? "" : known->second;
+}
 
 int n_ctx_of(const model& source, const context_options& options) {
     const int n_ctx = options.n_ctx == 0 ? llama_model_n_ctx_train(source.get()) : options.n_ctx;
@@ -92,14 +88,14 @@ llama_context_params params_of(const model& source, const context_options& optio
     params.n_outputs_max = std::max(params.n_seq_max, n_scored_of(source, params.n_ubatch));
     params.pooling_type = options.pooling.empty()
                               ? LLAMA_POOLING_TYPE_UNSPECIFIED
-                              : value_of("pooling", options.pooling, pooling_types);
+                              : find_named("pooling", options.pooling, pooling_types).first;
     if (!options.pooling.empty() || embedding_facts_of(source).pools) {
         params.n_outputs_max = params.n_ubatch;  // an embedding makes every token an output
     }
     params.n_threads = options.n_threads;
     params.n_threads_batch =
         options.n_threads_batch > 0 ? options.n_threads_batch : options.n_threads;
-    params.type_k = value_of("kv_type", options.kv_type, kv_types);
+    params.type_k = find_named("kv_type", options.kv_type, kv_types);
     params.type_v = params.type_k;
     params.flash_attn_type = options.flash == flash_attention::on ? LLAMA_FLASH_ATTN_TYPE_ENABLED
                              : options.flash == flash_attention::off

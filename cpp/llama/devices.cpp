@@ -77,7 +77,7 @@ std::string cuda_version() {
     auto* const get = cuda_driver().find<int(int*)>("cuDriverGetVersion");
     int number = 0;  // 1000 * major + 10 * minor
     if (!get || get(&number) != 0 || number <= 0) return {};
-    return std::to_string(number / 1000) + "." + std::to_string(number % 1000 / 10);
+    return text_of(number / 1000, ".", number % 1000 / 10);
 }
 
 bool is_same_address(const std::string& a, const std::string& b) {
@@ -110,7 +110,7 @@ std::string nvidia_compute_capability(const std::string& pci_address) {
             is_same_address(text.data(), pci_address) &&
             attribute(&major, major_attribute, device) == 0 &&
             attribute(&minor, minor_attribute, device) == 0) {
-            return std::to_string(major) + "." + std::to_string(minor);
+            return text_of(major, ".", minor);
         }
     }
     return {};
@@ -180,12 +180,8 @@ capture_path capture_path_of(ggml_backend_dev_t device) {
 }
 
 const char* name_of(capture_path path) {
-    switch (path) {
-        case capture_path::zero_copy: return "zero-copy";
-        case capture_path::pinned: return "pinned";
-        case capture_path::plain: return "plain";
-    }
-    return "plain";
+    constexpr std::array names{"zero-copy", "pinned", "plain"};
+    return names[static_cast<std::size_t>(path)];
 }
 
 std::vector<device_info> list_devices() {
@@ -224,14 +220,17 @@ std::vector<backend_info> list_backends() {
     return backends;
 }
 
-bool has_offload_device() {
-    bool found = false;
+std::vector<ggml_backend_dev_t> local_devices(enum ggml_backend_dev_type type) {
+    std::vector<ggml_backend_dev_t> found;
     for_each_device([&](ggml_backend_dev_t device) {
-        const auto type = ggml_backend_dev_type(device);
-        found =
-            found || type == GGML_BACKEND_DEVICE_TYPE_GPU || type == GGML_BACKEND_DEVICE_TYPE_IGPU;
+        if (ggml_backend_dev_type(device) == type) found.push_back(device);
     });
     return found;
+}
+
+std::vector<ggml_backend_dev_t> local_gpus() {
+    auto found = local_devices(GGML_BACKEND_DEVICE_TYPE_GPU);
+    return found.empty() ? local_devices(GGML_BACKEND_DEVICE_TYPE_IGPU) : found;
 }
 
 std::string free_memory_text() {
@@ -240,8 +239,8 @@ std::string free_memory_text() {
         std::size_t free_bytes = 0;
         std::size_t total_bytes = 0;
         ggml_backend_dev_memory(device, &free_bytes, &total_bytes);
-        text += (text.empty() ? "" : ", ") + std::string(ggml_backend_dev_name(device)) + " " +
-                size_text(free_bytes) + " of " + size_text(total_bytes);
+        text += text_of(text.empty() ? "" : ", ", ggml_backend_dev_name(device), " ",
+                        size_text(free_bytes), " of ", size_text(total_bytes));
     });
     return text;
 }

@@ -49,8 +49,10 @@ struct backend_info {
 std::vector<device_info> list_devices();
 std::vector<backend_info> list_backends();
 
-// True if there is a device to which layers can be offloaded.
-bool has_offload_device();
+// This machine's devices of one type, and the GPUs to which llama.cpp offloads layers: integrated
+// ones only if there are no others.
+std::vector<ggml_backend_dev_t> local_devices(enum ggml_backend_dev_type type);
+std::vector<ggml_backend_dev_t> local_gpus();
 
 // "CUDA0 3.10 GiB of 79.20 GiB, CPU 512.0 MiB of 1.00 GiB", for messages.
 std::string free_memory_text();

@@ -184,11 +184,10 @@ void check_memory(const model& source, const context_options& options) {
     model weightless(weightless_options(source.options()));
     const double n_bytes = host_need_bytes(source.get(), params, planned(weightless, params));
     if (n_bytes <= limit_bytes) return;
-    throw error(errc::out_of_memory,
-                "a context of " + std::to_string(n_ctx_of(source, options)) + " tokens x " +
-                    std::to_string(options.n_slots) + " slots needs " + size_text(n_bytes) +
-                    ", but this process may use only " + size_text(limit_bytes) +
-                    "; lower n_ctx, n_slots or n_ubatch, or choose a smaller kv_type");
+    throw error(errc::out_of_memory, "a context of ", n_ctx_of(source, options), " tokens x ",
+                options.n_slots, " slots needs ", size_text(n_bytes),
+                ", but this process may use only ", size_text(limit_bytes),
+                "; lower n_ctx, n_slots or n_ubatch, or choose a smaller kv_type");
 }
 
 // ---- a context by default
@@ -266,7 +265,7 @@ context_fit fit_context(model& source, const context_options& options) {
 
 void check_device_memory(const model_options& wanted, const context_options& options) {
     start_llama();
-    if (!has_offload_device()) return;
+    if (local_gpus().empty()) return;
     model weightless(weightless_options(wanted));
     auto least = options;
     if (least.n_ctx == 0) least.n_ctx = least_n_ctx(largest_n_ctx(weightless, options));

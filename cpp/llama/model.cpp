@@ -51,33 +51,31 @@ void model::load(const model_options& options) {
     params.vocab_only = options.vocabulary_only;
     if (options.no_alloc) params.load_mode = LLAMA_LOAD_MODE_NONE;
     bool stopped = false;
-    struct progress_state {
-        const std::function<bool(float)>& call;
-        bool& stopped;
-    } state{options.progress, stopped};
+    std::function<bool(float)> go_on = [&](float fraction) {
+        stopped = stopped || !options.progress(fraction);
+        return !stopped;
+    };
     if (options.progress) {
         params.progress_callback = [](float fraction, void* data) {
-            auto& target = *static_cast<progress_state*>(data);
-            target.stopped = target.stopped || !target.call(fraction);
-            return !target.stopped;
+            return (*static_cast<std::function<bool(float)>*>(data))(fraction);
         };
-        params.progress_callback_user_data = &state;
+        params.progress_callback_user_data = &go_on;
     }
 
     handle_.reset(llama_model_load_from_file(options.path.c_str(), params));
     if (stopped)
-        throw error(errc::model_load,
-                    "loading " + options.path + " was stopped by its progress callback");
+        throw error(errc::model_load, "loading ", options.path,
+                    " was stopped by its progress callback");
     rpc_.check_loading();
     if (!handle_) {
         auto why = log_ring::instance().errors_since(log_position);
         if (why.empty()) why = "llama.cpp gave no reason";
         const bool memory = says_out_of_memory(why);
-        throw error(memory ? errc::out_of_memory : errc::model_load,
-                    options.path + " cannot be loaded: " + why +
-                        (memory ? "; free: " + free_memory_text() +
-                                      "; lower n_gpu_layers, or use a smaller model"
-                                : ""));
+        throw error(memory ? errc::out_of_memory : errc::model_load, options.path,
+                    " cannot be loaded: ", why,
+                    memory ? "; free: " + free_memory_text() +
+                                 "; lower n_gpu_layers, or use a smaller model"
+                           : "");
     }
     words_ = vocabulary(llama_model_get_vocab(handle_.get()));
     if (options.no_alloc) return;
@@ -95,9 +93,9 @@ void model::load_adapter(const lora_option& option) {
     const auto log_position = log_ring::instance().position();
     auto* const adapter = llama_adapter_lora_init(get(), option.path.c_str());
     if (!adapter) {
-        throw error(errc::model_load, "the LoRA adapter " + option.path +
-                                          " cannot be used with this model: " +
-                                          log_ring::instance().errors_since(log_position));
+        throw error(
+            errc::model_load, "the LoRA adapter ", option.path,
+            " cannot be used with this model: ", log_ring::instance().errors_since(log_position));
     }
     adapters_.push_back(adapter);
     adapter_scales_.push_back(option.scale);

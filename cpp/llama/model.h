@@ -44,8 +44,6 @@ public:
     // if those lines report a failed allocation.
     explicit model(const model_options& options);
     ~model();
-    model(const model&) = delete;
-    model& operator=(const model&) = delete;
 
     const model_options& options() const { return options_; }  // without `progress`
     const llama_model* get() const { return handle_.get(); }

@@ -1,13 +1,13 @@
 #include "llama/rpc_devices.h"
 
 #include <ggml-rpc.h>
-#include <pthread.h>
-#include <signal.h>
 
 #include <algorithm>
 #include <functional>
 
 #include "base/error.h"
+#include "base/signals.h"
+#include "llama/devices.h"
 
 namespace kqview {
 
@@ -18,37 +18,6 @@ constexpr std::chrono::milliseconds set_up_limit{10'000};
 
 // ggml's scheduler supports 16 backends; one of them is the CPU's.
 constexpr std::size_t n_backends_max = 16;
-
-// Signals belong to Python's main thread: threads started while this lives inherit the block.
-class signals_blocked {
-public:
-    signals_blocked() {
-        sigset_t all;
-        sigfillset(&all);
-        pthread_sigmask(SIG_SETMASK, &all, &before_);
-    }
-    ~signals_blocked() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
-    signals_blocked(const signals_blocked&) = delete;
-    signals_blocked& operator=(const signals_blocked&) = delete;
-
-private:
-    sigset_t before_;
-};
-
-std::vector<ggml_backend_dev_t> local_devices(enum ggml_backend_dev_type type) {
-    std::vector<ggml_backend_dev_t> found;
-    for (std::size_t i = 0; i < ggml_backend_dev_count(); ++i) {
-        auto* const device = ggml_backend_dev_get(i);
-        if (ggml_backend_dev_type(device) == type) found.push_back(device);
-    }
-    return found;
-}
-
-// As llama.cpp chooses: integrated GPUs only if there are no others.
-std::vector<ggml_backend_dev_t> local_gpus() {
-    auto found = local_devices(GGML_BACKEND_DEVICE_TYPE_GPU);
-    return found.empty() ? local_devices(GGML_BACKEND_DEVICE_TYPE_IGPU) : found;
-}
 
 }  // namespace
 
@@ -64,10 +33,9 @@ rpc_devices::rpc_devices(const std::vector<rpc_endpoint>& endpoints,
         for (const auto& one : servers_) n_devices += one.devices.size();
         const auto n_other = 1 + local_devices(GGML_BACKEND_DEVICE_TYPE_ACCEL).size();
         if (!empty() && n_devices + n_other > n_backends_max) {
-            throw error(errc::request,
-                        "rpc_servers and this machine have " + std::to_string(n_devices) +
-                            " devices together, the limit is " +
-                            std::to_string(n_backends_max - n_other) + "; name fewer servers");
+            throw error(errc::request, "rpc_servers and this machine have ", n_devices,
+                        " devices together, the limit is ", n_backends_max - n_other,
+                        "; name fewer servers");
         }
     } catch (...) {
         leave();
@@ -83,7 +51,7 @@ void rpc_devices::open(const std::shared_ptr<rpc_server>& server) {
     auto* const registry = ggml_backend_rpc_add_server(server->name().c_str());
     check_loading();  // without an answer there is no registry
     if (!registry) {
-        throw error(errc::internal, "RPC server " + server->endpoint() + " has no devices");
+        throw error(errc::internal, "RPC server ", server->endpoint(), " has no devices");
     }
     for (std::size_t i = 0; i < ggml_backend_reg_dev_count(registry); ++i) {
         added.devices.push_back(ggml_backend_reg_dev_get(registry, i));
@@ -121,15 +89,14 @@ void rpc_devices::check() const {
     const auto* const lost = first_lost();
     if (!lost) return;
     if (has_left_) throw error(errc::closed, "the engine was closed; open a new Engine");
-    throw error(errc::decode, "RPC server " + lost->endpoint() + " " + lost->link().loss() +
-                                  "; start it again and open a new Engine");
+    throw error(errc::decode, "RPC server ", lost->endpoint(), " ", lost->link().loss(),
+                "; start it again and open a new Engine");
 }
 
 void rpc_devices::check_loading() const {
     if (const auto* const lost = first_lost()) {
-        throw error(errc::model_load,
-                    "RPC server " + lost->endpoint() + " " + lost->link().loss() +
-                        " while the engine was opened; check the server and try again");
+        throw error(errc::model_load, "RPC server ", lost->endpoint(), " ", lost->link().loss(),
+                    " while the engine was opened; check the server and try again");
     }
 }
 

@@ -26,8 +26,6 @@ public:
     // many devices. `wait`: the longest time that a server may take for one answer.
     rpc_devices(const std::vector<rpc_endpoint>& endpoints, std::chrono::milliseconds wait);
     ~rpc_devices();
-    rpc_devices(const rpc_devices&) = delete;
-    rpc_devices& operator=(const rpc_devices&) = delete;
 
     bool empty() const { return servers_.empty(); }
 

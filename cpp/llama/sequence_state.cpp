@@ -221,9 +221,8 @@ std::vector<memory_part> parts_of(llama_memory_i* memory) {
         }
         why = no_window;
     }
-    throw error(errc::unsupported_model, "this model keeps " + std::string(why) +
-                                             ", which cannot be saved; send the token ids again "
-                                             "instead");
+    throw error(errc::unsupported_model, "this model keeps ", why,
+                ", which cannot be saved; send the token ids again instead");
 }
 
 std::span<const std::byte> read_state(const memory_part& part, slot_id slot,
@@ -243,7 +242,7 @@ std::span<const std::byte> read_state(const memory_part& part, slot_id slot,
             if (are_at_their_positions(*part.cache, slot, n_cells)) return reader.rest();
         }
     } catch (const std::exception& failure) {
-        throw error(errc::internal, std::string("llama.cpp refused a slot: ") + failure.what());
+        throw error(errc::internal, "llama.cpp refused a slot: ", failure.what());
     }
     throw error(errc::internal, "llama.cpp put the cells of a slot elsewhere");
 }

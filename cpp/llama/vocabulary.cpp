@@ -26,12 +26,10 @@ auto checked(const char* doing, Call&& call) {
     } catch (const error&) {
         throw;
     } catch (const std::bad_alloc&) {
-        throw error(errc::out_of_memory,
-                    std::string("no memory left while ") + doing + "; shorten the text");
+        throw error(errc::out_of_memory, "no memory left while ", doing, "; shorten the text");
     } catch (const std::exception& failure) {
-        throw error(errc::unsupported_model,
-                    std::string("llama.cpp failed while ") + doing +
-                        " with this model's vocabulary: " + failure.what() + "; " + remedy);
+        throw error(errc::unsupported_model, "llama.cpp failed while ", doing,
+                    " with this model's vocabulary: ", failure.what(), "; ", remedy);
     }
 }
 
@@ -117,23 +115,21 @@ vocabulary::vocabulary(const llama_vocab* handle)
 
 void vocabulary::require(const char* who) const {
     if (exists()) return;
-    throw error(errc::unsupported_model,
-                std::string(who) + ": this model has no vocabulary; use token ids");
+    throw error(errc::unsupported_model, who, ": this model has no vocabulary; use token ids");
 }
 
 void vocabulary::check_token(token_id id, const char* who) const {
     if (id >= 0 && id < size_) return;
-    throw error(errc::invalid_token, std::string(who) + " has token id " + std::to_string(id) +
-                                         ", but ids go from 0 to " + std::to_string(size_ - 1));
+    throw error(errc::invalid_token, who, " has token id ", id, ", but ids go from 0 to ",
+                size_ - 1);
 }
 
 std::vector<token_id> vocabulary::tokenize(std::string_view text, bool add_special,
                                            bool parse_special, std::size_t apart_bytes) const {
     require("tokenize");
     if (text.size() > max_text_bytes) {
-        throw error(errc::request, "text has " + std::to_string(text.size()) +
-                                       " bytes, the limit is " + std::to_string(max_text_bytes) +
-                                       " (16 MiB); split it");
+        throw error(errc::request, "text has ", text.size(), " bytes, the limit is ",
+                    max_text_bytes, " (16 MiB); split it");
     }
     return checked("tokenizing", [&] {
         return text.size() < apart_bytes ? tokenize_whole(text, add_special, parse_special)

@@ -90,8 +90,6 @@ public:
     static constexpr std::byte poison_byte{0xA5};
 
     static std::shared_ptr<block_pool> create(block_pool_options options);
-    block_pool(const block_pool&) = delete;
-    block_pool& operator=(const block_pool&) = delete;
 
     // Returns null if the budget or the machine has no memory left; never waits. The block is at
     // most 20 % larger than `n_bytes` (4 KiB at least), and its content is left over from the last

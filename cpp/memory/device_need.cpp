@@ -27,14 +27,13 @@ void check_device_needs(std::span<const device_need> needs, int n_layers) {
     for (const auto& need : needs) {
         if (need.fits()) continue;
         const int n_fitting = layers_that_fit(needs, n_layers);
-        throw error(
-            errc::out_of_memory,
-            need.device + " needs " + size_text(need.needed_bytes()) + " (weights " +
-                size_text(need.model_bytes) + ", cache " + size_text(need.context_bytes) +
-                ", compute " + size_text(need.compute_bytes) + "), " + size_text(need.free_bytes) +
-                " of " + size_text(need.total_bytes) + " are free; lower n_gpu_layers to about " +
-                std::to_string(n_fitting) + ", or n_ctx, n_slots or n_ubatch" +
-                (need.context_bytes > need.model_bytes ? ", or choose a smaller kv_type" : ""));
+        throw error(errc::out_of_memory, need.device, " needs ", size_text(need.needed_bytes()),
+                    " (weights ", size_text(need.model_bytes), ", cache ",
+                    size_text(need.context_bytes), ", compute ", size_text(need.compute_bytes),
+                    "), ", size_text(need.free_bytes), " of ", size_text(need.total_bytes),
+                    " are free; lower n_gpu_layers to about ", n_fitting,
+                    ", or n_ctx, n_slots or n_ubatch",
+                    need.context_bytes > need.model_bytes ? ", or choose a smaller kv_type" : "");
     }
 }
 

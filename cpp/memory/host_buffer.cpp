@@ -40,12 +40,6 @@ host_buffer::~host_buffer() {
     if (data_ != nullptr) allocator_->release(data_, size_bytes_, is_pinned_);
 }
 
-host_buffer::host_buffer(host_buffer&& other) noexcept
-    : allocator_(std::move(other.allocator_)),
-      data_(std::exchange(other.data_, nullptr)),
-      size_bytes_(std::exchange(other.size_bytes_, 0)),
-      is_pinned_(std::exchange(other.is_pinned_, false)) {}
-
 host_buffer& host_buffer::operator=(host_buffer&& other) noexcept {
     std::swap(allocator_, other.allocator_);
     std::swap(data_, other.data_);

@@ -7,6 +7,7 @@
 
 #include <cstddef>
 #include <memory>
+#include <utility>
 
 namespace kqview {
 
@@ -35,10 +36,8 @@ class host_buffer {
 public:
     host_buffer() noexcept = default;
     ~host_buffer();
-    host_buffer(host_buffer&& other) noexcept;
+    host_buffer(host_buffer&& other) noexcept { *this = std::move(other); }
     host_buffer& operator=(host_buffer&& other) noexcept;
-    host_buffer(const host_buffer&) = delete;
-    host_buffer& operator=(const host_buffer&) = delete;
 
     // An empty buffer when the allocator has no memory.
     static host_buffer allocate(std::shared_ptr<host_allocator> allocator,

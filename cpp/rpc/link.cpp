@@ -6,6 +6,7 @@
 #include <exception>
 #include <utility>
 
+#include "base/error.h"
 #include "base/log.h"
 
 namespace kqview {
@@ -56,7 +57,7 @@ void rpc_link::lose(const std::string& why) noexcept {
         is_lost_.store(true, std::memory_order_release);
     }
     log_ring::instance().write(log_level::info,
-                               ("RPC server " + endpoint_ + " " + why + "\n").c_str());
+                               text_of("RPC server ", endpoint_, " ", why, "\n").c_str());
     connection_->shut_down();
 }
 
@@ -109,8 +110,8 @@ void rpc_link::receive_size(const rpc_request& request) noexcept {
         std::uint64_t n_bytes = 0;
         connection_->receive(std::as_writable_bytes(std::span(&n_bytes, 1)));
         if (n_bytes == request.answer_bytes) return;
-        lose("answered nonsense: " + std::to_string(n_bytes) + " bytes where " +
-             std::to_string(*request.answer_bytes) + " are due");
+        lose(text_of("answered nonsense: ", n_bytes, " bytes where ", *request.answer_bytes,
+                     " are due"));
     } catch (const std::exception& failure) {
         lose(failure.what());
     }

@@ -5,6 +5,8 @@
 #include <iterator>
 #include <limits>
 
+#include "base/error.h"
+
 namespace kqview {
 
 namespace {
@@ -60,7 +62,7 @@ const answer_rule* rule_of(rpc_command command) {
 }
 
 std::string nonsense(const char* what, std::uint64_t value) {
-    return "answered nonsense: " + std::to_string(value) + " as " + what;
+    return text_of("answered nonsense: ", value, " as ", what);
 }
 
 }  // namespace
@@ -83,9 +85,8 @@ std::string rpc_answer_fault(const rpc_request& request, std::span<const std::by
         const auto major = read_at<std::uint8_t>(answer, 0);
         const auto minor = read_at<std::uint8_t>(answer, 1);
         if (major == rpc_major_version && minor <= rpc_minor_version) return {};
-        return "speaks version " + std::to_string(major) + "." + std::to_string(minor) +
-               " of the RPC protocol, version " + std::to_string(rpc_major_version) + "." +
-               std::to_string(rpc_minor_version) + " is needed";
+        return text_of("speaks version ", major, ".", minor, " of the RPC protocol, version ",
+                       rpc_major_version, ".", rpc_minor_version, " is needed");
     }
     const auto n = read_at<std::uint64_t>(answer, 0);
     if (n < rule->least || n > rule->most ||

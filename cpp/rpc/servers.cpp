@@ -28,9 +28,8 @@ std::shared_ptr<rpc_link> connect(const rpc_endpoint& endpoint, tcp_connection::
     try {
         return std::make_shared<rpc_link>(endpoint.text(), endpoint.host, endpoint.port, wait);
     } catch (const connection_lost& failure) {
-        throw error(errc::model_load,
-                    "RPC server " + endpoint.text() + " " + failure.what() +
-                        "; start llama.cpp's ggml-rpc-server there, or correct rpc_servers");
+        throw error(errc::model_load, "RPC server ", endpoint.text(), " ", failure.what(),
+                    "; start llama.cpp's ggml-rpc-server there, or correct rpc_servers");
     }
 }
 

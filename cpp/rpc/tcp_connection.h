@@ -28,8 +28,6 @@ public:
     // later one. It does not cover resolving a host name, which takes as long as the system needs.
     tcp_connection(const std::string& host, int port, limit wait);
     ~tcp_connection();
-    tcp_connection(const tcp_connection&) = delete;
-    tcp_connection& operator=(const tcp_connection&) = delete;
 
     // The longest time without progress by the server.
     void set_limit(limit wait) noexcept { limit_ms_.store(wait.count()); }

@@ -59,10 +59,8 @@ llama_sampler_handle copy_of(const llama_sampler_handle& one) {
 }
 
 [[noreturn]] void throw_not_allowed(const std::string& what, token_id id) {
-    throw error(errc::invalid_sampling, "ids contains " + std::to_string(id) + ", which the " +
-                                            what +
-                                            " does not allow there; force what it allows, "
-                                            "or generate without it");
+    throw error(errc::invalid_sampling, "ids contains ", id, ", which the ", what,
+                " does not allow there; force what it allows, or generate without it");
 }
 
 [[noreturn]] void throw_nothing_left() {
@@ -104,9 +102,8 @@ void logit_editor::collect_bans(const llama_vocab* vocab, const sampling_params&
     std::sort(banned_.begin(), banned_.end());
     banned_.erase(std::unique(banned_.begin(), banned_.end()), banned_.end());
     if (!banned_.empty() && banned_.size() >= static_cast<std::size_t>(n_vocab_)) {
-        throw error(errc::invalid_sampling, "ignore_eos, banned_tokens and logit_bias ban all " +
-                                                std::to_string(n_vocab_) +
-                                                " tokens; leave at least one");
+        throw error(errc::invalid_sampling, "ignore_eos, banned_tokens and logit_bias ban all ",
+                    n_vocab_, " tokens; leave at least one");
     }
 }
 
@@ -140,8 +137,8 @@ void logit_editor::build_penalties(const llama_vocab* vocab, const sampling_para
         } catch (const std::bad_alloc&) {
             throw;
         } catch (const std::exception& failure) {
-            throw error(errc::invalid_sampling, std::string("dry_sequence_breakers failed with ") +
-                                                    failure.what() + "; correct or leave it out");
+            throw error(errc::invalid_sampling, "dry_sequence_breakers failed with ",
+                        failure.what(), "; correct or leave it out");
         }
     }
     n_recent_max_ = static_cast<std::size_t>(std::max(n_penalties, n_dry));
@@ -171,8 +168,7 @@ void logit_editor::remember(token_id id) {
 
 float logit_editor::raw(token_id id, std::span<const float> edited) const {
     // The first entry for an id holds its raw logit.
-    const auto found = std::find_if(replaced_.begin(), replaced_.end(),
-                                    [id](const scored_token& entry) { return entry.id == id; });
+    const auto found = std::ranges::find(replaced_, id, &scored_token::id);
     return found != replaced_.end() ? found->logit : edited[static_cast<std::size_t>(id)];
 }
 
@@ -391,8 +387,8 @@ token_id sampler::run_choice(bool is_sorted) {
     llama_token_data_array array = as_array(candidates_, is_sorted);
     apply_choice(array);
     if (array.selected < 0 || static_cast<std::size_t>(array.selected) >= array.size) {
-        throw error(errc::internal, "the samplers chose no token of " + std::to_string(array.size) +
-                                        ", one is needed; report this");
+        throw error(errc::internal, "the samplers chose no token of ", array.size,
+                    ", one is needed; report this");
     }
     if (params_.post_sampling_probs) {
         last_p_ = array.data[array.selected].p;

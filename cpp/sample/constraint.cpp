@@ -78,8 +78,6 @@ public:
     explicit held_child(std::shared_ptr<constraint_host> host)
         : host_(std::move(host)), child_(host_->open()) {}
     ~held_child() { host_->drop(child_.number); }
-    held_child(const held_child&) = delete;
-    held_child& operator=(const held_child&) = delete;
 
     constraint_host& host() const { return *host_; }
     const process_socket& socket() const { return child_.socket; }
@@ -106,8 +104,6 @@ public:
     }
 
     ~constraint() override { child_.host().n_bytes() -= n_bytes_; }
-    constraint(const constraint&) = delete;
-    constraint& operator=(const constraint&) = delete;
 
     bool matches_nothing() const {
         return std::all_of(mask_.begin(), mask_.end(),
@@ -213,16 +209,15 @@ private:
         const auto n_all = child_.host().n_bytes() += n_bytes - n_bytes_;
         n_bytes_ = n_bytes;
         if (n_bytes > small_bytes && n_all > std::int64_t{constraint_host::all_memory_bytes}) {
-            throw error(errc::invalid_sampling,
-                        kind_ + " takes llguidance " + std::to_string(n_bytes >> 20) +
-                            " MiB, and those of all requests " + std::to_string(n_all >> 20) +
-                            " MiB; simplify it, or retry later");
+            throw error(errc::invalid_sampling, kind_, " takes llguidance ", n_bytes >> 20,
+                        " MiB, and those of all requests ", n_all >> 20,
+                        " MiB; simplify it, or retry later");
         }
     }
 
     [[noreturn]] void raise_ended(const std::function<bool()>& is_stopped) {
         if (is_stopped()) {
-            throw error(errc::invalid_sampling, kind_ + ": its request has ended");
+            throw error(errc::invalid_sampling, kind_, ": its request has ended");
         }
         const double cpu_s =
             has_mask_ ? constraint_host::step_cpu_s : constraint_host::compile_cpu_s;
@@ -251,16 +246,15 @@ std::unique_ptr<token_filter> make_constraint(std::shared_ptr<constraint_host> h
                                               const stop_flag& unwanted, int n_closed) {
     const std::string option = option_of(kind);
     if (text.size() > n_bytes_max) {
-        throw error(errc::invalid_sampling, option + " has " + std::to_string(text.size()) +
-                                                " bytes, the limit is " +
-                                                std::to_string(n_bytes_max) + "; shorten it");
+        throw error(errc::invalid_sampling, option, " has ", text.size(), " bytes, the limit is ",
+                    n_bytes_max, "; shorten it");
     }
     if (text.find('\0') != std::string::npos) {
-        throw error(errc::invalid_sampling, option + " contains a zero byte; leave it out");
+        throw error(errc::invalid_sampling, option, " contains a zero byte; leave it out");
     }
     auto made = std::make_unique<constraint>(std::move(host), kind, text, unwanted, n_closed);
     if (made->matches_nothing()) {
-        throw error(errc::invalid_sampling, option + " matches no output; correct it");
+        throw error(errc::invalid_sampling, option, " matches no output; correct it");
     }
     return made;
 }

@@ -39,8 +39,9 @@ constexpr int send_flags = MSG_DONTWAIT;
 bool never() { return false; }
 
 [[noreturn]] void throw_not_started(int code) {
-    throw error(errc::busy, std::string("the helper process of constraints does not start: ") +
-                                std::strerror(code) + "; retry later");
+    throw error(errc::busy,
+                "the helper process of constraints does not start: ", std::strerror(code),
+                "; retry later");
 }
 
 std::pair<process_socket, process_socket> make_pair() {
@@ -227,9 +228,9 @@ void constraint_host::start() {
     }
     stop();
     if (status == 0) throw_not_started(ETIMEDOUT);
-    throw error(errc::request, std::string("llguidance cannot be used: ") + reason.data() +
-                                   "; json_schema, regex and %llguidance need version 1.9 or "
-                                   "newer, pip install -U llguidance");
+    throw error(errc::request, "llguidance cannot be used: ", reason.data(),
+                "; json_schema, regex and %llguidance need version 1.9 or newer, pip install -U "
+                "llguidance");
 }
 
 // With mutex_, or in the destructor. The helper kills its children when it reads the end.

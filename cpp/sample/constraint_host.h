@@ -63,8 +63,6 @@ public:
     // text, and busy if the system starts no process.
     constraint_host(std::vector<std::string> command, std::shared_ptr<const model> source);
     ~constraint_host();
-    constraint_host(const constraint_host&) = delete;
-    constraint_host& operator=(const constraint_host&) = delete;
 
     struct child {
         std::uint32_t number;

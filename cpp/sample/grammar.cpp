@@ -1,6 +1,7 @@
 #include "sample/grammar.h"
 
 #include <algorithm>
+#include <charconv>
 #include <map>
 #include <string>
 
@@ -17,8 +18,9 @@ constexpr std::uint64_t n_repetitions_max = 2000;  // llama.cpp's own limit
 constexpr std::size_t n_token_bytes_max = 256;     // of a <token>, which gets tokenized
 using kind = grammar_element::kind;
 
-[[noreturn]] void refuse(const std::string& what) {
-    throw error(errc::invalid_sampling, "grammar " + what);
+template <typename... Parts>
+[[noreturn]] void refuse(const Parts&... what) {
+    throw error(errc::invalid_sampling, "grammar ", what...);
 }
 
 using grammar_sequence = std::vector<grammar_element>;
@@ -193,7 +195,7 @@ void grammar_rules::check_defined() const {
         refuse("has no rule named root, where the output starts; add root ::= ...");
     }
     for (const auto& [name, id] : ids_) {
-        if (rules_[id].empty()) refuse("uses the rule " + name + " but does not define it; add it");
+        if (rules_[id].empty()) refuse("uses the rule ", name, " but does not define it; add it");
     }
 }
 
@@ -212,7 +214,7 @@ void grammar_rules::find_components(grammar& made, work_limit& limit) const {
     for (std::uint32_t rule = 0; rule < graph.size(); ++rule) {
         for (const left_corner& edge : graph[rule]) {
             if (!edge.is_last && found.component[edge.rule] == found.component[rule]) {
-                refuse("rule " + name_of(rule) +
+                refuse("rule ", name_of(rule),
                        " is left-recursive: it can begin with itself; put the recursion last");
             }
         }
@@ -230,7 +232,7 @@ grammar grammar_rules::finish(work_limit& limit) {
     const std::vector<bool> can_end = rules_that_derive(true, limit);
     for (std::uint32_t rule = 0; rule < rules_.size(); ++rule) {
         if (!can_end[rule]) {
-            refuse("rule " + name_of(rule) + " never ends; add an alternate without recursion");
+            refuse("rule ", name_of(rule), " never ends; add an alternate without recursion");
         }
     }
     grammar made;
@@ -262,16 +264,10 @@ bool is_name_char(char c) {
     return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || c == '-' || is_digit(c);
 }
 
-bool is_hex(char c) { return is_digit(c) || (c >= 'a' && c <= 'f') || (c >= 'A' && c <= 'F'); }
-
 // Number of bytes of the UTF-8 character that begins with `first`.
 std::size_t n_bytes_of(char first) {
     const auto byte = static_cast<unsigned char>(first);
     return byte < 0xC0 ? 1 : byte < 0xE0 ? 2 : byte < 0xF0 ? 3 : 4;
-}
-
-std::uint32_t hex_value(char c) {
-    return static_cast<std::uint32_t>(is_digit(c) ? c - '0' : (c | 0x20) - 'a' + 10);
 }
 
 // The text, the current position, and what is there.
@@ -283,22 +279,31 @@ protected:
         return pos_ + offset < text_.size() ? text_[pos_ + offset] : '\0';
     }
 
-    [[noreturn]] void fail(const std::string& expected) const { fail_at(pos_, expected); }
+    template <typename... Parts>
+    [[noreturn]] void fail(const Parts&... expected) const {
+        fail_at(pos_, expected...);
+    }
 
-    [[noreturn]] void fail_at(std::size_t pos, const std::string& expected) const {
+    template <typename... Parts>
+    [[noreturn]] void fail_at(std::size_t pos, const Parts&... expected) const {
         const std::string_view before = text_.substr(0, pos);
         const auto line = 1 + std::count(before.begin(), before.end(), '\n');
         const std::size_t line_start = before.rfind('\n') + 1;  // npos + 1 is 0
-        const std::string got =
-            pos < text_.size() ? "'" + std::string(text_.substr(pos, n_bytes_of(text_[pos]))) + "'"
-                               : "the end of the text";
-        refuse("line " + std::to_string(line) + ", column " + std::to_string(pos - line_start + 1) +
-               ": expected " + expected + ", got " + got);
+        const std::string got = pos < text_.size()
+                                    ? text_of("'", text_.substr(pos, n_bytes_of(text_[pos])), "'")
+                                    : "the end of the text";
+        refuse("line ", line, ", column ", pos - line_start + 1, ": expected ", expected...,
+               ", got ", got);
+    }
+
+    bool take_if(char c) {
+        if (at() != c) return false;
+        ++pos_;
+        return true;
     }
 
     void expect(char c, const char* meaning) {
-        if (at() != c) fail(std::string(1, c) + " " + meaning);
-        ++pos_;
+        if (!take_if(c)) fail(std::string(1, c), " ", meaning);
     }
 
     void space(bool with_newlines) {
@@ -321,20 +326,27 @@ protected:
         return text_.substr(start, pos_ - start);
     }
 
+    // Takes a number of at most `n_most` digits and returns how many it has. One that is too large
+    // for `value` leaves it as it is.
+    template <typename Number>
+    std::size_t digits(Number& value, std::size_t n_most, int base) {
+        const auto rest = text_.substr(pos_, n_most);
+        const auto* const end =
+            std::from_chars(rest.data(), rest.data() + rest.size(), value, base).ptr;
+        const auto n = static_cast<std::size_t>(end - rest.data());
+        pos_ += n;
+        return n;
+    }
+
     std::uint64_t number() {
-        if (!is_digit(at())) fail("a whole number");
-        std::uint64_t value = 0;
-        for (; is_digit(at()); ++pos_) {
-            value = std::min<std::uint64_t>(value * 10 + static_cast<std::uint64_t>(at() - '0'),
-                                            UINT32_MAX);
-        }
-        return value;
+        std::uint64_t value = UINT32_MAX;
+        if (digits(value, text_.npos, 10) == 0) fail("a whole number");
+        return std::min<std::uint64_t>(value, UINT32_MAX);
     }
 
     std::uint32_t character() {
         if (pos_ >= text_.size()) fail("a character");
-        if (at() != '\\') return code_point();
-        ++pos_;
+        if (!take_if('\\')) return code_point();
         const char sign = at();
         const std::size_t n_digits = sign == 'x' ? 2 : sign == 'u' ? 4 : sign == 'U' ? 8 : 0;
         if (n_digits == 0 &&
@@ -347,10 +359,7 @@ protected:
             return static_cast<unsigned char>(value);
         }
         std::uint32_t value = 0;
-        for (std::size_t i = 0; i < n_digits; ++i, ++pos_) {
-            if (!is_hex(at())) fail(std::to_string(n_digits) + " hexadecimal digits");
-            value = value << 4 | hex_value(at());
-        }
+        if (digits(value, n_digits, 16) < n_digits) fail(n_digits, " hexadecimal digits");
         return value;
     }
 
@@ -397,24 +406,21 @@ private:
         limit_.spend(n_elements);
         n_elements_ += n_elements;
         if (n_elements_ > n_elements_max) {
-            refuse("has more than " + std::to_string(n_elements_max) +
+            refuse("has more than ", n_elements_max,
                    " elements with its repetitions written out; lower their counts");
         }
     }
 
     void literal(sequence_state& state) {
-        for (++pos_; at() != '"';) add(state, {kind::character, character()});
         ++pos_;
+        while (!take_if('"')) add(state, {kind::character, character()});
     }
 
     void char_class(sequence_state& state) {
         ++pos_;
         character_set set;
-        if (at() == '^') {
-            ++pos_;
-            set.is_negated = true;
-        }
-        while (at() != ']') {
+        set.is_negated = take_if('^');
+        while (!take_if(']')) {
             const std::uint32_t first = character();
             std::uint32_t last = first;
             if (at() == '-' && at(1) != ']') {
@@ -424,17 +430,14 @@ private:
             count(1);
             set.ranges.emplace_back(first, last);
         }
-        ++pos_;
         if (!set.ranges.empty()) add(state, {kind::set, rules_.add_set(std::move(set))});
     }
 
     void token(sequence_state& state) {
-        const kind type = at() == '!' ? kind::token_not : kind::token;
-        if (at() == '!') ++pos_;
+        const kind type = take_if('!') ? kind::token_not : kind::token;
         const std::size_t start = pos_;
         expect('<', "and a token");
-        if (at() == '[') {
-            ++pos_;
+        if (take_if('[')) {
             const auto id = static_cast<std::uint32_t>(number());
             expect(']', "after a token id");
             expect('>', "after a token");
@@ -449,9 +452,7 @@ private:
     }
 
     void group(sequence_state& state, std::uint32_t base, std::size_t nesting) {
-        if (nesting >= nesting_max) {
-            fail("at most " + std::to_string(nesting_max) + " nested parentheses");
-        }
+        if (nesting >= nesting_max) fail("at most ", nesting_max, " nested parentheses");
         ++pos_;
         space(true);
         const std::size_t n_rules_before = rules_.n_rules();
@@ -473,8 +474,7 @@ private:
         const std::uint64_t n_rules =
             has_limit && most > 0 ? most : std::max<std::uint64_t>(1, least);
         if (state.n_rules * n_rules > n_repetitions_max) {
-            fail_at(sign, "at most " + std::to_string(n_repetitions_max) +
-                              " repetitions, nested ones counted");
+            fail_at(sign, "at most ", n_repetitions_max, " repetitions, nested ones counted");
         }
 
         const auto first = state.elements.begin() + static_cast<std::ptrdiff_t>(state.last_start);
@@ -505,8 +505,7 @@ private:
         const std::uint64_t least = number();
         space(nested);
         std::uint64_t most = least;
-        if (at() == ',') {
-            ++pos_;
+        if (take_if(',')) {
             space(nested);
             most = unlimited;
             if (is_digit(at())) {
@@ -516,9 +515,7 @@ private:
         }
         expect('}', "after a repetition");
         space(nested);
-        if (least > n_repetitions_max) {
-            fail_at(sign, "at most " + std::to_string(n_repetitions_max) + " repetitions");
-        }
+        if (least > n_repetitions_max) fail_at(sign, "at most ", n_repetitions_max, " repetitions");
         if (most != unlimited && most < least) {
             fail_at(sign, "a repetition whose first number is not above its second");
         }
@@ -560,8 +557,7 @@ private:
     void alternates(std::uint32_t base, std::uint32_t rule_id, std::size_t nesting) {
         std::vector<grammar_sequence> found;
         found.push_back(sequence(base, nesting));
-        while (at() == '|') {
-            ++pos_;
+        while (take_if('|')) {
             space(true);
             count(1);
             found.push_back(sequence(base, nesting));
@@ -591,8 +587,7 @@ private:
 
 grammar read_grammar(std::string_view text, const token_finder& find_token, work_limit& limit) {
     if (text.size() > n_bytes_max) {
-        refuse("has " + std::to_string(text.size()) + " bytes, the limit is " +
-               std::to_string(n_bytes_max) + "; shorten it");
+        refuse("has ", text.size(), " bytes, the limit is ", n_bytes_max, "; shorten it");
     }
     if (text.find('\0') != std::string_view::npos) {
         refuse("contains a zero byte; write it as \\x00");

@@ -12,10 +12,12 @@ namespace {
 using kind = grammar_element::kind;
 
 constexpr std::uint32_t root_frame = 0;
+constexpr const char* ways = " open ways to read the text";
 
-[[noreturn]] void refuse_size(const std::string& got, const std::string& limit) {
-    throw error(errc::invalid_sampling, "grammar needs " + got + " for one token, the limit is " +
-                                            limit + "; make it less ambiguous");
+[[noreturn]] void refuse_size(const char* before, std::size_t n, const char* what,
+                              std::size_t limit) {
+    throw error(errc::invalid_sampling, "grammar needs ", before, n, what,
+                " for one token, the limit is ", limit, "; make it less ambiguous");
 }
 
 void make_unique(std::vector<grammar_item>& items) {
@@ -253,9 +255,7 @@ void grammar_automaton::settle(work_limit& limit) {
             default: found_.push_back(item);
         }
         if (seen_.size() > 2 * n_items_max) {
-            refuse_size(
-                "more than " + std::to_string(2 * n_items_max) + " open ways to read the text",
-                std::to_string(2 * n_items_max));
+            refuse_size("more than ", 2 * n_items_max, ways, 2 * n_items_max);
         }
     }
 }
@@ -281,9 +281,7 @@ void grammar_automaton::settle_rule(grammar_item item, work_limit& limit) {
         }
         if (returns.size() > 2 * n_items_max) make_unique(returns);
         if (returns.size() > 2 * n_items_max) {
-            refuse_size(
-                "more than " + std::to_string(2 * n_items_max) + " open ways to read the text",
-                std::to_string(2 * n_items_max));
+            refuse_size("more than ", 2 * n_items_max, ways, 2 * n_items_max);
         }
     }
     if (rules_->is_nullable[rule]) push({item.position + 1, item.frame});
@@ -306,8 +304,7 @@ void grammar_automaton::expand(std::uint32_t component, work_limit& limit) {
 grammar_automaton::state grammar_automaton::add_state(std::vector<grammar_item>& items) {
     make_unique(items);
     if (items.size() > n_items_max) {
-        refuse_size(std::to_string(items.size()) + " open ways to read the text",
-                    std::to_string(n_items_max));
+        refuse_size("", items.size(), ways, n_items_max);
     }
     const state id = states_.add(items);
     if (id < states_of_.size()) return id;
@@ -331,7 +328,7 @@ std::size_t grammar_automaton::n_bytes() const {
 
 void grammar_automaton::check_size(std::size_t n_bytes_allowed) const {
     if (n_bytes() > n_bytes_allowed) {
-        refuse_size(std::to_string(n_bytes()) + " bytes", std::to_string(n_bytes_allowed));
+        refuse_size("", n_bytes(), " bytes", n_bytes_allowed);
     }
 }
 

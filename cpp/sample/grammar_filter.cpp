@@ -184,8 +184,8 @@ void grammar_filter::accept(token_id id, work_limit& limit) {
             : grammar_automaton::dead;
     const auto next = automaton_.either(by_text, by_token, limit);
     if (next == grammar_automaton::dead) {
-        throw error(errc::internal, "the grammar does not allow the chosen token " +
-                                        std::to_string(id) + ", only those come; report this");
+        throw error(errc::internal, "the grammar does not allow the chosen token ", id,
+                    ", only those come; report this");
     }
     go_to(next, at.part);
 }

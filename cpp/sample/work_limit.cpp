@@ -25,7 +25,7 @@ void work_limit::pause() { left_s_ -= thread_cpu_s() - start_s_; }
 
 void work_limit::check() {
     n_unchecked_ = 0;
-    if (is_stopped()) throw error(errc::invalid_sampling, what_ + ": its request has ended");
+    if (is_stopped()) throw error(errc::invalid_sampling, what_, ": its request has ended");
     const double used_s = thread_cpu_s() - start_s_;
     if (used_s <= left_s_) return;
     char figures[160];
@@ -38,7 +38,7 @@ void work_limit::check() {
         std::snprintf(figures, sizeof figures, " has used %.2f s of CPU time, the limit is %.2f s",
                       used_s, limit_s_);
     }
-    throw error(errc::invalid_sampling, what_ + figures + "; make it smaller or less ambiguous");
+    throw error(errc::invalid_sampling, what_, figures, "; make it smaller or less ambiguous");
 }
 
 }  // namespace kqview

@@ -32,6 +32,43 @@ bool needs_outputs(const request& active) {
     return active.capture && active.capture->needs_outputs();
 }
 
+// Not with a recurrent state: llama.cpp's graph of plamo2 takes the tokens of one prompt for those
+// of another.
+bool can_mix_prompts(const runner& model) { return !model.has_cache() || model.can_truncate(); }
+
+// True if another slot generates, and so waits for this one's prompt.
+bool is_shared_step(const slot_table& slots, const slot& target) {
+    if (target.active->is_alone) return false;
+    return std::any_of(slots.begin(), slots.end(), [&](const slot& one) {
+        return one.id() != target.id() &&
+               (one.state == slot_state::decode || one.state == slot_state::sampling ||
+                one.state == slot_state::steered);
+    });
+}
+
+// Says which of the part's tokens, the last of the prompt, have their rows captured, and takes
+// fewer tokens where a step cannot give the rows of all: those would fill more than a fraction of
+// the pool, so that a consumer can hold some blocks while others are filled, or want more of the
+// last layer's output than a step has.
+void fit_rows(batch_part& part, const runner& model, const block_pool& pool) {
+    const auto& target = *part.target;
+    const auto& active = *target.active;
+    // Number of tokens before the first one with captured rows.
+    const auto n_before =
+        std::max(0, static_cast<int>(target.prompt().size()) - target.n_prompt_rows -
+                        static_cast<int>(target.cache.size()));
+    part.n_rows = std::max(0, part.n_tokens - n_before);
+    const auto row_bytes = std::max<std::size_t>(1, prompt_layout(active, 1).size_bytes);
+    auto n_rows_max = std::min(pool.stats().budget_bytes / n_blocks_of_budget / row_bytes,
+                               static_cast<std::size_t>(model.n_prompt_rows()));
+    if (needs_outputs(active)) {
+        n_rows_max = std::min(n_rows_max, static_cast<std::size_t>(model.n_outputs()));
+    }
+    if (!model.has_cache() || static_cast<std::size_t>(part.n_rows) <= n_rows_max) return;
+    part.n_rows = std::max(1, static_cast<int>(n_rows_max));
+    part.n_tokens = n_before + part.n_rows;
+}
+
 }  // namespace
 
 bool batch_builder::fill() {
@@ -87,7 +124,7 @@ void batch_builder::plan_cohort(std::size_t first) {
     n_each_ = 0;
     end_of_cohort_ = first + 1;
     const auto is_captured = [](const slot& one) { return one.active && one.active->capture; };
-    if (!can_mix_prompts() || !model_.has_cache() || !model_.is_causal() ||
+    if (!can_mix_prompts(model_) || !model_.has_cache() || !model_.is_causal() ||
         std::any_of(slots_.begin(), slots_.end(), is_captured)) {
         return;
     }
@@ -97,8 +134,8 @@ void batch_builder::plan_cohort(std::size_t first) {
     };
     const auto n_left = [](const slot& one) { return one.n_in_chunks() - one.cache.size(); };
     if (!may_share(slots_[first])) return;
-    const auto n_step = static_cast<std::size_t>(
-        std::min(model_.n_chunk(), is_shared_step(slots_[first]) ? n_shared_chunk : INT_MAX));
+    const auto n_step = static_cast<std::size_t>(std::min(
+        model_.n_chunk(), is_shared_step(slots_, slots_[first]) ? n_shared_chunk : INT_MAX));
     auto n_least = n_left(slots_[first]);
     auto n_sum = n_least;
     for (auto i = first + 1; i < slots_.size() && may_share(slots_[i]); ++i) {
@@ -114,10 +151,6 @@ void batch_builder::plan_cohort(std::size_t first) {
     }
 }
 
-// Not with a recurrent state: llama.cpp's graph of plamo2 takes the tokens of one prompt for those
-// of another.
-bool batch_builder::can_mix_prompts() const { return !model_.has_cache() || model_.can_truncate(); }
-
 // Prompts share a step if they were planned to, or if they are embedded: those that end with the
 // step, and that llama.cpp pools alike.
 bool batch_builder::may_join(slot& target) const {
@@ -129,7 +162,7 @@ bool batch_builder::may_join(slot& target) const {
     }
     if (!target.active->embeds || !target.is_in_prompt()) return false;
     const auto part = next_chunk(target);
-    return can_mix_prompts() && before.ends_embedding() && part.ends_embedding() &&
+    return can_mix_prompts(model_) && before.ends_embedding() && part.ends_embedding() &&
            static_cast<int>(tokens_.size()) + part.n_tokens <= model_.n_chunk() &&
            target.cache.lora() == before.target->cache.lora() &&
            (!model_.has_cache() || is_adjacent) &&
@@ -257,44 +290,31 @@ void batch_builder::add_rows(const batch_part& part) {
     parts_.push_back(part);
 }
 
-// As much of the prompt as one step holds; less if a step cannot give the logits of all scored
-// tokens, nor the last layer's output for all with rows, or if the rows of all its tokens would
-// fill more than a fraction of the pool, so that a consumer can hold some blocks while others are
-// filled.
+// The most tokens of a prompt that its next step takes.
+int batch_builder::n_most(const slot& target) const {
+    if (n_each_ > 0) return n_each_;
+    const auto& active = *target.active;
+    // A pooled embedding must be one step.
+    const bool is_whole = active.embeds && !model_.can_split_embedding();
+    const int n_chunk = model_.n_chunk();
+    const int n_most =
+        is_whole || !is_shared_step(slots_, target) ? n_chunk : std::min(n_shared_chunk, n_chunk);
+    if (!active.is_alone || active.is_steered || target.text.empty()) return n_most;
+    // Evaluated again in the steps in which it was evaluated first, to the last bit.
+    const auto n_first = active.prompt.size() - 1, n_done = target.cache.size();
+    return n_done < n_first ? std::min(n_most, static_cast<int>(n_first - n_done)) : 1;
+}
+
+// As much of the prompt as one step holds, and whose rows and scores it can give.
 batch_part batch_builder::next_chunk(slot& target) const {
     const auto& active = *target.active;
     const auto n_prompt = static_cast<int>(target.prompt().size());
-    const auto n_in_chunks = static_cast<int>(target.n_in_chunks());
     const auto n_done = static_cast<int>(target.cache.size());
+    const int n_left = static_cast<int>(target.n_in_chunks()) - n_done;
     const int n_room = model_.n_ctx() - n_done;  // a text may have to discard tokens first
-    // A pooled embedding must be one step.
-    const bool is_whole = active.embeds && !model_.can_split_embedding();
-    int n_most = n_each_ > 0                           ? n_each_
-                 : !is_whole && is_shared_step(target) ? n_shared_chunk
-                                                       : model_.n_chunk();
-    if (active.is_alone && !active.is_steered && !target.text.empty()) {
-        // Evaluated again in the steps in which it was evaluated first, to the last bit.
-        const int n_alone = static_cast<int>(active.prompt.size()) - 1;
-        n_most = n_done < n_alone ? std::min(n_most, n_alone - n_done) : 1;
-    }
-    batch_part part{&target, std::min({n_in_chunks - n_done, n_most, model_.n_chunk(), n_room}), 0,
-                    false, false};
-    if (target.n_prompt_rows > 0 && target.text.empty()) {
-        // Number of tokens in this chunk before the first one with captured rows.
-        const int n_before = std::max(0, n_prompt - target.n_prompt_rows - n_done);
-        part.n_rows = std::max(0, part.n_tokens - n_before);
-        const auto row_bytes = std::max<std::size_t>(1, prompt_layout(active, 1).size_bytes);
-        auto n_rows_max = std::min(pool_.stats().budget_bytes / n_blocks_of_budget / row_bytes,
-                                   static_cast<std::size_t>(model_.n_prompt_rows()));
-        if (needs_outputs(active)) {
-            n_rows_max = std::min(n_rows_max, static_cast<std::size_t>(model_.n_outputs()));
-        }
-        if (model_.has_cache() && static_cast<std::size_t>(part.n_rows) > n_rows_max) {
-            part.n_rows = std::max(1, static_cast<int>(n_rows_max));
-            part.n_tokens = n_before + part.n_rows;
-        }
-    }
-    if (active.n_scores > 0) {
+    batch_part part{&target, std::min({n_left, n_most(target), n_room}), 0, false, false};
+    if (target.n_prompt_rows > 0 && target.text.empty()) fit_rows(part, model_, pool_);
+    if (active.n_scores > 0) {  // whose logits one step gives
         const int n_before = std::max(0, n_prompt - static_cast<int>(active.n_scores) - 1 - n_done);
         part.n_tokens = static_cast<int>(
             std::min<std::int64_t>(part.n_tokens, std::int64_t{n_before} + model_.n_outputs()));
@@ -302,16 +322,6 @@ batch_part batch_builder::next_chunk(slot& target) const {
     part.is_last = n_done + part.n_tokens == n_prompt;
     part.samples = part.is_last && !active.only_attends;
     return part;
-}
-
-// True if another slot generates, and so waits for this one's prompt.
-bool batch_builder::is_shared_step(const slot& target) const {
-    if (target.active->is_alone) return false;
-    return std::any_of(slots_.begin(), slots_.end(), [&](const slot& one) {
-        return one.id() != target.id() &&
-               (one.state == slot_state::decode || one.state == slot_state::sampling ||
-                one.state == slot_state::steered);
-    });
 }
 
 // Decides whether this slot can take part. Sets its state, and takes the blocks that its rows need.
@@ -393,13 +403,10 @@ void batch_builder::starve(slot& target, std::size_t n_bytes, bool is_final) {
         }
         if (now < *target.deadline) return;
     }
-    throw error(
-        errc::pool_exhausted,
-        "the next rows of attention need " + std::to_string(n_bytes) + " bytes, but " +
-            std::to_string(stats.leased_bytes) + " of " + std::to_string(stats.budget_bytes) +
-            " are held by " + std::to_string(stats.n_leased) +
-            " views; drop views, capture fewer layers or heads, use on_full=\"drop\" or raise "
-            "attention_budget_bytes");
+    throw error(errc::pool_exhausted, "the next rows of attention need ", n_bytes, " bytes, but ",
+                stats.leased_bytes, " of ", stats.budget_bytes, " are held by ", stats.n_leased,
+                " views; drop views, capture fewer layers or heads, use on_full=\"drop\" or raise "
+                "attention_budget_bytes");
 }
 
 }  // namespace kqview

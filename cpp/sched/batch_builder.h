@@ -77,7 +77,6 @@ private:
 
     bool fill_prefill();
     void plan_cohort(std::size_t first);
-    bool can_mix_prompts() const;
     bool may_join(slot& target) const;
     bool fill_decode();
     bool fill_decode(const lora_scales* only);
@@ -86,8 +85,8 @@ private:
     bool prepare_token(slot& target);
     bool add_token(slot& target);
     void add_rows(const batch_part& part);
+    int n_most(const slot& target) const;
     batch_part next_chunk(slot& target) const;
-    bool is_shared_step(const slot& target) const;
     bool make_ready(const batch_part& part);
     bool take_rows(slot& target, const row_layout& layout, captured_rows& rows);
     void starve(slot& target, std::size_t n_bytes, bool is_final);

@@ -6,16 +6,19 @@
 
 namespace kqview {
 
-namespace {
-
-const error closed_error(errc::closed, "the engine was closed; make a new Engine");
-
-}  // namespace
-
 // ---- any thread
 
 void command_queue::check_open() const {
     if (is_closed_) throw error(closed_error);
+}
+
+void command_queue::push(command one) {
+    {
+        const std::lock_guard lock(mutex_);
+        check_open();
+        commands_.push_back(std::move(one));
+    }
+    engine_->ring();
 }
 
 bool command_queue::submit(const std::shared_ptr<request>& wanted) {
@@ -58,24 +61,13 @@ command_queue::cancelling command_queue::cancel(const std::shared_ptr<request>& 
 }
 
 void command_queue::answer(const std::shared_ptr<request>& wanted, pass_answer given) {
-    {
-        const std::lock_guard lock(mutex_);
-        check_open();
-        commands_.push_back(
-            {.what = command::kind::answer, .of = wanted, .answer = std::move(given)});
-    }
-    engine_->ring();
+    push({.what = command::kind::answer, .of = wanted, .answer = std::move(given)});
 }
 
 bool command_queue::run_on_slot(slot_id slot, const slot_work& work,
                                 const std::function<bool()>& goes_on) {
     order mine{.slot = slot, .work = work};
-    {
-        const std::lock_guard lock(mutex_);
-        check_open();
-        commands_.push_back({.what = command::kind::work, .work = &mine});
-    }
-    engine_->ring();
+    push({.what = command::kind::work, .work = &mine});
     for (bool is_wanted = true;;) {
         const bool goes_on_waiting = mine.done.wait() || !is_wanted || goes_on();
         const std::lock_guard lock(mutex_);

@@ -100,6 +100,7 @@ private:
     using waiting_list = std::deque<std::shared_ptr<request>>;
 
     void check_open() const;
+    void push(command one);
     std::shared_ptr<owner_share> share_of(const std::string& owner);
     waiting_list::const_iterator next_of(
         const std::function<bool(const request&)>& is_wanted) const;

@@ -31,7 +31,8 @@ void delivery::put(slot& target, prompt_event rows) {
 }
 
 void delivery::put(slot& target, picked_token picked) {
-    if (const auto reason = end_by(*target.active, picked.id)) return finish(target, *reason);
+    if (const auto reason = target.active->end_by(model_, picked.id))
+        return finish(target, *reason);
 
     ++counters_.n_tokens;
     ++target.usage.completion_tokens;
@@ -85,7 +86,7 @@ void delivery::take(slot& target, pass_answer answer) {
 std::size_t delivery::revise(const request& of, request_progress& progress, pass_answer& answer) {
     auto& ids = answer.ids;
     for (std::size_t i = 0; i < ids.size(); ++i) {
-        const auto reason = end_by(of, ids[i]);
+        const auto reason = of.end_by(model_, ids[i]);
         if (!reason) continue;
         ids.resize(i);
         answer.end = reason;
@@ -109,13 +110,6 @@ int delivery::n_left(const request& of, const request_progress& progress,
     if (of.n_discard > 0) return std::max(0, n_due);
     const int n_room = model_.n_ctx() + 1 - static_cast<int>(n_text);
     return std::max(0, std::min(n_due, n_room));
-}
-
-// Why this id ends the text instead of becoming part of it, if it does.
-std::optional<finish_reason> delivery::end_by(const request& of, token_id id) const {
-    if (of.stops_at(id)) return finish_reason::stop_token;
-    if (model_.is_end_of_generation(id)) return finish_reason::stop;
-    return std::nullopt;
 }
 
 void delivery::send(parcel one, transfer_id rows) {

@@ -114,7 +114,6 @@ private:
     void send(parcel one, transfer_id rows);
     void count_view();
     int n_left(const request& of, const request_progress& progress, std::size_t n_text) const;
-    std::optional<finish_reason> end_by(const request& of, token_id id) const;
     static end_event end_of(const request_progress& progress, finish_reason reason,
                             std::optional<error> failure);
     void count_end(finish_reason reason);

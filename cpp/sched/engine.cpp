@@ -13,16 +13,17 @@
 namespace kqview {
 
 engine::engine(std::shared_ptr<model> source, const engine_options& options)
-    : source_(std::move(source)), filters_(source_), embeddings_(embedding_facts_of(*source_)) {
+    : source_(std::move(source)), filters_(source_) {
     auto runner = std::make_unique<llama_runner>(source_, options);
-    n_ctx_ = runner->n_ctx();
-    n_chunk_ = runner->n_chunk();
-    capture_ = runner->source();
-    has_cache_ = runner->has_cache();
-    can_split_embedding_ = runner->can_split_embedding();
-    pooling_ = runner->pooling();
-    memory_bytes_ = runner->memory_bytes();
-    shift_obstacle_ = runner->shift_obstacle();
+    facts_ = {runner->n_ctx(),
+              runner->n_chunk(),
+              runner->source(),
+              runner->has_cache(),
+              runner->can_split_embedding(),
+              runner->pooling(),
+              runner->memory_bytes(),
+              embedding_facts_of(*source_),
+              runner->shift_obstacle()};
     graphs_ = runner->graphs();
     copies_ = runner->copies();
     block_pool_options pool;
@@ -40,16 +41,15 @@ std::shared_ptr<request> engine::submit(request_options options) {
     const auto& opened_with = source_->adapter_scales();
     if (wanted->lora.empty()) wanted->lora = opened_with;
     if (wanted->lora.size() != opened_with.size()) {
-        throw error(errc::request, "lora has " + std::to_string(wanted->lora.size()) +
-                                       " scales, but the engine loaded " +
-                                       std::to_string(opened_with.size()) + " adapters");
+        throw error(errc::request, "lora has ", wanted->lora.size(),
+                    " scales, but the engine loaded ", opened_with.size(), " adapters");
     }
     if (wanted->is_steered && wanted->only_attends) {
         throw error(errc::request, "only_attends and is_steered exclude each other");
     }
     if (!wanted->only_attends) {
         // As delivery::n_left counts.
-        const int n_room = n_ctx_ + 1 - static_cast<int>(wanted->prompt.size());
+        const int n_room = facts_.n_ctx + 1 - static_cast<int>(wanted->prompt.size());
         const int n_tokens =
             wanted->n_discard > 0 ? wanted->max_tokens : std::min(wanted->max_tokens, n_room);
         auto picker = std::make_unique<sampler>(
@@ -65,12 +65,6 @@ std::shared_ptr<request> engine::submit(request_options options) {
     }
     sched_->submit(wanted);
     return wanted;
-}
-
-std::optional<finish_reason> engine::end_by(const request& of, token_id id) const {
-    if (of.stops_at(id)) return finish_reason::stop_token;
-    if (source_->is_end_of_generation(id)) return finish_reason::stop;
-    return std::nullopt;
 }
 
 void engine::answer(const std::shared_ptr<request>& wanted, forward_pass& pass, pass_answer given) {

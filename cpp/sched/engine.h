@@ -39,32 +39,37 @@ struct engine_health {
     bool is_lost;  // close() gave up on the thread
 };
 
+// What an opened engine is like.
+struct engine_facts {
+    int n_ctx;
+    int n_chunk;  // the most prompt tokens per step
+    capture_source capture;
+    bool has_cache;
+    bool can_split_embedding;
+    std::string pooling;
+    std::size_t memory_bytes;  // as of context
+    embedding_facts embeddings;
+    std::string shift_obstacle;
+};
+
 class engine {
 public:
     // Creates the context and starts the engine thread.
     engine(std::shared_ptr<model> source, const engine_options& options);
     ~engine() { source_->rpc().leave(); }
-    engine(const engine&) = delete;
-    engine& operator=(const engine&) = delete;
 
-    int n_ctx() const { return n_ctx_; }
-    int n_chunk() const { return n_chunk_; }  // the most prompt tokens per step
+    const engine_facts& facts() const { return facts_; }
     int n_slots() const { return sched_->n_slots(); }
-    const capture_source& capture() const { return capture_; }
     int n_vocab() const { return source_->n_vocab(); }
-    bool has_cache() const { return has_cache_; }
-    bool can_split_embedding() const { return can_split_embedding_; }
-    const std::string& pooling() const { return pooling_; }
-    std::size_t memory_bytes() const { return memory_bytes_; }  // as of context
-    const embedding_facts& embeddings() const { return embeddings_; }
-    const std::string& shift_obstacle() const { return shift_obstacle_; }
 
     // Creates the sampler, which a grammar or DRY can make slow, and queues the request. Raises
     // invalid_sampling, invalid_token, queue_full, closed.
     std::shared_ptr<request> submit(request_options wanted);
 
-    // Why this id ends the text of a request instead of becoming part of it, if it does.
-    std::optional<finish_reason> end_by(const request& of, token_id id) const;
+    // As request::end_by.
+    std::optional<finish_reason> end_by(const request& of, token_id id) const {
+        return of.end_by(*source_, id);
+    }
 
     // As scheduler::answer. Raises invalid_token for ids outside the vocabulary.
     void answer(const std::shared_ptr<request>& wanted, forward_pass& pass, pass_answer given);
@@ -85,15 +90,7 @@ public:
 private:
     const std::shared_ptr<model> source_;
     token_filters filters_;
-    int n_ctx_;
-    int n_chunk_;
-    capture_source capture_;
-    bool has_cache_;
-    bool can_split_embedding_;
-    std::string pooling_;
-    std::size_t memory_bytes_;
-    embedding_facts embeddings_;
-    std::string shift_obstacle_;
+    engine_facts facts_;
     std::shared_ptr<const graph_counters> graphs_;
     std::shared_ptr<copy_counters> copies_;
     scheduler_handle sched_;

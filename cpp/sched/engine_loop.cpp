@@ -14,15 +14,45 @@ namespace {
 constexpr std::chrono::milliseconds longest_lane_wait{2};
 
 // Constructed in advance, while memory is available.
-const error closed_error(errc::closed, "the engine was closed; make a new Engine");
 const error lost_error(
     errc::closed, "the engine was closed while a step hung, which did not end; make a new Engine");
 const error no_memory_for_work(errc::out_of_memory, "no memory left; the slot holds what it held");
 
 [[noreturn]] void throw_pick_limit(double limit_s) {
-    throw error(errc::invalid_sampling,
-                "choosing one token took more than " + std::to_string(limit_s) +
-                    " s, which is the limit; simplify the grammar, json_schema or regex");
+    throw error(errc::invalid_sampling, "choosing one token took more than ", limit_s,
+                " s, which is the limit; simplify the grammar, json_schema or regex");
+}
+
+// The nodes that the running requests want in every graph, with one more in this slot. Those of an
+// ended request stay until the next one arrives: alternating requests with the same plan then share
+// their graphs.
+graph_plan plan_with(const slot_table& slots, const request& added, slot_id slot) {
+    graph_plan all;
+    const auto add = [&all](const request& one, slot_id its_slot) {
+        if (one.capture) all.add(*one.capture, one.n_prompt_rows > 0, its_slot);
+    };
+    for (const auto& other : slots) {
+        if (other.active && other.active.get() != &added) add(*other.active, other.id());
+    }
+    add(added, slot);
+    return all;
+}
+
+// The scores that the step's logits give for one slot's part of it.
+prompt_event scores_of(runner& model, const batch_part& part) {
+    const auto& asked = *part.target->active;
+    const auto n_tokens = static_cast<std::size_t>(part.n_tokens);
+    const auto i_first = part.target->cache.size() - n_tokens;
+    prompt_event scored;
+    for (std::size_t i = 0; i < n_tokens; ++i) {
+        const auto i_scored = i_first + i + 1;
+        if (!asked.is_scored(i_scored)) continue;
+        if (scored.scores.empty()) scored.start = static_cast<int>(i_scored);
+        const int i_token = part.i_token - part.n_tokens + 1 + static_cast<int>(i);
+        scored.scores.push_back(model.score(i_token, asked.prompt[i_scored], asked.n_top_scores));
+    }
+    scored.n_rows = static_cast<int>(scored.scores.size());
+    return scored;
 }
 
 }  // namespace
@@ -176,7 +206,7 @@ void engine_loop::start(const std::shared_ptr<request>& wanted) {
     ++counters_.n_requests;
     auto [target, plan] = slots_.admit(wanted);
     try {
-        want(*wanted, target.id());
+        model_.want(plan_with(slots_, *wanted, target.id()));
         slots_.take_over(target, std::move(plan));
         if (!wanted->is_steered) target.picker = std::move(wanted->picker);
     } catch (...) {
@@ -187,26 +217,11 @@ void engine_loop::start(const std::shared_ptr<request>& wanted) {
 void engine_loop::go_on(parked_request one) {
     auto& target = slots_.readmit(one.of, std::move(one.progress));
     try {
-        want(*one.of, target.id());
+        model_.want(plan_with(slots_, *one.of, target.id()));
         slots_.take_over_text(target);
     } catch (...) {
         out_.fail(target, one.of);
     }
-}
-
-// Every graph gets the nodes that the running requests want.
-void engine_loop::want(const request& added, slot_id slot) {
-    // The nodes of an ended request stay until the next one arrives: alternating requests with the
-    // same plan then share their graphs.
-    graph_plan all;
-    const auto add = [&all](const request& one, slot_id its_slot) {
-        if (one.capture) all.add(*one.capture, one.n_prompt_rows > 0, its_slot);
-    };
-    for (const auto& other : slots_) {
-        if (other.active && other.active.get() != &added) add(*other.active, other.id());
-    }
-    add(added, slot);
-    model_.want(all);
 }
 
 // ---- a step
@@ -281,7 +296,10 @@ void engine_loop::hand_out(const batch_part& part, const step_result& result) {
         out_.put(target, prompt_event{static_cast<int>(target.cache.size()) - part.n_rows,
                                       part.n_rows, std::exchange(target.prompt_rows, {})});
     }
-    if (target.active->n_scores > 0) score(part);
+    if (target.active->n_scores > 0) {
+        if (auto scored = scores_of(model_, part); scored.n_rows > 0)
+            out_.put(target, std::move(scored));
+    }
     if (part.is_end()) {
         if (target.active->embeds) {
             auto [n_rows, values] =
@@ -296,24 +314,6 @@ void engine_loop::hand_out(const batch_part& part, const step_result& result) {
     if (result.transfer != 0) out_.note_computed();
     if (target.rows.block && batch_.rows().size() == 1) target.rows.written_at = result.written_at;
     sample(target, logits);
-}
-
-// Hands out the scores that the step's logits give.
-void engine_loop::score(const batch_part& part) {
-    auto& target = *part.target;
-    const auto& asked = *target.active;
-    const auto n_tokens = static_cast<std::size_t>(part.n_tokens);
-    const auto i_first = target.cache.size() - n_tokens;
-    prompt_event scored;
-    for (std::size_t i = 0; i < n_tokens; ++i) {
-        const auto i_scored = i_first + i + 1;
-        if (!asked.is_scored(i_scored)) continue;
-        if (scored.scores.empty()) scored.start = static_cast<int>(i_scored);
-        const int i_token = part.i_token - part.n_tokens + 1 + static_cast<int>(i);
-        scored.scores.push_back(model_.score(i_token, asked.prompt[i_scored], asked.n_top_scores));
-    }
-    scored.n_rows = static_cast<int>(scored.scores.size());
-    if (scored.n_rows > 0) out_.put(target, std::move(scored));
 }
 
 // ---- sample

@@ -59,14 +59,12 @@ private:
     bool step();
     void decode();
     void hand_out(const batch_part& part, const step_result& result);
-    void score(const batch_part& part);
     void sample(slot& target, float* logits);
     bool take_picked();
     bool may_displace(const request& queued) const;
     bool make_way();
     void park(slot& target);
     bool tell_stalled();
-    void want(const request& added, slot_id slot);
     std::optional<clock::time_point> next_deadline() const;
     void end_queued();
     void fail(const request& wanted, const error& failure);

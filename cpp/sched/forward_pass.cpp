@@ -17,13 +17,12 @@ picked_token forward_pass::pick(const request& of, std::span<const float> adjust
                     "this forward pass has been picked from; answer it, and pick from the next");
     }
     if (temperature && !(*temperature >= 0.0F)) {
-        throw error(errc::request, "temperature is " + std::to_string(*temperature) +
-                                       ", allowed are 0 (the most likely token) and above");
+        throw error(errc::request, "temperature is ", *temperature,
+                    ", allowed are 0 (the most likely token) and above");
     }
     if (!adjusted.empty() && adjusted.size() != logits_->size()) {
-        throw error(errc::request, "logits has " + std::to_string(adjusted.size()) +
-                                       " values, but the vocabulary has " +
-                                       std::to_string(logits_->size()));
+        throw error(errc::request, "logits has ", adjusted.size(),
+                    " values, but the vocabulary has ", logits_->size());
     }
     try {
         auto picked = of.picker->propose(adjusted.empty() ? *logits_ : adjusted, temperature);
@@ -31,8 +30,7 @@ picked_token forward_pass::pick(const request& of, std::span<const float> adjust
         return picked;
     } catch (const error& failure) {
         if (adjusted.empty() || failure.code() != errc::decode) throw;
-        throw error(errc::request,
-                    std::string("the adjusted logits cannot be sampled: ") + failure.what());
+        throw error(errc::request, "the adjusted logits cannot be sampled: ", failure.what());
     }
 }
 
@@ -61,16 +59,14 @@ std::unique_lock<std::mutex> forward_pass::use(const request& of) {
 
 void forward_pass::check(const pass_answer& given) const {
     if (given.n_removed < 0 || given.n_removed > limits_.n_removable) {
-        throw error(errc::request, "n_removed is " + std::to_string(given.n_removed) + ", but 0.." +
-                                       std::to_string(limits_.n_removable) +
-                                       " generated ids can be taken back");
+        throw error(errc::request, "n_removed is ", given.n_removed, ", but 0..",
+                    limits_.n_removable, " generated ids can be taken back");
     }
     const int n_allowed = limits_.n_left + given.n_removed;
     if (static_cast<int>(given.ids.size()) > n_allowed) {
-        throw error(errc::request, "ids has " + std::to_string(given.ids.size()) +
-                                       " tokens, but the generation may get " +
-                                       std::to_string(n_allowed) +
-                                       " more, by max_tokens and the room in its slot; pass fewer");
+        throw error(errc::request, "ids has ", given.ids.size(),
+                    " tokens, but the generation may get ", n_allowed,
+                    " more, by max_tokens and the room in its slot; pass fewer");
     }
 }
 

@@ -57,8 +57,8 @@ llama_runner::~llama_runner() {
 
 void llama_runner::break_down(const llama_abort& why, const char* activity) {
     constexpr auto remedy = "open a new Engine";
-    broken_ = error(errc::decode, std::string("llama.cpp failed while ") + activity +
-                                      " earlier: " + why.message + "; " + remedy);
+    broken_ = error(errc::decode, "llama.cpp failed while ", activity, " earlier: ", why.message,
+                    "; ", remedy);
     if (!why.is_memory) {
         *is_device_lost_ = true;
         model_->abandon();
@@ -69,7 +69,7 @@ void llama_runner::break_down(const llama_abort& why, const char* activity) {
 }
 
 std::shared_ptr<host_allocator> llama_runner::host_memory() const {
-    const auto device = tap_->device();
+    const auto device = tap_->devices().device();
     return device ? pinned_allocator(device, is_device_lost_) : nullptr;
 }
 
@@ -87,7 +87,7 @@ void llama_runner::want(const graph_plan& plan) {
         try {
             tap_->want(plan);
             context_->reserve();
-            tap_->check_room();
+            tap_->devices().check_room(tap_->wanted());
         } catch (const llama_abort&) {
             throw;
         } catch (...) {
@@ -141,18 +141,19 @@ step_result llama_runner::decode(std::span<const step_token> tokens,
         publish_graphs();
         auto result = tap_->end_step();
         model_->rpc().check();  // rows from a lost server are invalid
-        if (tap_->copies()->are_awaited) tap_->await(std::exchange(result.transfer, 0));
+        auto& devices = tap_->devices();
+        if (devices.counters()->are_awaited) devices.await(std::exchange(result.transfer, 0));
         return result;
     });
 }
 
 void llama_runner::await(transfer_id rows) {
-    unbroken("waiting for copies", [&] { tap_->await(rows); });
+    unbroken("waiting for copies", [&] { tap_->devices().await(rows); });
 }
 
 void llama_runner::copy(slot_id from, slot_id to) {
     unbroken("copying a slot", [&] {
-        tap_->settle();
+        tap_->devices().settle();
         context_->copy(from, to);
     });
 }
@@ -174,7 +175,7 @@ row_target llama_runner::target_of(std::span<const step_token> tokens,
 float* llama_runner::logits(int i_token) {
     return unbroken("waiting for logits", [&] {
         float* const row = context_->logits(i_token);
-        tap_->note_computed();
+        tap_->devices().note_computed();
         return row;
     });
 }
@@ -196,7 +197,7 @@ bool llama_runner::truncate(slot_id slot, int n_keep) {
     if (broken_) return true;  // irrelevant: every call raises
     // What fails in here is kept for await(), which ends the engine; this call may not.
     const llama_activity guard("removing tokens");
-    tap_->settle();
+    tap_->devices().settle();
     return context_->truncate(slot, n_keep);
 }
 
@@ -253,7 +254,7 @@ const kv_layout& llama_runner::layout_for(slot_id slot, bool is_empty) {
 bool llama_runner::discard(slot_id slot, std::span<const token_range> gone) {
     return unbroken("shifting a slot", [&] {
         const tap::scope scope(*tap_);
-        tap_->settle();
+        tap_->devices().settle();
         return context_->discard(slot, gone);
     });
 }
@@ -274,7 +275,7 @@ void llama_runner::write_state(slot_id slot, std::span<std::byte> out) {
 void llama_runner::read_state(slot_id slot, std::span<const std::byte> memory, int n_tokens) {
     unbroken("restoring a slot", [&] {
         const tap::scope scope(*tap_);
-        tap_->settle();
+        tap_->devices().settle();
         context_->flush_shifts();
         context_->read_state(slot, memory, n_tokens);
     });

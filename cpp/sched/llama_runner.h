@@ -66,7 +66,7 @@ public:
     // The members below that call llama.cpp raise decode, or out_of_memory, if ggml had to abort.
     // Every later call then raises decode, because the context is unusable.
     void want(const graph_plan& plan) override;
-    int n_prompt_rows() const override { return tap_->n_prompt_rows(); }
+    int n_prompt_rows() const override { return tap_->devices().n_prompt_rows(); }
     void use(const lora_scales& scales) override;
     step_result decode(std::span<const step_token> tokens, std::span<const step_rows> rows,
                        bool embeds) override;
@@ -98,7 +98,7 @@ public:
 
     // Shared, so that they can be read from any thread and after the runner is gone.
     std::shared_ptr<const graph_counters> graphs() const { return graphs_; }
-    std::shared_ptr<copy_counters> copies() const { return tap_->copies(); }
+    std::shared_ptr<copy_counters> copies() const { return tap_->devices().counters(); }
 
 private:
     template <typename Call>

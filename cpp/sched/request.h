@@ -165,8 +165,13 @@ struct request : request_options {
         return std::tuple(rank(), waits_since) < std::tuple(other.rank(), other.waits_since);
     }
 
-    bool stops_at(token_id id) const {
-        return std::binary_search(stop_tokens.begin(), stop_tokens.end(), id);
+    bool stops_at(token_id id) const { return std::ranges::binary_search(stop_tokens, id); }
+    // Why this id ends the text instead of becoming part of it, if it does.
+    template <typename Model>
+    std::optional<finish_reason> end_by(const Model& model, token_id id) const {
+        if (stops_at(id)) return finish_reason::stop_token;
+        if (model.is_end_of_generation(id)) return finish_reason::stop;
+        return std::nullopt;
     }
 };
 
@@ -179,6 +184,7 @@ inline end_event end_without_slot(const request& wanted, finish_reason reason,
 }
 
 // Constructed in advance, while memory is available.
+inline const error closed_error(errc::closed, "the engine was closed; make a new Engine");
 inline const error no_memory_error(errc::out_of_memory,
                                    "no memory left; lower n_ctx or hold fewer tokens");
 

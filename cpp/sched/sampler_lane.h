@@ -35,8 +35,6 @@ public:
     sampler_lane(std::size_t n_workers_max, std::shared_ptr<doorbell> engine)
         : n_workers_max_(n_workers_max), engine_(std::move(engine)) {}
     ~sampler_lane() { close(); }
-    sampler_lane(const sampler_lane&) = delete;
-    sampler_lane& operator=(const sampler_lane&) = delete;
 
     class ticket {
     public:

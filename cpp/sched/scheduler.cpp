@@ -1,28 +1,14 @@
 #include "sched/scheduler.h"
 
-#include <pthread.h>
-#include <signal.h>
-
 #include <algorithm>
 #include <cstddef>
 #include <string>
 #include <utility>
 
 #include "base/error.h"
+#include "base/signals.h"
 
 namespace kqview {
-
-namespace {
-
-// Signals belong to Python's main thread: a signal delivered to this thread, or to a compute thread
-// started from it, would not interrupt the wait it is meant for.
-void block_signals() {
-    sigset_t all;
-    sigfillset(&all);
-    pthread_sigmask(SIG_BLOCK, &all, nullptr);
-}
-
-}  // namespace
 
 scheduler::scheduler(std::unique_ptr<runner> model, std::shared_ptr<block_pool> pool,
                      int n_queue_max, std::chrono::milliseconds least_turn)
@@ -38,8 +24,8 @@ scheduler::scheduler(std::unique_ptr<runner> model, std::shared_ptr<block_pool> 
     runner_->watch(heart_);
     std::promise<void> ended;
     ended_ = ended.get_future();
+    const signals_blocked guard;  // for the thread, and for compute threads started from it
     thread_ = std::make_unique<std::thread>([this, ended = std::move(ended)]() mutable {
-        block_signals();
         loop_->run();
         ended.set_value();
     });
@@ -69,9 +55,9 @@ void scheduler::submit(const std::shared_ptr<request>& wanted) {
     wanted->box = std::make_shared<mailbox>(bell_);
     if (queue_->submit(wanted)) return;
     ++loop_->counters().n_refused;
-    const auto limit = std::to_string(queue_->n_waiting_max());
-    throw error(errc::queue_full,
-                limit + " requests wait already, the limit is " + limit + "; try again later");
+    const auto limit = queue_->n_waiting_max();
+    throw error(errc::queue_full, limit, " requests wait already, the limit is ", limit,
+                "; try again later");
 }
 
 void scheduler::cancel(const std::shared_ptr<request>& wanted) {
@@ -94,9 +80,8 @@ bool scheduler::run_on_slot(slot_id id, const slot_work& work,
                             const std::function<bool()>& goes_on) {
     check_open();
     if (id < 0 || id >= n_slots_) {
-        throw error(errc::unknown_slot, "slot is " + std::to_string(id) +
-                                            ", but the engine has slots 0.." +
-                                            std::to_string(n_slots_ - 1));
+        throw error(errc::unknown_slot, "slot is ", id, ", but the engine has slots 0..",
+                    n_slots_ - 1);
     }
     return queue_->run_on_slot(id, work, goes_on);
 }
@@ -120,22 +105,15 @@ void scheduler::close(std::chrono::duration<double> limit) {
 
 void scheduler::check_not_forked() const {
     if (!fork_.is_forked()) return;
-    throw error(
-        errc::closed,
-        "this process was forked from the one that opened the engine, whose threads are not here; "
-        "open an Engine after the fork");
+    throw error(errc::closed,
+                "this process was forked from the one that opened the engine, whose threads are "
+                "not here; open an Engine after the fork");
 }
 
 void scheduler::check_open() const {
     check_not_forked();
     if (is_closed()) throw error(errc::closed, "the engine is closed; make a new Engine");
 }
-
-bool scheduler::is_closed() const { return fork_.is_forked() || queue_->is_closed(); }
-
-int scheduler::n_queued() const { return static_cast<int>(queue_->n_waiting()); }
-
-int scheduler::n_parked() const { return static_cast<int>(loop_->parked().size()); }
 
 std::vector<token_id> scheduler::tokens_of(slot_id id) const {
     check_open();

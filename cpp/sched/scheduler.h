@@ -41,8 +41,6 @@ public:
     scheduler(std::unique_ptr<runner> model, std::shared_ptr<block_pool> pool,
               int n_queue_max = 1024, std::chrono::milliseconds least_turn = default_turn);
     ~scheduler();
-    scheduler(const scheduler&) = delete;
-    scheduler& operator=(const scheduler&) = delete;
 
     // Assigns the request's id and mailbox, and queues it. Raises queue_full, closed.
     void submit(const std::shared_ptr<request>& wanted);
@@ -84,11 +82,11 @@ public:
     void check_open() const;
     void check_not_forked() const;
     bool is_forked() const { return fork_.is_forked(); }
-    bool is_closed() const;
+    bool is_closed() const { return fork_.is_forked() || queue_->is_closed(); }
 
     int n_slots() const { return n_slots_; }
-    int n_queued() const;
-    int n_parked() const;
+    int n_queued() const { return static_cast<int>(queue_->n_waiting()); }
+    int n_parked() const { return static_cast<int>(loop_->parked().size()); }
     std::vector<token_id> tokens_of(slot_id id) const;
     // One view per slot; also after close().
     std::vector<slot_view> slots() const { return loop_->slots().views(); }

@@ -55,8 +55,8 @@ void slot_cache::drop_unknown() {
 
 void slot_cache::truncate(std::size_t n_keep) {
     if (n_keep > tokens_.size()) {
-        throw error(errc::request, "n is " + std::to_string(n_keep) + ", but the slot has " +
-                                       std::to_string(tokens_.size()) + " tokens");
+        throw error(errc::request, "n is ", n_keep, ", but the slot has ", tokens_.size(),
+                    " tokens");
     }
     if (n_keep == tokens_.size()) return;
     if (!model_.truncate(id_, static_cast<int>(n_keep))) return clear();
@@ -137,11 +137,9 @@ void slot_cache::close_gaps(std::span<std::byte> room) {
 void slot_cache::shift(std::uint64_t n_keep, std::uint64_t n_discard) {
     const auto n_tokens = tokens_.size();
     if (n_discard == 0 || n_keep > n_tokens || n_discard > n_tokens - n_keep) {
-        throw error(errc::request,
-                    "n_keep is " + std::to_string(n_keep) + " and n_discard " +
-                        std::to_string(n_discard) + ", but the slot has " +
-                        std::to_string(n_tokens) +
-                        " tokens; discard at least 1 and at most those that follow the kept ones");
+        throw error(errc::request, "n_keep is ", n_keep, " and n_discard ", n_discard,
+                    ", but the slot has ", n_tokens,
+                    " tokens; discard at least 1 and at most those that follow the kept ones");
     }
     const token_range gone{static_cast<std::size_t>(n_keep), static_cast<std::size_t>(n_discard)};
     discard({&gone, 1});
@@ -151,9 +149,9 @@ void slot_cache::remove(std::span<const token_range> gone) {
     if (gone.empty()) return;
     const auto& last = gone.back();
     if (last.start > tokens_.size() || last.n_tokens > tokens_.size() - last.start) {
-        throw error(errc::request, "ranges end at " + std::to_string(last.start + last.n_tokens) +
-                                       ", but the slot has " + std::to_string(tokens_.size()) +
-                                       " tokens; remove only tokens that it has");
+        throw error(errc::request, "ranges end at ", last.start + last.n_tokens,
+                    ", but the slot has ", tokens_.size(),
+                    " tokens; remove only tokens that it has");
     }
     discard(gone);
 }
@@ -174,8 +172,7 @@ std::size_t slot_cache::save(std::span<std::byte> out) {
         const auto view = read_ses1(blob, layout, ses1_source::own);
         if (!view.is_in_order) std::ranges::copy(to_plain(view, layout), memory.begin());
     } catch (const error& failure) {
-        throw error(errc::internal,
-                    std::string("the cache is not what its ids say: ") + failure.what());
+        throw error(errc::internal, "the cache is not what its ids say: ", failure.what());
     }
     return n_bytes;
 }

@@ -395,9 +395,8 @@ void slot_table::take_over_text(slot& target) {
 void slot_table::work_on(slot_id id, const slot_work& work) {
     auto& target = slots_[static_cast<std::size_t>(id)];
     if (target.active) {
-        throw error(errc::busy, "slot " + std::to_string(id) +
-                                    ": a generation runs in it; read it to its end or close it "
-                                    "first");
+        throw error(errc::busy, "slot ", id,
+                    ": a generation runs in it; read it to its end or close it first");
     }
     const auto n_changes = target.cache.n_changes();
     const auto forget_request = [&] {

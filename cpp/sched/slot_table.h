@@ -4,6 +4,7 @@
 // Threads: the engine thread; the last members: any thread.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <cstddef>
@@ -40,17 +41,12 @@ enum class slot_state {
     starved,   // the block pool has no room for its next row
 };
 
+constexpr std::array slot_state_names{"idle",    "prefill", "decode", "sampling",
+                                      "steered", "paused",  "starved"};
+static_assert(slot_state_names.size() == static_cast<std::size_t>(slot_state::starved) + 1);
+
 constexpr const char* name_of(slot_state state) {
-    switch (state) {
-        case slot_state::idle: return "idle";
-        case slot_state::prefill: return "prefill";
-        case slot_state::decode: return "decode";
-        case slot_state::sampling: return "sampling";
-        case slot_state::steered: return "steered";
-        case slot_state::paused: return "paused";
-        case slot_state::starved: return "starved";
-    }
-    return "?";
+    return slot_state_names[static_cast<std::size_t>(state)];
 }
 
 constexpr bool may_follow(slot_state from, slot_state to) {
@@ -72,8 +68,7 @@ inline void change(std::atomic<slot_state>& state, slot_state to) {
     const auto from = state.load(std::memory_order_relaxed);
     if (from == to) return;
     if (!may_follow(from, to)) {
-        throw error(errc::internal,
-                    std::string("slot: ") + name_of(from) + " cannot become " + name_of(to));
+        throw error(errc::internal, "slot: ", name_of(from), " cannot become ", name_of(to));
     }
     state.store(to, std::memory_order_relaxed);
 }

@@ -32,8 +32,8 @@ wake_handle::wake_handle() {
     }
 #endif
     if (read_fd_ < 0) {
-        throw error(errc::internal, std::string("wake_handle: no file descriptor: ") +
-                                        std::strerror(errno) + "; raise the limit of open files");
+        throw error(errc::internal, "wake_handle: no file descriptor: ", std::strerror(errno),
+                    "; raise the limit of open files");
     }
 }
 

@@ -48,8 +48,6 @@ class wake_handle {
 public:
     wake_handle();  // eventfd on Linux, else a pipe; raises internal when descriptors ran out
     ~wake_handle();
-    wake_handle(const wake_handle&) = delete;
-    wake_handle& operator=(const wake_handle&) = delete;
 
     int fd() const noexcept { return read_fd_; }
 

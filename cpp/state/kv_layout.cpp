@@ -5,6 +5,7 @@
 #include <bit>
 #include <cmath>
 #include <cstring>
+#include <iterator>
 
 namespace kqview {
 
@@ -65,26 +66,37 @@ constexpr std::array<std::int8_t, 16> nl_levels{-127, -104, -83, -65, -49, -35, 
                                                 1,    13,   25,  38,  53,  69,  89,  113};
 
 struct quant_block {
-    kv_type type;
     bool has_min;
     std::size_t n_high;   // bytes of the fifth bits, after the scales
     std::size_t n_low;    // bytes of the other bits: two numbers per byte, or one
     std::int32_t offset;  // subtracted from an integer to get its level
+    bool has_nl_levels = false;
 
     std::size_t levels_at() const { return has_min ? 4 : 2; }
     std::size_t n_bytes() const { return levels_at() + n_high + n_low; }
 };
 
-std::optional<quant_block> quant_block_of(kv_type type) {
-    switch (type) {
-        case kv_type::q4_0: return quant_block{type, false, 0, n_quant / 2, 8};
-        case kv_type::q4_1: return quant_block{type, true, 0, n_quant / 2, 0};
-        case kv_type::q5_0: return quant_block{type, false, 4, n_quant / 2, 16};
-        case kv_type::q5_1: return quant_block{type, true, 4, n_quant / 2, 0};
-        case kv_type::q8_0: return quant_block{type, false, 0, n_quant, 0};
-        case kv_type::iq4_nl: return quant_block{type, false, 0, n_quant / 2, 0};
-        default: return {};
-    }
+struct type_facts {
+    kv_type type;
+    const char* name;  // as in Engine's option kv_type
+    std::optional<quant_block> block{};
+};
+constexpr type_facts known_types[] = {
+    {kv_type::f32, "f32"},
+    {kv_type::f16, "f16"},
+    {kv_type::bf16, "bf16"},
+    {kv_type::q4_0, "q4_0", {{false, 0, n_quant / 2, 8}}},
+    {kv_type::q4_1, "q4_1", {{true, 0, n_quant / 2, 0}}},
+    {kv_type::q5_0, "q5_0", {{false, 4, n_quant / 2, 16}}},
+    {kv_type::q5_1, "q5_1", {{true, 4, n_quant / 2, 0}}},
+    {kv_type::q8_0, "q8_0", {{false, 0, n_quant, 0}}},
+    {kv_type::iq4_nl, "iq4_nl", {{false, 0, n_quant / 2, 0, true}}},
+};
+
+// Null: no such type.
+const type_facts* find_type(kv_type type) {
+    const auto* const found = std::ranges::find(known_types, type, &type_facts::type);
+    return found == std::end(known_types) ? nullptr : found;
 }
 
 float f16_to_f32(std::uint16_t bits) {
@@ -105,7 +117,7 @@ std::int32_t level_of(const quant_block& block, const std::byte* at, std::size_t
     if (block.n_low == n_quant) return load<std::int8_t>(low + i);
     const auto pair = std::to_integer<std::uint32_t>(low[i % (n_quant / 2)]);
     std::uint32_t integer = i < n_quant / 2 ? pair & 0xfu : pair >> 4;
-    if (block.type == kv_type::iq4_nl) return nl_levels[integer];
+    if (block.has_nl_levels) return nl_levels[integer];
     if (block.n_high > 0) {
         integer |= (load<std::uint32_t>(at + block.levels_at()) >> i & 1u) << 4;
     }
@@ -141,24 +153,11 @@ std::optional<std::size_t> find_block(std::span<const std::byte> data, const qua
 }  // namespace
 
 std::string name_of(kv_type type) {
-    switch (type) {
-        case kv_type::f32: return "f32";
-        case kv_type::f16: return "f16";
-        case kv_type::bf16: return "bf16";
-        case kv_type::q4_0: return "q4_0";
-        case kv_type::q4_1: return "q4_1";
-        case kv_type::q5_0: return "q5_0";
-        case kv_type::q5_1: return "q5_1";
-        case kv_type::q8_0: return "q8_0";
-        case kv_type::iq4_nl: return "iq4_nl";
-    }
-    return std::to_string(static_cast<std::int32_t>(type));
+    const auto* const known = find_type(type);
+    return known ? known->name : std::to_string(static_cast<std::int32_t>(type));
 }
 
-bool is_known(kv_type type) {
-    return type == kv_type::f32 || type == kv_type::f16 || type == kv_type::bf16 ||
-           quant_block_of(type).has_value();
-}
+bool is_known(kv_type type) { return find_type(type) != nullptr; }
 
 std::optional<std::size_t> find_unsound(kv_type type, std::span<const std::byte> data,
                                         float largest) {
@@ -167,8 +166,8 @@ std::optional<std::size_t> find_unsound(kv_type type, std::span<const std::byte>
     }
     if (type == kv_type::f16) return find_number<std::uint16_t>(data, f16_largest);
     if (type == kv_type::bf16) return find_number<std::uint16_t>(data, bf16_largest);
-    if (const auto block = quant_block_of(type)) return find_block(data, *block);
-    return {};
+    const auto* const known = find_type(type);
+    return known && known->block ? find_block(data, *known->block) : std::nullopt;
 }
 
 }  // namespace kqview

@@ -42,10 +42,8 @@ public:
     // The next `n` bytes; `n` may exceed this machine's size_t.
     std::span<const std::byte> skip(std::uint64_t n, const char* field) {
         if (n > n_left()) {
-            throw error(errc::state_format,
-                        "saved slot: " + std::string(field) + " at byte " + std::to_string(at_) +
-                            " needs " + std::to_string(n) + " bytes, " + std::to_string(n_left()) +
-                            " are left; the saved slot was cut short");
+            throw error(errc::state_format, "saved slot: ", field, " at byte ", at_, " needs ", n,
+                        " bytes, ", n_left(), " are left; the saved slot was cut short");
         }
         const auto taken = bytes_.subspan(at_, static_cast<std::size_t>(n));
         at_ += static_cast<std::size_t>(n);
@@ -61,18 +59,33 @@ constexpr std::array<char, 4> magic{'S', 'E', 'S', '1'};
 constexpr std::uint32_t kv_magic = 0xaf143cd8;
 constexpr const char* resave = "; save the slot again";
 
-[[noreturn]] void fail(errc code, const char* field, std::size_t at, const std::string& what) {
-    throw error(
-        code, "saved slot: " + std::string(field) + " at byte " + std::to_string(at) + " " + what);
-}
-
-std::string is_but(std::int64_t got, std::int64_t wanted, const char* whose) {
-    return "is " + std::to_string(got) + ", " + whose + " " + std::to_string(wanted);
+template <typename... Parts>
+[[noreturn]] void fail(errc code, const char* field, std::size_t at, const Parts&... what) {
+    throw error(code, "saved slot: ", field, " at byte ", at, " ", what...);
 }
 
 constexpr const char* blob_needs = "a sound blob has";
+constexpr const char* ids_have = "the list of ids has";
 constexpr const char* engine_has = "this engine has";
 constexpr const char* same_model = "; restore it with the model it was saved with";
+
+// Takes a number that a sound blob has, as `whose` says.
+template <class number>
+void take_only(byte_reader& in, const char* field, number wanted, const char* whose) {
+    const auto at = in.at();
+    const auto got = in.take<number>(field);
+    if (got == wanted) return;
+    fail(errc::state_format, field, at, "is ", got, ", ", whose, " ", wanted, resave);
+}
+
+// Takes a number that has to be that of this engine.
+template <class number>
+void take_own(byte_reader& in, const char* field, std::uint64_t wanted) {
+    const auto at = in.at();
+    const auto got = in.take<number>(field);
+    if (got == wanted) return;
+    fail(errc::state_mismatch, field, at, "is ", got, ", ", engine_has, " ", wanted, same_model);
+}
 
 std::size_t cell_bytes(const kv_part& part) {
     return part.is_recurrent ? 8 : part.has_extra ? 24 : 12;
@@ -88,9 +101,8 @@ std::vector<token_id> read_tokens(byte_reader& in, const kv_layout& layout) {
     const auto n_at = in.at();
     const auto n_tokens = in.take<std::uint32_t>("n_tokens");
     if (n_tokens > layout.n_ctx) {
-        fail(errc::state_mismatch, "n_tokens", n_at,
-             "is " + std::to_string(n_tokens) + ", a slot of this engine holds " +
-                 std::to_string(layout.n_ctx) + "; raise n_ctx");
+        fail(errc::state_mismatch, "n_tokens", n_at, "is ", n_tokens,
+             ", a slot of this engine holds ", layout.n_ctx, "; raise n_ctx");
     }
     const auto ids_at = in.at();
     const auto bytes = in.skip(std::uint64_t{n_tokens} * sizeof(token_id), "tokens");
@@ -99,13 +111,12 @@ std::vector<token_id> read_tokens(byte_reader& in, const kv_layout& layout) {
     for (std::size_t i = 0; i < tokens.size(); ++i) {
         const auto at = ids_at + i * sizeof(token_id);
         if (tokens[i] < 0) {
-            fail(errc::state_format, "token id", at,
-                 "is " + std::to_string(tokens[i]) + ", ids are 0 and above" + resave);
+            fail(errc::state_format, "token id", at, "is ", tokens[i], ", ids are 0 and above",
+                 resave);
         }
         if (static_cast<std::uint32_t>(tokens[i]) >= layout.n_vocab) {
-            fail(errc::state_mismatch, "token id", at,
-                 "is " + std::to_string(tokens[i]) + ", the vocabulary has " +
-                     std::to_string(layout.n_vocab) + same_model);
+            fail(errc::state_mismatch, "token id", at, "is ", tokens[i], ", the vocabulary has ",
+                 layout.n_vocab, same_model);
         }
     }
     return tokens;
@@ -129,10 +140,7 @@ struct cell_fields {
 
 cell_fields read_cell(byte_reader& in, const kv_part& part) {
     cell_fields cell{in.take<std::int32_t>("position"), {}};
-    const auto n_at = in.at();
-    if (const auto n = in.take<std::uint32_t>("n_seq_id"); n != 1) {
-        fail(errc::state_format, "n_seq_id", n_at, is_but(n, 1, blob_needs) + resave);
-    }
+    take_only<std::uint32_t>(in, "n_seq_id", 1, blob_needs);
     if (part.has_extra) {
         cell.extra = {in.take<std::int32_t>("x"), in.take<std::int32_t>("y"),
                       in.take<std::int32_t>("cell token")};
@@ -147,12 +155,11 @@ void check_extra(const cell_fields& cell, std::size_t at, const ses1_view& view,
     const auto [x, y, id] = *cell.extra;
     const auto limit = static_cast<std::int32_t>(layout.n_ctx);
     if (x < 0 || x >= limit || y < 0 || y >= limit) {
-        fail(errc::state_format, "x, y", at + 8, "lies outside the context" + std::string(resave));
+        fail(errc::state_format, "x, y", at + 8, "lies outside the context", resave);
     }
     const auto expected = view.tokens[static_cast<std::size_t>(cell.position)];
     if (id != expected) {
-        fail(errc::state_format, "cell token", at + 16,
-             is_but(id, expected, "the list of ids has"));
+        fail(errc::state_format, "cell token", at + 16, "is ", id, ", ", ids_have, " ", expected);
     }
 }
 
@@ -164,14 +171,13 @@ void read_cells(byte_reader& in, ses1_view& view, const kv_part& part, const kv_
         const auto at = in.at();
         const auto cell = read_cell(in, part);
         if (cell.position < 0 || static_cast<std::uint32_t>(cell.position) >= n_tokens) {
-            fail(errc::state_format, "position", at,
-                 "is " + std::to_string(cell.position) + ", 0.." + std::to_string(n_tokens - 1) +
-                     " are needed" + resave);
+            fail(errc::state_format, "position", at, "is ", cell.position, ", 0..", n_tokens - 1,
+                 " are needed", resave);
         }
         const auto position = static_cast<std::size_t>(cell.position);
         if (is_seen[position]) {
-            fail(errc::state_format, "position", at,
-                 "is " + std::to_string(position) + " for the second time" + resave);
+            fail(errc::state_format, "position", at, "is ", position, " for the second time",
+                 resave);
         }
         is_seen[position] = true;
         view.is_in_order = view.is_in_order && position == i;
@@ -180,13 +186,6 @@ void read_cells(byte_reader& in, ses1_view& view, const kv_part& part, const kv_
 }
 
 // ---- layers
-
-void check_equal(const char* field, std::size_t at, std::uint64_t got, std::uint64_t wanted,
-                 const char* remedy) {
-    if (got == wanted) return;
-    fail(errc::state_mismatch, field, at,
-         "is " + std::to_string(got) + ", " + engine_has + " " + std::to_string(wanted) + remedy);
-}
 
 struct block_names {
     const char* type;
@@ -203,48 +202,40 @@ void read_block(byte_reader& in, const kv_block& wanted, std::size_t n_cells,
     auto at = in.at();
     const auto type = in.take<std::int32_t>(names.type);
     if (type != static_cast<std::int32_t>(wanted.type)) {
-        fail(errc::state_mismatch, names.type, at,
-             "is " + name_of(static_cast<kv_type>(type)) + ", " + engine_has + " " +
-                 name_of(wanted.type) + "; open the engine with kv_type=\"" +
-                 name_of(static_cast<kv_type>(type)) + "\"");
+        fail(errc::state_mismatch, names.type, at, "is ", name_of(static_cast<kv_type>(type)), ", ",
+             engine_has, " ", name_of(wanted.type), "; open the engine with kv_type=\"",
+             name_of(static_cast<kv_type>(type)), "\"");
     }
-    at = in.at();
     if (wanted.n_columns == 0) {
-        check_equal(names.unit, at, in.take<std::uint64_t>(names.unit), wanted.unit_bytes,
-                    same_model);
+        take_own<std::uint64_t>(in, names.unit, wanted.unit_bytes);
     } else {
-        check_equal(names.unit, at, in.take<std::uint32_t>(names.unit), wanted.unit_bytes,
-                    same_model);
-        at = in.at();
-        check_equal("V width", at, in.take<std::uint32_t>("V width"), wanted.n_columns, same_model);
+        take_own<std::uint32_t>(in, names.unit, wanted.unit_bytes);
+        take_own<std::uint32_t>(in, "V width", wanted.n_columns);
     }
     at = in.at();
     const auto numbers = in.skip(wanted.bytes_of(n_cells), names.numbers);
     if (source == ses1_source::own) return;
     if (const auto found = find_unsound(wanted.type, numbers, largest)) {
-        fail(errc::state_format, names.numbers, at + *found,
-             std::string("hold a value that is not finite") +
-                 (largest == kv_largest ? " or above 65504" : "") +
-                 "; it would spoil what is generated");
+        fail(errc::state_format, names.numbers, at + *found, "hold a value that is not finite",
+             largest == kv_largest ? " or above 65504" : "", "; it would spoil what is generated");
     }
 }
 
 void read_layers(byte_reader& in, std::size_t n_cells, const kv_part& part, ses1_source source) {
-    auto at = in.at();
+    const auto at = in.at();
     const auto is_transposed = in.take<std::uint32_t>("V transposed");
     if (is_transposed > 1) {
-        fail(errc::state_format, "V transposed", at,
-             "is " + std::to_string(is_transposed) + ", 0 and 1 are known" + resave);
+        fail(errc::state_format, "V transposed", at, "is ", is_transposed, ", 0 and 1 are known",
+             resave);
     }
     if ((is_transposed == 1) != part.is_transposed) {
         fail(errc::state_mismatch, "V transposed", at,
-             std::string(part.is_transposed ? "is 0: the slot was saved with flash attention; "
-                                              "open the engine with flash_attn=True"
+             std::string(part.is_transposed ? "is 0: the slot was saved with flash attention; open "
+                                              "the engine with flash_attn=True"
                                             : "is 1: the slot was saved without flash attention; "
                                               "open the engine with flash_attn=False"));
     }
-    at = in.at();
-    check_equal("n_layer", at, in.take<std::uint32_t>("n_layer"), part.n_layer, same_model);
+    take_own<std::uint32_t>(in, "n_layer", part.n_layer);
     constexpr auto finite = std::numeric_limits<float>::max();
     for (const auto& block : part.keys) {
         if (part.is_recurrent) {
@@ -257,12 +248,6 @@ void read_layers(byte_reader& in, std::size_t n_cells, const kv_part& part, ses1
     for (const auto& block : part.values) read_block(in, block, n_cells, names, source);
 }
 
-void check_n_cells(const byte_reader& in, std::uint32_t n_cells, std::size_t wanted) {
-    if (n_cells == wanted) return;
-    fail(errc::state_format, "n_cells", in.at() - sizeof(n_cells),
-         is_but(n_cells, static_cast<std::int64_t>(wanted), "the list of ids has") + resave);
-}
-
 void read_cache(byte_reader& in, ses1_view& view, const kv_part& part, const kv_layout& layout,
                 ses1_source source) {
     const auto n_at = in.at();
@@ -271,7 +256,10 @@ void read_cache(byte_reader& in, ses1_view& view, const kv_part& part, const kv_
     view.has_one_stream = view.has_one_stream && n_left == 1;
     std::uint32_t n_cells = 0;
     for (; n_cells == 0 && n_left > 0; --n_left) n_cells = in.take<std::uint32_t>("n_cells");
-    check_n_cells(in, n_cells, view.tokens.size());
+    if (n_cells != view.tokens.size()) {
+        fail(errc::state_format, "n_cells", in.at() - sizeof(n_cells), "is ", n_cells, ", ",
+             ids_have, " ", view.tokens.size(), resave);
+    }
     const auto cells_at = in.at();
     if (n_cells > 0) {
         read_cells(in, view, part, layout);
@@ -281,26 +269,19 @@ void read_cache(byte_reader& in, ses1_view& view, const kv_part& part, const kv_
     for (; n_left > 0; --n_left) {
         const auto at = in.at();
         if (const auto n = in.take<std::uint32_t>("n_cells"); n > 0) {
-            fail(errc::state_format, "n_cells", at,
-                 "is " + std::to_string(n) + ", a second stream with cells; one is a slot's");
+            fail(errc::state_format, "n_cells", at, "is ", n,
+                 ", a second stream with cells; one is a slot's");
         }
     }
 }
 
 void read_state(byte_reader& in, ses1_view& view, const kv_part& part, ses1_source source) {
-    const auto n_cells = in.take<std::uint32_t>("n_cells");
-    check_n_cells(in, n_cells, view.tokens.empty() ? 0 : 1);
+    const auto n_tokens = static_cast<std::int32_t>(view.tokens.size());
+    take_only<std::uint32_t>(in, "n_cells", n_tokens == 0 ? 0 : 1, ids_have);
     const auto cell_at = in.at();
-    if (n_cells > 0) {
-        const auto last = static_cast<std::int64_t>(view.tokens.size()) - 1;
-        if (const auto position = in.take<std::int32_t>("position"); position != last) {
-            fail(errc::state_format, "position", cell_at,
-                 is_but(position, last, "the last token's is") + resave);
-        }
-        const auto n_at = in.at();
-        if (const auto n = in.take<std::uint32_t>("n_seq_id"); n != 0) {
-            fail(errc::state_format, "n_seq_id", n_at, is_but(n, 0, blob_needs) + resave);
-        }
+    if (n_tokens > 0) {
+        take_only<std::int32_t>(in, "position", n_tokens - 1, "the last token's is");
+        take_only<std::uint32_t>(in, "n_seq_id", 0, blob_needs);
         read_layers(in, 1, part, source);
     }
     view.payloads.push_back(in.since(cell_at));
@@ -322,8 +303,8 @@ ses1_view read_ses1(std::span<const std::byte> blob, const kv_layout& layout, se
         }
     }
     if (in.n_left() > 0) {
-        fail(errc::state_format, "the end", in.at(),
-             "has " + std::to_string(in.n_left()) + " bytes behind it" + resave);
+        fail(errc::state_format, "the end", in.at(), "has ", in.n_left(), " bytes behind it",
+             resave);
     }
     return view;
 }
@@ -376,12 +357,10 @@ kv_layout learn_layout(std::span<const std::span<const std::byte>> parts, kv_lay
         for (std::size_t i = 0; i < parts.size(); ++i) learn(byte_reader(parts[i]), known.parts[i]);
         return known;
     } catch (const error& failure) {
-        throw error(
-            errc::unsupported_model,
-            std::string(
-                "this model's slots cannot be saved: the bytes that llama.cpp writes for them "
-                "have an unknown form (") +
-                failure.what() + ")");
+        throw error(errc::unsupported_model,
+                    "this model's slots cannot be saved: the bytes that llama.cpp writes for them "
+                    "have an unknown form (",
+                    failure.what(), ")");
     }
 }
 

@@ -65,14 +65,6 @@ std::optional<int> layer_behind(const ggml_tensor* flash, const consumers& reade
     return std::nullopt;
 }
 
-// With an F32 cache, llama.cpp casts K to F16 for flash attention; rows use the cache itself.
-ggml_tensor* keys_behind(ggml_tensor* k) {
-    return k->op == GGML_OP_CPY && k->src[0] && k->src[0]->type == GGML_TYPE_F32 &&
-                   ggml_are_same_shape(k, k->src[0])
-               ? k->src[0]
-               : k;
-}
-
 // Walks back from the softmax's input through scale, tanh and bias to the product itself.
 ggml_tensor* product_behind(ggml_tensor* node) {
     for (int i = 0; i < 8 && node; ++i) {
@@ -85,10 +77,6 @@ ggml_tensor* product_behind(ggml_tensor* node) {
         }
     }
     return nullptr;
-}
-
-operand_strides strides_of(const ggml_tensor* tensor) {
-    return {tensor->nb[1], tensor->nb[2], tensor->nb[3]};
 }
 
 // Others than sparse models use llama.cpp's mask, an input, as it is or cast.
@@ -126,7 +114,7 @@ std::optional<attention_site> site_of_flash(ggml_tensor* flash, int il) {
     site.il = il;
     site.flash = flash;
     site.q = flash->src[0];
-    site.k = keys_behind(flash->src[1]);
+    site.k = cast_source(flash->src[1]);
     set_mask(site, flash->src[3]);
     site.sinks = flash->src[4];
     site.scale = op_param_f32(flash, 0);

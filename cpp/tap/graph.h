@@ -10,9 +10,17 @@
 #include <utility>
 #include <vector>
 
+#include "base/error.h"
 #include "tap/plan.h"
 
 namespace kqview {
+
+// Says why the rows that are wanted cannot be captured. tap::prepare keeps the error: it must not
+// cross llama.cpp.
+template <typename... Parts>
+[[noreturn]] void refuse_capture(const Parts&... why) {
+    throw error(errc::unsupported_model, "capture: ", why...);
+}
 
 // Byte strides of an operand. `token` steps over queries, or over cells of the cache; `head` over
 // query heads in q, over KV heads elsewhere. A stride is 0 where all share one part.
@@ -21,6 +29,27 @@ struct operand_strides {
     std::size_t head = 0;
     std::size_t stream = 0;
 };
+inline operand_strides strides_of(const ggml_tensor* tensor) {
+    return {tensor->nb[1], tensor->nb[2], tensor->nb[3]};
+}
+
+// Where an operand has its part for a token, a head and a stream.
+inline const std::byte* part_of(const ggml_tensor* tensor, const operand_strides& strides,
+                                int token, int head, int stream) {
+    return static_cast<const std::byte*>(tensor->data) +
+           static_cast<std::size_t>(token) * strides.token +
+           static_cast<std::size_t>(head) * strides.head +
+           static_cast<std::size_t>(stream) * strides.stream;
+}
+
+// What is behind a cast that llama.cpp makes for its flash attention alone, of an F32 cache; else
+// the tensor itself.
+inline ggml_tensor* cast_source(ggml_tensor* tensor) {
+    const bool is_cast = tensor->op == GGML_OP_CPY && tensor->src[0] &&
+                         tensor->src[0]->type == GGML_TYPE_F32 &&
+                         ggml_are_same_shape(tensor, tensor->src[0]);
+    return is_cast ? tensor->src[0] : tensor;
+}
 
 // One layer's attention as llama.cpp built it. Shapes are ggml's, fastest dimension first, and
 // describe the common layout; the strides hold for every layout.

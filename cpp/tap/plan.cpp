@@ -14,7 +14,7 @@ namespace {
 std::string join(std::span<const int> layers) {
     if (layers.empty()) return "none";
     std::string text;
-    for (const int il : layers) text += (text.empty() ? "" : ", ") + std::to_string(il);
+    for (const int il : layers) text += text_of(text.empty() ? "" : ", ", il);
     return text;
 }
 
@@ -30,9 +30,8 @@ void check_hidden(const capture_options& options, const capture_source& source) 
     for (const int il : options.hidden) {
         const auto& known = source.hidden_layers;
         if (std::find(known.begin(), known.end(), il) != known.end()) continue;
-        throw error(errc::invalid_capture,
-                    "hidden: layer " + std::to_string(il) +
-                        " has no hidden state here, layers that have one are " + join(known));
+        throw error(errc::invalid_capture, "hidden: layer ", il,
+                    " has no hidden state here, layers that have one are ", join(known));
     }
 }
 
@@ -60,8 +59,7 @@ capture_plan::capture_plan(const capture_options& options, const capture_source&
     if (options.layers && options.layers->empty() && has_output) return;
     if (available.empty()) {
         throw error(errc::invalid_capture,
-                    "this model has no layer whose attention can be captured; "
-                    "leave capture out");
+                    "this model has no layer whose attention can be captured; leave capture out");
     }
     const auto& wanted = options.layers ? *options.layers : available;
     if (wanted.empty() || (options.heads && options.heads->empty())) {
@@ -71,9 +69,8 @@ capture_plan::capture_plan(const capture_options& options, const capture_source&
     for (const int il : wanted) {
         const auto found = std::find(available.begin(), available.end(), il);
         if (found == available.end()) {
-            throw error(errc::invalid_capture,
-                        "layer " + std::to_string(il) +
-                            " has no attention here, layers with attention are " + join(available));
+            throw error(errc::invalid_capture, "layer ", il,
+                        " has no attention here, layers with attention are ", join(available));
         }
         add_layer(il, source.attention[static_cast<std::size_t>(found - available.begin())]);
     }
@@ -84,17 +81,16 @@ void capture_plan::add_layer(int il, const attention_layer& found) {
     const auto i = static_cast<std::size_t>(il);
     if (index_of_layer_.size() <= i) index_of_layer_.resize(i + 1, -1);
     if (index_of_layer_[i] >= 0) {
-        throw error(errc::invalid_capture,
-                    "layer " + std::to_string(il) + " is listed twice in layers; list it once");
+        throw error(errc::invalid_capture, "layer ", il,
+                    " is listed twice in layers; list it once");
     }
     layer_rows rows{il, static_cast<int>(layers_.size()), n_heads_total_,
                     options_.heads ? *options_.heads : all_heads(found.n_head), std::nullopt};
     has_device_rows_ = has_device_rows_ || found.is_on_device;
     for (const int head : rows.heads) {
         if (head >= 0 && head < found.n_head) continue;
-        throw error(errc::invalid_capture, "layer " + std::to_string(il) + " has no head " +
-                                               std::to_string(head) + ", its heads are 0.." +
-                                               std::to_string(found.n_head - 1));
+        throw error(errc::invalid_capture, "layer ", il, " has no head ", head,
+                    ", its heads are 0..", found.n_head - 1);
     }
     n_heads_total_ += static_cast<int>(rows.heads.size());
     is_uniform_ = is_uniform_ && (layers_.empty() || layers_[0].heads.size() == rows.heads.size());

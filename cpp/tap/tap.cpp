@@ -18,8 +18,6 @@ thread_local tap* current_tap = nullptr;
 
 // On devices, for rows of slots that captured before.
 constexpr std::size_t spare_bytes = std::size_t{256} << 20;
-
-error refusal(const std::string& why) { return {errc::unsupported_model, "capture: " + why}; }
 }  // namespace
 
 // The nodes added to one graph, and the plan they serve. Owns the added tensors' metadata.
@@ -96,8 +94,8 @@ step_result tap::end_step() {
     table_.targets.clear();
     const int n_written = table_.n_rows_written.load(std::memory_order_relaxed);
     if (n_written != n_expected) {
-        throw error(errc::internal, std::to_string(n_written) + " attention rows were written, " +
-                                        std::to_string(n_expected) + " were due");
+        throw error(errc::internal, n_written, " attention rows were written, ", n_expected,
+                    " were due");
     }
     result.written_at = table_.first_write.load(std::memory_order_relaxed);
     return result;
@@ -117,7 +115,12 @@ bool tap::prepare(ggml_cgraph* graph) {
     mark = std::make_unique<marked_graph>();
     mark->generation = generation_;
     mark->is_ours = !found.attention.sites.empty() || !found.hidden.empty();
-    if (!wanted_.is_empty() && !add_nodes(graph, found, *mark)) return false;
+    try {
+        if (!wanted_.is_empty()) add_nodes(graph, found, *mark);
+    } catch (const error& why) {  // must not cross llama.cpp
+        failure_ = why;
+        return false;
+    }
     attend_instead(found, *mark);
     return true;
 }
@@ -152,13 +155,13 @@ void tap::discover(const sites& found) {
     }
 }
 
-bool tap::add_nodes(ggml_cgraph* graph, const sites& found, marked_graph& mark) {
+void tap::add_nodes(ggml_cgraph* graph, const sites& found, marked_graph& mark) {
     constexpr std::array kinds{row_kind::logits, row_kind::scores, row_kind::probs};
     for (const int il : found.attention.ambiguous) {
         for (const auto kind : kinds) {
-            if (!wanted_.wants(il, kind)) continue;
-            failure_ = refusal("two attention nodes claim layer " + std::to_string(il));
-            return false;
+            if (wanted_.wants(il, kind)) {
+                refuse_capture("two attention nodes claim layer ", il);
+            }
         }
     }
     auto n_nodes_max = found.attention.sites.size() * 3 + found.hidden.size();
@@ -185,28 +188,21 @@ bool tap::add_nodes(ggml_cgraph* graph, const sites& found, marked_graph& mark) 
         if (!wanted_.wants_hidden(site.il) || devices_.holds_hidden(site.il)) continue;
         placed.push_back({site.output, make_hidden_node(mark.tensors.get(), site, new_op())});
     }
-    try {
-        const auto why = devices_.add(found.attention, found.hidden, wanted_, first_slot_,
-                                      mark.tensors.get(), placed, mark.devices);
-        if (!why.empty()) failure_ = refusal(why);
-    } catch (const error& no_memory) {  // must not cross llama.cpp
-        failure_ = no_memory;
-    }
-    if (failure_) return false;
+    devices_.add(found.attention, found.hidden, wanted_, first_slot_, mark.tensors.get(), placed,
+                 mark.devices);
     if (!insert_nodes(graph, placed)) {
-        failure_ = refusal("the graph has no room for " + std::to_string(placed.size()) +
-                           " more nodes; capture fewer layers");
-        return false;
+        refuse_capture("the graph has no room for ", placed.size(),
+                       " more nodes; capture fewer layers");
     }
     n_nodes_added_ = static_cast<int>(placed.size());
-    return true;
 }
 
 bool tap::may_compute(const ggml_cgraph* graph) {
     const auto mark = graphs_.find(graph);
     if (mark == graphs_.end() || !mark->second->is_ours) return true;  // not a graph of ours
     if (mark->second->generation == generation_) return true;
-    failure_ = refusal("a graph of an older capture plan was about to run");
+    failure_ = error(errc::unsupported_model,
+                     "capture: a graph of an older capture plan was about to run");
     return false;
 }
 

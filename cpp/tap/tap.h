@@ -41,8 +41,6 @@ class tap {
 public:
     explicit tap(const tap_options& options);
     ~tap();
-    tap(const tap&) = delete;
-    tap& operator=(const tap&) = delete;
 
     // Makes this tap the thread's current one for the lifetime of the scope. Required around every
     // llama.cpp call that builds, reserves or runs a graph.
@@ -70,15 +68,9 @@ public:
     // out_of_memory if a device has no room for the rows; nothing is wanted afterwards.
     void want(const graph_plan& plan);
     const graph_plan& wanted() const { return wanted_; }
-    // Call when llama.cpp's graphs are reserved. Raises out_of_memory if a device may run out of
-    // memory while it computes the wanted rows.
-    void check_room() { devices_.check_room(wanted_); }
-
-    // The first device that produces rows, or null if the CPU computes all of them.
-    ggml_backend_dev_t device() const { return devices_.device(); }
-
-    // The most prompt queries whose rows one step can provide.
-    int n_prompt_rows() const { return devices_.n_prompt_rows(); }
+    // The part for layers whose keys are on a device.
+    device_tap& devices() { return devices_; }
+    const device_tap& devices() const { return devices_; }
 
     // The targets of the next decode, valid until end_step, and the first of its adjacent slots.
     void begin_step(std::vector<row_target> targets, int first_slot);
@@ -87,18 +79,6 @@ public:
     // was not written: a buffer with stale content must never be handed out.
     step_result end_step();
     void abandon_step() noexcept;
-
-    // The compute of the last step is known to have ended.
-    void note_computed() { devices_.note_computed(); }
-
-    std::shared_ptr<copy_counters> copies() const { return devices_.counters(); }
-
-    // Blocks until the rows of a step, and of all earlier steps, are in their blocks. Raises
-    // decode.
-    void await(transfer_id id) { devices_.await(id); }
-    // Call before keys change in another way than by being appended: rows on their way may be
-    // computed from them.
-    void settle() noexcept { devices_.settle(); }
 
     // Called by the hooks. `prepare` adds the nodes; if it returns false, see take_failure.
     bool prepare(ggml_cgraph* graph);
@@ -120,7 +100,7 @@ private:
 
     void discover(const sites& found);
     bool attends(const attention_site& site) const;
-    bool add_nodes(ggml_cgraph* graph, const sites& found, marked_graph& mark);
+    void add_nodes(ggml_cgraph* graph, const sites& found, marked_graph& mark);
     void attend_instead(const sites& found, marked_graph& mark);
 
     graph_plan wanted_;

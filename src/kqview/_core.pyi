@@ -218,7 +218,7 @@ class TokenEvent:
     id: Final[int]
     logprob: Final[float | None]
     top_logprobs: Final[list[tuple[int, float]] | None]
-    """None unless logprobs were requested."""
+    """None unless logprobs were requested, like logprob."""
     logits: Final[Any]
     n_discarded: Final[int]
     """Number of tokens discarded from the slot before this row."""
@@ -231,7 +231,7 @@ class PickedToken:
     id: Final[int]
     logprob: Final[float | None]
     top_logprobs: Final[list[tuple[int, float]] | None]
-    """Both None unless logprobs were requested."""
+    """None unless logprobs were requested, like logprob."""
 
 class ForwardEvent:
     """A forward pass of a steered request, which waits for `answer`."""

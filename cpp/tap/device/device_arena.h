@@ -1,5 +1,6 @@
 // One buffer on a device, from which tensors get memory: results from the front, scratch memory
-// from the back. Addresses stay fixed while nothing is reserved, so recorded graphs stay valid.
+// from the back. Addresses stay fixed while nothing is reserved, so recorded graphs stay valid. Also
+// copies between two such buffers of a device.
 // Owner:   transfer.
 // Threads: the engine thread.
 #pragma once
@@ -16,8 +17,6 @@ class device_arena {
 public:
     explicit device_arena(ggml_backend_dev_t device) : device_(device) {}
     ~device_arena() { release(); }
-    device_arena(const device_arena&) = delete;
-    device_arena& operator=(const device_arena&) = delete;
 
     // Replaces the buffer, whose tensors must not be used any more. False: the device has no room.
     bool reserve(std::size_t n_bytes);
@@ -48,6 +47,25 @@ private:
     std::size_t capacity_ = 0;
     std::size_t n_placed_ = 0;
     std::size_t n_scratch_ = 0;
+};
+
+// A copy of the first bytes of one buffer to another on the same device, as a graph of one node.
+// A stream of CUDA does one thing after the other. Vulkan overlaps what nothing orders, and ggml
+// puts barriers between the nodes of graphs only: a bare copy may read before shaders have written.
+// Never:   is destroyed before its streams were waited for: Vulkan remembers the node until then.
+class device_copy {
+public:
+    device_copy(ggml_backend_dev_t device, device_arena& from, device_arena& to);
+
+    // Queues the copy of `n_bytes` on `stream`. Raises decode.
+    void run(ggml_backend_t stream, std::size_t n_bytes);
+
+private:
+    device_arena& from_;
+    device_arena& to_;
+    std::unique_ptr<ggml_context, decltype(&ggml_free)> tensors_{nullptr, ggml_free};
+    ggml_tensor* node_ = nullptr;  // null: the stream keeps copies in order itself
+    ggml_cgraph* graph_ = nullptr;
 };
 
 }  // namespace kqview

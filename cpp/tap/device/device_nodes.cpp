@@ -64,16 +64,15 @@ std::vector<ggml_tensor*> device_node_builder::take_nodes() { return std::exchan
 
 ggml_tensor* device_node_builder::add(ggml_tensor* node) {
     nodes_.push_back(node);
-    if (!is_view(node) && failure_.empty() && !ggml_backend_dev_supports_op(device_, node)) {
-        failure_ = std::string(ggml_backend_dev_name(device_)) + " cannot compute " +
-                   ggml_op_name(node->op) + " of this model's attention";
-        // ggml-vulkan multiplies no quantised matrix whose rows are apart, as a head's keys are.
-        if (node->src[0] && ggml_is_quantized(node->src[0]->type)) {
-            failure_ += std::string(" with keys of type ") + ggml_type_name(node->src[0]->type) +
-                        "; choose kv_type f16, or n_gpu_layers 0";
-        }
-    }
-    return node;
+    if (is_view(node) || ggml_backend_dev_supports_op(device_, node)) return node;
+    // ggml-vulkan multiplies no quantised matrix whose rows are apart, as a head's keys are.
+    const auto* const keys = node->src[0];
+    const auto remedy = keys && ggml_is_quantized(keys->type)
+                            ? text_of(" with keys of type ", ggml_type_name(keys->type),
+                                      "; choose kv_type f16, or n_gpu_layers 0")
+                            : "";
+    refuse_capture(ggml_backend_dev_name(device_), " cannot compute ", ggml_op_name(node->op),
+                   " of this model's attention", remedy);
 }
 
 // What ggml calls contiguous may have any stride in a dimension of one element, as the product of
@@ -225,10 +224,7 @@ ggml_tensor* device_node_builder::reduced(ggml_tensor* values, const device_want
         auto* const list = constants_
                                ? constants_->find(want.heads)
                                : ggml_new_tensor_2d(tensors_, GGML_TYPE_I32, n, values->ne[3]);
-        if (!list) {
-            failure_ = "a list of heads is not on its device";
-            return values;
-        }
+        if (!list) refuse_capture("a list of heads is not on its device");
         auto* const of_streams =
             list->ne[1] == values->ne[3]
                 ? list
@@ -245,8 +241,7 @@ ggml_tensor* device_node_builder::summed(ggml_tensor* probs,
                                          const std::vector<column_range>& spans) {
     auto* const matrix = constants_->find(spans);
     if (!matrix || matrix->ne[0] < probs->ne[0]) {
-        failure_ = "the spans of a row are not on its device";
-        return probs;
+        refuse_capture("the spans of a row are not on its device");
     }
     const auto [n_rows, n_head, n_stream] = std::array{probs->ne[1], probs->ne[2], probs->ne[3]};
     // In the third dimension: ggml-vulkan repeats no matrix over the fourth.
@@ -284,28 +279,28 @@ ggml_tensor* device_node_builder::masked(ggml_tensor* values, const attention_si
     return add(ggml_add(tensors_, values, mask));
 }
 
-bool device_node_builder::check(const attention_site& site, row_kind kind) {
-    const std::string where = ggml_backend_dev_name(device_);
+void device_node_builder::check(const attention_site& site, row_kind kind) const {
+    const auto* const where = ggml_backend_dev_name(device_);
     const bool is_sparse = site.gathered || site.n_extra_cells > 0 || site.has_made_mask ||
                            site.mask_strides.head != 0 ||
                            (site.softmax && site.n_cells != site.softmax->ne[0]);
     if (is_sparse) {
-        failure_ = "sparse attention of layer " + std::to_string(site.il) + " is on " + where +
-                   "; keep the model on the CPU (n_gpu_layers=0)";
-    } else if (site.max_bias != 0.0f && kind != row_kind::probs) {
-        failure_ = "layer " + std::to_string(site.il) + " is on " + where +
-                   " and has ALiBi, only probs can be captured there; capture probs or keep the "
-                   "model on the CPU (n_gpu_layers=0)";
+        refuse_capture("sparse attention of layer ", site.il, " is on ", where,
+                       "; keep the model on the CPU (n_gpu_layers=0)");
     }
-    return failure_.empty();
+    if (site.max_bias != 0.0f && kind != row_kind::probs) {
+        refuse_capture("layer ", site.il, " is on ", where,
+                       " and has ALiBi, only probs can be captured there; capture probs or keep "
+                       "the model on the CPU (n_gpu_layers=0)");
+    }
 }
 
 device_rows device_node_builder::rows_of(const attention_site& site, const device_want& want,
                                          int n_rows) {
+    check(site, want.kind);
     device_rows rows;
     rows.layers = {site.il};
     rows.want = want;
-    if (!check(site, want.kind)) return rows;
     rows.n_queries = site.n_queries_of_step();
     rows.streams = streams_in(site.flash ? site.q : site.kq);
     auto* result = values_of(site, want.kind, n_rows);
@@ -334,14 +329,13 @@ device_rows device_node_builder::rows_of(const attention_site& site, const devic
     } else if (is_view(result) || (!site.flash && (result == site.kq || result == site.softmax))) {
         result = add(ggml_cont(tensors_, result));  // llama.cpp overwrites its own tensor
     }
-    if (failure_.empty()) rows.tensor = result;
+    rows.tensor = result;
     return rows;
 }
 
 ggml_tensor* device_node_builder::part_of(joined_layers& joined, const attention_site& site) {
-    if (!check(site, joined.want.kind)) return nullptr;
+    check(site, joined.want.kind);
     auto* const part = reduced(values_of(site, joined.want.kind, joined.n_rows), joined.want);
-    if (!failure_.empty()) return nullptr;
     part->src[1] = std::exchange(joined.last_part, part);
     return part;
 }
@@ -360,7 +354,6 @@ device_rows device_node_builder::join(const joined_layers& joined) {
     auto* const result = pooled(joined.stack, joined.stack->ne[1], joined.want.reduce);
     result->src[1] = joined.last_part;
     rows.tensor = masked(result, first, joined.want.kind, joined.n_rows, true);
-    if (!failure_.empty()) rows.tensor = nullptr;
     return rows;
 }
 
@@ -395,9 +388,9 @@ void node_constants::keep(wanted all, int n_streams) {
                                                            ggml_backend_dev_buffer_type(device_)));
     if (!buffer_) {
         tensors_.reset();
-        throw error(errc::out_of_memory, std::string(ggml_backend_dev_name(device_)) +
-                                             " has no memory left for the list of captured heads "
-                                             "or spans; lower n_ctx, n_slots or n_gpu_layers");
+        throw error(errc::out_of_memory, ggml_backend_dev_name(device_),
+                    " has no memory left for the list of captured heads or spans; lower n_ctx, "
+                    "n_slots or n_gpu_layers");
     }
     auto tensor = made.begin();
     for (const auto& heads : all.lists) {

@@ -13,7 +13,6 @@
 #include <map>
 #include <memory>
 #include <set>
-#include <string>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -96,8 +95,8 @@ private:
     std::vector<ggml_tensor*> found_;  // in the order of the lists, then of the matrices
 };
 
-// Builds the nodes of one graph on one device. It never adds a node that the device cannot compute:
-// ggml would abort, or copy all keys to the host in every step.
+// Builds the nodes of one graph on one device. Raises unsupported_model instead of adding a node that
+// the device cannot compute: ggml would abort, or copy all keys to the host in every step.
 class device_node_builder {
 public:
     // `constants` must contain every selection of heads and all spans; null: only to check what the
@@ -109,11 +108,11 @@ public:
     // The streams whose rows the following calls make; at first all.
     void of_streams(const slot_range& streams) { streams_ = streams; }
 
-    // The rows of the last `n_rows` queries. The tensor is null on failure: see failure().
+    // The rows of the last `n_rows` queries.
     device_rows rows_of(const attention_site& site, const device_want& want, int n_rows);
 
-    // part_of: one layer's part of the stack, which the caller places there; null on failure, see
-    // failure(). join: the joined row, once all parts are made.
+    // part_of: one layer's part of the stack, which the caller places there. join: the joined row,
+    // once all parts are made.
     ggml_tensor* part_of(joined_layers& joined, const attention_site& site);
     device_rows join(const joined_layers& joined);
 
@@ -125,7 +124,6 @@ public:
 
     // The nodes made since the last call, in the order in which they must run.
     std::vector<ggml_tensor*> take_nodes();
-    const std::string& failure() const { return failure_; }
 
     // The most tensors that one of the calls above creates.
     static constexpr int n_tensors_max = 20;
@@ -152,7 +150,7 @@ private:
     ggml_tensor* pooled(ggml_tensor* rows, std::int64_t n, row_reduction reduce);
     ggml_tensor* masked(ggml_tensor* values, const attention_site& site, row_kind kind, int n_rows,
                         bool is_reduced);
-    bool check(const attention_site& site, row_kind kind);
+    void check(const attention_site& site, row_kind kind) const;
 
     ggml_context* tensors_;
     ggml_backend_dev_t device_;
@@ -163,7 +161,6 @@ private:
     // F32 and contiguous, by llama.cpp's mask and the number of rows.
     std::map<std::pair<const ggml_tensor*, int>, ggml_tensor*> masks_;
     std::unordered_map<const ggml_tensor*, ggml_tensor*> narrowed_masks_;  // llama.cpp's own type
-    std::string failure_;
 };
 
 }  // namespace kqview

@@ -21,9 +21,17 @@ constexpr std::size_t prompt_budget_bytes = std::size_t{256} << 20;  // of a ste
 constexpr std::size_t slack_bytes = 4096;                            // a result's alignment
 constexpr std::size_t n_tensors_of_layer = 4;                        // shared masks and views
 
-std::string no_room(const transfer& way) {
-    return std::string("rows of this step do not fit into the memory reserved on ") +
-           ggml_backend_dev_name(way.device());
+// Fails unless results of a graph were placed.
+void require_room(bool is_placed, const transfer& way) {
+    if (is_placed) return;
+    refuse_capture("rows of this step do not fit into the memory reserved on ",
+                   ggml_backend_dev_name(way.device()));
+}
+
+void place(device_part::share& share, ggml_tensor* result) {
+    auto& way = *share.way;
+    require_room((share.beside ? way.beside() : way.results()).place(result), way);
+    if (!share.beside) share.n_used = way.results().n_placed();
 }
 
 // Converts a driver's failure into error.
@@ -33,9 +41,8 @@ std::string no_room(const transfer& way) {
     } catch (const error&) {
         throw;
     } catch (const std::exception& of_driver) {
-        throw error(errc::decode, std::string("attention rows could not be copied from their "
-                                              "device: ") +
-                                      of_driver.what());
+        throw error(errc::decode,
+                    "attention rows could not be copied from their device: ", of_driver.what());
     }
 }
 
@@ -59,11 +66,15 @@ bool can_reduce(const attention_site& site, ggml_backend_dev_t device) {
     want.kind = row_kind::probs;
     want.type = row_type::f16;
     want.heads = {0};
-    for (const auto reduce : {row_reduction::mean_heads, row_reduction::max_heads}) {
-        want.reduce = reduce;
-        if (!probe.rows_of(site, want, 1).tensor) return false;
+    try {
+        for (const auto reduce : {row_reduction::mean_heads, row_reduction::max_heads}) {
+            want.reduce = reduce;
+            probe.rows_of(site, want, 1);
+        }
+        return true;
+    } catch (const error&) {
+        return false;
     }
-    return true;
 }
 
 }  // namespace
@@ -81,12 +92,11 @@ device_tap::path& device_tap::path_to(ggml_backend_dev_t device) {
     }
     auto& added = *paths_.emplace_back(std::make_unique<path>(device, *counters_));
     if (options_.is_beside && !added.way.is_async()) {
-        log_ring::instance().write(
-            log_level::warning, ("device_rows=\"beside\" has no effect on " +
-                                 std::string(ggml_backend_dev_name(device)) +
-                                 ", which cannot copy while it computes: its rows are computed in "
-                                 "the step's graph\n")
-                                    .c_str());
+        const auto line =
+            text_of("device_rows=\"beside\" has no effect on ", ggml_backend_dev_name(device),
+                    ", which cannot copy while it computes: its rows are computed in "
+                    "the step's graph\n");
+        log_ring::instance().write(log_level::warning, line.c_str());
     }
     return added;
 }
@@ -109,14 +119,7 @@ void device_tap::learn(const attention_site& site) {
 
 void device_tap::learn(const hidden_site& site) {
     if (const auto device = device_of(site.output)) {
-        hidden_[site.il] = {&path_to(device),
-                            1,
-                            static_cast<std::size_t>(site.output->ne[0]),
-                            1,
-                            false,
-                            0,
-                            false,
-                            0};
+        hidden_[site.il] = {&path_to(device), static_cast<std::size_t>(site.output->ne[0])};
     }
 }
 
@@ -168,7 +171,7 @@ int device_tap::n_prompt_rows_of(const graph_plan& plan) const {
         n_least = std::max(n_least, one.n_queries_least);
     }
     for (const auto& [il, one] : hidden_) {
-        if (plan.wants_hidden(il)) n_row_bytes += one.n_cells * sizeof(float);
+        if (plan.wants_hidden(il)) n_row_bytes += one.n_embd * sizeof(float);
     }
     if (!plan.wants_prompt() || n_row_bytes == 0) return std::numeric_limits<int>::max();
     const auto n_room =
@@ -202,7 +205,7 @@ transfer::sizes device_tap::sizes_of(const graph_plan& plan, const path& on) con
     sizes.n_beside += sizes.n_queries;
     for (const auto& [il, one] : hidden_) {
         if (one.on != &on || !plan.wants_hidden(il)) continue;
-        sizes.n_results += std::max(n_slots, n_rows) * one.n_cells * sizeof(float) + slack_bytes;
+        sizes.n_results += std::max(n_slots, n_rows) * one.n_embd * sizeof(float) + slack_bytes;
     }
     return sizes;
 }
@@ -247,12 +250,11 @@ void device_tap::check_room(const graph_plan& plan) {
             path->n_accepted = std::max(path->n_accepted, wanted);
             continue;
         }
-        throw error(errc::out_of_memory,
-                    "computing attention rows on " +
-                        std::string(ggml_backend_dev_name(path->way.device())) + " may take " +
-                        size_text(wanted - path->n_taken) + ", " + size_text(*path->n_free) +
-                        " are free; capture in fewer slots at a time or fewer rows of a prompt, or "
-                        "lower n_ctx, n_slots or n_gpu_layers");
+        throw error(errc::out_of_memory, "computing attention rows on ",
+                    ggml_backend_dev_name(path->way.device()), " may take ",
+                    size_text(wanted - path->n_taken), ", ", size_text(*path->n_free),
+                    " are free; capture in fewer slots at a time or fewer rows of a prompt, or "
+                    "lower n_ctx, n_slots or n_gpu_layers");
     }
 }
 
@@ -296,18 +298,6 @@ device_part::share& device_tap::share_of(device_part& part, transfer& way) {
     return part.shares.back();
 }
 
-bool device_tap::place(device_part::share& share, ggml_tensor* result, std::string& why) {
-    auto& way = *share.way;
-    if (share.beside) {
-        if (way.beside().place(result)) return true;
-    } else if (way.results().place(result)) {
-        share.n_used = way.results().n_placed();
-        return true;
-    }
-    why = no_room(way);
-    return false;
-}
-
 // One for the nodes of the graph on each device, and one for those beside it.
 struct device_tap::builders {
     ggml_context* tensors;
@@ -345,10 +335,9 @@ struct device_tap::builders {
     }
 };
 
-std::string device_tap::add(const attention_sites& attention,
-                            const std::vector<hidden_site>& states, const graph_plan& plan,
-                            int first_slot, ggml_context* tensors, std::vector<placed_node>& placed,
-                            device_part& part) {
+void device_tap::add(const attention_sites& attention, const std::vector<hidden_site>& states,
+                     const graph_plan& plan, int first_slot, ggml_context* tensors,
+                     std::vector<placed_node>& placed, device_part& part) {
     builders building{tensors, placed, part, options_.has_window};
     std::vector<attention_site> sites;
     for (const auto& site : attention.sites) {
@@ -362,18 +351,16 @@ std::string device_tap::add(const attention_sites& attention,
         building.streams = {slots.first - first, slots.count};
         sites.push_back(site);
     }
-    auto why = save_queries(sites, plan, building);
-    if (why.empty()) why = add_rows(sites, plan, building);
-    if (why.empty()) why = add_joined(sites, plan, building);
-    if (why.empty()) why = add_hidden(states, plan, building);
+    save_queries(sites, plan, building);
+    add_rows(sites, plan, building);
+    add_joined(sites, plan, building);
+    add_hidden(states, plan, building);
     for (auto& share : part.shares) {
-        if (!why.empty() || !share.beside || share.beside->allocate()) continue;
-        throw error(errc::out_of_memory,
-                    std::string(ggml_backend_dev_name(share.way->device())) +
-                        " has no memory left to compute rows beside a step; capture fewer layers, "
-                        "or lower n_ctx, n_slots or n_gpu_layers");
+        if (!share.beside || share.beside->allocate()) continue;
+        throw error(errc::out_of_memory, ggml_backend_dev_name(share.way->device()),
+                    " has no memory left to compute rows beside a step; capture fewer layers, or "
+                    "lower n_ctx, n_slots or n_gpu_layers");
     }
-    return why;
 }
 
 // Not with windows, whose masks only llama.cpp knows, nor with a prompt's rows, whose queries would
@@ -390,27 +377,23 @@ bool device_tap::goes_beside(const graph_plan& plan, const path& on) const {
 
 // Saves the query of each stream in the step's graph, where rows can be computed from it later, and
 // replaces the site by one that does so.
-std::string device_tap::save_queries(std::vector<attention_site>& sites, const graph_plan& plan,
-                                     builders& building) {
+void device_tap::save_queries(std::vector<attention_site>& sites, const graph_plan& plan,
+                              builders& building) {
     for (auto& site : sites) {
-        const auto found = layers_.find(site.il);
-        if (found == layers_.end() || plan.device_wants(site.il).empty()) continue;
-        auto& on = *found->second.on;
-        if (!goes_beside(plan, on)) continue;
+        auto& on = *layers_.at(site.il).on;
+        if (plan.device_wants(site.il).empty() || !goes_beside(plan, on)) continue;
         auto& share = share_of(building.part, on.way);
         if (!share.beside) {
             share.beside =
                 std::make_shared<side_graph>(on.way.device(), on.way.beside(),
                                              n_tensors_max(plan) + 8 * sites.size(), counters_);
         }
-        auto why = save_query(site, plan, on, building);
-        if (!why.empty()) return why;
+        save_query(site, plan, on, building);
     }
-    return {};
 }
 
-std::string device_tap::save_query(attention_site& site, const graph_plan& plan, path& on,
-                                   builders& building) {
+void device_tap::save_query(attention_site& site, const graph_plan& plan, path& on,
+                            builders& building) {
     auto& share = share_of(building.part, on.way);
     auto* saved = site.q->view_src ? site.q->view_src : site.q;
     // Its memory decides where llama.cpp computes it.
@@ -420,9 +403,8 @@ std::string device_tap::save_query(attention_site& site, const graph_plan& plan,
                           ggml_backend_dev_supports_op(on.way.device(), saved);
     auto& builder = building.in_graph(on);
     if (!is_whole) saved = builder.last_query_of(site);
-    if (!builder.failure().empty()) return builder.failure();
     auto& results = on.way.results();
-    if (!results.place(saved)) return no_room(on.way);
+    require_room(results.place(saved), on.way);
     share.n_used = results.n_placed();
     share.queries.push_back(saved);
     building.put_in_graph(builder, site.flash);
@@ -430,65 +412,52 @@ std::string device_tap::save_query(attention_site& site, const graph_plan& plan,
     const bool needs_mask = std::any_of(
         wants.begin(), wants.end(), [](const auto& want) { return want.kind == row_kind::probs; });
     site = share.beside->site_of(site, saved, results.offset_of(saved), !is_whole, needs_mask);
-    return site.k ? std::string{} : no_room(on.way);
+    require_room(site.k != nullptr, on.way);
 }
 
-std::string device_tap::add_rows(const std::vector<attention_site>& sites, const graph_plan& plan,
-                                 builders& building) {
-    std::string why;
+void device_tap::add_rows(const std::vector<attention_site>& sites, const graph_plan& plan,
+                          builders& building) {
     for (const auto& site : sites) {
-        const auto found = layers_.find(site.il);
-        if (found == layers_.end()) continue;
-        auto& on = *found->second.on;
+        auto& on = *layers_.at(site.il).on;
         for (const auto& want : plan.device_wants(site.il)) {
             if (want.joins_layers()) continue;
             auto& share = share_of(building.part, on.way);
             auto& builder = building.of(on, share);
             const int n_rows = n_rows_in_graph(plan, site.n_queries(), building.streams.count);
             auto rows = builder.rows_of(site, want, n_rows);
-            if (!rows.tensor) return builder.failure();
-            if (!place(share, rows.tensor, why)) return why;
+            place(share, rows.tensor);
             share.rows.push_back(std::move(rows));
             building.put(builder, share, site.node_of(want.kind));
         }
     }
-    return {};
 }
 
-std::string device_tap::add_joined(const std::vector<attention_site>& sites, const graph_plan& plan,
-                                   builders& building) {
+void device_tap::add_joined(const std::vector<attention_site>& sites, const graph_plan& plan,
+                            builders& building) {
     std::vector<std::pair<path*, joined_layers>> groups;
     for (const auto& site : sites) {
-        const auto found = layers_.find(site.il);
-        if (found == layers_.end()) continue;
+        auto* const on = layers_.at(site.il).on;
         for (const auto& want : plan.device_wants(site.il)) {
             if (!want.joins_layers()) continue;
             const auto* const mask = want.kind == row_kind::probs ? nullptr : site.mask;
             const int n_heads = n_heads_reduced(want, site);
             auto group = std::find_if(groups.begin(), groups.end(), [&](const auto& one) {
                 const auto& first = *one.second.sites.front();
-                return one.first == found->second.on && one.second.want == want &&
-                       one.second.mask == mask && one.second.n_heads == n_heads &&
-                       first.n_cells == site.n_cells;
+                return one.first == on && one.second.want == want && one.second.mask == mask &&
+                       one.second.n_heads == n_heads && first.n_cells == site.n_cells;
             });
             if (group == groups.end()) {
-                groups.push_back(
-                    {found->second.on, {want, mask, n_heads, {}, nullptr, nullptr, 0}});
+                groups.push_back({on, {want, mask, n_heads, {}, nullptr, nullptr, 0}});
                 group = std::prev(groups.end());
             }
             group->second.sites.push_back(&site);
         }
     }
-    std::string why;
-    for (auto& [on, joined] : groups) {
-        why = add_group(*on, joined, plan, building);
-        if (!why.empty()) break;
-    }
-    return why;
+    for (auto& [on, joined] : groups) add_group(*on, joined, plan, building);
 }
 
-std::string device_tap::add_group(path& on, joined_layers& joined, const graph_plan& plan,
-                                  builders& building) {
+void device_tap::add_group(path& on, joined_layers& joined, const graph_plan& plan,
+                           builders& building) {
     auto& share = share_of(building.part, on.way);
     auto& builder = building.of(on, share);
     auto& arena = share.beside ? on.way.beside() : on.way.results();
@@ -496,33 +465,31 @@ std::string device_tap::add_group(path& on, joined_layers& joined, const graph_p
               [](const auto* a, const auto* b) { return a->position < b->position; });
     const auto& first = *joined.sites.front();
     joined.n_rows = n_rows_in_graph(plan, first.n_queries(), building.streams.count);
-    std::string why;
     std::size_t part_bytes = 0;
     for (std::size_t i = 0; i < joined.sites.size(); ++i) {
         const auto& site = *joined.sites[i];
         auto* const part = builder.part_of(joined, site);
-        if (!part) return builder.failure();
         if (i == 0) {
             part_bytes = ggml_nbytes(part);
             joined.stack =
                 ggml_new_tensor_2d(building.context_of(share), GGML_TYPE_F32, ggml_nelements(part),
                                    static_cast<std::int64_t>(joined.sites.size()));
-            if (!arena.place_scratch(joined.stack)) return no_room(on.way);
+            require_room(arena.place_scratch(joined.stack), on.way);
         }
-        if (ggml_nbytes(part) != part_bytes) return "layers that are joined differ in shape";
-        if (!device_arena::place_in(joined.stack, i * part_bytes, part)) return no_room(on.way);
+        if (ggml_nbytes(part) != part_bytes) {
+            refuse_capture("layers that are joined differ in shape");
+        }
+        require_room(device_arena::place_in(joined.stack, i * part_bytes, part), on.way);
         building.put(builder, share, site.node_of(joined.want.kind));
     }
     auto rows = builder.join(joined);
-    if (!rows.tensor) return builder.failure();
-    if (!place(share, rows.tensor, why)) return why;
+    place(share, rows.tensor);
     share.rows.push_back(std::move(rows));
     building.put(builder, share, joined.sites.back()->node_of(joined.want.kind));
-    return {};
 }
 
-std::string device_tap::add_hidden(const std::vector<hidden_site>& states, const graph_plan& plan,
-                                   builders& building) {
+void device_tap::add_hidden(const std::vector<hidden_site>& states, const graph_plan& plan,
+                            builders& building) {
     for (const auto& site : states) {
         const auto found = hidden_.find(site.il);
         if (found == hidden_.end() || !plan.wants_hidden(site.il)) continue;
@@ -533,13 +500,11 @@ std::string device_tap::add_hidden(const std::vector<hidden_site>& states, const
         const int n_room = plan.wants_prompt() ? n_prompt_rows_ : 0;
         const int n_rows = std::min(n_tokens, std::max(options_.n_slots, n_room));
         auto* const tensor = builder.hidden_of(site, n_rows);
-        if (!builder.failure().empty()) return builder.failure();
-        if (!on.way.results().place(tensor)) return no_room(on.way);
+        require_room(on.way.results().place(tensor), on.way);
         share.n_used = on.way.results().n_placed();
         share.states.push_back({site.il, tensor});
         building.put_in_graph(builder, site.output);
     }
-    return {};
 }
 
 void device_tap::find_backends(ggml_backend_sched_t sched, device_part& part) {

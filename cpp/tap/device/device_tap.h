@@ -12,7 +12,6 @@
 #include <limits>
 #include <memory>
 #include <optional>
-#include <string>
 #include <unordered_map>
 #include <vector>
 
@@ -64,11 +63,11 @@ public:
     std::size_t bytes_for(const graph_plan& plan) const;
 
     // Creates the nodes that `plan` wants for a graph's sites, of those of its slots that are in
-    // the graph. `first_slot`: that of the step; -1: the graph is only reserved. Returns the reason
-    // if a node is impossible, else an empty string.
-    std::string add(const attention_sites& attention, const std::vector<hidden_site>& states,
-                    const graph_plan& plan, int first_slot, ggml_context* tensors,
-                    std::vector<placed_node>& placed, device_part& part);
+    // the graph. `first_slot`: that of the step; -1: the graph is only reserved. Raises
+    // unsupported_model if a node is impossible, and out_of_memory.
+    void add(const attention_sites& attention, const std::vector<hidden_site>& states,
+             const graph_plan& plan, int first_slot, ggml_context* tensors,
+             std::vector<placed_node>& placed, device_part& part);
     // Upper bound of the tensors that `add` creates.
     std::size_t n_tensors_max(const graph_plan& plan) const;
 
@@ -78,9 +77,12 @@ public:
     // Starts the transfer of the rows that the targets want. Returns the id to await, or 0 if
     // everything is there. Raises decode.
     transfer_id start(row_table& table, const device_part& part);
+    // The compute of the last step is known to have ended.
     void note_computed();
+    // Blocks until the rows of a step, and of all earlier ones, are in their blocks. Raises decode.
     void await(transfer_id id);
-    // Blocks until nothing that was started is in flight; `await` still raises what failed.
+    // Blocks until nothing that was started is in flight; `await` still raises what failed. Call
+    // before keys change in another way than by being appended: rows may be computed from them.
     void settle() noexcept;
 
     const std::shared_ptr<copy_counters>& counters() const { return counters_; }
@@ -112,6 +114,10 @@ private:
         bool can_be_beside;       // see side_graph::can_compute
         std::size_t key_bytes;    // of one stream, made F32 for its products; 0 = read as they are
     };
+    struct hidden_layer {
+        path* on;
+        std::size_t n_embd;
+    };
     // Per-device state of `add` while it goes through a graph.
     struct builders;
 
@@ -121,32 +127,29 @@ private:
     std::size_t work_bytes_of_row(const graph_plan& plan, int il) const;
     void keep_constants(const graph_plan& plan);
     std::size_t product_bytes_of(const graph_plan& plan, const path& on) const;
-    std::string save_queries(std::vector<attention_site>& sites, const graph_plan& plan,
-                             builders& building);
-    std::string add_rows(const std::vector<attention_site>& sites, const graph_plan& plan,
-                         builders& building);
-    std::string add_joined(const std::vector<attention_site>& sites, const graph_plan& plan,
-                           builders& building);
-    std::string add_group(path& on, joined_layers& joined, const graph_plan& plan,
-                          builders& building);
-    std::string add_hidden(const std::vector<hidden_site>& states, const graph_plan& plan,
-                           builders& building);
+    void save_queries(std::vector<attention_site>& sites, const graph_plan& plan,
+                      builders& building);
+    void add_rows(const std::vector<attention_site>& sites, const graph_plan& plan,
+                  builders& building);
+    void add_joined(const std::vector<attention_site>& sites, const graph_plan& plan,
+                    builders& building);
+    void add_group(path& on, joined_layers& joined, const graph_plan& plan, builders& building);
+    void add_hidden(const std::vector<hidden_site>& states, const graph_plan& plan,
+                    builders& building);
     std::size_t n_rows_reserved(const graph_plan& plan) const;
     int n_prompt_rows_of(const graph_plan& plan) const;
     transfer::sizes sizes_of(const graph_plan& plan, const path& on) const;
     int n_rows_in_graph(const graph_plan& plan, int n_queries, int n_stream) const;
     device_part::share& share_of(device_part& part, transfer& way);
-    bool place(device_part::share& share, ggml_tensor* result, std::string& why);
     // Whether a graph's rows of these layers are computed from saved queries; see side_graph.
     bool goes_beside(const graph_plan& plan, const path& on) const;
-    std::string save_query(attention_site& site, const graph_plan& plan, path& on,
-                           builders& building);
+    void save_query(attention_site& site, const graph_plan& plan, path& on, builders& building);
 
     const options options_;
     const std::shared_ptr<copy_counters> counters_ = std::make_shared<copy_counters>();
     std::vector<std::unique_ptr<path>> paths_;
     std::unordered_map<int, layer> layers_;
-    std::unordered_map<int, layer> hidden_;  // stored as one head of n_embd cells
+    std::unordered_map<int, hidden_layer> hidden_;
     int n_prompt_rows_ = std::numeric_limits<int>::max();
     transfer_id n_transfers_ = 0;
 };

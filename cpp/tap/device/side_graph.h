@@ -32,8 +32,6 @@ public:
     side_graph(ggml_backend_dev_t device, device_arena& arena, std::size_t n_tensors,
                std::shared_ptr<copy_counters> counters);
     ~side_graph();
-    side_graph(const side_graph&) = delete;
-    side_graph& operator=(const side_graph&) = delete;
 
     ggml_context* tensors() const { return tensors_.get(); }
     device_arena& arena() const { return arena_; }

@@ -76,10 +76,9 @@ void transfer::allocate(device_arena& arena, std::size_t n_bytes) const {
     if (n_bytes == 0 || arena.reserve(n_bytes)) return;
     std::size_t n_free = 0, n_total = 0;
     ggml_backend_dev_memory(device_, &n_free, &n_total);
-    throw error(errc::out_of_memory,
-                "attention rows on " + std::string(ggml_backend_dev_name(device_)) + " need " +
-                    size_text(bytes_for(sizes_)) + ", " + size_text(n_free) +
-                    " are free; capture fewer layers, or lower n_ctx, n_slots or n_gpu_layers");
+    throw error(errc::out_of_memory, "attention rows on ", ggml_backend_dev_name(device_), " need ",
+                size_text(bytes_for(sizes_)), ", ", size_text(n_free),
+                " are free; capture fewer layers, or lower n_ctx, n_slots or n_gpu_layers");
 }
 
 void transfer::reserve(const sizes& wanted) {
@@ -113,9 +112,9 @@ void transfer::reserve(const sizes& wanted) {
             note_reserved(bytes_for(wanted));
             return;
         }
-        throw error(errc::out_of_memory, std::string(ggml_backend_dev_name(device_)) +
-                                             " gives no stream or event for copies of attention "
-                                             "rows; lower n_ctx or n_gpu_layers");
+        throw error(
+            errc::out_of_memory, ggml_backend_dev_name(device_),
+            " gives no stream or event for copies of attention rows; lower n_ctx or n_gpu_layers");
     } catch (...) {
         release();
         throw;

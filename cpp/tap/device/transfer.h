@@ -22,7 +22,6 @@
 #include <vector>
 
 #include "tap/device/device_arena.h"
-#include "tap/device/device_copy.h"
 #include "tap/device/row_copy.h"
 #include "tap/device/side_graph.h"
 #include "tap/step_result.h"
@@ -47,8 +46,6 @@ class transfer {
 public:
     transfer(ggml_backend_dev_t device, copy_counters& counters);
     ~transfer();
-    transfer(const transfer&) = delete;
-    transfer& operator=(const transfer&) = delete;
 
     ggml_backend_dev_t device() const { return device_; }
 

@@ -25,12 +25,6 @@ constexpr int least_heads_of_part = 16;
 
 std::size_t zu(int i) { return static_cast<std::size_t>(i); }
 
-const std::byte* part_of(const ggml_tensor* tensor, const operand_strides& strides, int token,
-                         int head, int stream) {
-    return static_cast<const std::byte*>(tensor->data) + zu(token) * strides.token +
-           zu(head) * strides.head + zu(stream) * strides.stream;
-}
-
 // How the work of a node is cut. An item is a run of cells of one stream, for all KV heads because
 // they lie side by side in memory, or for one of them where there are too few runs. Several queries
 // are cut by KV heads and into runs of queries first: keys are read from the processor's caches
@@ -380,21 +374,9 @@ void run_attend_op(ggml_tensor* node, int ith, int nth, void* data) {
     }
 }
 
-// What is behind a cast that llama.cpp makes for its flash attention alone.
-ggml_tensor* cast_source(ggml_tensor* tensor) {
-    const bool is_cast = tensor->op == GGML_OP_CPY && tensor->src[0] &&
-                         tensor->src[0]->type == GGML_TYPE_F32 &&
-                         ggml_are_same_shape(tensor, tensor->src[0]);
-    return is_cast ? tensor->src[0] : tensor;
-}
-
 bool is_readable(const ggml_tensor* cells) {
     return cells->nb[0] == ggml_type_size(cells->type) &&
            (cells->type == GGML_TYPE_F32 || ggml_get_type_traits(cells->type)->to_float);
-}
-
-operand_strides strides_of(const ggml_tensor* tensor) {
-    return {tensor->nb[1], tensor->nb[2], tensor->nb[3]};
 }
 
 }  // namespace

@@ -20,14 +20,6 @@ constexpr float minus_infinity = -std::numeric_limits<float>::infinity();
 
 // ---- operands: where one query's part of q, k and the mask is, in any layout that a model uses
 
-const std::byte* part_of(const ggml_tensor* tensor, const operand_strides& strides, int token,
-                         int head, int stream) {
-    return static_cast<const std::byte*>(tensor->data) +
-           static_cast<std::size_t>(token) * strides.token +
-           static_cast<std::size_t>(head) * strides.head +
-           static_cast<std::size_t>(stream) * strides.stream;
-}
-
 // A query's place in a node's operands.
 struct query_place {
     int token;

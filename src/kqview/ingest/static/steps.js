@@ -15,8 +15,10 @@ const SHOWN = [
   ["forced", "With forced tokens", (step) => step.tokens.some((token) => token.isForced)],
 ];
 
-// {node, show(step)} of the tab.
-export const stepsView = (context) => new Steps(context);
+export function stepsView(context) {
+  const view = new Steps(context);
+  return { node: view.node, show: (step) => view.show(step) };
+}
 
 class Steps {
   constructor({ timeline, address }) {

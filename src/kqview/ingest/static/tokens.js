@@ -27,8 +27,10 @@ const N_SEEN = 12; // tokens of an attention row that the panel lists
 const N_OTHERS = 5;
 const N_SHOWN = 30_000; // more would make the browser slow; an engine's traces have fewer
 
-// {node, show(step)} of the tab.
-export const tokensView = (context) => new Tokens(context);
+export function tokensView(context) {
+  const view = new Tokens(context);
+  return { node: view.node, show: (step) => view.showStep(step) };
+}
 
 class Tokens {
   constructor({ timeline, signal, address }) {
@@ -203,8 +205,7 @@ class Tokens {
     if (step !== undefined) location.hash = this.address("steps", step);
   }
 
-  // Chooses the first token of a step.
-  show(step) {
+  showStep(step) {
     this.choose(this.options.find(({ item }) => item.step === step));
   }
 
