@@ -69,7 +69,7 @@ bool is_bound_before(nb::module_& module) {
     static auto* state_of_main = nb::detail::internals;
     // Never freed: its content exists until the process ends. Accessed only with the GIL.
     static PyObject* first = nullptr;
-    if (PyInterpreterState_Get() != PyInterpreterState_Main()) {
+    if (PyInterpreterState_GetID(PyInterpreterState_Get()) != 0) {
         if (first) nb::detail::internals = state_of_main;
         throw std::runtime_error(
             "kqview works only in the main interpreter; import it there, or in a process of its "

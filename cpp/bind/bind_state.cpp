@@ -59,19 +59,15 @@ saved_slot save(engine& self, slot_id slot) {
         std::size_t n_bytes = 0;
         // No other code has the object yet, so its bytes may be written.
         auto* const data =
-            blob ? reinterpret_cast<std::byte*>(PyBytes_AS_STRING(blob.ptr())) : nullptr;
+            blob ? reinterpret_cast<std::byte*>(PyBytes_AsString(blob.ptr())) : nullptr;
         run_on_slot(self, slot, [&](slot_cache& cache) {
             n_bytes = cache.save({data, n_room});
             n_exact = std::min(cache.n_exact(), cache.size());
             lora = cache.lora();
         });
-        if (n_bytes <= n_room) {
-            PyObject* sealed = blob.release().ptr();
-            if (_PyBytes_Resize(&sealed, static_cast<Py_ssize_t>(n_bytes)) != 0)
-                nb::raise_python_error();
-            return {nb::steal<nb::bytes>(sealed), n_exact, std::move(lora)};
-        }
-        n_room = n_bytes;  // the required size; the slot may grow again before the next round
+        if (n_bytes == n_room)
+            return {nb::steal<nb::bytes>(blob.release()), n_exact, std::move(lora)};
+        n_room = n_bytes;  // the required size; the slot may change again before the next round
         blob = bytes_of_size(n_room);
     }
 }

@@ -6,6 +6,7 @@
 #include <string_view>
 
 #include <llama.h>
+#include "base/cpu_variant.h"
 #include "base/value_count.h"
 #include "bind/bind.h"
 
@@ -43,6 +44,10 @@ nb::dict build_info() {
     info["kqview_version"] = KQVIEW_VERSION;
     info["llama_cpp_commit"] = KQVIEW_LLAMA_COMMIT;
     info["is_portable"] = bool(KQVIEW_PORTABLE);
+    info["cpu_variant"] = chosen_cpu_variant();
+    nb::list variants;
+    for (const auto& variant : cpu_variants()) variants.append(variant.name);
+    info["cpu_variants"] = variants;
     info["gpu_backends"] = text_or_none(KQVIEW_GPU_BACKENDS);
     info["cuda_version"] = text_or_none(KQVIEW_CUDA_VERSION);
     info["cuda_architectures"] = text_or_none(KQVIEW_CUDA_ARCHITECTURES);

@@ -8,6 +8,7 @@
 #include <exception>
 #include <mutex>
 
+#include "base/cpu_variant.h"
 #include "base/log.h"
 #include "memory/device_need.h"
 
@@ -46,6 +47,7 @@ void on_abort(const char* message) {
 void start_llama() {
     static std::once_flag once;
     std::call_once(once, [] {
+        choose_cpu_variant();
         llama_log_set(on_log, nullptr);
         ggml_set_abort_callback(on_abort);
         llama_backend_init();

@@ -153,8 +153,11 @@ def system_info() -> dict[str, Any]:
 
     Keys:
         kqview_version, llama_cpp_commit: str.
-        is_portable: Whether the build runs on any x86-64-v3 or ARMv8 machine, rather than being
-            made for this CPU.
+        is_portable: Whether the build runs on any x86-64 (with SSE4.2) or ARMv8 machine, rather
+            than being made for this CPU.
+        cpu_variant: The instructions that this process computes with, such as "avx512"; "native"
+            in a build for this CPU. The environment variable KQVIEW_CPU chooses another one of
+            cpu_variants, those in this build, lowest first.
         gpu_backends: Backends for GPUs in this build, such as "CUDA,Vulkan"; None for a CPU build.
         cuda_version: CUDA toolkit of the build, such as "13.0"; None for a build without CUDA.
         cuda_architectures: Architectures of its kernels, such as "80,90"; None without CUDA.

@@ -200,15 +200,15 @@ def test_lists_have_the_newest_first_and_only_what_is_asked_for(three: Receiving
     "query",
     [
         {"limit": "0"}, {"limit": "201"}, {"limit": "x"}, {"limit": "9" * 5000},
-        {"cursor": "x"}, {"cursor": "MTo5OTk"},
-        {"cursor": "OTk5OTk5OTk5OTk5OTk5OTk5OTk5OTk6MQ"}, {"since": "yesterday"},
+        {"cursor": "x"}, {"cursor": "1.999"},
+        {"cursor": "99999999999999999999999.1"}, {"since": "yesterday"},
         {"until": "2026-01-01"}, {"since": "nan"}, {"since": "1e300"},
     ],
 )  # fmt: skip
 def test_wrong_condition_is_named(received: Receiving, query: dict[str, str]) -> None:
     with received.client() as client:
         reply = client.get("/v1/traces", params=query)
-    if query == {"cursor": "MTo5OTk"}:  # "1:999": before everything
+    if query == {"cursor": "1.999"}:  # before everything
         assert reply.json() == {"traces": [], "next_cursor": None}
         return
     assert reply.status_code == 400

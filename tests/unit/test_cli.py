@@ -469,6 +469,7 @@ REMOTE = {**GPU, "name": "RPC0", "backend": "RPC", "memory_total_bytes": 0, "cap
           "compute_capability": None}  # fmt: skip
 BUILD_INFO: dict[str, Any] = {
     "kqview_version": "1.2.3", "llama_cpp_commit": "0c1e570", "is_portable": False,
+    "cpu_variant": "native", "cpu_variants": ["native"],
     "gpu_backends": "CUDA", "cuda_version": "13.0", "cuda_architectures": "80,90",
     "backends": ["CUDA", "CPU"],
     "backend_features": {"CUDA": {"ARCHS": "800,900"}, "CPU": {}}, "devices": [GPU, CPU],
@@ -495,6 +496,7 @@ def test_info_without_a_model_shows_build_driver_and_devices(monkeypatch: pytest
     text = show_info(monkeypatch)
     assert "1.2.3" in text
     assert "this kind of CPU; CUDA 13.0 for 80,90" in text
+    assert re.search(r"CPU variant +native +$", text, re.M)
     assert "ARCHS=800,900" in text
     assert "580.1, runs CUDA 13.0" in text
     (gpu,) = [line for line in text.splitlines() if line.strip().startswith("CUDA0")]
@@ -512,7 +514,7 @@ WITHOUT_GPU = "no GPU found: models run on the CPU"
     ("changes", "said", "unsaid"),
     [
         (
-            {**WITHOUT_CUDA, "is_portable": True}, ["any x86-64-v3 or ARMv8 machine; no GPU"],
+            {**WITHOUT_CUDA, "is_portable": True}, ["any CPU of its kind; no GPU"],
             ["NVIDIA", "compute capability", "no GPU found"],
         ),
         (
@@ -522,6 +524,10 @@ WITHOUT_GPU = "no GPU found: models run on the CPU"
         ({**WITHOUT_CUDA, "gpu_backends": "HIP,Vulkan"}, ["HIP, Vulkan", WITHOUT_GPU], ["NVIDIA"]),
         (NO_DRIVER, ["NVIDIA driver none", WITHOUT_GPU], []),
         ({"devices": [REMOTE]}, ["RPC0 GPU some accelerator unknown plain"], []),
+        (
+            {"cpu_variant": "avx2", "cpu_variants": ["sse42", "avx2", "avx512"]},
+            ["CPU variant avx2 (also sse42, avx512)"], [],
+        ),
     ],
 )  # fmt: skip
 def test_info_says_what_a_build_and_its_devices_are(

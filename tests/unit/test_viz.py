@@ -19,7 +19,7 @@ from kqview.bench.records import SweepRow
 from kqview.errors import InvalidCapture, KqviewError, RequestError
 from kqview.viz import head_grid, heatmap, overhead_plot
 from kqview.viz.heads import N_LATEST, probabilities, select_head
-from kqview.viz.terminal import RAMP, TerminalHeatmap, terminal_heatmap
+from kqview.viz.terminal import RAMP, TerminalHeatmap
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -395,19 +395,19 @@ def numbered(n: int) -> list[str]:
 
 
 def test_terminal_heatmap_without_colour_draws_levels_as_characters():
-    picture = terminal_heatmap([np.array([0.0, 1.0, 0.25])], ["row"], numbered(3), width=60)
+    picture = TerminalHeatmap([np.array([0.0, 1.0, 0.25])], ["row"], numbered(3), width=60)
     lines = rendered(picture).splitlines()
     assert lines[1] == f"row   {RAMP[-1] * 2}{RAMP[5] * 2}"
 
 
 def test_terminal_heatmap_row_ends_at_its_own_context():
-    picture = terminal_heatmap(growing_rows(3, 4), numbered(3), numbered(6), width=60)
+    picture = TerminalHeatmap(growing_rows(3, 4), numbered(3), numbered(6), width=60)
     lines = rendered(picture).splitlines()[1:4]
     assert [len(line) for line in lines] == [3 + 2 * n for n in (4, 5, 6)]
 
 
 def test_terminal_heatmap_with_colour_gives_each_level_its_own_background():
-    picture = terminal_heatmap([np.array([0.0, 0.5, 1.0])], ["r"], numbered(3), width=60)
+    picture = TerminalHeatmap([np.array([0.0, 0.5, 1.0])], ["r"], numbered(3), width=60)
     backgrounds = re.findall(r"48;2;(\d+;\d+;\d+)m", rendered(picture, color="truecolor"))
     assert backgrounds == ["12;8;38", *backgrounds[1:2], "252;255;164"]
     assert len(set(backgrounds)) == 3
@@ -416,7 +416,7 @@ def test_terminal_heatmap_with_colour_gives_each_level_its_own_background():
 def test_terminal_heatmap_wider_than_the_terminal_shows_the_most_attended_columns():
     row = np.full(200, 0.1 / 197, np.float32)
     row[[3, 120, 199]] = 0.3
-    picture = terminal_heatmap([row], ["row"], numbered(200), width=20)
+    picture = TerminalHeatmap([row], ["row"], numbered(200), width=20)
     output = rendered(picture, width=200)
     assert {3, 120, 199} <= set(picture.shown)
     assert len(picture.shown) == 20 - len("row ")
@@ -427,14 +427,14 @@ def test_terminal_heatmap_wider_than_the_terminal_shows_the_most_attended_column
 
 @pytest.mark.parametrize("width", [10, 40, 80])
 def test_terminal_heatmap_lines_stay_within_the_width(width: int):
-    picture = terminal_heatmap(growing_rows(4, 50), numbered(4), numbered(53), width=width)
+    picture = TerminalHeatmap(growing_rows(4, 50), numbered(4), numbered(53), width=width)
     assert max(map(len, rendered(picture, width=width).splitlines())) <= width
 
 
 def test_terminal_heatmap_marks_sit_above_their_columns():
     row = np.array([0.0, 0.9, 0.0, 0.1])
     header, line, legend = rendered(
-        terminal_heatmap([row], ["r"], numbered(4), width=60)
+        TerminalHeatmap([row], ["r"], numbered(4), width=60)
     ).splitlines()
     assert line[header.index("a")] == RAMP[9]
     assert line[header.index("b")] == RAMP[3]
@@ -442,7 +442,7 @@ def test_terminal_heatmap_marks_sit_above_their_columns():
 
 
 def test_terminal_heatmap_labels_cannot_steer_the_terminal():
-    output = rendered(terminal_heatmap([np.array([1.0])], ["\x1b[2J\n"], ["[bold]\t"], width=60))
+    output = rendered(TerminalHeatmap([np.array([1.0])], ["\x1b[2J\n"], ["[bold]\t"], width=60))
     assert "\x1b" not in output
     assert r"\x1b[2J\n" in output
     assert r"[bold]\t" in output
@@ -452,7 +452,7 @@ def test_terminal_heatmap_refuses_too_few_labels():
     with pytest.raises(
         ValueError, match=r"1 row_labels and 2 column_labels .*1 rows and 3 columns"
     ):
-        terminal_heatmap([np.ones(3)], ["r"], numbered(2), width=60)
+        TerminalHeatmap([np.ones(3)], ["r"], numbered(2), width=60)
 
 
 def attention(n_context: int, peaks: dict[tuple[int, int], int]) -> np.ndarray:

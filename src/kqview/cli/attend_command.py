@@ -18,7 +18,7 @@ from kqview.errors import RequestError
 from kqview.saved import save_prompt, write_arrays
 from kqview.viz.figures import heatmap, save_figure
 from kqview.viz.heads import N_LATEST, probabilities
-from kqview.viz.terminal import label, terminal_heatmap
+from kqview.viz.terminal import TerminalHeatmap, label
 from kqview.viz.tokens import to_html
 
 if TYPE_CHECKING:
@@ -185,7 +185,7 @@ class _Shown:
         what = "a token before it" if self._capture.spans is None else "a range of tokens"
         console.print(f"{picked.title}: each line is a token, each column {what}", highlight=False)
         labels = self._texts[self._start :]
-        console.print(terminal_heatmap(picked.rows, labels, self._columns, width=console.width))
+        console.print(TerminalHeatmap(picked.rows, labels, self._columns, width=console.width))
 
     def print_table(self, layer: int | None, head: int | None) -> None:
         """Print a line for each token: the columns with the largest weights."""

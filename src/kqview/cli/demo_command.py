@@ -18,7 +18,7 @@ from kqview.types.capture import Kind
 from kqview.viz import heatmap, to_html
 from kqview.viz.figures import save_figure
 from kqview.viz.heads import probabilities, select_head
-from kqview.viz.terminal import terminal_heatmap
+from kqview.viz.terminal import TerminalHeatmap
 
 if TYPE_CHECKING:
     from kqview import Capture, Engine, Token
@@ -103,7 +103,7 @@ def demo(
             highlight=False,
         )
         drawn = [row[i_layer, head] for row in weights]
-        console.print(terminal_heatmap(drawn, labels[-len(rows) :], labels, width=console.width))
+        console.print(TerminalHeatmap(drawn, labels[-len(rows) :], labels, width=console.width))
         console.print()
         if output is not None and output.suffix.lower() == PAGE:
             to_html(output, tokens)

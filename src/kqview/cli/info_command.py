@@ -160,11 +160,13 @@ def _build_rows(info: Mapping[str, Any]) -> list[tuple[str, str]]:
     gpus = (info["gpu_backends"] or "no GPU").replace(",", ", ")
     if info["cuda_version"] is not None:
         gpus = gpus.replace("CUDA", f"CUDA {info['cuda_version']} for {info['cuda_architectures']}")
-    cpu = "any x86-64-v3 or ARMv8 machine" if info["is_portable"] else "this kind of CPU"
+    cpu = "any CPU of its kind" if info["is_portable"] else "this kind of CPU"
+    others = [name for name in info["cpu_variants"] if name != info["cpu_variant"]]
     rows = [
         ("kqview", info["kqview_version"]),
         ("llama.cpp", info["llama_cpp_commit"]),
         ("built for", f"{cpu}; {gpus}"),
+        ("CPU variant", info["cpu_variant"] + (f" (also {', '.join(others)})" if others else "")),
     ]
     for backend in info["backends"]:
         flags = " ".join(f"{k}={v}" for k, v in info["backend_features"][backend].items())

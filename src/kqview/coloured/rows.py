@@ -315,13 +315,15 @@ def shares(layers: Sequence[Array], kind: str) -> list[NDArray[np.float32]]:
     exact = [layer.astype(np.float32) for layer in layers]
     if kind == "probs":
         return [_checked(layer) for layer in exact]
-    made: list[NDArray[np.float32]] = []
-    for layer in exact:
-        largest = layer.max(axis=-1, keepdims=True)
-        weights = np.exp(layer - np.where(np.isfinite(largest), largest, 0.0))
-        total = weights.sum(axis=-1, keepdims=True)
-        made.append((weights / np.where(total > 0, total, 1.0)).astype(np.float32))
-    return made
+    return [softmax(layer).astype(np.float32) for layer in exact]
+
+
+def softmax(scores: Array) -> Array:
+    """The softmax of *scores* over the last axis; of scores that are all minus infinity, zeros."""
+    largest = scores.max(axis=-1, keepdims=True)
+    weights = np.exp(scores - np.where(np.isfinite(largest), largest, 0.0))
+    total = weights.sum(axis=-1, keepdims=True)
+    return weights / np.where(total > 0, total, 1.0)
 
 
 def _checked(layer: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
 from functools import cache
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, cast
 
 import msgspec
 from msgspec import Raw
@@ -22,7 +22,6 @@ from kqview.server.errors import Unprocessable
 from kqview.server.web.access import key_digest
 
 TableRow = dict[str, Any]
-_T = TypeVar("_T", bound=msgspec.Struct)
 
 EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _MICROSECOND: Final = timedelta(microseconds=1)
@@ -153,7 +152,7 @@ class Posted:
             self.counts.n_actions += action.action_type != "Noop"
             self._count_tokens(action)
 
-    def _count_tokens(self, action: Action) -> None:
+    def _count_tokens(self, action: Any) -> None:
         """Count what an action itself adds; of the others an Added event tells (timeline.js)."""
         is_own = action.mod_call_sequence in self._added and action.action_type in _ADDING
         if not is_own and action.action_type != "ForceOutput":
@@ -210,7 +209,7 @@ def digest_of(key: str) -> str:
     return known[1] if known else key_digest(key.encode().decode("latin-1"))
 
 
-def _each(kind: type[_T], name: str, parts: list[Raw]) -> Iterator[tuple[str, _T]]:
+def _each(kind: Any, name: str, parts: list[Raw]) -> Iterator[tuple[str, Any]]:
     for i, part in enumerate(parts):
         place = f"{name}[{i}]"
         yield place, _decoded(kind, part, f"$.{place}")
@@ -219,7 +218,7 @@ def _each(kind: type[_T], name: str, parts: list[Raw]) -> Iterator[tuple[str, _T
 _decoder_of: Final = cache(msgspec.json.Decoder)
 
 
-def _decoded(kind: type[_T], raw: bytes | Raw, place: str) -> _T:
+def _decoded(kind: Any, raw: bytes | Raw, place: str) -> Any:
     try:
         return _decoder_of(kind).decode(raw)
     except msgspec.ValidationError as error:

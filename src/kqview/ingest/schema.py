@@ -1,17 +1,23 @@
 """Schema: a trace as engines post it and as it is read back, and the replies of lists; pure data.
 
-The fields are those that inference engines post to ``/ingest``: a request with its events, the
-calls of mods for them, and the logs and actions of those calls. Unknown fields are ignored. JSON of
-any shape (``details``, ``top_tokens``) is kept as received and never decoded.
+The fields are those of `kqview.trace.record`, which inference engines post to ``/ingest``: a
+request with its events, the calls of mods for them, and the logs and actions of those calls.
+Unknown fields are ignored. JSON of any shape (``details``, ``top_tokens``) is kept as received and
+never decoded.
 """
 
+import dataclasses
+from collections.abc import Mapping
 from datetime import datetime
-from typing import Annotated, Any, Final
+from functools import partial
+from types import NoneType
+from typing import Annotated, Any, Final, get_args, get_type_hints
 
 import msgspec
 from msgspec import Meta, Raw
 
-from kqview.trace.record import ActionType, EventType, LogLevel
+from kqview.trace import record
+from kqview.trace.record import TraceAction, TraceEvent, TraceRequest
 
 I32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 RequestId = Annotated[str, Meta(min_length=1, max_length=512)]
@@ -22,100 +28,63 @@ Time = Annotated[datetime, Meta(tz=True)] | int | float | None
 TIMES: Final = frozenset({"created_at", "completed_at", "stored_at"})
 """Fields of type `Time`, in every struct."""
 
-_ABSENT: Final[Any] = None  # of JSON of any shape, whose null is JSON too
+_WIRE: Final[Mapping[Any, Any]] = {
+    str: str, bool: bool, float: float, int: I32, datetime: Time,
+    list[str]: list[str], list[int]: list[I32],
+}  # fmt: skip
+"""Types of a record as they are checked; any other is JSON of any shape."""
 
 
-def _info() -> LogLevel:
-    return "INFO"
+def _posted(name: str, record: type[Any], about: str, **own: Any) -> Any:
+    """The struct of *record* in JSON; *own* are fields with other types, or that it lacks.
+
+    Of those, what may be null may also be missing.
+    """
+    types = get_type_hints(record)
+    fields: dict[str, Any] = {}
+    for one in dataclasses.fields(record):
+        kind = types[one.name]
+        if one.default is dataclasses.MISSING:
+            fields[one.name] = (_WIRE.get(kind, kind),)
+        elif one.default is None:
+            known = _WIRE.get(next(iter(get_args(kind)), kind))
+            # Null of any shape is JSON too, and kept.
+            fields[one.name] = (Raw if known is None else known | None, None)
+        else:
+            # A factory, for msgspec leaves out what equals a plain default.
+            fields[one.name] = (kind, msgspec.field(default_factory=partial(_same, one.default)))
+    for key, kind in own.items():
+        fields[key] = (kind, None) if NoneType in get_args(kind) else (kind,)
+    return msgspec.defstruct(
+        name, [(key, *spec) for key, spec in fields.items()],
+        namespace={"__doc__": about}, module=__name__, omit_defaults=True, kw_only=True,
+    )  # fmt: skip
 
 
-class Request(msgspec.Struct, omit_defaults=True):
-    """The request and its result."""
-
-    request_id: RequestId
-    created_at: Time = None
-    completed_at: Time = None
-    model: str | None = None
-    user_api_key: str | None = None
-    max_tokens: I32 | None = None
-    temperature: float | None = None
-    mod_text: str | None = None
-    active_mod_name: str | None = None
-    system_prompt: str | None = None
-    user_prompt: str | None = None
-    user_prompt_token_ids: list[I32] | None = None
-    final_token_ids: list[I32] | None = None
-    final_text: str | None = None
-    inference_stats: Raw = _ABSENT
+def _same(value: Any) -> Any:
+    return value
 
 
-class Event(msgspec.Struct, omit_defaults=True):
-    """One event of a step; ``sequence_order`` is unique within the trace."""
-
-    event_type: EventType
-    step: I32
-    sequence_order: I32
-    created_at: Time = None
-    prompt_length: I32 | None = None
-    tokens_so_far_len: I32 | None = None
-    max_steps: I32 | None = None
-    input_text: str | None = None
-    top_tokens: Raw = _ABSENT
-    sampled_token: I32 | None = None
-    token_text: str | None = None
-    added_tokens: list[I32] | None = None
-    added_token_count: I32 | None = None
-    forced: bool | None = None
-    details: Raw = _ABSENT
-
-
-class ModCall(msgspec.Struct, omit_defaults=True):
-    """One call of a mod, for the event whose ``sequence_order`` it names."""
-
-    event_sequence_order: I32
-    mod_name: str
-    event_type: EventType
-    step: I32
-    created_at: Time = None
-    execution_time_ms: float | None = None
-    # A factory, for msgspec leaves out what equals a plain default.
-    exception_occurred: bool = msgspec.field(default_factory=bool)
-    exception_message: str | None = None
-    exception_traceback: str | None = None
-
-
-class ModLog(msgspec.Struct, omit_defaults=True):
-    """One line that a mod printed or logged; ``mod_call_sequence`` is an index of ``mod_calls``."""
-
-    mod_call_sequence: I32
-    mod_name: str
-    log_message: str
-    log_level: LogLevel = msgspec.field(default_factory=_info)
-    created_at: Time = None
-
-
-class Action(msgspec.Struct, omit_defaults=True):
-    """What a mod's call returned; ``mod_call_sequence`` is an index of ``mod_calls``."""
-
-    mod_call_sequence: I32
-    action_type: ActionType
-    action_order: I32
-    created_at: Time = None
-    new_prompt: str | None = None
-    new_length: I32 | None = None
-    adjusted_max_steps: I32 | None = None
-    token_count: I32 | None = None
-    tokens_preview: str | None = None
-    tokens: list[I32] | None = None
-    tokens_as_text: list[str] | None = None
-    backtrack_steps: I32 | None = None
-    backtrack_token_count: I32 | None = None
-    logits_shape: str | None = None
-    temperature: float | None = None
-    has_tool_calls: bool | None = None
-    tool_calls: Raw = _ABSENT
-    error_message: str | None = None
-    details: Raw = _ABSENT
+Request: Any = _posted(
+    "Request", TraceRequest, "The request and its result.",
+    request_id=RequestId, system_prompt=str | None,
+)  # fmt: skip
+Event: Any = _posted(
+    "Event", TraceEvent, "One event of a step; ``sequence_order`` is unique within the trace.",
+    sequence_order=I32,
+)  # fmt: skip
+ModCall: Any = _posted(
+    "ModCall", record.ModCall, "One call of a mod, for the event whose ``sequence_order`` it names."
+)
+ModLog: Any = _posted(
+    "ModLog", record.ModLog,
+    "One line that a mod printed or logged; ``mod_call_sequence`` is an index of ``mod_calls``.",
+)  # fmt: skip
+Action: Any = _posted(
+    "Action", TraceAction,
+    "What a mod's call returned; ``mod_call_sequence`` is an index of ``mod_calls``.",
+    action_order=I32,
+)  # fmt: skip
 
 
 class Payload(msgspec.Struct):
@@ -160,14 +129,13 @@ class TraceList(msgspec.Struct):
     next_cursor: str | None
 
 
-class Trace(msgspec.Struct):
-    """Reply of ``GET /v1/traces/{request_id}``: what was posted, and can be posted again."""
-
-    request: Request
-    events: list[Event]
-    mod_calls: list[ModCall]
-    mod_logs: list[ModLog]
-    actions: list[Action]
+_LISTS: Final = {"events": Event, "mod_calls": ModCall, "mod_logs": ModLog, "actions": Action}
+Trace: Any = msgspec.defstruct(
+    "Trace",
+    [("request", Request), *((name, list[kind]) for name, kind in _LISTS.items())],
+    namespace={"__doc__": "Reply of ``GET /v1/traces/{request_id}``: can be posted again."},
+    module=__name__,
+)
 
 
 class FilterValues(msgspec.Struct):

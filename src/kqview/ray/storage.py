@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from kqview import durable
+from kqview import durable, json_input
 from kqview.corpora.reader import Corpus, open_corpus
 from kqview.corpora.sources import INSTALL
 from kqview.corpora.writer import FACTS, FORMAT, Writer
@@ -109,7 +109,7 @@ class _Objects:
             self._files.makedirs(f"{self._root}/{folder}", exist_ok=True)
         if not self._files.exists(path):
             self._files.pipe_file(path, json.dumps(wanted, indent=1).encode())
-        known = json.loads(self._files.cat_file(path))
+        known = json_input.loads(self._files.cat_file(path))
         for name in ("format", "model", "plan"):
             if known.get(name) != wanted[name]:
                 raise CorpusError(
@@ -124,7 +124,7 @@ class _Objects:
 
     def _about(self, name: str) -> dict[str, Any]:
         schema = self._parquet.read_schema(io.BytesIO(self._files.cat_file(name)))
-        return json.loads(schema.metadata[b"kqview"])
+        return json_input.loads(schema.metadata[b"kqview"])
 
     def ids(self) -> set[str]:
         tables = (_ids(self._files.cat_file(name)) for name in self._named("index"))

@@ -253,22 +253,19 @@ class Trace:
 
     def to_payload(self) -> Object:
         """Return the trace as JSON values that every receiver accepts, see the file head."""
-        request, *lists = self._snapshot()
-        return {
-            "request": _written(request),
-            **{name: [_written(one, i) for i, one in enumerate(some)] for name, some in lists},
-        }
+        return json_input.loads(self.to_json())
 
     def json_parts(self) -> Iterator[str]:
         """Yield `to_payload` as JSON in parts, ASCII only.
 
         The parts are small, so that other threads can run in between.
         """
-        request, *lists = self._snapshot()
-        yield f'{{"request":{_json(_written(request))}'
-        for name, some in lists:
+        # Backwards, because a request may run: what a copy names is in the copies that follow.
+        copies = {name: list(getattr(self, name)) for name in reversed(_LISTS)}
+        yield f'{{"request":{_json(_written(self.request))}'
+        for name in _LISTS:
             yield f',"{name}":['
-            for i, one in enumerate(some):
+            for i, one in enumerate(copies[name]):
                 yield ("," if i else "") + _json(_written(one, i))
             yield "]"
         yield "}"
@@ -276,12 +273,6 @@ class Trace:
     def to_json(self) -> str:
         """Return `to_payload` as JSON; ASCII only, on one line."""
         return "".join(self.json_parts())
-
-    def _snapshot(self) -> tuple[Any, ...]:
-        """The request, and (name, list) of each list, in the order of the payload."""
-        # Backwards, because a request may run: what a copy names is in the copies that follow.
-        copies = {name: list(getattr(self, name)) for name in reversed(_LISTS)}
-        return (self.request, *((name, copies[name]) for name in _LISTS))
 
     @classmethod
     def from_payload(cls, payload: object) -> Self:

@@ -6,6 +6,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from kqview.coloured.rows import softmax
 from kqview.types.capture import RAW_KINDS
 
 Weights = NDArray[np.floating[Any]]
@@ -71,6 +72,4 @@ def probabilities(values: Weights, kind: str, scale: float) -> Weights:
     """
     if kind == "probs":
         return values
-    scores = values.astype(np.float64) * (scale if kind in RAW_KINDS else 1.0)
-    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    return weights / weights.sum(axis=-1, keepdims=True)
+    return softmax(values.astype(np.float64) * (scale if kind in RAW_KINDS else 1.0))

@@ -67,8 +67,13 @@ def coloured(
         InvalidCapture: The rows have no shares of each token: kind "qk", or ``spans``.
         KqviewError: What taking the rest of a generation raises.
     """
+    if max_bytes < 1 << 10:
+        raise RequestError(
+            f"max_bytes is {max_bytes}; a picture needs 1024 at least", parameter="max_bytes"
+        )
+    rows, notes = rows_of(attention, tokens, kind, causal=causal)
     title = _TITLE if title is None else title
-    return ColouredText(_html(attention, tokens, kind, causal, title, max_bytes))
+    return ColouredText(coloured_html(rows, title=title, notes=notes, max_bytes=max_bytes))
 
 
 def to_html(
@@ -108,22 +113,6 @@ def to_html(
             f"path is {shown(os.fspath(path))}; a page needs a name that ends in .html",
             parameter="path",
         )
-    html = _html(attention, tokens, kind, causal, "", max_bytes)
-    write_whole(target, document(html, title or _TITLE).encode())
+    page = coloured(attention, tokens, kind=kind, causal=causal, title="", max_bytes=max_bytes)
+    write_whole(target, document(page.html, title or _TITLE).encode())
     return target
-
-
-def _html(
-    attention: AttentionSource | tuple[WeightArray, ...],
-    tokens: Sequence[str | Token] | None,
-    kind: Kind | None,
-    causal: bool,
-    title: str,
-    max_bytes: int,
-) -> str:
-    if max_bytes < 1 << 10:
-        raise RequestError(
-            f"max_bytes is {max_bytes}; a picture needs 1024 at least", parameter="max_bytes"
-        )
-    rows, notes = rows_of(attention, tokens, kind, causal=causal)
-    return coloured_html(rows, title=title, notes=notes, max_bytes=max_bytes)

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import threading
-import weakref
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
-from kqview.server.apps.mia4 import turn
 from kqview.server.apps.mia4.passport import hash_of
 from kqview.server.apps.mia4.persona import MOST_BYTES, PersonaFile, parse
-from kqview.server.live_config import LiveConfig
-from tests.support import mia4
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
 
@@ -177,18 +170,3 @@ def test_readers_see_whole_texts_while_the_file_is_replaced(tmp_path: Path):
     assert seen <= texts
     assert persona.current is not None
     assert persona.current.text == "c" * 5000
-
-
-async def test_server_that_nobody_has_any_more_is_freed(tmp_path: Path):
-    async def converted(n_bytes: int, hold: None, work: Callable[[], object]) -> object:
-        return work()
-
-    live = LiveConfig(mia4.config(persona={"file": str(tmp_path / "none.md")}))
-    service = SimpleNamespace(live=live, converted=converted)
-    del live
-    call: Any = SimpleNamespace(service=service, hold=None)
-    assert await turn._persona(call) is None  # pyright: ignore[reportPrivateUsage]
-    gone = weakref.ref(service.live)
-    del service, call
-    gc.collect()
-    assert gone() is None

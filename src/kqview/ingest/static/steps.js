@@ -15,10 +15,8 @@ const SHOWN = [
   ["forced", "With forced tokens", (step) => step.tokens.some((token) => token.isForced)],
 ];
 
-export function stepsView(context) {
-  const view = new Steps(context);
-  return { node: view.node, show: (step) => view.show(step) };
-}
+// {node, show(step)} of the tab.
+export const stepsView = (context) => new Steps(context);
 
 class Steps {
   constructor({ timeline, address }) {

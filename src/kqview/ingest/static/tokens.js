@@ -27,10 +27,8 @@ const N_SEEN = 12; // tokens of an attention row that the panel lists
 const N_OTHERS = 5;
 const N_SHOWN = 30_000; // more would make the browser slow; an engine's traces have fewer
 
-export function tokensView(context) {
-  const view = new Tokens(context);
-  return { node: view.node, show: (step) => view.showStep(step) };
-}
+// {node, show(step)} of the tab.
+export const tokensView = (context) => new Tokens(context);
 
 class Tokens {
   constructor({ timeline, signal, address }) {
@@ -205,7 +203,8 @@ class Tokens {
     if (step !== undefined) location.hash = this.address("steps", step);
   }
 
-  showStep(step) {
+  // Chooses the first token of a step.
+  show(step) {
     this.choose(this.options.find(({ item }) => item.step === step));
   }
 

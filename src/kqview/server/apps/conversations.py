@@ -29,6 +29,7 @@ from kqview.server.apps.conversation_store import (
     Key,
     Message,
 )
+from kqview.server.apps.mia4.persona import PersonaFile
 from kqview.server.config import Config
 from kqview.server.errors import NotFound, RateLimited, ShuttingDown, TooLarge
 from kqview.server.live_config import LiveConfig
@@ -402,12 +403,13 @@ def _no_session(key: Key) -> NotFound:
 
 
 class ChatService(Service):
-    """What `create_app` serves."""
+    """What `create_app` serves: a `Service`, and what its apps keep."""
 
     def __init__(self, engine: Engine | None, settings: Settings | LiveConfig) -> None:
         super().__init__(engine, settings)
         self.conversations = Conversations(self.live, self.budget)
         self.cancelling = Cancelling()
+        self.persona = self.live.derived(lambda config: config.persona.file, PersonaFile)
 
     async def open(self) -> None:
         """As of `Service`; opens the database of the conversations."""

@@ -12,7 +12,6 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, cast
-from weakref import WeakKeyDictionary
 
 import msgspec
 from msgspec import UNSET, Struct
@@ -23,7 +22,6 @@ from kqview.errors import InternalError, KqviewError
 from kqview.server.api.wire.attention import AttentionWriter
 from kqview.server.apps.conversations import Call, ChatService, ConversationTurn
 from kqview.server.apps.mia4 import request, schema
-from kqview.server.apps.mia4.persona import PersonaFile, PersonaText
 from kqview.server.apps.mia4.schema import (
     AnalysisFrame,
     EndFrame,
@@ -36,7 +34,6 @@ from kqview.server.apps.mia4.schema import (
 )
 from kqview.server.config import UNNAMED, Model
 from kqview.server.errors import Answer, answer_of, too_late
-from kqview.server.live_config import LiveConfig
 from kqview.server.models.events_bus import (
     GenerationCompleted,
     GenerationStarted,
@@ -60,11 +57,6 @@ _ERROR_TYPES: Final = {
     413: "too_large", 429: "rate_limited", 501: "not_supported", 503: "unavailable",
     504: "timeout", 507: "out_of_space",
 }  # fmt: skip
-
-# The values know nothing of their keys, so a server that nobody has any more is freed.
-_personas: Final[WeakKeyDictionary[LiveConfig, tuple[str | None, PersonaFile]]] = (
-    WeakKeyDictionary()
-)
 
 _log: Final = logging.getLogger("kqview.server")
 
@@ -103,12 +95,16 @@ async def _begun(
             service.conversations.turn(caller.owner, body.session_id, call.hold)
         )
     model = await resources.enter_async_context(service.pool.using(body.model))
+    file = service.persona.value
+    persona = file.current
+    if file.is_due:
+        persona = await service.converted(_LARGE, call.hold, file.refresh)
     with call.hold.part() as ids:  # a prompt that fits is small
         ids.take(_ID_BYTES * call.n_body_bytes)
         plan = await service.converted(
             _LARGE, call.hold, request.plan_of, body, request_id=request_id, engine=model.engine,
             settings=given.settings, llm=given.llm, model=configured(call, model),
-            max_context=model.max_context, persona=await _persona(call),
+            max_context=model.max_context, persona=persona,
             fit=None if talk is None else talk.fit,
         )  # fmt: skip
         seat = None
@@ -119,21 +115,6 @@ async def _begun(
     if seat is not None:
         seat.run = run
     return StreamedTurn(call, run, plan, body, model, talk)
-
-
-async def _persona(call: Call) -> PersonaText | None:
-    """The persona, from its file if that has changed."""
-    live = call.service.live
-    file = live.config.persona.file
-    if file is None:
-        return None
-    known = _personas.get(live)
-    if known is None or known[0] != file:
-        known = _personas[live] = file, PersonaFile(file)
-    persona = known[1]
-    if persona.is_due:
-        return await call.service.converted(_LARGE, call.hold, persona.refresh)
-    return persona.current
 
 
 def model_id_of(model: ModelEntry) -> str:

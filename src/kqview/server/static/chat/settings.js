@@ -4,6 +4,7 @@
 import { choice, element, field, html, offer, quietButton } from "../dom.js";
 
 const KEPT = "kqview-chat-settings";
+const PRESET = "reasoning_preset";
 // name in overrides -> [label, attributes]
 const FIELDS = {
   temperature: ["Temperature", { min: 0, max: 5, step: 0.05 }],
@@ -17,31 +18,23 @@ const FIELDS = {
 
 export class Settings {
   constructor() {
-    this.presetNames = [];
-    this.preset = choice([["", "None"]], () => this.keep());
+    this.preset = choice([["", "None"]]);
+    this.preset.name = PRESET;
     this.presetField = field("Reasoning preset", this.preset);
     this.presetField.hidden = true;
-    this.inputs = Object.fromEntries(
-      Object.entries(FIELDS).map(([name, [, attributes]]) => [
-        name,
-        element("input", {
-          type: "number",
-          inputmode: "decimal",
-          placeholder: "default",
-          "@input": () => this.keep(),
-          ...attributes,
-        }),
-      ]),
+    const number = { type: "number", inputmode: "decimal", placeholder: "default" };
+    const fields = Object.entries(FIELDS).map(([name, [label, attributes]]) =>
+      field(label, element("input", { ...number, name, ...attributes })),
     );
-    const fields = Object.entries(FIELDS).map(([name, [label]]) => field(label, this.inputs[name]));
-    this.node = html`<div class="overrides">
+    const stay = (event) => event.preventDefault();
+    this.node = html`<form class="overrides" @input=${() => this.keep()} @submit=${stay}>
       ${this.presetField}
       <div class="fields">${fields}</div>
-      ${quietButton("Use the defaults", () => this.reset())}
-    </div>`;
+      ${quietButton("Use the defaults", () => this.reset(), { type: "button" })}
+    </form>`;
     const kept = JSON.parse(sessionStorage.getItem(KEPT) ?? "{}");
-    this.keptPreset = kept.reasoning_preset ?? "";
-    for (const [name, input] of Object.entries(this.inputs)) input.value = kept[name] ?? "";
+    this.keptPreset = kept[PRESET] ?? "";
+    for (const name of Object.keys(FIELDS)) this.node.elements[name].value = kept[name] ?? "";
   }
 
   offer(presets) {
@@ -51,10 +44,8 @@ export class Settings {
 
   // What was set, as `overrides` of a request.
   overrides() {
-    const set = Object.entries(this.inputs).filter(([, input]) => input.value !== "");
-    const found = Object.fromEntries(set.map(([name, input]) => [name, Number(input.value)]));
-    if (this.preset.value) found.reasoning_preset = this.preset.value;
-    return found;
+    const set = [...new FormData(this.node)].filter(([, value]) => value !== "");
+    return Object.fromEntries(set.map(([name, value]) => [name, name === PRESET ? value : Number(value)]));
   }
 
   keep() {
@@ -63,8 +54,7 @@ export class Settings {
   }
 
   reset() {
-    for (const input of Object.values(this.inputs)) input.value = "";
-    this.preset.value = "";
+    this.node.reset();
     this.keep();
   }
 }
