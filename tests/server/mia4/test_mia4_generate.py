@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 import threading
@@ -201,14 +202,27 @@ def test_conversation_longer_than_the_context_goes_on(serve: Serve):
         assert client.get("/chat/sessions/s").json()["n_messages"] == 24
 
 
+@contextlib.contextmanager
+def published(served: Served) -> Iterator[list[Any]]:
+    """Events that are published meanwhile, whosever they are."""
+    bus, events = served.service.bus, list[Any]()
+    publish = bus.publish
+
+    def noted(event: Any, owner: str | None = None) -> None:
+        events.append(event)
+        publish(event, owner)
+
+    with mock.patch.object(bus, "publish", noted):
+        yield events
+
+
 def test_persona_follows_the_system_prompt_and_its_file(serve: Serve, tmp_path: Path):
     file = tmp_path / "persona.md"
     file.write_text("version: 4\nYou are kind.")
     model = {"system_prompt": {"text": "You tell stories."}}
     served = serve(mia4.config({"demo": model}, persona={"file": str(file)}))
-    events: list[Any] = []
-    served.service.bus.listeners.add(events.append)
-    mia4.generate(served)
+    with published(served) as events:
+        mia4.generate(served)
     [started] = [one for one in events if type(one).__name__ == "GenerationStarted"]
     said = [
         {"role": "system", "content": "You tell stories.\n\nYou are kind."},
@@ -485,11 +499,8 @@ def limited(at: int) -> Any:
 @pytest.mark.parametrize("fault", FAULTS)
 def test_stream_that_fails_has_one_error_and_then_one_end(chat: Served, fault: str, at: int):
     make, code = FAULTS[fault]
-    events: list[Any] = []
-    chat.service.bus.listeners.add(events.append)
-    with make(at):
+    with published(chat) as events, make(at):
         frames = mia4.generate(chat, session_id=f"{fault} {at}")
-    chat.service.bus.listeners.clear()
     end = mia4.check_end(frames)
     assert (end["status"], end["stop_reason"]) == ("error", "error")
     [error] = mia4.named(frames, "error")

@@ -409,7 +409,12 @@ class ChatService(Service):
         super().__init__(engine, settings)
         self.conversations = Conversations(self.live, self.budget)
         self.cancelling = Cancelling()
-        self.persona = self.live.derived(lambda config: config.persona.file, PersonaFile)
+        self.persona = self.live.derived(
+            lambda config: config.persona.file,
+            lambda file: None if file is None else PersonaFile(file),
+        )
+        self.observe_reasoning_ms: Callable[[float], object] = lambda ms: None
+        """Gets the latency of each answer with reasoning, as `GenerationCompleted` tells it."""
 
     async def open(self) -> None:
         """As of `Service`; opens the database of the conversations."""

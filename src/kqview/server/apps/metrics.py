@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from kqview.server.models.events_bus import GenerationCompleted
+from kqview.server.apps.conversations import ChatService
 from kqview.server.models.service import Service
 from kqview.types import EngineStats
 
@@ -105,7 +105,7 @@ _NO_DRAFTS: Final = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
 class Metrics:
     """Metrics of one server; belongs to its event loop."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: ChatService) -> None:
         """Watch *service* and its runs."""
         self.started_s = int(time.time())
         """When the server started, in seconds since 1970."""
@@ -120,16 +120,12 @@ class Metrics:
             buckets=_SECONDS, registry=all_,
         )  # fmt: skip
         service.observe_seconds = seconds.observe
-        self._buffered = Histogram(
+        buffered = Histogram(
             "reasoning_buffer_latency_ms",
             "Milliseconds from the mark that ends the reasoning to the end of the stream (MIA4).",
             buckets=_MILLISECONDS, registry=all_,
         )  # fmt: skip
-        service.bus.listeners.add(self._heard)
-
-    def _heard(self, event: object) -> None:
-        if isinstance(event, GenerationCompleted) and event.reasoning_buffer_latency_ms is not None:
-            self._buffered.observe(event.reasoning_buffer_latency_ms)
+        service.observe_reasoning_ms = buffered.observe
 
     def text(self) -> bytes:
         """All metrics in Prometheus' text format, media type `MEDIA_TYPE`."""

@@ -9,7 +9,6 @@ Belongs to the server's event loop.
 
 import asyncio
 import contextlib
-import logging
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping
@@ -19,8 +18,6 @@ import msgspec
 
 from kqview.errors import QueueFull
 from kqview.server.web.described import about
-
-_log: Final = logging.getLogger("kqview.server")
 
 N_KEPT: Final = 256
 """Events that a subscription holds for its reader."""
@@ -203,8 +200,6 @@ class Bus:
     """Passes events on."""
 
     def __init__(self) -> None:
-        self.listeners: set[Callable[[msgspec.Struct], None]] = set()
-        """Called with every event, whosever it is; they must not block."""
         self._subscriptions: set[Subscription] = set()
         self._is_closed = False
 
@@ -217,11 +212,6 @@ class Bus:
         """Tell everybody who may see what belongs to *owner*; None is for all."""
         for subscription in self._subscriptions:
             subscription.put(event, owner)
-        for listener in tuple(self.listeners):
-            try:
-                listener(event)
-            except Exception:  # a listener's bug is not the publisher's
-                _log.exception("a listener of %s failed", type(event).__name__)
 
     @contextlib.asynccontextmanager
     async def subscribed(

@@ -95,10 +95,11 @@ async def _begun(
             service.conversations.turn(caller.owner, body.session_id, call.hold)
         )
     model = await resources.enter_async_context(service.pool.using(body.model))
-    file = service.persona.value
-    persona = file.current
-    if file.is_due:
-        persona = await service.converted(_LARGE, call.hold, file.refresh)
+    persona, file = None, service.persona.value
+    if file is not None:
+        persona = file.current
+        if file.is_due:
+            persona = await service.converted(_LARGE, call.hold, file.refresh)
     with call.hold.part() as ids:  # a prompt that fits is small
         ids.take(_ID_BYTES * call.n_body_bytes)
         plan = await service.converted(
@@ -212,6 +213,7 @@ class StreamedTurn:
         self._talk = talk
         self._prompt = body.prompt
         self._publish = partial(call.service.bus.publish, owner=call.caller.owner)
+        self._observe_reasoning_ms = call.service.observe_reasoning_ms
         self._is_finished = False
         self._names: Final[dict[str, Any]] = {
             "request_id": request_id, "session_id": body.session_id, "model_id": model_id,
@@ -290,6 +292,8 @@ class StreamedTurn:
         usage = usage_of(
             writer.request_id, writer.model_id, run.usage, run.elapsed_s, writer.tokens, n_left_out
         )
+        if (latency_ms := writer.buffer_latency_ms) is not None:
+            self._observe_reasoning_ms(latency_ms)
         figures = msgspec.to_builtins(usage)
         del figures["request_id"], figures["model_id"]
         self._publish(
@@ -299,7 +303,7 @@ class StreamedTurn:
                 stop_reason=end.stop_reason,
                 code=None if failure is None else failure.code,
                 result_summary={"sampling": self._plan.merged.as_object(), **figures},
-                reasoning_buffer_latency_ms=writer.buffer_latency_ms,
+                reasoning_buffer_latency_ms=latency_ms,
             )
         )
         return (encoded(usage if failure is None else writer.error(failure), end),)
