@@ -208,7 +208,8 @@ def test_what_a_dead_process_left_is_removed(engine: Engine, tmp_path: Path):
     options: Any = {"engine": engine, "last": 1, "shard_bytes": SMALL}
     extract(TEXTS[:6], str(tmp_path), **options)
     shards = tmp_path / "shards"
-    (shards / "00099.safetensors").write_bytes(b"half a shard")
+    for name in ("00099", "other"):
+        (shards / f"{name}.safetensors").write_bytes(b"half a shard")
     (shards / ".kqview-0123456789abcdef.part").write_bytes(b"half a file")
     assert len(extract(TEXTS[:8], str(tmp_path), **options)) == 8
     assert {one.stem for one in shards.iterdir()} == {

@@ -48,7 +48,8 @@ PYTHON_RINGS: dict[str, set[str]] = {
     "bench": set(),
     "convert": set(),
     "corpora": {"saved"},
-    "ray": {"corpora", "saved"},
+    # What the server loads, ray.serve loads.
+    "ray": {"corpora", "saved", "server", "state", "chat", "rpc", "demo", "trace", "mods"},
     "server": {"state", "chat", "rpc", "demo", "trace", "mods"},
     # What the server loads, it loads.
     "ingest": {"server", "state", "chat", "rpc", "demo", "trace", "mods"},

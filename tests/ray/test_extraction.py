@@ -39,7 +39,7 @@ def cluster() -> Iterator[Any]:
     from ray.cluster_utils import Cluster
 
     made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "resources": {"head": 1}})
-    made.node = made.add_node(num_cpus=1)
+    made.add_node(num_cpus=1)
     made.add_node(num_cpus=1)
     ray.init(address=made.address, log_to_driver=False)
     yield made
@@ -88,8 +88,10 @@ def test_node_that_dies_in_the_middle_loses_no_document(cluster: Any, tmp_path: 
     def kill(n_done: int) -> None:
         if not killed:
             killed.append(n_done)
-            cluster.remove_node(cluster.node, allow_graceful=False)
-            cluster.node = cluster.add_node(num_cpus=1)
+            own = ray.get_runtime_context().get_node_id()  # this process would die with it
+            node = next(one for one in cluster.worker_nodes if one.node_id != own)
+            cluster.remove_node(node, allow_graceful=False)
+            cluster.add_node(num_cpus=1)
 
     corpus = kqview.ray.extract(dataset(), str(tmp_path), actors=2, progress=kill, **OPTIONS)
     assert corpus is not None

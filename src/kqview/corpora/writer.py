@@ -157,12 +157,12 @@ class Writer:
 
     def remove_unnamed(self) -> None:
         """Remove shards that no part of the index names; their writers died before that."""
-        known: set[int] = set()
+        known: set[str] = set()
         for part in index_parts(self._folder):
             numbers = self._parquet.read_table(part, columns=["shard"])["shard"]
-            known.update(numbers.unique().to_pylist())
+            known.update(f"{number:05}" for number in numbers.unique().to_pylist())
         for shard in (self._folder / "shards").glob("*.safetensors"):
-            if int(shard.stem) not in known:
+            if shard.stem not in known:
                 durable.remove(shard)
 
     def add(self, row: Row, arrays: Arrays, digest: str, *, ends_document: bool = True) -> None:

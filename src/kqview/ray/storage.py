@@ -141,12 +141,13 @@ class _Objects:
         self.n_done += n_documents
 
     def remove_unnamed(self) -> None:
-        known: set[int] = set()
+        known: set[str] = set()
         for name in self._named("index"):
             data = io.BytesIO(self._files.cat_file(name))
-            known.update(self._parquet.read_table(data, columns=["shard"])["shard"].to_pylist())
+            numbers = self._parquet.read_table(data, columns=["shard"])["shard"]
+            known.update(f"{number:05}" for number in numbers.unique().to_pylist())
         for name in self._named("shards"):
-            if int(Path(name).stem) not in known:
+            if Path(name).stem not in known:
                 self._files.rm_file(name)
 
     def corpus(self) -> Corpus | None:
