@@ -45,10 +45,15 @@ def readme() -> tuple[str, str]:
     return found[1], found[2]
 
 
-def pythons() -> list[Path]:
-    """Those of pyenv and of the PATH that the wheel may be for."""
-    found = sorted(Path.home().glob(".pyenv/versions/3.*/bin/python3"))
-    found += [Path(path) for minor in range(10, 16) if (path := shutil.which(f"python3.{minor}"))]
+def pythons(wheel: Path) -> list[Path]:
+    """Those of pyenv and of the PATH that the wheel is for."""
+    first, abi = re.search(r"-cp3(\d+)-(\w+)-", wheel.name).groups()  # type: ignore[union-attr]
+    minors = range(int(first), 16 if abi == "abi3" else int(first) + 1)
+    found: list[Path] = []
+    for minor in minors:
+        found += sorted(Path.home().glob(f".pyenv/versions/3.{minor}.*/bin/python3"))
+        path = shutil.which(f"python3.{minor}")
+        found += [Path(path)] if path and ".pyenv" not in path else []
     return list({path.resolve(): path for path in found}.values())
 
 
@@ -75,7 +80,9 @@ class Checks:
         if done.returncode != 0:
             end = "\n".join(done.stdout.splitlines()[-12:])
             raise AssertionError(f"exit status {done.returncode} of {command[0]}:\n{end}")
-        return done.stdout
+        # What qemu says about features of a processor that it leaves out.
+        lines = done.stdout.splitlines(keepends=True)
+        return "".join(line for line in lines if not line.startswith("qemu-"))
 
     def check(self, name: str, what: Callable[[], str]) -> bool:
         """Run one check; say what it found, or how it failed."""
@@ -156,7 +163,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         checks = Checks(arguments.wheel.resolve(), Path(folder))
         venvs: list[Path] = []
-        for python in arguments.python or pythons():
+        for python in arguments.python or pythons(arguments.wheel):
             name, venv = python.parents[1].name, Path(folder, f"venv-{len(venvs)}")
             if not checks.check(f"{name}: install", lambda p=python, v=venv: checks.install(p, v)):
                 continue
