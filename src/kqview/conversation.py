@@ -195,10 +195,13 @@ class Conversation:
                 "spans are ranges of ids, so they need tokenize=True; leave one of the two out",
                 parameter="spans",
             )
+        source = given["chat_template"]
+        if source not in self._templates:  # else it was checked
+            source = self._source(source, given["tools"])
         chat = self._rendered(
             messages,
             given["tools"],
-            self._source(given["chat_template"], given["tools"]),
+            source,
             given["template_options"],
             adds_header=given["add_generation_prompt"],
             continues=given["continue_final_message"],
@@ -235,7 +238,7 @@ class Conversation:
             offered = checked_tools(tools)
         if template_options is not None:
             options = {**options, **checked_options(template_options)}
-        template = self._template(source)
+        template = self._templates.get(source) or self._template(source)
         begun = continued(checked) if continues else None
         rest = checked if begun is None else checked[:-1]
         adds_header = adds_header or begun is not None

@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import Any, Final, Literal, Self, SupportsIndex, Unpack, overload
 
 from kqview import _core
-from kqview.arguments import checked_id, seconds
+from kqview.arguments import INT32_MAX, checked_id, seconds
 from kqview.chat.turn import Message
 from kqview.conversation import (
     CHAT_DEFAULTS,
@@ -563,7 +563,8 @@ class Engine(NamesMethods):
             UnsupportedModel: The model file has no vocabulary.
         """
         self._core.check_open()
-        return self._model.token_bytes(checked_id("id", id))
+        is_plain = type(id) is int and 0 <= id <= INT32_MAX
+        return self._model.token_bytes(id if is_plain else checked_id("id", id))
 
     def token_text(self, id: SupportsIndex) -> str:
         """`token_bytes` as text; bytes that are not UTF-8 on their own become U+FFFD."""

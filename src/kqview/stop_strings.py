@@ -12,7 +12,7 @@ import codecs
 from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Self
+from typing import Final, Self
 
 
 class StopStrings:
@@ -45,6 +45,9 @@ class StopStrings:
         """Whether one of them begins with *text* and goes on."""
         i = bisect_right(self._sorted, text)  # those that begin with a text follow it
         return i < len(self._sorted) and self._sorted[i].startswith(text)
+
+
+_NONE: Final = StopStrings(())
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +87,9 @@ class TextStream:
         self._parts: list[str] = []
         self._n_characters = 0
         self._n_shown = 0
-        self._stops = stop if isinstance(stop, StopStrings) else StopStrings(stop)
+        self._stops = (
+            _NONE if not stop else stop if isinstance(stop, StopStrings) else StopStrings(stop)
+        )
         self._tail = ""
         self._stop_start: int | None = None
         self.stop_match = None

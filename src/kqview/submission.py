@@ -111,6 +111,11 @@ _STEERING: Final = (
     "mods", "logits_processor", "stopping", "forcing", "mod_time_limit_s", "mods_strict", "trace",
 )  # fmt: skip
 
+_REUSE: Final = (
+    "reuse", "reuse_min_tokens", "cache_prompt", "deterministic", "context_shift", "n_keep",
+    "n_discard",
+)  # fmt: skip
+
 _owner: Final = ContextVar("kqview_owner", default="")
 
 
@@ -212,7 +217,8 @@ class Submission:
                 )
             request.slot = slot
         set_sampling(request, sampling, self._info.n_vocab)
-        self._set_reuse(request, given, len(ids))
+        if any(given[name] is not GENERATE_DEFAULTS[name] for name in _REUSE):  # the core's own
+            self._set_reuse(request, given, len(ids))
         if steering is not None:
             return self._steer(request, steering, ids, sampling, given["request_id"], capture)
         return self.submit(

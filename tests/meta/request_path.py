@@ -28,7 +28,7 @@ PACKAGE: Final = Path(kqview.__file__).parent
 CHAT: Final = {
     "messages": [{"role": "user", "content": "Anna has a dog."}],
     "max_tokens": 4,
-    "temperature": 0,
+    "seed": 1,
 }
 PROBS: Final = {"attention": {"kind": "probs"}}
 TEXT: Final = {"prompt": "Anna has", "max_length": 4, "temperature": 0}

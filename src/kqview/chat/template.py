@@ -312,6 +312,15 @@ class ChatTemplate:
 
     def _fitted(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         """*messages* as the template supports them; see `render`."""
+        if self._takes_text and self._takes_system and not self._embeds_results:
+            are_plain = (
+                isinstance(message.get("content"), str)
+                and message.get("role") != "developer"
+                and not message.get("reasoning_content")
+                for message in messages
+            )
+            if all(are_plain):
+                return [*messages]
         fitted = [self._with_names(message) for message in messages]
         if self._embeds_results:
             fitted = _with_results(fitted)

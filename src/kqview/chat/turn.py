@@ -209,11 +209,13 @@ def _mapping(where: str, value: object) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise RequestError(f"{where} is of type {type(value).__name__}; pass a mapping")
     given = cast("Mapping[object, object]", value)
-    if not all(isinstance(item, str) for item in given.values()):  # texts have no depth
-        try:
-            json_input.check_value(given)
-        except json_input.TooDeep as error:
-            raise RequestError(f"{where}: {error}") from None
+    if all(isinstance(key, str) and isinstance(item, str) for key, item in given.items()):
+        texts = cast("Mapping[str, str]", given)  # with nothing in them to look at
+        return {str(key): str.__str__(item) for key, item in texts.items()}
+    try:
+        json_input.check_value(given)
+    except json_input.TooDeep as error:
+        raise RequestError(f"{where}: {error}") from None
     return _plain(where, given)
 
 

@@ -1,5 +1,6 @@
 """Capture: which attention a generation hands out, and what happens when its memory runs out."""
 
+import copy
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -233,7 +234,9 @@ class Capture:
         counted = self.counted(model)
         if counted.layers is not None:
             return counted
-        return replace(counted, layers=model.attention_layers)
+        found = copy.copy(counted)  # the rest is checked
+        object.__setattr__(found, "layers", model.attention_layers)
+        return found
 
     def for_prompt(self) -> "Capture":
         """This capture as `Engine.attend` uses it, with the rows of the prompt.

@@ -50,6 +50,10 @@ Format = Literal["per_layer", "aggregated", "sparse", "viz"]
 Aggregation = Literal["mean", "max", "last_layer", "weighted_layers"]
 
 DEFAULT_TOP_K: Final = 50
+# What the engine computes of each aggregation.
+_REDUCE: Final[Mapping[Aggregation, Reduce]] = {
+    "mean": "mean", "max": "max", "last_layer": "mean", "weighted_layers": "mean_heads",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,30 +114,28 @@ class AttentionWanted:
                 parameter="spans",
             )
         layers = self.layers
-        if self.format == "aggregated" and self.aggregation == "last_layer":
-            layers = (layers or model.attention_layers)[-1:]
-        if self.format == "aggregated" and self.aggregation == "weighted_layers":
-            self.weights(len(layers if layers is not None else model.attention_layers))
+        reduce: Reduce | None = None
+        if self.format == "per_layer":
+            reduce = self.reduce_heads
+        elif self.format == "sparse":
+            reduce = "mean_heads"
+        elif self.format == "aggregated":
+            reduce = _REDUCE[self.aggregation]
+            if self.aggregation == "last_layer":
+                layers = (layers or model.attention_layers)[-1:]
+            elif self.aggregation == "weighted_layers":
+                self.weights(len(layers if layers is not None else model.attention_layers))
         return Capture(
             self.kind,
             layers=layers,
             heads=self.heads,
-            reduce=self._reduce(),
+            reduce=reduce,
             spans=self.spans,
             # What is computed further here is computed from float32 and rounded once.
             dtype=self.dtype if self.format == "per_layer" else "float32",
             prompt=self.prompt,
             on_full="wait",
         )
-
-    def _reduce(self) -> Reduce | None:
-        if self.format == "sparse":
-            return "mean_heads"
-        if self.format == "aggregated":
-            if self.aggregation in ("mean", "last_layer"):
-                return "mean"
-            return "max" if self.aggregation == "max" else "mean_heads"
-        return self.reduce_heads if self.format == "per_layer" else None
 
     def weights(self, n_layers: int) -> NDArray[np.float32]:
         """The weights of *n_layers* layers, with sum 1; raises InvalidCapture."""
@@ -435,7 +437,9 @@ class Run:
         # Texts of the tokens of each sample, where mods may take them back.
         self._texts: list[list[str]] = [[] for _ in self.generations] if request.mods else []
         self._logprob_at: list[int] = []  # index of the token of each of `logprobs`
-        is_traced = any(one.trace is not None for one in self.generations)
+        is_traced = traces_stored is not None and any(
+            one.trace is not None for one in self.generations
+        )
         self._traces_stored = traces_stored if is_traced else None
         self._traced_bytes = _TRACED_BYTES if is_traced else 0
 

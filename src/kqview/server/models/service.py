@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequ
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final, TypeAlias, TypedDict, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 from starlette.datastructures import QueryParams
 
@@ -44,7 +44,7 @@ from kqview.server.web.access import ANYONE, Caller
 from kqview.server.web.budget import Budget, Reservation, Workers, uncounted
 from kqview.server.web.endpoint import DECODED_TIMES, Operation
 from kqview.server.web.sockets import SocketHost
-from kqview.submission import Reuse, owned_by
+from kqview.submission import owned_by
 from kqview.types import Score
 
 _T = TypeVar("_T")
@@ -117,7 +117,7 @@ class Service(SocketHost):
         named = [*(getattr(one, "model", None) for one in args), query.get("model")]
         name = next((one for one in named if one), None) if operation.model == "named" else None
         async with self.pool.using(name) as served:
-            yield served, tuple(resolved(one, served) for one in args)
+            yield served, args if served.is_only else tuple(resolved(one, served) for one in args)
 
     # ---- life
 
@@ -206,14 +206,18 @@ class Service(SocketHost):
         limit = asyncio.timeout(limit_s or None)
         name = label = request.request_id
         try:
-            self._check_limits(request, caller, model)
+            self._check_limits(request, model)
             if request.mods:
                 self.mod_runs.check(request.mods)
-            # Others of one owner may be called so, but have names of their own here.
-            while request.shares_name and self._is_used(caller, name):
+            while (caller.owner, name) in self.runs or (caller.owner, name) in self._starting:
+                # Another owner's name is free: refusing it would reveal that it is in use.
+                if not request.shares_name:
+                    raise RequestError(f"request_id {name!r} is in use; send another one")
+                # Others of one owner may be called so, but have names of their own here.
                 name = f"{label}-{uuid.uuid4().hex[:8]}"
             if name != label:
                 request = replace(request, request_id=name)
+            self._check_room(model, caller)
             self._starting[caller.owner, name] = model
             try:
                 async with limit:
@@ -251,8 +255,12 @@ class Service(SocketHost):
             RequestError: As `start`, like the other errors.
         """
         try:
-            self._check_limits(request, caller, model)
-            ids = await _ids_of(model, request, hold)
+            self._check_limits(request, model)
+            self._check_room(model, caller)
+            ids = [
+                await _ids_of(model, one, hold) if isinstance(one, str) else one
+                for one in (request.prompt, *request.more_prompts)
+            ]
             _check_prompts(ids, request, model.max_context)
             hold.take((1 + top_logprobs) * _SCORE_BYTES * sum(map(len, ids)))
             async with self.working(model, caller) as engine:
@@ -269,14 +277,17 @@ class Service(SocketHost):
         """
         engine, n_truncated = model.engine, 0
         try:
-            prompts = await _ids_of(model, request, hold)
+            prompts = [
+                await _ids_of(model, one, hold) if isinstance(one, str) else one
+                for one in (request.prompt, *request.more_prompts)
+            ]
             if engine is not model.loaded:
                 raise model_changed()
             if request.truncates and isinstance(request.prompt, str):
                 n_whole = len(prompts[0])
                 prompts[0] = await self._truncated(model, request, prompts[0], hold)
                 n_truncated = n_whole - len(prompts[0])
-            _check_prompts(prompts, request, model.max_context)
+            _check_prompts(prompts, request, model.max_context_of(engine))
             options = None
             if request.mods or self.settings.trace_url is not None:
                 options = partial(
@@ -347,6 +358,14 @@ class Service(SocketHost):
                 if i_sample and sampling.seed is not None:
                     sampling = replace(sampling, seed=(sampling.seed + i_sample) % (2**32 - 1))
                 options: dict[str, Any] = {"trace": False} if with_mods is None else with_mods()
+                if request.context_shift:
+                    options |= {"context_shift": True, "n_keep": request.n_keep}
+                    options["n_discard"] = request.n_discard
+                if request.n_reuse_min:
+                    options |= {"reuse": "shift", "reuse_min_tokens": request.n_reuse_min}
+                elif request.slot is not None:
+                    # Who names a slot goes on from what it holds, however it came there.
+                    options["reuse"] = "prefix"
                 if request.banned_phrases:
                     engine.token_bytes(0)  # a model without a vocabulary is refused here
                     phrases = PhraseBan(Phrases(request.banned_phrases), engine.token_bytes)
@@ -365,7 +384,6 @@ class Service(SocketHost):
                         lora=request.lora,
                         forcing=forcing,
                         request_id=request.request_id if i == 0 else f"{request.request_id}/{i}",
-                        **_shift_options(request),
                         **options,
                     )
                 for ban in generation.mods if request.banned_phrases else ():
@@ -381,7 +399,7 @@ class Service(SocketHost):
                 generation.cancel()
         return generations
 
-    def _check_limits(self, request: GenerateRequest, caller: Caller, model: ModelEntry) -> None:
+    def _check_limits(self, request: GenerateRequest, model: ModelEntry) -> None:
         settings = self.settings
         if not 1 <= request.n_samples <= settings.max_samples:
             raise RequestError(
@@ -400,13 +418,6 @@ class Service(SocketHost):
             raise RequestError(
                 f"max_tokens is {request.max_tokens}, the least is 1", parameter="max_tokens"
             )
-        # Another owner's name is free: refusing it would reveal that it is in use.
-        if not request.shares_name and self._is_used(caller, request.request_id):
-            raise RequestError(f"request_id {request.request_id!r} is in use; send another one")
-        self._check_room(model, caller)
-
-    def _is_used(self, caller: Caller, name: str) -> bool:
-        return (caller.owner, name) in self.runs or (caller.owner, name) in self._starting
 
     def _check_room(self, model: ModelEntry, caller: Caller) -> None:
         """Refuse a request where too many run or wait, on *model* or on all together.
@@ -451,7 +462,7 @@ class Service(SocketHost):
             n_tokens = usage.prompt_tokens + usage.completion_tokens
             self.n_longest_tokens = max(self.n_longest_tokens, n_tokens)
             self.n_cached_tokens += usage.cached_tokens
-        self.observe_seconds(run.elapsed_s)
+        self.observe_seconds(time.monotonic() - run.started_s)
         self.pool.note_idle()
 
     @contextlib.asynccontextmanager
@@ -549,17 +560,10 @@ class Service(SocketHost):
         return await asyncio.get_running_loop().run_in_executor(self._workers, work, *args)
 
 
-async def _ids_of(
-    model: ModelEntry, request: GenerateRequest, hold: Reservation
-) -> list[Sequence[int]]:
-    """The ids of each prompt."""
-    found: list[Sequence[int]] = []
-    for prompt in (request.prompt, *request.more_prompts):
-        if isinstance(prompt, str):
-            with hold.part() as ids:  # a prompt that fits is small
-                prompt = await model.texts.ids(prompt, add_special=True, hold=ids)
-        found.append(prompt)
-    return found
+async def _ids_of(model: ModelEntry, text: str, hold: Reservation) -> Sequence[int]:
+    """The ids of a text."""
+    with hold.part() as ids:  # a prompt that fits is small
+        return await model.texts.ids(text, add_special=True, hold=ids)
 
 
 def _check_prompts(
@@ -574,31 +578,6 @@ def _check_prompts(
                 n_tokens=len(ids),
                 n_max=limit,
             )
-
-
-class _ShiftOptions(TypedDict, total=False):
-    """Options of `Engine.generate` that move positions in the KV cache."""
-
-    context_shift: bool
-    n_keep: int
-    n_discard: int | None
-    reuse: Reuse
-    reuse_min_tokens: int
-
-
-def _shift_options(request: GenerateRequest) -> _ShiftOptions:
-    options: _ShiftOptions = {}
-    if request.context_shift:
-        options["context_shift"] = True
-        options["n_keep"] = request.n_keep
-        options["n_discard"] = request.n_discard
-    if request.n_reuse_min:
-        options["reuse"] = "shift"
-        options["reuse_min_tokens"] = request.n_reuse_min
-    elif request.slot is not None:
-        # Who names a slot goes on from what it holds, however it came there.
-        options["reuse"] = "prefix"
-    return options
 
 
 @contextlib.contextmanager

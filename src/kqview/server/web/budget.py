@@ -113,7 +113,7 @@ class Reservation:
         with self._budget.lock:
             self.take(n_bytes - self.n_bytes)
 
-    def close(self) -> None:
+    def close(self, *_: object) -> None:
         """Give everything back; idempotent."""
         with self._budget.lock:
             self.take(-self.n_bytes)
@@ -122,8 +122,7 @@ class Reservation:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    __exit__ = close
 
 
 def uncounted() -> Reservation:

@@ -105,15 +105,10 @@ class Call(Generic[_HostT, _ModelT]):
     n_body_bytes: int = 0
     path: Mapping[str, str] = field(default_factory=dict[str, str])
     """Values of the names in braces in the operation's path."""
-    served: _ModelT | None = None
+    model: _ModelT = None  # pyright: ignore[reportAssignmentType]
+    """The model of a request whose operation uses one; it stays loaded until the reply ends."""
     unknown: tuple[str, ...] = ()
     """Members of the body that its type does not have; only of a lenient operation."""
-
-    @property
-    def model(self) -> _ModelT:
-        """The model of a request whose operation uses one; it stays loaded until the reply ends."""
-        assert self.served is not None, "the operation says that it uses no model"
-        return self.served
 
 
 AnyCall: TypeAlias = Call[Any, Any]
@@ -504,7 +499,7 @@ class Host:
     def entered(
         self, operation: Operation, args: tuple[Any, ...], query: QueryParams
     ) -> AbstractAsyncContextManager[tuple[Any, tuple[Any, ...]]]:
-        """What `Call.served` is until the reply has been sent, and the handler's further arguments.
+        """What `Call.model` is until the reply has been sent, and the handler's further arguments.
 
         Args:
             operation: What is called; its ``model`` says what it needs.
@@ -521,10 +516,11 @@ class Endpoint:
         self._operation = operation
         self._host = host
         self._gate = gate
-        self._decoder: Decoder | None = None
+        self._decode: Callable[[Body], Any] | None = None
         if operation.body not in (None, Upload):
             kind = LenientDecoder if operation.is_lenient else msgspec.json.Decoder
-            self._decoder = kind(operation.body)
+            read = decoded_with_unknown if operation.is_lenient else decoded
+            self._decode = partial(read, kind(operation.body))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -536,18 +532,17 @@ class Endpoint:
         upload: Upload | None = None
         try:
             caller = self._gate.check(scope, access=operation.access)
-            hold = host.budget.hold(caller.name)
+            hold = Reservation(host.budget, caller.name)
             upload = Upload(headers, receive, host, hold)
             args: tuple[Any, ...] = ()
             after_body, n_body_bytes, unknown = receive, 0, ()
             if operation.body is Upload:
                 args, after_body = (upload,), upload.after_body
-            elif self._decoder is not None:  # else a body is neither expected nor kept
+            elif self._decode is not None:  # else a body is neither expected nor kept
                 body = await upload.read()
                 n_body_bytes = len(body)
-                value, unknown = await host.decoded(
-                    partial(_decoded_body, self._decoder), body, hold
-                )
+                value = await host.decoded(self._decode, body, hold)
+                value, unknown = value if operation.is_lenient else (value, ())
                 args = (value,)
                 upload.close()
                 hold.take(-n_body_bytes)
@@ -749,13 +744,15 @@ def check_values(raw: bytes | str, *, packs: bool = False) -> None:
         )
 
 
-def decoded(decoder: Decoder, raw: bytes | str) -> Any:
+def decoded(decoder: Decoder, raw: Body | bytes | str) -> Any:
     """The typed request in *raw*; an empty body is ``{}``.
 
     Raises:
         RequestError: It is not JSON, or a field has the wrong type; the message names the field.
         TooLarge: It has too many values.
     """
+    if isinstance(raw, Body):
+        raw = raw.read()
     check_values(raw)
     try:
         return decoder.decode(raw or b"{}")
@@ -763,8 +760,12 @@ def decoded(decoder: Decoder, raw: bytes | str) -> Any:
         raise _unreadable(error) from None
 
 
-def decoded_with_unknown(decoder: LenientDecoder, raw: bytes | str) -> tuple[Any, tuple[str, ...]]:
+def decoded_with_unknown(
+    decoder: LenientDecoder, raw: Body | bytes | str
+) -> tuple[Any, tuple[str, ...]]:
     """As `decoded`, with the names of the members that the type does not have."""
+    if isinstance(raw, Body):
+        raw = raw.read()
     body = decoded(decoder, raw)
     try:
         return body, decoder.unknown(raw or b"{}", body)
@@ -777,13 +778,6 @@ def _unreadable(error: Exception) -> RequestError:
     return RequestError(
         f"the request cannot be read: {error}; correct it", parameter=named[1] if named else None
     )
-
-
-def _decoded_body(decoder: Decoder, body: Body) -> tuple[Any, tuple[str, ...]]:
-    raw = body.read()
-    if isinstance(decoder, LenientDecoder):
-        return decoded_with_unknown(decoder, raw)
-    return decoded(decoder, raw), ()
 
 
 def _gzipped(reply: HttpReply) -> HttpReply:

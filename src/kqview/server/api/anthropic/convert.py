@@ -8,7 +8,7 @@ from kqview.errors import RequestError
 from kqview.server.api.anthropic import schema
 from kqview.server.api.anthropic.schema import Object
 from kqview.server.api.wire.chat import ChatRequest, with_fields
-from kqview.server.api.wire.fields import reasoning_budget_of
+from kqview.server.api.wire.fields import most_tokens_of
 from kqview.server.settings import Settings
 
 
@@ -160,7 +160,7 @@ def request_of(
         RequestError: Or one of its kinds: it cannot work.
     """
     names = {"stop": "stop_sequences", "json_schema": "output_config.format"}
-    if reasoning_budget_of(body) is None:
+    if most_tokens_of(body, "reasoning_budget") is None:
         names["reasoning_budget"] = "thinking.budget_tokens"
     return with_fields(
         chat_of(body, request_id=request_id), body, body.attention, engine=engine,

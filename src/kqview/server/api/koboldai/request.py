@@ -25,7 +25,6 @@ from kqview.server.api.wire.fields import (
     SamplingFields,
     Stops,
     first,
-    tuple_of,
 )
 from kqview.server.api.wire.mods_field import ModsField, mods_of
 from kqview.server.models.model_entry import ModelEntry
@@ -526,10 +525,10 @@ def _attention(
         aggregation=body.aggregation_mode or "mean",
         top_k=first(FIELDS.value(body, "top_k"), DEFAULT_TOP_K),
         dtype=body.dtype or "float32",
-        layers=tuple_of(body.attention_layers),
-        heads=tuple_of(body.attention_heads),
-        spans=tuple_of(body.attention_spans),
-        layer_weights=tuple_of(body.layer_weights),
+        layers=body.attention_layers,
+        heads=body.attention_heads,
+        spans=body.attention_spans,
+        layer_weights=body.layer_weights,
         prompt=bool(body.prompt_attention),
     )
 

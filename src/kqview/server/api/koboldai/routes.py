@@ -220,7 +220,7 @@ async def stream_frames(call: Call, socket: Socket) -> None:
         len(raw), call.hold, decoded_with_unknown, _STREAM_DECODER, raw
     )
     async with service.pool.using(body.model or call.query.get("model")) as model:
-        call = replace(call, served=model)
+        call = replace(call, model=model)
         plan = await _plan(call, resolved(body, model), len(raw), unknown, asked=True)
         run = await service.start(plan.request, call.caller, call.hold, model=model)
         frames = events.KoboldFrames(plan, events.token_bytes_of(model.engine))

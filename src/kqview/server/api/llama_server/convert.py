@@ -14,11 +14,9 @@ from kqview.server.api.wire.fields import (
     LlamaFields,
     active_samplers,
     first,
-    max_tokens_of,
-    n_samples_of,
+    most_tokens_of,
     names_of,
     options_of,
-    reasoning_budget_of,
     sampling_of,
 )
 from kqview.server.api.wire.reasoning_cap import cap_of_texts
@@ -88,7 +86,7 @@ def plan_of(
         NotSupported: As `sampling_of`.
     """
     endless = settings.max_tokens if settings.context_shift else engine.n_ctx
-    wanted = first(max_tokens_of(body), endless)
+    wanted = first(most_tokens_of(body, "max_tokens"), endless)
     n = min(wanted, settings.max_tokens)
     tokenize = partial(engine.tokenize, add_special=False, parse_special=False)
     sampling = sampling_of(body, tokenize=tokenize)
@@ -97,7 +95,7 @@ def plan_of(
     ]
     (ids, _), *more = prompts
     names, forcing = names_of(body), None
-    if (budget := reasoning_budget_of(body)) is not None:
+    if (budget := most_tokens_of(body, "reasoning_budget")) is not None:
         texts = [text for _, text in prompts]
         forcing = cap_of_texts(budget, texts, sampling, max_tokens=max(n, 1), names=names)
     request = GenerateRequest(
@@ -106,7 +104,7 @@ def plan_of(
         max_tokens=max(n, 1),
         sampling=sampling,
         request_id=request_id,
-        n_samples=n_samples_of(body),
+        n_samples=first(body.n_cmpl, body.n, 1),
         names=names,
         forcing=forcing,
         **options_of(body, settings),

@@ -17,7 +17,7 @@ from kqview.server.api.llama_server import (
 )
 from kqview.server.api.wire.chat import prompt_of
 from kqview.server.api.wire.failures import FailureBody, error_body
-from kqview.server.api.wire.fields import LlamaFields, LoraScale, max_tokens_of, with_defaults
+from kqview.server.api.wire.fields import LlamaFields, LoraScale, most_tokens_of, with_defaults
 from kqview.server.api.wire.prompts import ids_of, ids_of_each, prompts_of
 from kqview.server.errors import NotSupported
 from kqview.server.models.service import OFFLOAD_BYTES, Call
@@ -154,7 +154,7 @@ async def infill(call: Call, body: schema.InfillBody) -> HttpReply | Events:
         extra=await plain(convert.extra_texts(body, fim)),
         bos=list(engine.model.begin_ids),
         n_ctx=call.model.max_context,
-        n_predict=max(max_tokens_of(body) or 0, 1),
+        n_predict=max(most_tokens_of(body, "max_tokens") or 0, 1),
     )
     return await _complete(call, body, [ids])
 

@@ -45,11 +45,9 @@ from kqview.server.api.wire.failures import FailureBody, error_body
 from kqview.server.api.wire.fields import (
     MOST_LOGPROBS,
     first,
-    max_tokens_of,
-    n_samples_of,
+    most_tokens_of,
     names_of,
     options_of,
-    reasoning_budget_of,
     sampling_of,
     with_defaults,
 )
@@ -113,13 +111,17 @@ def chat_of(
             f"top_logprobs is {body.top_logprobs}, but logprobs is not true; send both",
             parameter="top_logprobs",
         )
-    n_logprobs = first(body.top_logprobs, 0) if body.logprobs else None
+    n_logprobs = None
+    if body.logprobs:
+        n_logprobs = _n_logprobs("top_logprobs", first(body.top_logprobs, 0))
     options = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort == "none":
         options.setdefault("enable_thinking", False)
     elif body.reasoning_effort is not None:
         options.setdefault("reasoning_effort", body.reasoning_effort)
-    tool_choice, tool_name, allowed = _tool_choice(body.tool_choice)
+    tool_choice, tool_name, allowed = "auto", None, None
+    if body.tool_choice is not None:
+        tool_choice, tool_name, allowed = _tool_choice(body.tool_choice)
     chat = ChatRequest(
         messages=body.messages,
         request_id=request_id,
@@ -128,32 +130,30 @@ def chat_of(
         tool_name=tool_name,
         allowed_tools=allowed,
         parallel_calls=body.parallel_tool_calls is not False and tool_name is None,
-        schema=_response_schema(body.response_format),
+        schema=_response_schema(body.response_format) if body.response_format else None,
         reasoning=body.reasoning_format or settings.reasoning_format,
         template_options=options,
         adds_generation_prompt=body.add_generation_prompt is not False,
         continues=continues,
-        n_samples=n_samples_of(body),
+        n_samples=first(body.n_cmpl, body.n, 1),
     )
     return with_fields(
         chat, body, body.attention, engine=engine, settings=settings,
         names={"prompt": "prompt", "json_schema": "response_format"},
-        top_logprobs=_n_logprobs("top_logprobs", n_logprobs),
+        top_logprobs=n_logprobs,
     )  # fmt: skip
 
 
-def _n_logprobs(name: str, n: int | None) -> int | None:
-    if n is not None and not 0 <= n <= MOST_LOGPROBS:
+def _n_logprobs(name: str, n: int) -> int:
+    if not 0 <= n <= MOST_LOGPROBS:
         raise RequestError(f"{name} is {n}, allowed are 0 to {MOST_LOGPROBS}", parameter=name)
     return n
 
 
 def _tool_choice(
-    choice: str | dict[str, Any] | None,
+    choice: str | dict[str, Any],
 ) -> tuple[ToolChoice, str | None, list[str] | None]:
     """The choice, the function that it names, and the only ones that it allows."""
-    if choice is None:
-        return "auto", None, None
     if isinstance(choice, str) and choice in ("auto", "none", "required"):
         return choice, None, None
     given = object_of(choice)
@@ -182,10 +182,8 @@ def _allowed_tools(given: dict[str, Any]) -> tuple[ToolChoice, None, list[str]]:
     return mode, None, cast("list[str]", names)
 
 
-def _response_schema(response_format: dict[str, Any] | None) -> dict[str, Any] | None:
+def _response_schema(response_format: dict[str, Any]) -> dict[str, Any] | None:
     """The JSON schema that the answer has to follow, None for text."""
-    if response_format is None:
-        return None
     kind = response_format.get("type")
     if kind in (None, "text"):
         return None
@@ -217,7 +215,7 @@ def completion_plan(
             f"suffix is {shown(body.suffix)}, but text is only generated at the end; leave it out",
             parameter="suffix",
         )
-    n_samples = n_samples_of(body)
+    n_samples = first(body.n_cmpl, body.n, 1)
     if body.best_of is not None and body.best_of != n_samples:
         raise RequestError(
             f"best_of is {body.best_of} and n is {n_samples}; this server returns every text that "
@@ -230,7 +228,7 @@ def completion_plan(
     prompts = prompts_of("prompt", body.prompt)
     tokenize = partial(engine.tokenize, add_special=False, parse_special=False)
     sampling = sampling_of(body, tokenize=tokenize, top_logprobs=n_logprobs)
-    n, budget = max_tokens_of(body), reasoning_budget_of(body)
+    n, budget = most_tokens_of(body, "max_tokens"), most_tokens_of(body, "reasoning_budget")
     max_tokens = WHOLE_CONTEXT if n is None else max(n, 1)
     names = {**names_of(body), **ATTENTION_NAMES, "prompt": "prompt"}
     texts: list[str] = []

@@ -15,7 +15,6 @@ from msgspec import UNSET, Struct, UnsetType
 
 from kqview import __version__
 from kqview.chat.turn import AnswerReader, Delta, Reading
-from kqview.generation.stream import Generation
 from kqview.server.api.openai import schema
 from kqview.server.api.openai.schema import ChoiceLogprobs, TextLogprobs, ToolCall, Usage
 from kqview.server.api.wire.attention import AttentionWriter, ReplyLists, event_pieces
@@ -283,7 +282,11 @@ class CompletionWriter:
         self._bytes_of = bytes_of
         self._created_s = created_s
         self._echoed = echoed
-        self._choices = [_Choice(plan, i) for i in range(plan.request.n_generations)]
+
+    @cached_property
+    def _choices(self) -> list[_Choice]:
+        """Of a stream, or with logprobs."""
+        return [_Choice(self._plan, i) for i in range(self._plan.request.n_generations)]
 
     # ---- streamed
 
@@ -372,7 +375,8 @@ class CompletionWriter:
                 rest = "" if self._plan.is_prefill else choice.shown.rest(generation.text)
                 if rest:
                     chunks.append(self._chunk(run, choice, rest))
-            reason = self._finish_reason(generation, has_calls=has_calls)
+            ended = "length" if self._plan.is_prefill else generation.finish_reason
+            reason = finish_reason(ended, has_calls=has_calls)
             chunks.append(self._chunk(run, choice, choice.nothing, finish_reason=reason, **more))
         if self._body.stream_options is not None and self._body.stream_options.include_usage:
             chunks.append(self._chunk(run))
@@ -419,7 +423,9 @@ class CompletionWriter:
         """Add a token's row and logprobs, encoded: the engine gets the memory of the row back."""
         if self._plan.is_prefill:
             return
-        logprobs = self._logprobs(self._choices[step.sample], step.token)
+        logprobs = None
+        if self._plan.request.sampling.top_logprobs is not None:
+            logprobs = self._logprobs(self._choices[step.sample], step.token)
         if logprobs is not None:
             run.hold.take(LOGPROB_BYTES)
             for name in logprobs.__struct_fields__:
@@ -432,9 +438,11 @@ class CompletionWriter:
         head: dict[str, Any] = {
             "id": run.request_id, "created": self._created_s, "model": plan.model,
             "system_fingerprint": FINGERPRINT, "usage": self._usage(run),
-            "timings": timings(run.usage),
+            "timings": timings(run.generations[0].usage),
         }  # fmt: skip
-        choices: list[Any] = [self._whole_choice(run, i, lists) for i in range(len(self._choices))]
+        choices: list[Any] = [
+            self._whole_choice(run, i, lists) for i in range(len(run.generations))
+        ]
         if plan.reading is None:
             return msgspec.json.encode(schema.TextCompletion(choices=choices, **head))
         verbose = UNSET if plan.shown_prompt is None else schema.Verbose(plan.shown_prompt)
@@ -444,7 +452,9 @@ class CompletionWriter:
         self, run: Run, i: int, lists: ReplyLists
     ) -> schema.ChatChoice | schema.TextChoice:
         generation, reading = run.generations[i], self._plan.reading
-        text = "" if self._plan.is_prefill else generation.text
+        is_prefill = self._plan.is_prefill
+        text = "" if is_prefill else generation.text
+        ended = "length" if is_prefill else generation.finish_reason
         rows: dict[str, Any] = {}
         logprobs: dict[str, Any] = {}
         for name, elements in lists.of(i).items():
@@ -454,7 +464,7 @@ class CompletionWriter:
         if reading is None:
             return schema.TextChoice(
                 index=i, text=self._plan.echo(i) + text, logprobs=found,
-                finish_reason=self._finish_reason(generation, has_calls=False), **rows,
+                finish_reason=finish_reason(ended, has_calls=False), **rows,
                 **tool_calls_of(generation),
             )  # fmt: skip
         answer = reading.answer(text)
@@ -475,7 +485,7 @@ class CompletionWriter:
             ]  # fmt: skip
         return schema.ChatChoice(
             index=i, message=message, logprobs=found,
-            finish_reason=self._finish_reason(generation, has_calls=bool(answer.calls)), **rows,
+            finish_reason=finish_reason(ended, has_calls=bool(answer.calls)), **rows,
         )  # fmt: skip
 
     # ---- both
@@ -498,11 +508,6 @@ class CompletionWriter:
             top_logprobs=[{top.token: top.logprob for top in one.top_logprobs}],
             text_offset=[offset],
         )
-
-    def _finish_reason(self, generation: Generation, *, has_calls: bool) -> str:
-        if self._plan.is_prefill:
-            return "length"
-        return finish_reason(generation.finish_reason, has_calls=has_calls)
 
     def _usage(self, run: Run) -> Usage:
         """Tokens of all choices; each prompt counts once, a token that is not shown does not."""

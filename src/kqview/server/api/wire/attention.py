@@ -23,7 +23,7 @@ from kqview.server.api.wire.event_parts import (
     RowsDescribed,
     TokenAttention,
 )
-from kqview.server.api.wire.fields import Indices, Spans, Weights, first, tuple_of
+from kqview.server.api.wire.fields import Indices, Spans, Weights, first
 from kqview.server.errors import TooLarge
 from kqview.server.models.row_cache import CachedRow, PromptText, RowCache
 from kqview.server.models.run import (
@@ -181,10 +181,10 @@ def attention_of(wanted: Attention | bool | None, settings: Settings) -> Attenti
         aggregation="mean" if reduces_heads else cast("Aggregation", given.reduce or "mean"),
         top_k=first(given.top_k, DEFAULT_TOP_K),
         dtype=given.dtype or "float32",
-        layers=tuple_of(given.layers),
-        heads=tuple_of(given.heads),
-        spans=tuple_of(given.spans),
-        layer_weights=tuple_of(given.layer_weights),
+        layers=given.layers,
+        heads=given.heads,
+        spans=given.spans,
+        layer_weights=given.layer_weights,
         prompt=bool(given.prompt),
     )
 

@@ -37,10 +37,9 @@ from kqview.server.api.wire.event_parts import Removed
 from kqview.server.api.wire.fields import (
     LlamaFields,
     first,
-    max_tokens_of,
+    most_tokens_of,
     names_of,
     options_of,
-    reasoning_budget_of,
     sampling_of,
     with_defaults,
 )
@@ -69,6 +68,9 @@ _NO_NAMES: Final[Mapping[str, str]] = MappingProxyType({})
 
 
 # ---- requests
+
+
+_SAMPLING: Final = Sampling()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +104,7 @@ class ChatRequest:
     """
 
     messages: Sequence[Mapping[str, Any]]
-    sampling: Sampling = field(default_factory=Sampling)
+    sampling: Sampling = _SAMPLING
     request_id: str = ""
     max_tokens: int | None = None
     tools: Sequence[Tool] = ()
@@ -158,13 +160,13 @@ def with_fields(
     # `prepare` decides how the answer is held to its schema.
     if sampling.json_schema is not None:
         sampling = replace(sampling, json_schema=None)
-    budget = first(reasoning_budget_of(body), chat.reasoning_budget)
+    budget = first(most_tokens_of(body, "reasoning_budget"), chat.reasoning_budget)
     if budget is None and settings.reasoning_budget >= 0:
         budget = default_budget(sampling, settings)
     return replace(
         chat,
         sampling=sampling,
-        max_tokens=max_tokens_of(body),
+        max_tokens=most_tokens_of(body, "max_tokens"),
         schema={"type": "object"} if json_schema == {} else json_schema,
         reasoning_budget=budget,
         attention=attention_of(attention, settings),
@@ -353,9 +355,10 @@ async def collected(call: Call, run: Run, writer: ReplyWriter, lists: ReplyLists
     """The whole reply of *run*, once it has ended."""
     offload = call.service.offload
     async with run:
-        async for block in run.prompt_blocks():
-            await offload(LARGE, lists.prompt, writer.attention, run, block)
-            del block  # the pool wants its memory back
+        if run.request.attention is not None and run.request.attention.prompt:
+            async for block in run.prompt_blocks():
+                await offload(LARGE, lists.prompt, writer.attention, run, block)
+                del block  # the pool wants its memory back
         async for step in run.final_steps():
             await offload(step.n_bytes, writer.add, lists, run, step)
             del step

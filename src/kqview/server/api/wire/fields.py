@@ -39,9 +39,9 @@ MOST_LOGPROBS: Final = 1000
 
 # Lists are searched for every token, or checked on the event loop: long ones hold others up.
 Stops = Annotated[list[Annotated[str, msgspec.Meta(max_length=1000)]], msgspec.Meta(max_length=256)]
-Indices = Annotated[list[int], msgspec.Meta(max_length=4096)]
-Spans = Annotated[list[tuple[int, int | None]], msgspec.Meta(max_length=MOST_SPANS)]
-Weights = Annotated[list[float], msgspec.Meta(max_length=4096)]
+Indices = Annotated[tuple[int, ...], msgspec.Meta(max_length=4096)]
+Spans = Annotated[tuple[tuple[int, int | None], ...], msgspec.Meta(max_length=MOST_SPANS)]
+Weights = Annotated[tuple[float, ...], msgspec.Meta(max_length=4096)]
 
 
 class SamplingFields(Struct, kw_only=True):
@@ -118,7 +118,7 @@ class FieldTable:
         Raises:
             RequestError: It is above `MOST_LOGPROBS`.
         """
-        n: bool | int | None = self.value(body, "top_logprobs")
+        n: bool | int | None = getattr(body, _given(body, self.fields["top_logprobs"]))
         if n is None or n is False:
             return None
         if n > MOST_LOGPROBS:
@@ -145,11 +145,6 @@ def first(*values: Any) -> Any:
         if value is not None:
             return value
     return None
-
-
-def tuple_of(values: list[Any] | None) -> tuple[Any, ...] | None:
-    """*values* as a tuple, None if there are none."""
-    return None if values is None else tuple(values)
 
 
 def _given(body: Struct, names: tuple[str, ...]) -> str:
@@ -406,7 +401,7 @@ def with_defaults(body: _Body, settings: Settings) -> _Body:
     missing = {
         FIELDS.fields[option][0]: value
         for option, value in defaults.items()
-        if option in FIELDS.fields and FIELDS.value(body, option) is None
+        if option in FIELDS.fields and getattr(body, _given(body, FIELDS.fields[option])) is None
     }
     return msgspec.structs.replace(body, **missing) if missing else body
 
@@ -439,7 +434,8 @@ def sampling_of(
         given["stop"] = [one for one in ([stop] if isinstance(stop, str) else stop) if one]
     if fields.logit_bias is not None:
         given["logit_bias"] = _bias(fields.logit_bias, tokenize)
-    given["top_logprobs"] = FIELDS.n_logprobs(fields, if_true=1) or None
+    if given["top_logprobs"] is not None:
+        given["top_logprobs"] = FIELDS.n_logprobs(fields, if_true=1) or None
     given["grammar"] = fields.grammar or None
     if given["grammar"]:
         given["json_schema"] = None
@@ -463,30 +459,27 @@ def sampling_of(
     return FIELDS.sampling_of(fields, given)
 
 
-def max_tokens_of(fields: LlamaFields) -> int | None:
-    """Most tokens to generate; None for as many as fit, 0 to evaluate the prompt only.
+_NO_TOKENS: Final = MappingProxyType(
+    {
+        "max_tokens": "-1 for as many as fit, 0 to evaluate the prompt",
+        "reasoning_budget": "-1 for the server's default, 0 for no reasoning",
+    }
+)
+"""What the least numbers of a limit of tokens mean."""
+
+
+def most_tokens_of(
+    fields: LlamaFields, of: Literal["max_tokens", "reasoning_budget"]
+) -> int | None:
+    """Most tokens to generate, or of reasoning among them; None for -1 or nothing.
 
     Raises:
         RequestError: It is below -1.
     """
-    return _most(fields, "max_tokens", "-1 for as many as fit, 0 to evaluate the prompt")
-
-
-def reasoning_budget_of(fields: LlamaFields) -> int | None:
-    """Most tokens of reasoning; None (-1) for what the server says.
-
-    Raises:
-        RequestError: It is below -1.
-    """
-    return _most(fields, "reasoning_budget", "-1 for the server's default, 0 for no reasoning")
-
-
-def _most(fields: LlamaFields, field: str, special: str) -> int | None:
-    """A limit on tokens, None for -1; *special* says what -1 and 0 mean."""
-    name = FIELDS.name(fields, field)
+    name = _given(fields, FIELDS.fields[of])
     n: int | None = getattr(fields, name)
     if n is not None and n < -1:
-        raise RequestError(f"{name} is {n}; send {special}, or more", parameter=name)
+        raise RequestError(f"{name} is {n}; send {_NO_TOKENS[of]}, or more", parameter=name)
     return None if n == -1 else n
 
 
@@ -507,11 +500,6 @@ def options_of(fields: LlamaFields, settings: Settings) -> dict[str, Any]:
         "cache_prompt": fields.cache_prompt is not False,
         "mods": mods,
     }
-
-
-def n_samples_of(fields: LlamaFields) -> int:
-    """How many texts to generate from one prompt."""
-    return first(fields.n_cmpl, fields.n, 1)
 
 
 def active_samplers(fields: LlamaFields) -> list[str]:
@@ -589,21 +577,18 @@ def timings(usage: Usage) -> Timings:
     """Timings of *usage*; rates are 0 where nothing was computed."""
     n_prompt = usage.prompt_tokens - usage.cached_tokens
     n = max(0, usage.completion_tokens - 1)
+    prompt_ms, predicted_ms = 1000 * usage.prefill_s, 1000 * usage.decode_s
     return Timings(
         cache_n=usage.cached_tokens,
         prompt_n=n_prompt,
-        prompt_ms=1000 * usage.prefill_s,
-        prompt_per_token_ms=_ratio(1000 * usage.prefill_s, n_prompt),
-        prompt_per_second=_ratio(n_prompt, usage.prefill_s),
+        prompt_ms=prompt_ms,
+        prompt_per_token_ms=prompt_ms / n_prompt if n_prompt > 0 else 0.0,
+        prompt_per_second=n_prompt / usage.prefill_s if usage.prefill_s > 0 else 0.0,
         predicted_n=usage.completion_tokens,
-        predicted_ms=1000 * usage.decode_s,
-        predicted_per_token_ms=_ratio(1000 * usage.decode_s, n),
-        predicted_per_second=_ratio(n, usage.decode_s),
+        predicted_ms=predicted_ms,
+        predicted_per_token_ms=predicted_ms / n if n > 0 else 0.0,
+        predicted_per_second=n / usage.decode_s if usage.decode_s > 0 else 0.0,
     )
-
-
-def _ratio(total: float, n: float) -> float:
-    return total / n if n > 0 else 0.0
 
 
 class Clock:
