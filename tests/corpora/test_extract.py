@@ -338,7 +338,7 @@ def test_whole_maps_need_a_yes(engine: Engine, tmp_path: Path):
     [
         ({"fields": []}, RequestError, "fields is empty"),
         ({"fields": ["rows"]}, RequestError, "fields"),
-        ({"colums": None}, UnknownOption, "colums"),
+        ({"dtypes": None}, UnknownOption, "dtypes"),
         ({"capture": None, "fields": ["attention"]}, RequestError, "whole maps"),
         ({"capture": Capture(layers=[99])}, InvalidCapture, "layers"),
         ({"spans": {"a": "("}}, RequestError, "no regular expression"),
