@@ -22,6 +22,7 @@ import embed
 import engines
 import eval_callback
 import extract
+import gaps
 import hf
 import kernel
 import long_slots
@@ -67,6 +68,7 @@ BENCHMARKS = {
         slots,
         long_slots,
         opening,
+        gaps,
         mods,
         embed,
         engines,

@@ -85,6 +85,7 @@ void bind_options(nb::module_& module) {
                 "On the host, before the weights are loaded; 0 if unknown.")
         .def_rw("attention_budget_bytes", &engine_options::attention_budget_bytes)
         .def_rw("pinned_bytes", &engine_options::pinned_bytes)
+        .def_rw("max_gap_ms", &engine_options::max_gap_ms, "0: twice a text's own step.")
         .def_rw("aborted_decodes", &engine_options::aborted_decodes,
                 "For tests: decodes, counted from 1, that are aborted.")
         .def_rw("poisons_blocks", &engine_options::poisons_blocks,

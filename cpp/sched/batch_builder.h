@@ -13,6 +13,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -22,6 +23,7 @@
 #include "sched/request.h"
 #include "sched/runner.h"
 #include "sched/slot_table.h"
+#include "sched/step_costs.h"
 #include "tap/plan.h"
 
 namespace kqview {
@@ -46,13 +48,17 @@ struct batch_part {
 
 class batch_builder {
 public:
+    using clock = std::chrono::steady_clock;
+
+    // `max_gap`: as of step_costs.
     batch_builder(runner& model, block_pool& pool, slot_table& slots, delivery& out,
-                  engine_counters& counters)
+                  engine_counters& counters, step_costs::seconds max_gap)
         : model_(model),
           pool_(pool),
           slots_(slots),
           out_(out),
           counters_(counters),
+          costs_(max_gap),
           served_at_(slots.size()) {
         order_.reserve(slots.size());
     }
@@ -61,6 +67,15 @@ public:
     // the other slots; between owners by time, else by steps. If a request fails here it ends, and
     // the others stay in the step. False: no slot can go on.
     bool fill();
+
+    // The step took so long.
+    void note(clock::duration took) { costs_.note(is_prefill_, tokens_.size(), took); }
+
+    // Until when prompts wait for others that come with them, as they do from clients that began at
+    // one moment: they then go through the model together, and none of the texts waits for another
+    // one's prompt. Only where nothing has begun and a slot is free; a hundredth of the time that
+    // the prompts take, so that one that stays alone hardly notices. Empty: they do not wait.
+    std::optional<clock::time_point> company_until();
 
     // The current step; valid until the next fill().
     std::span<const step_token> tokens() const { return tokens_; }
@@ -73,8 +88,6 @@ public:
     }
 
 private:
-    using clock = std::chrono::steady_clock;
-
     bool fill_prefill();
     void plan_cohort(std::size_t first);
     bool may_join(slot& target) const;
@@ -99,6 +112,7 @@ private:
     std::vector<step_token> tokens_;
     std::vector<step_rows> rows_;
     std::vector<batch_part> parts_;
+    step_costs costs_;
     bool is_prefill_ = false;
     std::uint64_t n_fills_ = 0;
     // A prompt's step holds the texts of other owners up: then they have as much time to go on.
@@ -110,6 +124,10 @@ private:
     // Prompts that share the step: adjacent slots, and tokens of each; 0: they do not.
     std::size_t end_of_cohort_ = 0;
     int n_each_ = 0;
+    // Prompts that wait for company: how many, and when the first and the last of them came.
+    std::size_t n_gathered_ = 0;
+    clock::time_point first_came_;
+    clock::time_point last_came_;
     // The turn of a slot's LoRA scales, while slots with others wait.
     std::size_t i_leader_ = 0;
     int n_left_ = 0;  // decode steps of the turn

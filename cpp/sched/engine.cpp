@@ -32,7 +32,10 @@ engine::engine(std::shared_ptr<model> source, const engine_options& options)
     pool.pins_ahead = true;
     pool.poison = options.poisons_blocks;
     pool.allocator = runner->host_memory();
-    sched_.reset(new scheduler(std::move(runner), block_pool::create(std::move(pool))));
+    pace given;
+    given.max_gap = std::chrono::duration<double, std::milli>(options.max_gap_ms);
+    sched_.reset(
+        new scheduler(std::move(runner), block_pool::create(std::move(pool)), 1024, given));
 }
 
 std::shared_ptr<request> engine::submit(request_options options) {

@@ -29,7 +29,8 @@ namespace kqview {
 struct engine_options : context_options {
     std::size_t attention_budget_bytes = 0;
     std::size_t pinned_bytes = 0;  // the page-locked part of it, where devices hold layers
-    bool poisons_blocks = false;   // for tests of views: overwrites blocks that were given back
+    double max_gap_ms = 0;  // between two tokens of a text while a prompt is evaluated; 0: see pace
+    bool poisons_blocks = false;  // for tests of views: overwrites blocks that were given back
 };
 
 struct engine_health {

@@ -59,22 +59,27 @@ prompt_event scores_of(runner& model, const batch_part& part) {
 
 engine_loop::engine_loop(runner& model, std::shared_ptr<block_pool> pool,
                          std::shared_ptr<heartbeat> heart, std::shared_ptr<doorbell> bell,
-                         command_queue& queue, std::chrono::milliseconds least_turn)
+                         command_queue& queue, const pace& given)
     : model_(model),
       pool_(std::move(pool)),
       heart_(std::move(heart)),
       bell_(std::move(bell)),
       queue_(queue),
-      slots_(model, least_turn),
+      slots_(model, given.least_turn),
       lane_(2 * static_cast<std::size_t>(model.n_slots()), bell_),
       out_(model, slots_, lane_, counters_),
-      batch_(model, *pool_, slots_, out_, counters_) {}
+      batch_(model, *pool_, slots_, out_, counters_, given.max_gap) {}
 
 void engine_loop::run() {
     for (;;) {
         try {
             if (!take_commands()) break;
             admit();
+            if (const auto until = batch_.company_until()) {
+                heart_->enter(engine_phase::waiting);
+                bell_->wait(until);
+                continue;
+            }
             const bool has_stepped = step();
             if (make_way() || has_stepped || !tell_stalled()) continue;
         } catch (...) {
@@ -235,6 +240,7 @@ bool engine_loop::step() {
         const bool is_prefill = batch_.is_prefill();
         decode();
         last_decode_ = clock::now() - started;
+        batch_.note(last_decode_);
         (is_prefill ? counters_.prefill_ns : counters_.decode_ns) += nanoseconds(last_decode_);
         return true;
     }

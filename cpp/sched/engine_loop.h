@@ -24,10 +24,19 @@
 #include "sched/runner.h"
 #include "sched/sampler_lane.h"
 #include "sched/slot_table.h"
+#include "sched/step_costs.h"
 #include "sched/wakeup.h"
 #include "tap/step_result.h"
 
 namespace kqview {
+
+// How long requests wait for each other.
+struct pace {
+    // Of two consumers that take turns in a slot; see slot_table.
+    std::chrono::milliseconds least_turn{10};
+    // Of a text, for the prompts of others; see step_costs.
+    step_costs::seconds max_gap{};
+};
 
 class engine_loop {
 public:
@@ -35,7 +44,7 @@ public:
 
     engine_loop(runner& model, std::shared_ptr<block_pool> pool, std::shared_ptr<heartbeat> heart,
                 std::shared_ptr<doorbell> bell, command_queue& queue,
-                std::chrono::milliseconds least_turn);
+                const pace& given);
 
     // Returns once the queue is closed and every request has ended.
     void run();

@@ -11,11 +11,11 @@
 namespace kqview {
 
 scheduler::scheduler(std::unique_ptr<runner> model, std::shared_ptr<block_pool> pool,
-                     int n_queue_max, std::chrono::milliseconds least_turn)
+                     int n_queue_max, const pace& given)
     : pool_(std::move(pool)),
       runner_(std::move(model)),
       queue_(std::make_unique<command_queue>(bell_, static_cast<std::size_t>(n_queue_max))),
-      loop_(std::make_unique<engine_loop>(*runner_, pool_, heart_, bell_, *queue_, least_turn)),
+      loop_(std::make_unique<engine_loop>(*runner_, pool_, heart_, bell_, *queue_, given)),
       n_slots_(runner_->n_slots()) {
     // A forked child drops views too, where the doorbell's lock may be locked forever.
     pool_->set_release_listener([bell = bell_, fork = fork_] {

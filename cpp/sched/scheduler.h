@@ -34,12 +34,9 @@ namespace kqview {
 
 class scheduler {
 public:
-    // Of two consumers that take turns in a slot; see slot_table.
-    static constexpr std::chrono::milliseconds default_turn{10};
-
     // At most `n_queue_max` requests wait for a slot.
     scheduler(std::unique_ptr<runner> model, std::shared_ptr<block_pool> pool,
-              int n_queue_max = 1024, std::chrono::milliseconds least_turn = default_turn);
+              int n_queue_max = 1024, const pace& given = {});
     ~scheduler();
 
     // Assigns the request's id and mailbox, and queues it. Raises queue_full, closed.

@@ -384,6 +384,8 @@ class EngineOptions:
     """On the host, before the weights are loaded; 0 if unknown."""
     attention_budget_bytes: int
     pinned_bytes: int
+    max_gap_ms: float
+    """0: twice a text's own step."""
     aborted_decodes: list[int]
     """For tests: decodes, counted from 1, that are aborted."""
     poisons_blocks: bool

@@ -261,6 +261,10 @@ class Engine(NamesMethods):
         pinned_bytes: Maximum page-locked part of that memory, where layers are on devices: copies
             from a GPU into other memory are slower and hold the engine up. A warning is logged once
             where more is needed, or where the system locks no more; 0 locks none.
+        max_gap_ms: Most milliseconds between two tokens of a text while another prompt is
+            evaluated, as far as the time of steps can be told from those before; the prompt goes
+            through the model in pieces of that size, and its own first token comes later. None
+            keeps it near twice the text's own step, with pieces of 16 to 128 tokens.
         run_ahead: Number of tokens computed before they are requested; 0 computes each on demand.
         progress: Called with the loaded fraction, 0 to 1; True prints it.
 

@@ -1,5 +1,6 @@
 """Options of Engine: checks them and converts them to the core's."""
 
+import math
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -9,7 +10,16 @@ from typing import Any, Final, Literal, TypedDict, cast
 import numpy as np
 
 from kqview import _core
-from kqview.arguments import INT64_MAX, choice, encode, flag, invalid, to_path, whole_number
+from kqview.arguments import (
+    INT64_MAX,
+    choice,
+    encode,
+    flag,
+    invalid,
+    to_number,
+    to_path,
+    whole_number,
+)
 from kqview.chat.turn import checked_options
 from kqview.errors import shown
 from kqview.lora import SCALE_MAX, scale_of
@@ -55,6 +65,7 @@ class EngineOptions(TypedDict, total=False):
     rpc_timeout_s: float
     attention_budget_bytes: int | None
     pinned_bytes: int
+    max_gap_ms: float | None
     run_ahead: int
     progress: Callable[[float], object] | bool | None
 
@@ -84,6 +95,13 @@ def _to_bytes(name: str, value: object, low: int = 0) -> int:
 def _to_text(name: str, value: Any) -> str:
     encode(name, value)
     return value
+
+
+def _to_gap(name: str, value: object) -> float:
+    gap = to_number(value)
+    if gap is None or not 0 < gap < math.inf:
+        raise invalid(name, "a number of milliseconds above 0, or None", shown(value))
+    return gap
 
 
 def _to_progress(name: str, value: object) -> Callable[[float], object] | None:
@@ -150,6 +168,7 @@ _OPTIONS: Final[Mapping[str, tuple[Any, Callable[[str, Any], Any]]]] = {
     "rpc_timeout_s": (300.0, lambda _, value: rpc_timeout(value)),
     "attention_budget_bytes": (None, lambda name, value: _to_bytes(name, value, 1)),
     "pinned_bytes": (PINNED_BYTES, _to_bytes),
+    "max_gap_ms": (None, _to_gap),
     "run_ahead": (8, lambda name, value: whole_number(name, value, low=0)),
     "progress": (None, _to_progress),
 }
@@ -187,6 +206,7 @@ def context_options(given: Mapping[str, Any]) -> _core.EngineOptions:
     options.n_threads = _to_size("n_threads", n_threads or default_threads())
     options.attends = given["attention_kernel"] != "llama.cpp"
     options.rows_beside = given["device_rows"] == "beside"  # "auto": until a GPU has measured both
+    options.max_gap_ms = given["max_gap_ms"] or 0.0
     options.pooling = given["pooling"] or ""
     options.host_memory_bytes = memory_bytes
     options.free_memory_bytes = max(1, free_memory_bytes()) if n_ctx is None else 0

@@ -156,14 +156,14 @@ class test_engine {
 public:
     explicit test_engine(fake_options options = {}, std::size_t budget_bytes = mib,
                          int n_queue = 64, std::shared_ptr<host_allocator> allocator = nullptr,
-                         std::chrono::milliseconds least_turn = std::chrono::milliseconds(0))
+                         const pace& given = {std::chrono::milliseconds(0)})
         : model(std::make_shared<fake_model>(std::move(options))) {
         block_pool_options pool_options;
         pool_options.budget_bytes = budget_bytes;
         pool_options.allocator = std::move(allocator);
         pool_options.poison = true;
         pool = block_pool::create(pool_options);
-        sched.reset(new scheduler(std::make_unique<fake_runner>(model), pool, n_queue, least_turn));
+        sched.reset(new scheduler(std::make_unique<fake_runner>(model), pool, n_queue, given));
     }
     ~test_engine() {
         model->allow_all();

@@ -443,7 +443,7 @@ TEST_CASE("steered: a deterministic request gets back the very cells that it had
 }
 
 TEST_CASE("steered: a consumer that answers in time keeps its slot") {
-    test_engine engine({}, mib, 64, nullptr, std::chrono::hours(1));
+    test_engine engine({}, mib, 64, nullptr, pace{std::chrono::hours(1)});
     const auto prompt = make_prompt(1, 5);
     auto steered = drive(engine, prompt, 50);
     REQUIRE(steered.next());
