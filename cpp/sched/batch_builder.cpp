@@ -38,6 +38,19 @@ bool needs_outputs(const request& active) {
 // of another.
 bool can_mix_prompts(const runner& model) { return !model.has_cache() || model.can_truncate(); }
 
+// Not where rows are captured: a tap reads either one run or one token of each slot.
+bool can_share_prompts(const runner& model, const slot_table& slots) {
+    return can_mix_prompts(model) && model.has_cache() && model.is_causal() &&
+           std::none_of(slots.begin(), slots.end(),
+                        [](const slot& one) { return one.active && one.active->capture; });
+}
+
+// Whether its prompt may go through the model together with others.
+bool may_share(const slot& one) {
+    return one.is_in_prompt() && !one.fork && one.text.empty() && !one.active->embeds &&
+           !one.active->is_alone && one.active->n_scores == 0;
+}
+
 // True if another slot generates, and so waits for this one's prompt.
 bool is_shared_step(const slot_table& slots, const slot& target) {
     if (target.active->is_alone) return false;
@@ -125,26 +138,11 @@ bool batch_builder::fill_prefill() {
 void batch_builder::plan_cohort(std::size_t first) {
     n_each_ = 0;
     end_of_cohort_ = first + 1;
-<<<<<<< HEAD
-    const auto is_captured = [](const slot& one) { return one.active && one.active->capture; };
-    if (!can_mix_prompts(model_) || !model_.has_cache() || !model_.is_causal() ||
-        std::any_of(slots_.begin(), slots_.end(), is_captured)) {
-        return;
-    }
-    const auto may_share = [](const slot& one) {
-        return one.is_in_prompt() && !one.fork && one.text.empty() && !one.active->embeds &&
-               !one.active->is_alone && one.active->n_scores == 0;
-    };
+    if (!can_share_prompts(model_, slots_) || !may_share(slots_[first])) return;
     const auto n_left = [](const slot& one) { return one.n_in_chunks() - one.cache.size(); };
-    if (!may_share(slots_[first])) return;
-    const auto n_step = static_cast<std::size_t>(std::min(
-        model_.n_chunk(), is_shared_step(slots_, slots_[first]) ? n_shared_chunk : INT_MAX));
-=======
-    if (!can_share_prompts() || !may_share(slots_[first])) return;
-    const auto n_left = [](const slot& one) { return one.n_in_chunks() - one.cache.size(); };
-    const auto n_step = static_cast<std::size_t>(
-        is_shared_step(slots_[first]) ? costs_.n_between(model_.n_chunk()) : model_.n_chunk());
->>>>>>> 2a5ac8a (A prompt beside texts goes in pieces as long as their step, and prompts that come together to an idle engine wait for each other; Engine(max_gap_ms=))
+    const auto n_step = static_cast<std::size_t>(is_shared_step(slots_, slots_[first])
+                                                     ? costs_.n_between(model_.n_chunk())
+                                                     : model_.n_chunk());
     auto n_least = n_left(slots_[first]);
     auto n_sum = n_least;
     for (auto i = first + 1; i < slots_.size() && may_share(slots_[i]); ++i) {
@@ -160,20 +158,6 @@ void batch_builder::plan_cohort(std::size_t first) {
     }
 }
 
-<<<<<<< HEAD
-=======
-// Not where rows are captured: a tap reads either one run or one token of each slot.
-bool batch_builder::can_share_prompts() const {
-    return can_mix_prompts() && model_.has_cache() && model_.is_causal() &&
-           std::none_of(slots_.begin(), slots_.end(),
-                        [](const slot& one) { return one.active && one.active->capture; });
-}
-
-bool batch_builder::may_share(const slot& one) const {
-    return one.is_in_prompt() && !one.fork && one.text.empty() && !one.active->embeds &&
-           !one.active->is_alone && one.active->n_scores == 0;
-}
-
 std::optional<batch_builder::clock::time_point> batch_builder::company_until() {
     std::size_t n_prompts = 0, n_tokens = 0;
     bool has_begun = false;
@@ -184,7 +168,8 @@ std::optional<batch_builder::clock::time_point> batch_builder::company_until() {
         ++n_prompts;
         n_tokens += has_begun ? 0 : one.n_in_chunks() - one.cache.size();
     }
-    if (n_prompts == 0 || has_begun || n_prompts == slots_.size() || !can_share_prompts()) {
+    if (n_prompts == 0 || has_begun || n_prompts == slots_.size() ||
+        !can_share_prompts(model_, slots_)) {
         n_gathered_ = 0;
         return {};
     }
@@ -200,11 +185,6 @@ std::optional<batch_builder::clock::time_point> batch_builder::company_until() {
     return now < until ? std::optional(until) : std::nullopt;
 }
 
-// Not with a recurrent state: llama.cpp's graph of plamo2 takes the tokens of one prompt for those
-// of another.
-bool batch_builder::can_mix_prompts() const { return !model_.has_cache() || model_.can_truncate(); }
-
->>>>>>> 2a5ac8a (A prompt beside texts goes in pieces as long as their step, and prompts that come together to an idle engine wait for each other; Engine(max_gap_ms=))
 // Prompts share a step if they were planned to, or if they are embedded: those that end with the
 // step, and that llama.cpp pools alike.
 bool batch_builder::may_join(slot& target) const {
@@ -352,7 +332,7 @@ int batch_builder::n_most(const slot& target) const {
     const bool is_whole = active.embeds && !model_.can_split_embedding();
     const int n_chunk = model_.n_chunk();
     const int n_most =
-        is_whole || !is_shared_step(slots_, target) ? n_chunk : std::min(n_shared_chunk, n_chunk);
+        is_whole || !is_shared_step(slots_, target) ? n_chunk : costs_.n_between(n_chunk);
     if (!active.is_alone || active.is_steered || target.text.empty()) return n_most;
     // Evaluated again in the steps in which it was evaluated first, to the last bit.
     const auto n_first = active.prompt.size() - 1, n_done = target.cache.size();
@@ -366,40 +346,9 @@ batch_part batch_builder::next_chunk(slot& target) const {
     const auto n_done = static_cast<int>(target.cache.size());
     const int n_left = static_cast<int>(target.n_in_chunks()) - n_done;
     const int n_room = model_.n_ctx() - n_done;  // a text may have to discard tokens first
-<<<<<<< HEAD
     batch_part part{&target, std::min({n_left, n_most(target), n_room}), 0, false, false};
     if (target.n_prompt_rows > 0 && target.text.empty()) fit_rows(part, model_, pool_);
     if (active.n_scores > 0) {  // whose logits one step gives
-=======
-    // A pooled embedding must be one step.
-    const bool is_whole = active.embeds && !model_.can_split_embedding();
-    int n_most = n_each_ > 0 ? n_each_
-                 : !is_whole && is_shared_step(target) ? costs_.n_between(model_.n_chunk())
-                                                       : model_.n_chunk();
-    if (active.is_alone && !active.is_steered && !target.text.empty()) {
-        // Evaluated again in the steps in which it was evaluated first, to the last bit.
-        const int n_alone = static_cast<int>(active.prompt.size()) - 1;
-        n_most = n_done < n_alone ? std::min(n_most, n_alone - n_done) : 1;
-    }
-    batch_part part{&target, std::min({n_in_chunks - n_done, n_most, model_.n_chunk(), n_room}), 0,
-                    false, false};
-    if (target.n_prompt_rows > 0 && target.text.empty()) {
-        // Number of tokens in this chunk before the first one with captured rows.
-        const int n_before = std::max(0, n_prompt - target.n_prompt_rows - n_done);
-        part.n_rows = std::max(0, part.n_tokens - n_before);
-        const auto row_bytes = std::max<std::size_t>(1, prompt_layout(active, 1).size_bytes);
-        auto n_rows_max = std::min(pool_.stats().budget_bytes / n_blocks_of_budget / row_bytes,
-                                   static_cast<std::size_t>(model_.n_prompt_rows()));
-        if (needs_outputs(active)) {
-            n_rows_max = std::min(n_rows_max, static_cast<std::size_t>(model_.n_outputs()));
-        }
-        if (model_.has_cache() && static_cast<std::size_t>(part.n_rows) > n_rows_max) {
-            part.n_rows = std::max(1, static_cast<int>(n_rows_max));
-            part.n_tokens = n_before + part.n_rows;
-        }
-    }
-    if (active.n_scores > 0) {
->>>>>>> 2a5ac8a (A prompt beside texts goes in pieces as long as their step, and prompts that come together to an idle engine wait for each other; Engine(max_gap_ms=))
         const int n_before = std::max(0, n_prompt - static_cast<int>(active.n_scores) - 1 - n_done);
         part.n_tokens = static_cast<int>(
             std::min<std::int64_t>(part.n_tokens, std::int64_t{n_before} + model_.n_outputs()));

@@ -57,6 +57,7 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "include": ["."], "extraPaths": [str(ROOT / "src")], "pythonVersion": "3.11",
         "typeCheckingMode": "strict", "reportMissingModuleSource": False,
         "reportUnknownMemberType": False,  # of matplotlib
+        "reportMissingTypeStubs": False,  # of pyarrow
     }  # fmt: skip
     (folder / "pyrightconfig.json").write_text(json.dumps(config), encoding="utf-8")
     return folder
