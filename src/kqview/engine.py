@@ -81,6 +81,8 @@ _ROLE: Final = re.compile(r"tokenizer\.ggml\.(\w+)_token_id")
 _llama_log: Final = logging.getLogger("kqview.llama")
 _SMALL_BYTES: Final = 4 * 2**20  # of weights, for which one thread is enough
 _open_engines: weakref.WeakSet["Engine"] = weakref.WeakSet()
+# A generation keeps the core of an engine that its caller has dropped.
+_cores: weakref.WeakSet[Submission] = weakref.WeakSet()
 
 
 @atexit.register
@@ -89,6 +91,8 @@ def _close_engines() -> None:
     _core.stop_waking()
     for engine in list(_open_engines):
         engine.close()
+    for core in list(_cores):
+        core.close()
 
 
 def _forward_log() -> None:
@@ -357,6 +361,7 @@ class Engine(NamesMethods):
             for i in range(core.n_slots)
         )
         _open_engines.add(self)
+        _cores.add(self._submission)
         if template is not None:
             try:
                 self._conversation.check_template(template)

@@ -116,6 +116,7 @@ _REUSE: Final = (
     "n_discard",
 )  # fmt: skip
 
+_EXIT_S: Final = 30.0  # for the engine thread to end at exit
 _owner: Final = ContextVar("kqview_owner", default="")
 
 
@@ -165,6 +166,10 @@ class Submission:
         self._wakers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LoopWaker] = (
             weakref.WeakKeyDictionary()
         )
+
+    def close(self) -> None:
+        """End the engine thread, if it was not; its generations raise ClosedError."""
+        self._core.close(_EXIT_S)
 
     # ---- one request
 
