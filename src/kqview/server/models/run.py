@@ -80,6 +80,7 @@ class AttentionWanted:
         layer_weights: Of "weighted_layers", one for each layer kept; None weighs layer i of n with
             ``(i + 1)``, so that late layers count more. Weights are divided by their sum.
         prompt: Also send the rows of the prompt's tokens.
+        is_kept: Rows are kept for whoever fetches them, instead of sent.
     """
 
     kind: Kind = "probs"
@@ -93,6 +94,7 @@ class AttentionWanted:
     spans: tuple[Span, ...] | None = None
     layer_weights: tuple[float, ...] | None = None
     prompt: bool = False
+    is_kept: bool = False
 
     def capture(self, model: ModelInfo) -> Capture:
         """The smallest engine capture that gives `shaped` what it needs.

@@ -218,10 +218,17 @@ class Service(SocketHost):
             if name != label:
                 request = replace(request, request_id=name)
             self._check_room(model, caller)
+            with_mods: Callable[[], dict[str, Any]] | None = None
+            if request.mods or settings.trace_url is not None:
+                with_mods = partial(
+                    self.mod_runs.options, request.mods, owner=caller.owner, model=model.name
+                )
             self._starting[caller.owner, name] = model
             try:
                 async with limit:
-                    generations, n_truncated = await self._begun(model, request, caller, hold)
+                    generations, n_truncated = await self._begun(
+                        model, request, caller, hold, with_mods
+                    )
             finally:
                 del self._starting[caller.owner, name]
         except TimeoutError:
@@ -231,7 +238,8 @@ class Service(SocketHost):
         run = Run(
             request, generations, hold.part(), on_close=partial(self._ended, model),
             owner=caller.owner, label=label, n_truncated=n_truncated,
-            token_bytes=model.engine.token_bytes, traces_stored=self.mod_runs.stored,
+            token_bytes=model.engine.token_bytes,
+            traces_stored=self.mod_runs.stored if with_mods else None,
         )  # fmt: skip
         self.runs[caller.owner, name] = model.work.runs[caller.owner, name] = run
         self.n_runs += 1
@@ -269,7 +277,12 @@ class Service(SocketHost):
             raise renamed(error, {"texts": "prompt", **request.names}) from None
 
     async def _begun(
-        self, model: ModelEntry, request: GenerateRequest, caller: Caller, hold: Reservation
+        self,
+        model: ModelEntry,
+        request: GenerateRequest,
+        caller: Caller,
+        hold: Reservation,
+        with_mods: Callable[[], dict[str, Any]] | None,
     ) -> tuple[list[Generation], int]:
         """Begin the generations of *request*; large requests are built in another thread.
 
@@ -288,12 +301,7 @@ class Service(SocketHost):
                 prompts[0] = await self._truncated(model, request, prompts[0], hold)
                 n_truncated = n_whole - len(prompts[0])
             _check_prompts(prompts, request, model.max_context_of(engine))
-            options = None
-            if request.mods or self.settings.trace_url is not None:
-                options = partial(
-                    self.mod_runs.options, request.mods, owner=caller.owner, model=model.name
-                )
-            build = partial(self._build, engine, request, prompts, caller.owner, options)
+            build = partial(self._build, engine, request, prompts, caller.owner, with_mods)
             sampling, is_gone = request.sampling, StopFlag()
             lists = (sampling.logit_bias, sampling.banned_tokens, sampling.stop_tokens)
             n_items = sum(map(len, lists)) * len(prompts) + sum(map(len, prompts))

@@ -29,7 +29,6 @@ from kqview.server.api.wire.attention import (
     AttentionWriter,
     ReplyLists,
     attention_of,
-    keeps,
 )
 from kqview.server.api.wire.chat import (
     ID_BYTES,
@@ -384,7 +383,7 @@ async def _completed(
         if plan.echo_logprobs is not None:
             echoed = await _echoed(call, plan, plan.echo_logprobs, lists)
         run = await service.start(plan.request, call.caller, call.hold, model=call.model)
-    attention = AttentionWriter(run, engine.model, service.kept if keeps(body.attention) else None)
+    attention = AttentionWriter(run, engine.model, service.kept)
     writer = CompletionWriter(plan, engine.token_bytes, attention, int(time.time()), echoed)
     if body.stream:
         return Events(run, writer, HEAD, LARGE if echoed else call.n_body_bytes)

@@ -468,7 +468,7 @@ class CompletionWriter:
                 **tool_calls_of(generation),
             )  # fmt: skip
         answer = reading.answer(text)
-        if generation.tool_calls is not None:
+        if ended == "tool_calls":
             answer.calls += written_calls(generation.tool_calls)
         message = schema.Message(
             content=answer.content if answer.content or not answer.calls else None,

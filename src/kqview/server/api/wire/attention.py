@@ -186,12 +186,8 @@ def attention_of(wanted: Attention | bool | None, settings: Settings) -> Attenti
         spans=given.spans,
         layer_weights=given.layer_weights,
         prompt=bool(given.prompt),
+        is_kept=given.delivery == "id",
     )
-
-
-def keeps(wanted: Attention | bool | None) -> bool:
-    """Whether attention is kept for ``GET /v1/attention/{id}/{n}`` instead of sent."""
-    return isinstance(wanted, Attention) and wanted.delivery == "id"
 
 
 # ---- rows
@@ -417,15 +413,18 @@ class AttentionWriter:
         self,
         run: Run,
         model: ModelInfo,
-        kept: RowCache | None = None,
+        kept: RowCache,
         prompt: PromptText | None = None,
         hidden: Set[int] = frozenset(),
     ) -> None:
-        """Keep rows in *kept*, if it is given, instead of writing them; the others are as there."""
+        """Keep rows in *kept* instead of writing them, if the request says so.
+
+        The others are as there.
+        """
         wanted = run.request.attention
         self._rows = None if wanted is None else RowWriter.of(wanted, model)
-        self._kept = kept
-        if wanted is not None and kept is not None:
+        self._kept = kept if wanted is not None and wanted.is_kept else None
+        if wanted is not None and self._kept is not None:
             layers = model.attention_layers if wanted.layers is None else wanted.layers
             kept.open(
                 run.owner, run.request_id, wanted, layers,

@@ -31,7 +31,6 @@ from kqview.server.api.wire.attention import (
     ReplyLists,
     attention_of,
     event_pieces,
-    keeps,
 )
 from kqview.server.api.wire.event_parts import Removed
 from kqview.server.api.wire.fields import (
@@ -397,7 +396,7 @@ async def answered(
         if work.request.dialogue is not None:  # messages that are not the body's own, for mods
             call.hold.take(DECODED_TIMES * call.n_body_bytes)
         run = await service.start(work.request, call.caller, call.hold, model=call.model)
-    attention = AttentionWriter(run, engine.model, service.kept if keeps(body.attention) else None)
+    attention = AttentionWriter(run, engine.model, service.kept)
     writer = writer_of(
         id_, body, body.model or call.model.name, work.reading, attention, engine.token_bytes
     )
