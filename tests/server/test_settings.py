@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from kqview.engine_options import DEFAULTS
 from kqview.errors import RequestError
 from kqview.server import Settings
 
@@ -187,3 +188,17 @@ def test_defaults_of_sampling_are_numbers_in_range():
     assert settings.sampling_defaults == {"temperature": 0.6, "top_k": 20, "seed": 5}
     with pytest.raises(RequestError, match="top_p"):
         Settings(sampling=("top_p=2",))
+
+
+@pytest.mark.parametrize(
+    ("setting", "option"),
+    [
+        ("n_slots", "n_slots"), ("n_ctx", "n_ctx"), ("n_threads", "n_threads"),
+        ("n_gpu_layers", "n_gpu_layers"), ("kv_type", "kv_type"), ("flash_attn", "flash_attn"),
+        ("attention_kernel", "attention_kernel"), ("ubatch_size", "n_ubatch"),
+        ("pinned_bytes", "pinned_bytes"), ("pooling", "pooling"),
+        ("attention_budget_bytes", "attention_budget_bytes"),
+    ],
+)  # fmt: skip
+def test_defaults_of_the_engine_are_its_own(setting: str, option: str):
+    assert getattr(Settings(), setting) == DEFAULTS[option]

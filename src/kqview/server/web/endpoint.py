@@ -85,6 +85,9 @@ EVENT_HEAD: Final = b"event: message\ndata: "
 EVENT_TAIL: Final = b"\n\n"
 NEXT_EVENT: Final = EVENT_TAIL + EVENT_HEAD
 """Stands between two events in the pieces of one call, over SSE."""
+DATA_HEAD: Final = b"data: "
+"""Head of the events of a stream that have no other line."""
+NEXT_DATA: Final = EVENT_TAIL + DATA_HEAD
 NAMED_HEAD: Final = b"event: "
 """Head of the events of a stream in which each piece begins with its event's name."""
 

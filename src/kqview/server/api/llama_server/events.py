@@ -18,12 +18,10 @@ from kqview.server.api.wire.fields import Clock, prompt_progress, timings
 from kqview.server.api.wire.mods_field import removed, tool_calls_of
 from kqview.server.errors import Answer
 from kqview.server.models.run import Removal, Run, Step
+from kqview.server.web.endpoint import NEXT_DATA
 from kqview.stop_strings import ShownText
 from kqview.types import PromptBlock, Token
 
-HEAD: Final = b"data: "
-"""How an event begins; there is no other line in it."""
-_NEXT: Final = b"\n\n" + HEAD
 _TOKEN_BYTES: Final = 256  # of memory: an id, its text, its place in lists
 _LOGPROB_BYTES: Final = 512
 _STOP_TYPES: Final[Mapping[str, str]] = MappingProxyType(
@@ -106,7 +104,7 @@ class CompletionEvents:
         events = [partial]
         if body.return_progress and len(sample.ids) == 1:
             events = [*self._progress(run, sample), partial]
-        return [_NEXT.join(map(msgspec.json.encode, events))]
+        return [NEXT_DATA.join(map(msgspec.json.encode, events))]
 
     def removed(self, run: Run, removal: Removal) -> list[bytes]:
         """What a client is to drop, in an event of its own."""
@@ -126,7 +124,7 @@ class CompletionEvents:
             if rest:
                 events.append(msgspec.json.encode(self._partial(run, sample, rest, [])))
             events.append(msgspec.json.encode(self._end(run, sample, is_stream=True)))
-        return [_NEXT.join(events)]
+        return [NEXT_DATA.join(events)]
 
     def error(self, run: Run | None, answer: Answer) -> list[bytes]:
         """What went wrong."""

@@ -23,6 +23,7 @@ from kqview.server.errors import NotSupported
 from kqview.server.models.service import OFFLOAD_BYTES, Call
 from kqview.server.models.stream import Events
 from kqview.server.web.endpoint import (
+    DATA_HEAD,
     HttpReply,
     OneOf,
     Operations,
@@ -180,7 +181,7 @@ async def _complete(
     n_repeated = len(run.generations) * call.n_body_bytes
     n_repeated += plan.request.n_samples * sum(map(len, plan.prompts))
     if body.stream:
-        return Events(run, writer, events.HEAD, n_repeated=n_repeated)
+        return Events(run, writer, DATA_HEAD, n_repeated=n_repeated)
     n_bytes = n_repeated
     async with run:
         async for step in run.final_steps():

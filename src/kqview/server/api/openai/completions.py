@@ -17,7 +17,6 @@ from kqview.engine import Engine
 from kqview.errors import RequestError, shown
 from kqview.server.api.openai import schema
 from kqview.server.api.openai.events import (
-    HEAD,
     ChatChunk,
     CompletionPlan,
     CompletionWriter,
@@ -56,7 +55,7 @@ from kqview.server.models.run import GenerateRequest
 from kqview.server.models.service import Call
 from kqview.server.models.stream import Events
 from kqview.server.settings import Settings
-from kqview.server.web.endpoint import HttpReply, Operations, Sample
+from kqview.server.web.endpoint import DATA_HEAD, HttpReply, Operations, Sample
 
 Prompt = str | list[int]
 ToolChoice = Literal["auto", "none", "required"]
@@ -386,7 +385,7 @@ async def _completed(
     attention = AttentionWriter(run, engine.model, service.kept)
     writer = CompletionWriter(plan, engine.token_bytes, attention, int(time.time()), echoed)
     if body.stream:
-        return Events(run, writer, HEAD, LARGE if echoed else call.n_body_bytes)
+        return Events(run, writer, DATA_HEAD, LARGE if echoed else call.n_body_bytes)
     return await collected(call, run, writer, lists)
 
 

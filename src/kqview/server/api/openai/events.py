@@ -31,12 +31,10 @@ from kqview.server.api.wire.mods_field import removed, tool_calls_of
 from kqview.server.errors import Answer
 from kqview.server.models.run import GenerateRequest, Removal, Run, Step, TokenLogprobs
 from kqview.server.web.described import about
+from kqview.server.web.endpoint import NEXT_DATA
 from kqview.stop_strings import ShownText, TextStream
 from kqview.types import PromptBlock, Score, Token
 
-HEAD: Final = b"data: "
-"""How an event begins; there is no other line in it."""
-_NEXT: Final = b"\n\n" + HEAD
 _DONE: Final = b"[DONE]"
 FINGERPRINT: Final = f"kqview-{__version__}"
 _STOPPED: Final = frozenset({"stop", "stop_token", "stop_sequence", "cancelled", "tool_calls"})
@@ -382,7 +380,7 @@ class CompletionWriter:
             chunks.append(self._chunk(run))
             chunks[-1].usage = self._usage(run)
         chunks[-1].timings = self._choices[0].clock.timings(run)
-        return [*_encoded(chunks), _NEXT, _DONE]
+        return [*_encoded(chunks), NEXT_DATA, _DONE]
 
     def error(self, run: Run | None, answer: Answer) -> list[bytes]:
         """What went wrong."""
@@ -554,6 +552,6 @@ def _encoded(
     pieces: list[bytes] = []
     for i, chunk in enumerate(chunks):
         if i:
-            pieces.append(_NEXT)
+            pieces.append(NEXT_DATA)
         pieces += event_pieces(chunk, data if i == i_data else None)
     return pieces
