@@ -43,8 +43,7 @@ public:
     using clock = std::chrono::steady_clock;
 
     engine_loop(runner& model, std::shared_ptr<block_pool> pool, std::shared_ptr<heartbeat> heart,
-                std::shared_ptr<doorbell> bell, command_queue& queue,
-                const pace& given);
+                std::shared_ptr<doorbell> bell, command_queue& queue, const pace& given);
 
     // Returns once the queue is closed and every request has ended.
     void run();

@@ -16,7 +16,7 @@ import traceback
 import weakref
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final, Literal, Self, SupportsIndex, Unpack, overload
+from typing import Any, Final, Literal, Self, SupportsIndex, Unpack, cast, overload
 
 from kqview import _core
 from kqview.arguments import INT32_MAX, checked_id, seconds
@@ -573,7 +573,7 @@ class Engine(NamesMethods):
         """
         self._core.check_open()
         is_plain = type(id) is int and 0 <= id <= INT32_MAX
-        return self._model.token_bytes(id if is_plain else checked_id("id", id))
+        return self._model.token_bytes(cast("int", id) if is_plain else checked_id("id", id))
 
     def token_text(self, id: SupportsIndex) -> str:
         """`token_bytes` as text; bytes that are not UTF-8 on their own become U+FFFD."""

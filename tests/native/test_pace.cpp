@@ -83,7 +83,7 @@ TEST_CASE("pace: prompts that come together wait for each other, and go together
     options.on_decode = [](std::span<const step_token> tokens) {
         std::this_thread::sleep_for(1ms + 4ms * (tokens.size() / 8));
     };
-    test_engine engine(options);
+    test_engine engine(options, mib, 64, nullptr, pace{});
     consumer(engine.submit(make_prompt(9, 64), 1))
         .rest();  // from here on it is known what they take
     engine.pass_round();

@@ -18,7 +18,7 @@ from kqview.errors import RequestError
 from kqview.mods import Added, Backtrack, mod
 from kqview.server import Settings
 from kqview.server.api.wire.chat import ChatRequest, prepare, with_fields
-from kqview.server.api.wire.fields import LlamaFields, reasoning_budget_of
+from kqview.server.api.wire.fields import LlamaFields, most_tokens_of
 from kqview.server.api.wire.reasoning_cap import (
     CapForcing,
     ReasoningCap,
@@ -221,11 +221,11 @@ def test_prompts_have_to_agree_where_reasoning_begins():
 
 
 def test_limit_has_the_names_of_llama_cpps_server():
-    assert reasoning_budget_of(LlamaFields()) is None
-    assert reasoning_budget_of(LlamaFields(reasoning_budget_tokens=-1)) is None
-    assert reasoning_budget_of(LlamaFields(thinking_budget_tokens=0)) == 0
+    assert most_tokens_of(LlamaFields(), "reasoning_budget") is None
+    assert most_tokens_of(LlamaFields(reasoning_budget_tokens=-1), "reasoning_budget") is None
+    assert most_tokens_of(LlamaFields(thinking_budget_tokens=0), "reasoning_budget") == 0
     with pytest.raises(RequestError, match="thinking_budget_tokens is -2"):
-        reasoning_budget_of(LlamaFields(thinking_budget_tokens=-2))
+        most_tokens_of(LlamaFields(thinking_budget_tokens=-2), "reasoning_budget")
 
 
 # ---- with an engine
