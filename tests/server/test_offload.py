@@ -282,9 +282,9 @@ def ticking() -> Iterator[tuple[Served, list[float]]]:
     gc.freeze()
     with serving(Settings()) as served, served.client() as client:
         loops: list[asyncio.AbstractEventLoop] = []
-        served.service.on_end = lambda run: loops.append(asyncio.get_running_loop())
-        client.post("/api/v1/generate", json={"prompt": "Tom", "max_length": 1})
-        served.wait_until(lambda: loops)
+        with served.noting_ends(lambda run: loops.append(asyncio.get_running_loop())):
+            client.post("/api/v1/generate", json={"prompt": "Tom", "max_length": 1})
+            served.wait_until(lambda: loops)
         is_over = threading.Event()
 
         async def tick() -> None:

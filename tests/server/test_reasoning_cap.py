@@ -489,18 +489,12 @@ def test_limit_that_cannot_work_is_refused_by_name(
 def test_request_without_a_limit_is_not_steered(demo: Served):
     path, body = BODIES["chat"]
     steered: list[str] = []
-    before = demo.service.on_end
 
     def note(run: Any) -> None:
         steered.append(type(run.generations[0]._source).__name__)
-        before(run)
 
-    demo.service.on_end = note
-    try:
-        with demo.client() as client:
-            for budget in (None, -1, 8, 2):
-                wanted = {**body, "max_tokens": 8, "reasoning_budget_tokens": budget}
-                assert client.post(path, json=wanted).status_code == 200
-    finally:
-        demo.service.on_end = before
+    with demo.noting_ends(note), demo.client() as client:
+        for budget in (None, -1, 8, 2):
+            wanted = {**body, "max_tokens": 8, "reasoning_budget_tokens": budget}
+            assert client.post(path, json=wanted).status_code == 200
     assert steered == ["PlainSource"] * 3 + ["SteeredSource"]

@@ -60,6 +60,21 @@ class Served:
         self.wait_until(is_running)
         return found[0]
 
+    @contextlib.contextmanager
+    def noting_ends(self, note: Callable[[Run], object]) -> Iterator[None]:
+        """The block in which *note* is called, on the event loop, with each run that has ended."""
+        ended = self.service._ended
+
+        def both(model: Any, run: Run) -> None:
+            ended(model, run)
+            note(run)
+
+        self.service._ended = both
+        try:
+            yield
+        finally:
+            del self.service._ended
+
     @property
     def n_connections(self) -> int:
         """Connections that the server has open."""

@@ -375,9 +375,10 @@ def test_rows_without_room_end_with_an_event_that_has_figures(serve: Serve):
 def test_server_that_ends_tells_running_and_idle_sockets(serve: Serve):
     served = serve(Settings(n_ctx=2048))
     loops: list[asyncio.AbstractEventLoop] = []
-    served.service.on_end = lambda run: loops.append(asyncio.get_running_loop())
     with DreamSocket(served.ws_url) as running, DreamSocket(served.ws_url) as idle:
-        assert len(idle.generate(prompt=PROMPT, max_new_tokens=1)[0]) == 1
+        with served.noting_ends(lambda run: loops.append(asyncio.get_running_loop())):
+            assert len(idle.generate(prompt=PROMPT, max_new_tokens=1)[0]) == 1
+            served.wait_until(lambda: loops)
         running.send(prompt=PROMPT, max_new_tokens=2000, return_attention=True, num_samples=4)
         assert running.event()["type"] == "token"
         leaving = asyncio.run_coroutine_threadsafe(served.service.drain(5), loops[0])
