@@ -47,7 +47,8 @@ def subclasses(base: type[Any]) -> set[type[Any]]:
 
 KINDS = sorted(
     {one for one in subclasses(errors.KqviewError) if one.__module__ in
-     (errors.__name__, server_errors.__name__)} - {errors.KqviewError, ServerError},
+     (errors.__name__, server_errors.__name__)}
+    - {errors.KqviewError, errors.CorpusError, ServerError},  # no route reads a corpus
     key=lambda kind: kind.__name__,
 )  # fmt: skip
 
