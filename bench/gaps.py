@@ -109,7 +109,7 @@ def measure(settings: Settings, line: ProgressLine) -> Iterator[Timing | LeftOut
             continue
         with open_engine(
             settings, flash_attn=True, n_slots=N_TEXTS + 1, n_ctx=N_CONTEXT + N_ARRIVING + 512,
-            run_ahead=0, max_gap_ms=value,
+            max_gap_ms=value,
         ) as engine:  # fmt: skip
             runs = Runs(engine)
             for name in names:
