@@ -1,5 +1,5 @@
 # A build for any machine (KQVIEW_PORTABLE) holds ggml's CPU backend and kqview's own kernels once
-# for each level of the processor, and uses the best that the processor has (cpp/base/cpu_variant.h).
+# for each level of the processor, and uses the best one it has (cpp/base/cpu_variant.h).
 # vendor/cpu_variants.py says how they live in one module. Included by cpp/CMakeLists.txt, whose
 # directory has the source files' properties and the module.
 #

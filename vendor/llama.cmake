@@ -24,7 +24,7 @@ foreach(part COMMON TESTS TOOLS EXAMPLES SERVER APP)
 endforeach()
 if(KQVIEW_PORTABLE)
     set(GGML_NATIVE OFF CACHE BOOL "" FORCE)
-    # Levels are objects of their own, each for its processors (cpu_variants.cmake); the rest is for all.
+    # Each level is an object of its own (cpu_variants.cmake); the rest is for all processors.
     if(CMAKE_SYSTEM_NAME STREQUAL "Linux" AND CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|aarch64)$")
         set(KQVIEW_CPU_VARIANTS ON)
         set(KQVIEW_PROCESSOR ${CMAKE_SYSTEM_PROCESSOR})

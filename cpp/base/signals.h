@@ -1,5 +1,5 @@
-// Signals belong to Python's main thread: one that is delivered to another thread would not interrupt
-// the wait that it is meant for.
+// Signals belong to Python's main thread: one that is delivered to another would not interrupt the
+// wait that it is meant for.
 #pragma once
 
 #include <pthread.h>

@@ -15,8 +15,8 @@ public:
 
     // `max_gap`: between two tokens of a text while a prompt is evaluated; 0: twice the text's own
     // step, as far as pieces of n_least tokens allow. Smaller ones take the model so much longer
-    // that the prompt's own first token, and with it the next text, comes too late. Below 0, nothing
-    // is learnt: pieces are as large as before anything is known, and nobody waits.
+    // that the prompt's own first token, and with it the next text, comes too late. Below 0,
+    // nothing is learnt: pieces are as large as before anything is known, and nobody waits.
     explicit step_costs(seconds max_gap = {}) : max_gap_(max_gap) {}
 
     // A step with this many tokens of prompts, or of texts, took so long.

@@ -1,6 +1,6 @@
 // One buffer on a device, from which tensors get memory: results from the front, scratch memory
-// from the back. Addresses stay fixed while nothing is reserved, so recorded graphs stay valid. Also
-// copies between two such buffers of a device.
+// from the back. Addresses stay fixed while nothing is reserved, so recorded graphs stay valid.
+// Also copies between two such buffers of a device.
 // Owner:   transfer.
 // Threads: the engine thread.
 #pragma once

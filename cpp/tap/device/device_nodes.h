@@ -95,8 +95,8 @@ private:
     std::vector<ggml_tensor*> found_;  // in the order of the lists, then of the matrices
 };
 
-// Builds the nodes of one graph on one device. Raises unsupported_model instead of adding a node that
-// the device cannot compute: ggml would abort, or copy all keys to the host in every step.
+// Builds the nodes of one graph on one device. Raises unsupported_model instead of adding a node
+// that the device cannot compute: ggml would abort, or copy all keys to the host in every step.
 class device_node_builder {
 public:
     // `constants` must contain every selection of heads and all spans; null: only to check what the

@@ -1,11 +1,11 @@
-// Elements from HTML that stands in the page's scripts. What is put into it is no markup, so nothing
-// that a trace or a model says is.
+// Elements from HTML that stands in the page's scripts. What is put into it is never markup,
+// whatever a trace or a model says.
 
 const templates = new WeakMap(); // by the constant parts of a literal
 
-// The element of html`<p class=${kind}>${text}</p>`, or a fragment if there are several nodes. Between
-// tags go texts, nodes and lists of them; behind "name=" the value of an attribute, which undefined,
-// null and false leave out and true leaves empty; behind "@event=" a listener.
+// The element of html`<p class=${kind}>${text}</p>`, or a fragment if there are several nodes.
+// Between tags go texts, nodes and lists of them; behind "name=" the value of an attribute, which
+// undefined, null and false leave out and true leaves empty; behind "@event=" a listener.
 export function html(strings, ...values) {
   if (!templates.has(strings)) templates.set(strings, parsed(strings));
   const { content, names } = templates.get(strings);
