@@ -85,7 +85,10 @@ def mapped(
             shown(prompts),
         )  # fmt: skip
     n_total = len(prompts) if isinstance(prompts, Sized) else None
-    report = _reporter(progress, n_total)
+    report = reporter(
+        progress, n_total, "prompts",
+        lambda n_done, n_new, n_tokens, s: f"{n_tokens} tokens, {n_tokens / s:.1f} tokens/s",
+    )  # fmt: skip
     ids = cast("Container[str]", () if skip is None else skip)
     if isinstance(skip, StoredResults) and not isinstance(prompts, Mapping):
         wanted = _unsaved(prompts, skip.prompt_keys())
@@ -229,24 +232,38 @@ def _taken(name: str, prompt: Prompt, generation: Generation, *, returns_errors:
     )
 
 
-def _reporter(
-    progress: bool | Callable[[int, int | None], object] | None, n_total: int | None
+def reporter(
+    progress: bool | Callable[[int, int | None], object] | None,
+    n_total: int | None,
+    what: str,
+    line: Callable[[int, int, int, float], str],
 ) -> Callable[[int, int], object]:
-    if callable(progress):
-        return lambda n_done, n_tokens: progress(n_done, n_total)
-    if not progress:
-        return lambda n_done, n_tokens: None
-    begun, shown_at = time.monotonic(), 0.0
+    """A function that tells how far a run is, from the number of *what* done and another number.
 
-    def show(n_done: int, n_tokens: int) -> None:
-        nonlocal shown_at
+    Args:
+        progress: True prints a line to stderr; a function gets the number done and *n_total*.
+        n_total: How many there are, None if unknown.
+        what: What is counted, for the line.
+        line: The rest of the line, from the number done, that of this run, the other number, and
+            the seconds since the run began.
+    """
+    if callable(progress):
+        return lambda n_done, other: progress(n_done, n_total)
+    if not progress:
+        return lambda n_done, other: None
+    begun, shown_at, n_before = time.monotonic(), 0.0, -1
+    of = "" if n_total is None else f"/{n_total}"
+
+    def show(n_done: int, other: int) -> None:
+        nonlocal shown_at, n_before
         now = time.monotonic()
+        if n_before < 0:  # what an earlier run has done is no work of this one
+            n_before = n_done - 1
         is_last = n_done == n_total
         if is_last or now - shown_at > _PROGRESS_S:
             shown_at = now
-            of = "" if n_total is None else f"/{n_total}"
-            speed = n_tokens / max(now - begun, 1e-9)
-            line = f"\r{n_done}{of} prompts, {n_tokens} tokens, {speed:.1f} tokens/s"
-            print(line, end="\n" if is_last else "", file=sys.stderr, flush=True)
+            rest = line(n_done, n_done - n_before, other, max(now - begun, 1e-9))
+            end = "\n" if is_last else ""
+            print(f"\r{n_done}{of} {what}, {rest}", end=end, file=sys.stderr, flush=True)
 
     return show

@@ -6,8 +6,6 @@ results are written in the order of the source.
 """
 
 import json
-import sys
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -31,12 +29,11 @@ from kqview.corpora.sources import (
 from kqview.corpora.writer import Held, Row, Writer, chained
 from kqview.engine import Engine
 from kqview.errors import ClosedError, CorpusError, KqviewError, RequestError
-from kqview.many import Prompt, prompt_key
+from kqview.many import Prompt, prompt_key, reporter
 from kqview.option_names import names_options
 
 SHARD_BYTES: Final = 256 * 2**20
 _N_AHEAD: Final = 2  # documents in work and results kept, per slot
-_PROGRESS_S: Final = 0.2
 _UNITS: Final = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (-1, "bytes"))
 
 
@@ -159,7 +156,14 @@ def extract(
         raise RequestError(_warning(source, plan, engine, columns, options), parameter="yes")
     facts = facts_of(plan, keep)
     with Writer(Path(sink), facts, shard_bytes) as writer:
-        report = _reporter(progress, n_documents(source))
+        n_total = n_documents(source)
+
+        def line(n_done: int, n_new: int, n_errors: int, spent_s: float) -> str:
+            rate = n_new / spent_s
+            left = "" if n_total is None else f", {(n_total - n_done) / rate:.0f} s left"
+            return f"{rate:.1f}/s{left}" + (f", {n_errors} failed" if n_errors else "")
+
+        report = reporter(progress, n_total, "documents", line)
         run = _Run(plan, writer, tuple(keep), max_errors, n_group, report)
         run.all(run.left(documents(source, columns)))
     return open_corpus(sink)
@@ -337,30 +341,3 @@ class _Run:
                 f"{self._n_errors} documents failed, max_errors is {self._max_errors}; the last "
                 f"one is {one.document.id!r}: {one.error}"
             )
-
-
-def _reporter(
-    progress: bool | Callable[[int, int | None], object], n_total: int | None
-) -> Callable[[int, int], object]:
-    if callable(progress):
-        return lambda n_done, n_errors: progress(n_done, n_total)
-    if not progress:
-        return lambda n_done, n_errors: None
-    begun, shown_at, n_before = time.monotonic(), 0.0, -1
-
-    def show(n_done: int, n_errors: int) -> None:
-        nonlocal shown_at, n_before
-        now = time.monotonic()
-        if n_before < 0:  # what an earlier run has done is no work of this one
-            n_before = n_done - 1
-        is_last = n_done == n_total
-        if is_last or now - shown_at > _PROGRESS_S:
-            shown_at = now
-            rate = (n_done - n_before) / max(now - begun, 1e-9)
-            of = "" if n_total is None else f"/{n_total}"
-            left = "" if n_total is None else f", {(n_total - n_done) / rate:.0f} s left"
-            failed = f", {n_errors} failed" if n_errors else ""
-            line = f"\r{n_done}{of} documents, {rate:.1f}/s{left}{failed}"
-            print(line, end="\n" if is_last else "", file=sys.stderr, flush=True)
-
-    return show
