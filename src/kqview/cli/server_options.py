@@ -14,6 +14,7 @@ from typer.core import TyperCommand
 
 from kqview.cli.llama_server_flags import translated
 from kqview.cli.option_groups import option
+from kqview.demo import SMOLLM2, model_path
 from kqview.server.settings import PREFIX, Settings
 from kqview.server.settings_table import SettingRow, rows_of
 from kqview.server.web.supervisor import ENVIRONMENT
@@ -34,6 +35,9 @@ class ServerCommand(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Read the command line, and the variables of llama-server."""
+        for i in range(len(args) - 1):
+            if args[i : i + 2] == ["--demo", SMOLLM2]:
+                args = [*args[:i], "--model", str(model_path(SMOLLM2)), *args[i + 2 :]]
         rows = rows_of(Settings).values()
         own = {row.flag: PREFIX + row.name.upper() for row in rows}
         words, variables = translated(args, _note, os.environ, own)
