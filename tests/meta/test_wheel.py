@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import venv
 import zipfile
 from pathlib import Path
@@ -50,6 +51,7 @@ def test_free_threaded_python_is_refused_before_anything_is_built(tmp_path: Path
          "-DSKBUILD_PROJECT_NAME=kqview", "-DSKBUILD_PROJECT_VERSION=0",
          f"-DPython_EXECUTABLE={tmp_path / 'venv/bin/python'}"],
         capture_output=True, text=True, check=False,
+        env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
     )  # fmt: skip
     said = " ".join(done.stderr.split())
     assert done.returncode == 1
