@@ -71,7 +71,10 @@ _EMBED: Final = {"normalize": True, **_TEXT}
 _SCORE: Final = {
     "last": None, "top_logprobs": None, "lora": None, "deterministic": False, **_TEXT,
 }  # fmt: skip
-_ATTEND: Final = {"last": None, "request_id": None, "deterministic": False, **_TEXT}
+_ATTEND: Final = {
+    "last": None, "score": False, "top_logprobs": None, "request_id": None,
+    "deterministic": False, **_TEXT,
+}  # fmt: skip
 
 CLOSE_TIMEOUT_S: Final = 30.0
 """Default ``timeout_s`` of `Engine.close`, in seconds."""
@@ -114,6 +117,8 @@ class AttendOptions(TextOptions, total=False):
     """Options of `Engine.attend`."""
 
     last: int | None
+    score: bool
+    top_logprobs: int | None
     request_id: str | None
     deterministic: bool
 
@@ -347,7 +352,7 @@ class Engine(NamesMethods):
             trusts_template=template is not None or self._path == os.path.abspath(MODEL_PATH),
         )
         self._embedding = Embedding(core, facts, info, self._submission)
-        self._scoring = Scoring(core, facts, info, self._submission)
+        self._scoring = Scoring(core, self._submission)
         self.slots: Final = tuple(
             Slot(
                 core,
@@ -740,6 +745,9 @@ class Engine(NamesMethods):
                 most.
             capture: The attention to hand out: a Capture, or its kind as a string.
             last: Number of positions, counted from the end, whose rows to return; None for all.
+            score: Whether to score the tokens of these positions as well, as `score` does, in the
+                same evaluation: `PromptAttention.score`.
+            top_logprobs: With *score*, as in `score`.
             **options: Also request_id, priority, deterministic, add_special and parse_special, as
                 in `generate`.
 

@@ -6,18 +6,16 @@ a time, however long the text is.
 """
 
 from collections.abc import Sequence
-from typing import Final, cast
+from typing import cast
 
 from kqview import _core
 from kqview.arguments import whole_number
-from kqview.errors import RequestError, UnsupportedModel
+from kqview.errors import RequestError
 from kqview.generation.stream import Generation
 from kqview.lora import LoraScales
 from kqview.submission import Submission, be_alone
 from kqview.text_batch import Batch, TextOptions, in_turn, items_of
-from kqview.types import ModelInfo, Score
-
-_MOST_TOP: Final = 1000
+from kqview.types import Score
 
 
 class ScoreOptions(TextOptions, total=False):
@@ -32,12 +30,8 @@ class ScoreOptions(TextOptions, total=False):
 class Scoring:
     """`Engine.score`; any thread."""
 
-    def __init__(
-        self, core: _core.Engine, model: _core.Model, info: ModelInfo, submission: Submission
-    ) -> None:
+    def __init__(self, core: _core.Engine, submission: Submission) -> None:
         self._core = core
-        self._model = model
-        self._info = info
         self._submission = submission
 
     def score(
@@ -54,16 +48,7 @@ class Scoring:
     ) -> Batch[Score | list[Score]]:
         """As of Engine."""
         self._core.check_open()
-        if not (self._model.can_generate and self._core.has_cache):
-            raise UnsupportedModel(
-                f"{self._info.architecture} models do not predict the next token, so they "
-                "cannot score texts; use a causal language model"
-            )
-        n_top = (
-            None
-            if top_logprobs is None
-            else whole_number("top_logprobs", top_logprobs, low=0, high=_MOST_TOP)
-        )
+        n_top = self._submission.checked_top(top_logprobs)
         is_one, items = items_of(texts)
         names = ["texts"] if is_one else [f"texts[{i}]" for i in range(len(items))]
         ids = [

@@ -56,7 +56,7 @@ from kqview.mods.tokenizer import ModTokenizer
 from kqview.option_names import unknown_option
 from kqview.text_batch import in_turn, ordered
 from kqview.trace import Trace, TraceRecorder, TraceRequest
-from kqview.types import Capture, ModelInfo, Sampling
+from kqview.types import Capture, ModelInfo, Sampling, Score
 from kqview.types.capture import Kind
 from kqview.types.closed_schema import held
 from kqview.types.json_schema import Parsed
@@ -116,6 +116,7 @@ _REUSE: Final = (
     "n_discard",
 )  # fmt: skip
 
+_MOST_TOP: Final = 1000  # logprobs of a score
 _EXIT_S: Final = 30.0  # for the engine thread to end at exit
 _owner: Final = ContextVar("kqview_owner", default="")
 
@@ -420,12 +421,30 @@ class Submission:
         transcript = Transcript(context, capture, stop, token_bytes, request.n_keep, self._on_end)
         return PlainSource(request_id, handle, transcript, self._consumers, self._waker)
 
+    def checked_top(self, top_logprobs: object) -> int | None:
+        """The option of a request that scores texts.
+
+        Raises:
+            RequestError: It is no number, or too large.
+            UnsupportedModel: The model cannot score texts.
+        """
+        if not (self._model.can_generate and self._core.has_cache):
+            raise UnsupportedModel(
+                f"{self._info.architecture} models do not predict the next token, so they "
+                "cannot score texts; use a causal language model"
+            )
+        if top_logprobs is None:
+            return None
+        return whole_number("top_logprobs", top_logprobs, low=0, high=_MOST_TOP)
+
     def attend(
         self,
         prompt: Any,
         capture: Capture | Kind,
         *,
         last: object = None,
+        score: object = False,
+        top_logprobs: object = None,
         request_id: str | None = None,
         priority: object = 0,
         deterministic: object = False,
@@ -451,6 +470,12 @@ class Submission:
             )
         wanted = wanted.for_prompt()
         first = [0 if n_last is None else max(0, len(ids) - n_last) for ids in texts]
+        is_scored = flag("score", score)
+        if not is_scored and top_logprobs is not None:
+            raise RequestError(
+                "top_logprobs come with scores; pass score=True as well", parameter="top_logprobs"
+            )
+        n_top = self.checked_top(top_logprobs) if is_scored else None
 
         def submit(i: int) -> Generation:
             request = self.request(
@@ -462,20 +487,23 @@ class Submission:
             )
             request.only_attends = True
             be_alone(request, deterministic)
+            if is_scored:
+                request.n_scores = min(len(texts[i]) - first[i], len(texts[i]) - 1)
+                request.n_top_scores = n_top or 0
             name = request_id if is_one or request_id is None else f"{request_id}-{i}"
             return self.submit("attend", request, texts[i], name, wanted)
 
         def attention_of(i: int, generation: Generation) -> PromptAttention:
+            found = Score.empty(texts[i], has_top=n_top is not None) if is_scored else None
+            if not is_one:
+                generation.take_blocks(found)
             budget_bytes = self._core.stats().pool.budget_bytes
-            return generation.blocks(first=first[i], budget_bytes=budget_bytes)
+            return generation.blocks(first=first[i], budget_bytes=budget_bytes, score=found)
 
         if is_one:
             return attention_of(0, submit(0))
-        found: dict[int, PromptAttention] = {}
         with contextlib.closing(in_turn(texts, self._core.n_slots, submit)) as requests:
-            for i, generation in requests:
-                generation.take_blocks()
-                found[i] = attention_of(i, generation)
+            found = {i: attention_of(i, generation) for i, generation in requests}
         return ordered(found)
 
     # ---- requests that mods or callables steer

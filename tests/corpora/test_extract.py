@@ -89,6 +89,17 @@ def test_hidden_states(engine: Engine, tmp_path: Path, pool: str | None):
         assert np.allclose(entry.hidden, wanted.get(pool, states[:, -1]), atol=2e-2)
 
 
+def test_rows_states_and_scores_of_a_text_take_one_evaluation(engine: Engine, tmp_path: Path):
+    fields, capture = ["attention", "hidden", "scores"], Capture(reduce="mean", hidden=[-1])
+    before = engine.stats().prefill_tokens
+    corpus = extract(TEXTS, str(tmp_path / "c"), engine=engine, capture=capture, fields=fields)
+    n_evaluated = engine.stats().prefill_tokens - before
+    assert n_evaluated <= sum(len(entry.token_ids) for entry in corpus)
+    for text, entry in zip(TEXTS, corpus, strict=True):
+        np.testing.assert_allclose(entry.logprobs, engine.score(text).logprobs, atol=2e-2)
+        assert near(entry.attention, engine.attend(text, Capture(reduce="mean")).array())
+
+
 def test_scores_of_a_pair_are_those_of_its_continuation(engine: Engine, tmp_path: Path):
     pairs = [("Anna has a red", " ball."), ("Tom has", " a dog.")]
     corpus = extract(pairs, str(tmp_path / "c"), engine=engine, fields=["scores"], top_logprobs=2)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from kqview import Engine, Score
+from kqview import Capture, Engine, Score
 from kqview.errors import (
     ClosedError,
     InvalidToken,
@@ -210,3 +210,34 @@ def test_closed_engine_says_so(make_engine: MakeEngine, tiny_llama: Path) -> Non
 async def test_options_of_the_async_twin_may_be_none(engine: Engine) -> None:
     none: dict[str, Any] = {"priority": None, "add_special": None, "parse_special": None}
     assert (await engine.ascore("Tom", **none)).ids == engine.score("Tom").ids
+
+
+@pytest.mark.parametrize("last", [None, 3, 200])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_attend_scores_in_the_same_evaluation(last: int | None, deterministic: bool):
+    with Engine.demo(n_ctx=512, n_threads=1) as engine:
+        ids = (engine.tokenize(STORY) * 12)[:260]
+        options: dict[str, Any] = {"last": last, "top_logprobs": 2, "deterministic": deterministic}
+        expected = engine.score(ids, **options)
+        n_evaluated = engine.stats().prefill_tokens
+        found = engine.attend(ids, Capture("probs", hidden=[1]), score=True, **options)
+        rows, score = found.array(), found.score
+        assert engine.stats().prefill_tokens - n_evaluated <= len(ids)
+    assert rows.shape[2] == found.hidden.shape[1] == min(last or len(ids), len(ids))
+    assert score is not None
+    assert score.ids == ids
+    np.testing.assert_array_equal(score.ranks >= 0, expected.ranks >= 0)
+    np.testing.assert_allclose(score.logprobs, expected.logprobs, atol=1e-3)
+    assert score.top_logprobs is not None
+    assert [len(one) for one in score.top_logprobs] == [2 * (rank >= 0) for rank in score.ranks]
+
+
+def test_attend_without_scores_has_none_and_no_top_logprobs():
+    with Engine.demo(n_ctx=64, n_threads=1) as engine:
+        assert engine.attend([1, 2, 3]).score is None
+        with pytest.raises(RequestError, match="pass score=True"):
+            engine.attend([1, 2, 3], top_logprobs=2)
+        (one, two) = engine.attend([[1, 2, 3], [4, 5]], score=True)
+        assert one.score is not None
+        assert two.score is not None
+        assert [one.score.n_scored, two.score.n_scored] == [2, 1]

@@ -302,12 +302,15 @@ class Plan:
         """Evaluate *part*; any thread. Raises the errors of the engine."""
         engine, ids, text = self.engine, part.ids, None
         arrays: Arrays = {}
-        alone = self.deterministic
+        alone, is_scored, score = self.deterministic, "scores" in self.fields, None
         if self.capture is not None:
             capture = self.capture
             if part.spans:
                 capture = replace(capture, spans=[(one.start, one.stop) for one in part.spans])
-            found = engine.attend(ids, capture, last=part.last, deterministic=alone)
+            found = engine.attend(
+                ids, capture, last=part.last, deterministic=alone, score=is_scored,
+                top_logprobs=self.top_logprobs if is_scored else None,
+            )  # fmt: skip
             hidden = found.hidden if "hidden" in self.fields else None
             if "attention" in self.fields:
                 rows, positions = found.top_k() if capture.top_k else (found.array(), None)
@@ -316,9 +319,11 @@ class Plan:
                     arrays |= _named("attention_positions", positions)
             if hidden is not None:
                 arrays |= _named("hidden", _pooled(hidden, self.pool))
-        if "scores" in self.fields:
+            score = found.score
+        if is_scored:
             n = self.top_logprobs
-            score = engine.score(ids, last=part.last, top_logprobs=n, deterministic=alone)
+            if score is None:
+                score = engine.score(ids, last=part.last, top_logprobs=n, deterministic=alone)
             arrays |= {"logprobs": score.logprobs, "ranks": score.ranks}
             if score.top_logprobs is not None:
                 none = (-1, math.nan)

@@ -9,7 +9,7 @@ import numpy as np
 from kqview.coloured.rows import Rows
 from kqview.errors import InvalidCapture, OutOfMemory
 from kqview.generation.display import HandedRows, prompt_html, prompt_rows
-from kqview.types import Capture, PromptBlock, Usage
+from kqview.types import Capture, PromptBlock, Score, Usage
 from kqview.types.forms import Array, Framework, check_framework, check_hf, hf_form, lens_name
 from kqview.types.token import AnyAttention, AnyPositions, Attention, Context, Positions
 
@@ -51,6 +51,9 @@ class PromptAttention:
     Attributes:
         start: Position of the first row's query.
         n_rows: Number of rows in all blocks together. A mod may still change it before the first.
+        score: With ``attend(..., score=True)``, the log-probabilities of the tokens of which there
+            are rows, but for the prompt's first; filled in as blocks are taken, so complete after
+            `array`. Otherwise None.
 
     Raises (while iterating):
         PoolExhausted: The blocks still held fill the budget, and ``on_full`` does not allow
@@ -68,7 +71,9 @@ class PromptAttention:
         *,
         count_copied: Callable[[int], None],
         budget_bytes: int = 0,
+        score: Score | None = None,
     ) -> None:
+        self.score = score
         self._source = source
         self._count_copied = count_copied
         self.start = start
@@ -117,21 +122,27 @@ class PromptAttention:
         return self
 
     def __next__(self) -> PromptBlock:
-        block = self._source.next_block()
-        if block is None:
-            raise StopIteration
-        self._handed.add(block.start, block.rows, block.positions)
-        return block
+        while (block := self._source.next_block()) is not None:
+            if self._is_taken(block):
+                return block
+        raise StopIteration
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> PromptBlock:
-        block = await self._source.anext_block()
-        if block is None:
-            raise StopAsyncIteration
+        while (block := await self._source.anext_block()) is not None:
+            if self._is_taken(block):
+                return block
+        raise StopAsyncIteration
+
+    def _is_taken(self, block: PromptBlock) -> bool:
+        """Whether *block* has rows; scores, which come behind the rows of their step, are kept."""
+        if block.scores and self.score is not None:
+            self.score.set(block.start, block.scores)
+            return False
         self._handed.add(block.start, block.rows, block.positions)
-        return block
+        return True
 
     def array(self) -> AnyAttention:
         """The rows of all remaining blocks as one array.

@@ -20,7 +20,7 @@ from kqview.generation.steered import SteeredSource
 from kqview.mods.failures import ModFailure
 from kqview.option_names import NamesResults
 from kqview.trace import Trace
-from kqview.types import ModelInfo, PromptBlock, Reply, Token, Usage
+from kqview.types import ModelInfo, PromptBlock, Reply, Score, Token, Usage
 from kqview.types.json_schema import Parsed, parsed
 from kqview.types.stats import FinishReason
 
@@ -258,13 +258,16 @@ class Generation(NamesResults, Generic[Parsed]):
             )
         return self.blocks()
 
-    def blocks(self, *, first: int = 0, budget_bytes: int = 0) -> PromptAttention:
+    def blocks(
+        self, *, first: int = 0, budget_bytes: int = 0, score: Score | None = None
+    ) -> PromptAttention:
         """Rows of the prompt from position *first* on, for `Engine.attend`.
 
         Args:
             first: Position of the first row.
             budget_bytes: Maximum size of the copy that `PromptAttention.array` makes; 0 for no
                 limit.
+            score: Takes the scores of its tokens, if the request asks for them.
         """
         return PromptAttention(
             self,
@@ -273,12 +276,20 @@ class Generation(NamesResults, Generic[Parsed]):
             self._transcript.capture,
             count_copied=lambda n_bytes: self._source.handle.count_copied(n_bytes),
             budget_bytes=budget_bytes,
+            score=score,
         )
 
-    def take_blocks(self) -> None:
-        """Take all rows of the prompt, for `next_block` to return without waiting."""
+    def take_blocks(self, score: Score | None) -> None:
+        """Take all rows of the prompt, for `next_block` to return without waiting.
+
+        Args:
+            score: Takes the scores of its tokens, if the request asks for them.
+        """
         while (received := self._take()) is not None:
-            self._store(received)
+            if score is not None and isinstance(received, PromptBlock) and received.scores:
+                score.set(received.start, received.scores)
+            else:
+                self._store(received)
 
     def next_block(self) -> PromptBlock | None:
         """The next rows of the prompt, None if there are no more; blocks until they arrive."""

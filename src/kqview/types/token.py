@@ -331,7 +331,8 @@ class PromptBlock:
         hidden: With ``Capture(hidden=...)``: the output of these layers for the queries,
             ``(n_hidden_layers, n_rows, n_embd)`` in the dtype of the capture, a view like *rows*.
             Otherwise None. Carries the result of `Engine.embed`: float32 ``(n_rows, n_values)``.
-        scores: Always empty from `attend`. Carries scores to `Engine.score`.
+        scores: Always empty from `attend`: `PromptAttention.score` has them. Carries scores to
+            `Engine.score`.
     """
 
     start: int
