@@ -92,7 +92,8 @@ def test_hidden_states(engine: Engine, tmp_path: Path, pool: str | None):
 def test_rows_states_and_scores_of_a_text_take_one_evaluation(engine: Engine, tmp_path: Path):
     fields, capture = ["attention", "hidden", "scores"], Capture(reduce="mean", hidden=[-1])
     before = engine.stats().prefill_tokens
-    corpus = extract(TEXTS, str(tmp_path / "c"), engine=engine, capture=capture, fields=fields)
+    options: dict[str, Any] = {"capture": capture, "fields": fields, "yes": True}
+    corpus = extract(TEXTS, str(tmp_path / "c"), engine=engine, **options)
     n_evaluated = engine.stats().prefill_tokens - before
     assert n_evaluated <= sum(len(entry.token_ids) for entry in corpus)
     for text, entry in zip(TEXTS, corpus, strict=True):
