@@ -503,6 +503,15 @@ class Engine(NamesMethods):
             "n_threads": self.n_threads, "rpc_servers": servers,
         }  # fmt: skip
 
+    def fingerprint(self) -> str:
+        """Fingerprint of every byte of the model's files and adapters, read once per process.
+
+        Raises:
+            StateError: A file of the model changed after the engine was opened.
+            OSError: A file cannot be read.
+        """
+        return self._files.fingerprint()
+
     def _state_facts(self) -> StateFacts:
         if self._facts is None:
             self._facts = StateFacts(self._files.fingerprint(), self._kv_type)

@@ -24,6 +24,7 @@
     +-- StateError                     a saved session
     |   +-- StateFormatError
     |   +-- StateMismatch
+    +-- HeadFileError                  a file of attention heads
     +-- ClosedError                    the lifetime of the engine
     +-- BusyError                      two users of one slot
     +-- DecodeError                    llama.cpp could not evaluate a batch
@@ -242,6 +243,14 @@ class StateMismatch(StateError):
     """A valid saved session belongs to another model, another cache type or a larger context.
 
     Open the engine as it was when the session was saved. Not raised for another number of slots.
+    """
+
+
+class HeadFileError(KqviewError):
+    """A head file cannot be used; calibrate the model, or choose another file.
+
+    It is malformed, of a later version of the format, or of another model. Not raised for another
+    quantisation of the model: that is a `kqview.heads.HeadFileWarning`.
     """
 
 

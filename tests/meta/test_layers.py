@@ -48,6 +48,7 @@ PYTHON_RINGS: dict[str, set[str]] = {
     "bench": set(),
     "convert": set(),
     "corpora": {"saved"},
+    "heads": set(),
     # What the server loads, ray.serve loads.
     "ray": {"corpora", "saved", "server", "state", "chat", "rpc", "demo", "trace", "mods"},
     "server": {"state", "chat", "rpc", "demo", "trace", "mods"},
@@ -65,6 +66,7 @@ PYTHON_RINGS: dict[str, set[str]] = {
         "bench",
         "convert",
         "corpora",
+        "heads",
         "server",
         "ingest",
     },

@@ -48,7 +48,8 @@ def subclasses(base: type[Any]) -> set[type[Any]]:
 KINDS = sorted(
     {one for one in subclasses(errors.KqviewError) if one.__module__ in
      (errors.__name__, server_errors.__name__)}
-    - {errors.KqviewError, errors.CorpusError, ServerError},  # no route reads a corpus
+    # no route reads a corpus or a head file
+    - {errors.KqviewError, errors.CorpusError, errors.HeadFileError, ServerError},
     key=lambda kind: kind.__name__,
 )  # fmt: skip
 

@@ -33,6 +33,7 @@ def test_by_code_reaches_every_class_that_has_no_subclass():
         errors.InvalidMod,
         errors.ModFailed,
         errors.CorpusError,
+        errors.HeadFileError,
         errors.ModFileError,
         errors.UnknownAttribute,
         errors.UnknownOption,

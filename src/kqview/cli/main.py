@@ -83,6 +83,10 @@ _COMMANDS: Final[Mapping[str, tuple[str, str, str]]] = {
         _TEXT, "extract_command",
         "Write the attention, hidden states, scores or texts of many documents to a folder.",
     ),
+    "calibrate": (
+        _ABOUT, "calibrate_command",
+        "Find the attention heads of a model that do a task, and write them to a head file.",
+    ),
     "info": (
         _ABOUT, "info_command",
         "Show this build and its devices; or the shape, vocabulary and capture size of a model.",
