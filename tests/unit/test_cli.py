@@ -220,7 +220,8 @@ def test_generate_takes_the_names_that_llama_cpp_has_for_its_options(
 
 
 COMMANDS = (
-    "attend", "bench", "calibrate", "chat", "config", "config show", "convert-classifier", "demo", "embed",
+    "attend", "bench", "calibrate", "chat", "config", "config show", "convert-classifier", "demo",
+    "embed",
     "generate", "info", "ingest", "score", "serve", "state", "state check", "state inspect",
     "tokenize",
 )  # fmt: skip

@@ -207,10 +207,7 @@ def _scored(
 def _figure(judge: Callable[[Scored], float], scored: Scored) -> Figure:
     rng = np.random.default_rng(0)
     n = len(scored)
-    drawn: list[float] = [
-        judge([scored[i] for i in places])
-        for places in rng.integers(0, n, (_N_BOOTSTRAP, n)).tolist()
-    ]
+    drawn = [judge([scored[int(i)] for i in rng.integers(0, n, n)]) for _ in range(_N_BOOTSTRAP)]
     known = [one for one in drawn if np.isfinite(one)]
     low, high = np.quantile(known, (0.025, 0.975)) if known else (np.nan, np.nan)
     return Figure(round(judge(scored), 4), round(float(low), 4), round(float(high), 4), n)
@@ -312,18 +309,22 @@ def _logistic(cases: Sequence[Case], pairs: Sequence[Pair]) -> tuple[tuple[Head,
     mean, spread = values.mean(axis=0), np.maximum(values.std(axis=0), 1e-6)
     design = np.column_stack([(values - mean) / spread, np.ones(len(values))])
     ridge = np.diag([_RIDGE] * values.shape[1] + [1e-9])
-    weights = np.zeros(design.shape[1])
+    weights: Floats = np.zeros(design.shape[1])
     for _ in range(_N_NEWTON):
         chance = 0.5 * (1 + np.tanh(0.5 * design @ weights))
         gradient = design.T @ (chance - labels) + ridge @ weights
         curvature = (design.T * (chance * (1 - chance))) @ design + ridge
-        step = np.linalg.solve(curvature, gradient)
-        weights -= step
+        step = _solved(curvature, gradient)
+        weights = weights - step
         if np.abs(step).max() < 1e-9:
             break
-    slopes: Floats = np.asarray(weights[:-1] / spread, np.float64)
+    slopes = weights[:-1] / spread
     heads = tuple(Head(*pair, float(one)) for pair, one in zip(pairs, slopes, strict=True))
     return heads, float(weights[-1] - slopes @ mean), "logistic"
+
+
+def _solved(matrix: Floats, right: Floats) -> Floats:
+    return np.asarray(np.linalg.solve(matrix, right), np.float64)
 
 
 def _linear(cases: Sequence[Case], pairs: Sequence[Pair]) -> tuple[tuple[Head, ...], float, Link]:
@@ -333,7 +334,7 @@ def _linear(cases: Sequence[Case], pairs: Sequence[Pair]) -> tuple[tuple[Head, .
     spread = np.maximum(values.std(axis=0), 1e-6)
     design = values / spread
     gram = design.T @ design + _RIDGE * len(cases) * np.eye(len(pairs))
-    slopes: Floats = np.linalg.solve(gram, design.T @ labels) / spread
+    slopes: Floats = _solved(gram, design.T @ labels) / spread
     heads = tuple(Head(*pair, float(one)) for pair, one in zip(pairs, slopes, strict=True))
     return heads, 0.0, "identity"
 
