@@ -466,6 +466,28 @@ def test_filters_and_tensors(engine: Engine, tmp_path: Path):
     assert torch.equal(data[0]["attention"], torch.tensor(corpus[data[0]["id"]].attention))
 
 
+def test_compressed_corpus_is_the_same_and_smaller(engine: Engine, tmp_path: Path):
+    options: dict[str, Any] = {"engine": engine, "yes": True, "deterministic": True}
+    texts = [" ".join(TEXTS * (1 + i)) for i in range(5)]
+    plain = extract(texts, str(tmp_path / "plain"), shard_bytes=20_000, **options)
+    small = extract(texts, str(tmp_path / "small"), shard_bytes=20_000, compress=True, **options)
+    for one, other in zip(plain, small, strict=True):
+        np.testing.assert_array_equal(one.attention, other.attention)
+        assert not other.attention.flags.writeable
+    folders = [tmp_path / name / "shards" for name in ("plain", "small")]
+    sizes = [sum(one.stat().st_size for one in folder.iterdir()) for folder in folders]
+    assert sizes[1] < 0.6 * sizes[0]
+    assert {one.suffix for one in folders[1].iterdir()} == {".zst"}
+    assert len(list(folders[1].iterdir())) > 2  # more than are kept in memory
+    # Without kqview: what is behind the compression is a file of safetensors.
+    raw = pa.input_stream(str(folders[1] / "00000.safetensors.zst")).read()
+    tensors = pytest.importorskip("safetensors.numpy").load(raw)
+    np.testing.assert_array_equal(tensors["0.attention"], plain["0"].attention)
+    with pytest.raises(CorpusError, match="another plan: compress True, not False"):
+        extract(texts, str(tmp_path / "small"), **options)
+    assert len(extract(texts, str(tmp_path / "small"), compress=True, **options)) == len(texts)
+
+
 def test_damage_is_said(engine: Engine, tmp_path: Path):
     extract(TEXTS, str(tmp_path / "c"), engine=engine, last=1)
     shard = tmp_path / "c" / "shards" / "00000.safetensors"

@@ -78,6 +78,7 @@ def extract(
     deterministic: bool = option(
         False, "The same corpus twice is equal in every byte.", "--deterministic"
     ),
+    compress: bool = option(False, "Compress shards with zstd; pays for whole maps.", "--compress"),
     only_estimate: bool = option(
         False, "Count documents, tokens and bytes, and evaluate nothing.", "--estimate"
     ),
@@ -116,6 +117,7 @@ def extract(
         "max_length": max_length,
         "stride": stride,
         "deterministic": deterministic,
+        "compress": compress,
         "columns": Columns(**_pairs("--column", column or ())),
     }
     with source.open(model, n_slots=slots, pooling=pooling) as engine:

@@ -44,7 +44,7 @@ class Estimate(NamedTuple):
         n_documents: Documents of the source.
         n_failed: Those that cannot be evaluated.
         n_tokens: Tokens to evaluate.
-        n_bytes: Bytes on disk, without texts that are generated.
+        n_bytes: Bytes on disk, without texts that are generated and without compression.
     """
 
     n_documents: int
@@ -134,6 +134,8 @@ def extract(
               begin every *stride* tokens.
             - max_length: Most tokens of a document; what the context holds by default.
             - stride: Half of *max_length* by default.
+            - compress: Shards are compressed with zstd. That pays for whole maps, of which half are
+              zeros; their arrays are read into memory then instead of being mapped.
             - deterministic: The same corpus twice is equal in every byte. Documents are evaluated
               one after the other then, without cached prefixes.
 

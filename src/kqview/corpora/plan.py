@@ -45,13 +45,14 @@ class Options(TypedDict, total=False):
     max_length: int | None
     stride: int | None
     deterministic: bool
+    compress: bool
 
 
 DEFAULTS: Final[Mapping[str, Any]] = MappingProxyType(
     {
         "fields": None, "capture": "probs", "last": None, "pool": None, "top_logprobs": None,
         "generate": None, "spans": None, "too_long": "error", "max_length": None, "stride": None,
-        "deterministic": False,
+        "deterministic": False, "compress": False,
     }
 )  # fmt: skip
 
@@ -106,6 +107,7 @@ class Plan:
     max_length: int
     stride: int
     deterministic: bool
+    compress: bool
 
     @classmethod
     def of(cls, engine: Engine, options: Options) -> "Plan":
@@ -185,6 +187,7 @@ class Plan:
             top_logprobs=one["top_logprobs"], generate=generate, spans=spans,
             too_long=choice("too_long", one["too_long"], TooLong), max_length=length, stride=stride,
             deterministic=flag("deterministic", deterministic),
+            compress=flag("compress", one["compress"]),
         )  # fmt: skip
 
     @property
@@ -207,7 +210,7 @@ class Plan:
             capture = {name: getattr(self.capture, name) for name in names}
         names = (
             "fields", "last", "pool", "top_logprobs", "spans", "too_long", "max_length", "stride",
-            "deterministic",
+            "deterministic", "compress",
         )  # fmt: skip
         generate = {name: _plain(one) for name, one in self.generate.items()}
         return {**{n: getattr(self, n) for n in names}, "capture": capture, "generate": generate}

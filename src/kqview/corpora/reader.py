@@ -1,9 +1,12 @@
-"""Reader: a corpus as arrays that are read from its files when they are used, without a copy."""
+"""Reader: a corpus as arrays that are read from its files when they are used.
+
+They are mapped without a copy, unless the corpus is compressed.
+"""
 
 import mmap
 import random
 from collections.abc import Iterator, Mapping
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -11,12 +14,13 @@ import numpy as np
 
 from kqview import json_input
 from kqview.corpora.sources import INSTALL
-from kqview.corpora.writer import index_parts, read_facts
+from kqview.corpora.writer import index_parts, read_facts, shard_name
 from kqview.errors import CorpusError, RequestError, shown
 from kqview.extras import needed
 from kqview.types.forms import Array
 
 _LISTED: Final = 8
+_N_READ: Final = 2  # compressed shards in memory
 
 
 def open_corpus(path: str) -> "Corpus":
@@ -40,8 +44,9 @@ def open_corpus(path: str) -> "Corpus":
 class Entry:
     """A document of a corpus, or one window of it.
 
-    Its arrays are attributes: read-only views of the mapped file, which stay valid as long as they
-    are held. What there is depends on the fields of the corpus:
+    Its arrays are attributes: read-only views of the mapped file, or of what was read of one that
+    is compressed, which stay valid as long as they are held. What there is depends on the fields
+    of the corpus:
 
     - ``attention``, with ``attention_positions`` for ``top_k``: as `PromptAttention.array` of the
       rows that were wanted, ``(n_layers, n_heads, n_rows, n_columns)`` without reductions;
@@ -129,7 +134,8 @@ class Corpus:
         self._folder = folder
         self.facts = facts
         self.index = index
-        self._maps: dict[int, mmap.mmap] = {}
+        self._compress: bool = facts["plan"]["compress"]
+        self._contents = lru_cache(_N_READ if self._compress else None)(self._content)
 
     @cached_property
     def _rows(self) -> dict[str, list[int]]:
@@ -181,20 +187,27 @@ class Corpus:
 
     def array(self, shard: int, place: Mapping[str, Any]) -> Array:
         """The array at *place* in the file of *shard*."""
-        mapped = self._maps.get(shard)
-        path = self._folder / "shards" / f"{shard:05}.safetensors"
-        if mapped is None:
-            try:
-                with path.open("rb") as file:
-                    mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            except (OSError, ValueError) as error:
-                raise CorpusError(f"{path} cannot be read: {error}; extract it again") from None
-            self._maps[shard] = mapped
         shape, dtype = place["shape"], np.dtype(place["dtype"]).newbyteorder("<")
         try:
-            return np.ndarray(tuple(shape), dtype, mapped, place["offset"])
+            return np.ndarray(tuple(shape), dtype, self._contents(shard), place["offset"])
         except (TypeError, ValueError):
+            path = self._path(shard)
             raise CorpusError(f"{path} is shorter than its index says; extract it again") from None
+
+    def _path(self, shard: int) -> Path:
+        return self._folder / "shards" / shard_name(shard, compress=self._compress)
+
+    def _content(self, shard: int) -> "mmap.mmap | bytes":
+        """The file of a shard, mapped, or read if it is compressed."""
+        path = self._path(shard)
+        try:
+            with path.open("rb") as file:
+                if not self._compress:
+                    return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                arrow = needed("pyarrow", "a corpus needs", INSTALL)
+                return bytes(arrow.CompressedInputStream(file, "zstd").read())
+        except (OSError, ValueError) as error:
+            raise CorpusError(f"{path} cannot be read: {error}; extract it again") from None
 
     def to_torch(self, *names: str, shuffle: bool = False, seed: int = 0) -> Any:
         """A map-style `torch.utils.data.Dataset` of the documents that did not fail.

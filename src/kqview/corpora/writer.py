@@ -103,6 +103,7 @@ class Writer:
         self._parquet = needed("pyarrow.parquet", "a corpus needs", INSTALL)
         needed("safetensors.numpy", "a corpus needs", INSTALL)
         self._folder, self._shard_bytes = folder, shard_bytes
+        self._compress: bool = facts["plan"]["compress"]
         self._rows: list[Row] = []
         self._arrays: list[Arrays] = []
         self._n_bytes = 0
@@ -159,10 +160,10 @@ class Writer:
         """Remove shards that no part of the index names; their writers died before that."""
         known: set[str] = set()
         for part in index_parts(self._folder):
-            numbers = self._parquet.read_table(part, columns=["shard"])["shard"]
-            known.update(f"{number:05}" for number in numbers.unique().to_pylist())
-        for shard in (self._folder / "shards").glob("*.safetensors"):
-            if shard.stem not in known:
+            numbers = self._parquet.read_table(part, columns=["shard"])["shard"].unique()
+            known.update(shard_name(one, compress=self._compress) for one in numbers.to_pylist())
+        for shard in (self._folder / "shards").glob("*.safetensors*"):
+            if shard.name not in known:
                 durable.remove(shard)
 
     def add(self, row: Row, arrays: Arrays, digest: str, *, ends_document: bool = True) -> None:
@@ -184,9 +185,10 @@ class Writer:
         if not self._rows:
             return
         shard = self._n_pieces
-        data, table = packed(self._rows, self._arrays, shard)
+        data, table = packed(self._rows, self._arrays, shard, compress=self._compress)
         if data:
-            durable.write_whole(self._folder / "shards" / f"{shard:05}.safetensors", data)
+            name = shard_name(shard, compress=self._compress)
+            durable.write_whole(self._folder / "shards" / name, data)
             del data
         self._put(table)
         self._rows, self._arrays, self._n_bytes = [], [], 0
@@ -232,13 +234,21 @@ def _differences(have: Any, want: Any, name: str = "") -> Iterator[str]:
         yield f"{name}{have!r}, not {want!r}"
 
 
-def packed(rows: Sequence[Row], arrays: Sequence[Arrays], shard: int) -> tuple[bytes, Any]:
+def shard_name(shard: int, *, compress: bool) -> str:
+    """Name of the file of the shard of this number."""
+    return f"{shard:05}.safetensors{'.zst' if compress else ''}"
+
+
+def packed(
+    rows: Sequence[Row], arrays: Sequence[Arrays], shard: int, *, compress: bool
+) -> tuple[bytes, Any]:
     """A safetensors file of *arrays*, empty if there are none, and the rows of the index for it.
 
     Args:
         rows: Documents and windows.
         arrays: Those of each.
         shard: Number of the file.
+        compress: Whether the file is compressed; places are those in it without compression.
     """
     arrow = needed("pyarrow", "a corpus needs", INSTALL)
     tensors = {f"{i}.{key}": one for i, of in enumerate(arrays) for key, one in of.items()}
@@ -262,6 +272,8 @@ def packed(rows: Sequence[Row], arrays: Sequence[Arrays], shard: int) -> tuple[b
         }
         for i, row in enumerate(rows)
     ]
+    if data and compress:
+        data = arrow.compress(data, codec="zstd", asbytes=True)
     return data, arrow.Table.from_pylist(columns, schema=_schema(arrow))
 
 

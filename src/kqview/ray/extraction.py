@@ -16,7 +16,7 @@ from kqview.arguments import invalid, whole_number
 from kqview.corpora import Columns
 from kqview.corpora.extraction import facts_of, held
 from kqview.corpora.plan import Options, Plan
-from kqview.corpora.writer import packed
+from kqview.corpora.writer import packed, shard_name
 from kqview.engine import Engine, check_opening
 from kqview.errors import CorpusError, KqviewError, RequestError, shown
 from kqview.extras import needed
@@ -201,9 +201,10 @@ class Extractor:
         records = [one for one in batch.to_pylist() if str(one[name]) not in self._done]
         found = held(self._plan, records, self._columns, self._keep, self._group)
         shard = secrets.randbits(SHARD_BITS)
-        data, table = packed(found.rows, found.arrays, shard)
+        compress = self._plan.compress
+        data, table = packed(found.rows, found.arrays, shard, compress=compress)
         if data:
-            write_shard(self._sink, shard, data)
+            write_shard(self._sink, shard_name(shard, compress=compress), data)
         return table
 
 

@@ -15,7 +15,7 @@ from typing import Any, Final, Protocol
 from kqview import durable, json_input
 from kqview.corpora.reader import Corpus, open_corpus
 from kqview.corpora.sources import INSTALL
-from kqview.corpora.writer import FACTS, FORMAT, Writer
+from kqview.corpora.writer import FACTS, FORMAT, Writer, shard_name
 from kqview.errors import CorpusError
 from kqview.extras import needed
 
@@ -64,18 +64,17 @@ def open_storage(sink: str, facts: dict[str, Any]) -> Generator[Storage]:
         yield _Folder(Path(sink), writer)
 
 
-def write_shard(sink: str, shard: int, data: bytes) -> None:
-    """Write the shard of this number, on any node.
+def write_shard(sink: str, name: str, data: bytes) -> None:
+    """Write a shard of this name, on any node.
 
     Raises:
         OSError: It cannot be written.
     """
-    name = f"shards/{shard:05}.safetensors"
     if _URL in sink:
         files, root = _files(sink)
-        files.pipe_file(f"{root}/{name}", data)
+        files.pipe_file(f"{root}/shards/{name}", data)
     else:
-        durable.write_whole(Path(sink) / name, data)
+        durable.write_whole(Path(sink) / "shards" / name, data)
 
 
 class _Folder:
@@ -103,6 +102,7 @@ class _Objects:
     def __init__(self, sink: str, facts: dict[str, Any]) -> None:
         self._files, self._root = _files(sink)
         self._parquet = needed("pyarrow.parquet", "a corpus needs", INSTALL)
+        self._compress: bool = facts["plan"]["compress"]
         wanted = json.loads(json.dumps(facts))
         path = f"{self._root}/{FACTS}"
         for folder in ("shards", "index"):
@@ -144,10 +144,10 @@ class _Objects:
         known: set[str] = set()
         for name in self._named("index"):
             data = io.BytesIO(self._files.cat_file(name))
-            numbers = self._parquet.read_table(data, columns=["shard"])["shard"]
-            known.update(f"{number:05}" for number in numbers.unique().to_pylist())
+            numbers = self._parquet.read_table(data, columns=["shard"])["shard"].unique()
+            known.update(shard_name(one, compress=self._compress) for one in numbers.to_pylist())
         for name in self._named("shards"):
-            if Path(name).stem not in known:
+            if Path(name).name not in known:
                 self._files.rm_file(name)
 
     def corpus(self) -> Corpus | None:
