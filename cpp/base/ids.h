@@ -21,12 +21,15 @@ struct token_range {
 // Scales of the LoRA adapters of a model, one each; none for a model without adapters.
 using lora_scales = std::vector<float>;
 
+struct edit_plan;  // tap/edits.h
+
 // A token of a step. Its slot has `position` tokens before it.
 struct step_token {
     slot_id slot;
     token_id id;
     std::int32_t position;
     bool wants_logits;
+    const edit_plan* edits = nullptr;  // of its request; alive for the step
 };
 
 // How many tokens both begin with.

@@ -21,6 +21,7 @@ bool is_bound_before(nb::module_& module);
 void bind_process(nb::module_& module);
 void bind_system(nb::module_& module);
 void bind_model(nb::module_& module);
+void bind_edits(nb::module_& module);
 void bind_request(nb::module_& module);
 void bind_generation(nb::module_& module);
 void bind_engine(nb::module_& module);

@@ -127,6 +127,13 @@ void bind_request(nb::module_& module) {
         .def(nb::init<>())
         .def("set_capture", &set_capture, nb::arg("engine"), nb::arg("capture"),
              "Read the attributes of a kqview.Capture by name; raises InvalidCapture.")
+        .def(
+            "set_edits",
+            // A copy: the engine thread drops it, and dropping a Python object would take the GIL.
+            [](request_options& self, const edit_plan& plan) {
+                self.edits = std::make_shared<const edit_plan>(plan);
+            },
+            nb::arg("plan"))
         .def_rw("prompt", &request_options::prompt)
         .def_rw("sampling", &request_options::sampling)
         .def_rw("constraint_command", &request_options::constraint_command,

@@ -48,12 +48,14 @@ struct saved_slot {
     nb::bytes blob;
     std::size_t n_exact;  // number of exact tokens, counted from the first
     lora_scales lora;
+    std::vector<edit_history::run> edits;
 };
 
 saved_slot save(engine& self, slot_id slot) {
     nb::object blob;
     std::size_t n_exact = 0;
     lora_scales lora;
+    std::vector<edit_history::run> edits;
     std::size_t n_room = 0;
     for (;;) {
         std::size_t n_bytes = 0;
@@ -64,18 +66,20 @@ saved_slot save(engine& self, slot_id slot) {
             n_bytes = cache.save({data, n_room});
             n_exact = std::min(cache.n_exact(), cache.size());
             lora = cache.lora();
+            edits = cache.edits().runs();
         });
         if (n_bytes == n_room)
-            return {nb::steal<nb::bytes>(blob.release()), n_exact, std::move(lora)};
+            return {nb::steal<nb::bytes>(blob.release()), n_exact, std::move(lora),
+                    std::move(edits)};
         n_room = n_bytes;  // the required size; the slot may change again before the next round
         blob = bytes_of_size(n_room);
     }
 }
 
 void restore(engine& self, slot_id slot, const nb::bytes& blob, std::size_t n_exact,
-             const lora_scales& lora) {
+             const lora_scales& lora, const std::vector<edit_history::run>& edits) {
     const std::span bytes(reinterpret_cast<const std::byte*>(blob.c_str()), blob.size());
-    run_on_slot(self, slot, [&](slot_cache& cache) { cache.restore(bytes, n_exact, lora); });
+    run_on_slot(self, slot, [&](slot_cache& cache) { cache.restore(bytes, n_exact, lora, edits); });
 }
 
 void truncate(engine& self, slot_id slot, std::size_t n_keep) {
@@ -105,11 +109,12 @@ void bind_state(nb::module_& module) {
     nb::class_<saved_slot>(module, "SavedSlot")
         .def_ro("blob", &saved_slot::blob)
         .def_ro("n_exact", &saved_slot::n_exact)
-        .def_ro("lora", &saved_slot::lora, "Scales of the adapters that it was computed with.");
+        .def_ro("lora", &saved_slot::lora, "Scales of the adapters that it was computed with.")
+        .def_ro("edits", &saved_slot::edits, "Edits that it was computed with.");
     module.def("save_slot", &save, nb::arg("engine"), nb::arg("slot"),
                "Save a slot as a SES1 blob, with its number of exact tokens.");
     module.def("restore_slot", &restore, nb::arg("engine"), nb::arg("slot"), nb::arg("blob"),
-               nb::arg("n_exact"), nb::arg("lora"),
+               nb::arg("n_exact"), nb::arg("lora"), nb::arg("edits"),
                "Replace the contents of a slot; a blob that is refused changes nothing.");
     module.def("truncate_slot", &truncate, nb::arg("engine"), nb::arg("slot"), nb::arg("n_keep"),
                "Keep the first n_keep tokens; a cache that cannot drop its tail is cleared.");

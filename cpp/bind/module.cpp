@@ -29,6 +29,7 @@ NB_MODULE(_core, module) {
     bind_process(module);
     bind_system(module);
     bind_model(module);
+    bind_edits(module);
     bind_request(module);
     bind_generation(module);
     bind_engine(module);

@@ -285,7 +285,8 @@ bool batch_builder::add_prompt(slot& target) {
     const auto n_outputs = static_cast<std::size_t>(std::max(n_rows_out, part.samples ? 1 : 0));
     for (std::size_t i = 0; i < n; ++i) {
         tokens_.push_back({target.id(), prompt[n_done + i], static_cast<std::int32_t>(n_done + i),
-                           i + n_outputs >= n || target.active->is_scored(n_done + i + 1)});
+                           i + n_outputs >= n || target.active->is_scored(n_done + i + 1),
+                           target.active->edits.get()});
     }
     part.i_token = static_cast<int>(tokens_.size()) - 1;
     target.active->share->last_chunk = n_fills_;
@@ -304,8 +305,8 @@ bool batch_builder::add_token(slot& target) {
     if (!target.active) return false;  // ended while another one was prepared
     batch_part part{&target, 1, 0, true, true};
     part.i_token = static_cast<int>(tokens_.size());
-    tokens_.push_back(
-        {target.id(), target.pending, static_cast<std::int32_t>(target.cache.size()), true});
+    tokens_.push_back({target.id(), target.pending, static_cast<std::int32_t>(target.cache.size()),
+                       true, target.active->edits.get()});
     add_rows(part);
     return true;
 }

@@ -30,6 +30,7 @@ graph_plan plan_with(const slot_table& slots, const request& added, slot_id slot
     graph_plan all;
     const auto add = [&all](const request& one, slot_id its_slot) {
         if (one.capture) all.add(*one.capture, one.n_prompt_rows > 0, its_slot);
+        if (one.edits) all.add(*one.edits);
     };
     for (const auto& other : slots) {
         if (other.active && other.active.get() != &added) add(*other.active, other.id());

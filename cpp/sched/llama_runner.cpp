@@ -128,7 +128,7 @@ step_result llama_runner::decode(std::span<const step_token> tokens,
 
     return unbroken("decoding", [&] {
         const tap::scope scope(*tap_);
-        tap_->begin_step(std::move(targets), tokens.front().slot);
+        tap_->begin_step(std::move(targets), tokens);
         try {
             context_->decode(tokens, embeds);
         } catch (...) {

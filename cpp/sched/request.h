@@ -22,6 +22,7 @@
 #include "sample/token_picker.h"
 #include "sample/work_limit.h"
 #include "sched/runner.h"
+#include "tap/edits.h"
 #include "tap/plan.h"
 
 namespace kqview {
@@ -121,9 +122,14 @@ struct request_options {
     // the request ends instead.
     int n_discard = 0;
     lora_scales lora;          // one per adapter of the model
+    std::shared_ptr<const edit_plan> edits;  // null: the model runs as it is
     int n_keep = 0;            // n_keep + n_discard tokens fit into a slot
     slot_id wanted_slot = -1;  // the slot it must run in, -1 = any
 
+    const edit_keys& keys_of_edits() const {
+        static const edit_keys none;
+        return edits ? edits->keys : none;
+    }
     // True if the score of prompt token `i` is wanted, and so the logits of the token before it.
     bool is_scored(std::size_t i) const {
         return i < prompt.size() && i + n_scores >= prompt.size();

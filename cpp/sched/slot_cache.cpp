@@ -31,6 +31,7 @@ void slot_cache::shrink(std::size_t n_keep, std::size_t n_exact) {
     const std::lock_guard lock(readers_);
     tokens_.resize(n_keep);
     n_exact_ = exact_mark(n_exact, n_keep);
+    edits_.cut(n_keep);
 }
 
 // ---- decoding
@@ -76,6 +77,11 @@ void slot_cache::use(const lora_scales& scales) {
     lora_.swap(copy);
 }
 
+void slot_cache::use(const edit_keys& keys) {
+    truncate(std::min(tokens_.size(), edits_.n_agreeing(keys)));
+    edits_.use(tokens_.size(), keys);
+}
+
 void slot_cache::copy_from(const slot_cache& source, std::size_t n_tokens) {
     shrink(0, all_exact);
     try {
@@ -84,6 +90,7 @@ void slot_cache::copy_from(const slot_cache& source, std::size_t n_tokens) {
         model_.copy(source.id_, id_);  // whole
         if (!model_.truncate(id_, static_cast<int>(n_tokens))) return clear();
         set(std::move(tokens), source.n_exact_);
+        edits_.copy_from(source.edits_, n_tokens);
     } catch (...) {
         clear();
         throw;
@@ -125,6 +132,7 @@ void slot_cache::erase_ids(std::span<const token_range> gone) {
     for (; at < tokens_.size(); ++at) tokens_[n_left++] = tokens_[at];
     tokens_.resize(n_left);
     n_exact_ = exact_mark(std::min(n_exact_, n_before), n_left);
+    edits_.move_up(n_before, n_left);
 }
 
 // A column is a cell: tokens must be at their positions, or the next one would fill a gap.
@@ -178,7 +186,7 @@ std::size_t slot_cache::save(std::span<std::byte> out) {
 }
 
 void slot_cache::restore(std::span<const std::byte> blob, std::size_t n_exact,
-                         const lora_scales& lora) {
+                         const lora_scales& lora, std::vector<edit_history::run> edits) {
     auto scales = lora;  // copied while nothing has changed
     const auto& layout = model_.layout_for(id_, tokens_.empty());
     auto view = read_ses1(blob, layout, ses1_source::foreign);
@@ -194,6 +202,7 @@ void slot_cache::restore(std::span<const std::byte> blob, std::size_t n_exact,
         throw;
     }
     set(std::move(view.tokens), n_exact);
+    edits_.set(std::move(edits));
     const std::lock_guard lock(readers_);
     lora_.swap(scales);
 }

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "base/ids.h"
+#include "sched/edit_history.h"
 #include "sched/runner.h"
 
 namespace kqview {
@@ -38,6 +39,12 @@ public:
     const lora_scales& lora() const { return lora_; }
     // Empties a cache that was computed with other scales.
     void use(const lora_scales& scales);
+    // The edits that the cells were computed with, and those of the next tokens.
+    const edit_history& edits() const { return edits_; }
+    // Keeps the cells that these edits would have left as they are. They are in force from then on.
+    void use(const edit_keys& keys);
+    // Puts other edits into force for the tokens that follow.
+    void go_on_with(const edit_keys& keys) { edits_.use(tokens_.size(), keys); }
     // Counts the changes other than decoding.
     std::uint64_t n_changes() const { return n_changes_; }
 
@@ -54,7 +61,7 @@ public:
     void truncate(std::size_t n_keep);
     void clear();
     // For a model that keeps nothing between requests: only the ids have to go.
-    void forget() { set({}, all_exact); }
+    void forget() { shrink(0, all_exact); }
 
     // Copies the first `n_tokens` of `source`; readers never see its other ones. Empty after an
     // error, and if the cache cannot drop a tail.
@@ -77,9 +84,9 @@ public:
     std::size_t save(std::span<std::byte> out);
     // Restores the slot from a blob whose first `n_exact` tokens are known to be exact. Raises
     // state_format, state_mismatch and unsupported_model without any change; an internal error
-    // leaves the slot empty. `lora`: the scales that the blob was computed with.
-    void restore(std::span<const std::byte> blob, std::size_t n_exact,
-                 const lora_scales& lora = {});
+    // leaves the slot empty. `lora` and `edits`: those that the blob was computed with.
+    void restore(std::span<const std::byte> blob, std::size_t n_exact, const lora_scales& lora = {},
+                 std::vector<edit_history::run> edits = {});
 
 private:
     void set(std::vector<token_id> tokens, std::size_t n_exact);
@@ -93,6 +100,7 @@ private:
     std::vector<token_id> tokens_;
     std::size_t n_exact_ = all_exact;
     lora_scales lora_;
+    edit_history edits_;
     std::uint64_t n_changes_ = 0;
 };
 

@@ -29,6 +29,10 @@ std::size_t n_usable(const request& wanted) {
                     wanted.n_scores + 1);
 }
 
+std::vector<token_id> first_of(const std::vector<token_id>& ids, std::size_t n) {
+    return {ids.begin(), ids.begin() + static_cast<std::ptrdiff_t>(n)};
+}
+
 // The states in which a request may be held. A deadline ends the wait for a block.
 bool may_be_held(const slot& one) {
     return one.state == slot_state::paused || one.state == slot_state::steered ||
@@ -59,16 +63,18 @@ reuse_plan slot_table::plan_of(const slot& candidate, const request& wanted) con
     try {
         const auto& cached = candidate.cache.tokens();
         if (!wanted.cache_prompt || candidate.cache.lora() != wanted.lora) return {};
+        const auto n_alike = candidate.cache.edits().n_agreeing(wanted.keys_of_edits());
         if (wanted.n_reuse_min > 0) {
             const auto n_run_min = static_cast<std::size_t>(wanted.n_reuse_min);
-            auto shifted = plan_shift(cached, wanted.prompt, n_run_min);
+            const auto alike = first_of(cached, std::min(n_alike, cached.size()));
+            auto shifted = plan_shift(alike, wanted.prompt, n_run_min);
             // A shift moves the slot's whole cache: the gain must be worth it.
             const auto n_prefix = shifted.n_prefix();
             if (shifted.n_kept() < n_prefix + n_run_min) cut(shifted, n_prefix);
             return shifted;
         }
         auto plan = plan_prefix(cached, wanted.prompt);
-        cut(plan, std::min(plan.n_kept(), candidate.cache.n_exact()));
+        cut(plan, std::min({plan.n_kept(), candidate.cache.n_exact(), n_alike}));
         return plan;
     } catch (const std::bad_alloc&) {
         return {};  // evaluating everything gives the same result
@@ -119,6 +125,7 @@ void slot_table::take_over(slot& target, reuse_plan plan) {
     auto& active = *target.active;
     auto& cache = target.cache;
     cache.use(active.lora);
+    cache.use(active.keys_of_edits());
     cut(plan, n_usable(active));
     if (plan.n_kept() > plan.n_prefix()) {
         const auto& last = plan.runs.back();
@@ -151,7 +158,8 @@ void slot_table::plan_fork(slot& target) {
         // A prompt in prefill: wait for the shared part.
         if (other.is_in_prompt() && n == other.cache.size())
             n = std::max(n, common_prefix(other.active->prompt, prompt));
-        n = std::min(n, n_usable(*target.active));
+        n = std::min({n, n_usable(*target.active),
+                      other.cache.edits().n_agreeing(target.active->keys_of_edits())});
         if (n <= n_best) continue;
         n_best = n;
         target.fork = {other.id(), n, other.active ? other.active->id : 0};
@@ -162,8 +170,9 @@ bool slot_table::await_fork(slot& target) {
     if (!target.fork) return false;
     const auto fork = *target.fork;
     const auto& source = at(fork.source);
-    const auto n_shared = std::min({common_prefix(source.cache.tokens(), target.active->prompt),
-                                    source.cache.n_exact(), fork.n_tokens});
+    const auto n_shared = std::min(
+        {common_prefix(source.cache.tokens(), target.active->prompt), source.cache.n_exact(),
+         fork.n_tokens, source.cache.edits().n_agreeing(target.active->keys_of_edits())});
     // Only for a request admitted earlier, so that no two wait for each other; and not for one that
     // waits for its consumer.
     const bool is_coming = source.active && source.active->id == fork.request &&
@@ -317,6 +326,7 @@ bool slot_table::keep_cells(slot& target, std::size_t n_bytes_max) {
     auto& cache = target.cache;
     const auto& active = *target.active;
     const bool is_reproducible = target.last.n_discarded == 0 && cache.n_exact() >= cache.size() &&
+                                 !cache.edits().is_mixed() &&
                                  !(active.is_alone && active.is_steered);
     target.cells.clear();
     if (is_reproducible || cache.size() == 0) return true;
@@ -327,6 +337,7 @@ bool slot_table::keep_cells(slot& target, std::size_t n_bytes_max) {
             cells.resize(cache.save(cells));
             target.cells.swap(cells);
             target.n_exact = cache.n_exact();
+            target.edited = cache.edits().runs();
             return true;
         }
     } catch (const error&) {
@@ -364,7 +375,10 @@ slot& slot_table::readmit(const std::shared_ptr<request>& wanted, request_progre
     for (auto& candidate : slots_) {
         if (candidate.active || !may_run_in(candidate, *wanted)) continue;
         const bool is_alike = candidate.cache.lora() == wanted->lora;
-        const auto n = is_alike ? common_prefix(candidate.cache.tokens(), ids) : 0;
+        const auto n = is_alike
+                           ? std::min(common_prefix(candidate.cache.tokens(), ids),
+                                      candidate.cache.edits().n_agreeing(wanted->keys_of_edits()))
+                           : 0;
         if (!best || n > n_best) best = &candidate, n_best = n;
     }
     if (!best) throw error(errc::internal, "slots: none is free; ask can_admit first");
@@ -381,8 +395,9 @@ void slot_table::take_over_text(slot& target) {
     const auto cells = std::exchange(target.cells, {});
     if (cells.empty()) {
         cache.use(active.lora);
+        cache.use(active.keys_of_edits());
     } else {
-        cache.restore(cells, target.n_exact, active.lora);
+        cache.restore(cells, target.n_exact, active.lora, std::move(target.edited));
     }
     // The last token's logits are wanted, and the rows of the last ones.
     const auto n_wanted = static_cast<std::size_t>(std::max(1, target.n_prompt_rows));

@@ -94,7 +94,8 @@ struct request_progress {
     int n_discarded = 0;         // of its tokens, to make room
     // Its slot, saved, if a fresh evaluation would not compute the same cells; else empty.
     std::vector<std::byte> cells{};
-    std::size_t n_exact = all_exact;  // of `cells`
+    std::size_t n_exact = all_exact;          // of `cells`
+    std::vector<edit_history::run> edited{};  // of `cells`
 };
 
 struct slot : request_progress {

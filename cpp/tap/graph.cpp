@@ -80,13 +80,7 @@ ggml_tensor* product_behind(ggml_tensor* node) {
 }
 
 // Others than sparse models use llama.cpp's mask, an input, as it is or cast.
-bool is_made(const ggml_tensor* mask) {
-    while (mask->op == GGML_OP_CPY || mask->op == GGML_OP_CONT || mask->op == GGML_OP_VIEW ||
-           mask->op == GGML_OP_RESHAPE || mask->op == GGML_OP_PERMUTE) {
-        mask = mask->src[0];
-    }
-    return mask->op != GGML_OP_NONE;
-}
+bool is_made(ggml_tensor* mask) { return input_of(mask)->op != GGML_OP_NONE; }
 
 void set_mask(attention_site& site, ggml_tensor* mask) {
     site.mask = mask;
@@ -127,6 +121,7 @@ std::optional<attention_site> site_of_flash(ggml_tensor* flash, int il) {
     site.n_cells = static_cast<int>(site.k->ne[1]) - site.n_extra_cells;
     site.q_strides = strides_of(site.q);
     site.k_strides = strides_of(site.k);
+    if (flash->ne[1] == site.n_head && flash->ne[3] == site.n_stream) site.output = flash;
     return is_readable(site) ? std::optional(site) : std::nullopt;
 }
 
@@ -145,6 +140,7 @@ std::optional<attention_site> site_of_msa(ggml_tensor* flash, int il) {
     const auto* const gather = gather_behind(flash->src[1]);
     const auto n_channels = static_cast<int>(site->q->ne[3]);
     site->k = flash->src[1];
+    site->output = nullptr;
     site->n_stream = gather ? static_cast<int>(gather->src[1]->ne[1]) : 1;
     site->n_head_kv = n_channels / site->n_stream;
     site->n_head = static_cast<int>(site->q->ne[2]) * site->n_head_kv;
@@ -194,7 +190,8 @@ std::optional<attention_site> site_of_gathered_softmax(ggml_tensor* softmax, int
     return is_readable(site) ? std::optional(site) : std::nullopt;
 }
 
-std::optional<attention_site> site_of_softmax(ggml_tensor* softmax, int il) {
+std::optional<attention_site> site_of_softmax(ggml_tensor* softmax, int il,
+                                              const consumers& readers) {
     attention_site site;
     site.il = il;
     site.softmax = softmax;
@@ -208,6 +205,11 @@ std::optional<attention_site> site_of_softmax(ggml_tensor* softmax, int il) {
     site.n_head_kv = static_cast<int>(site.kq->src[0]->ne[2]);
     site.n_stream = static_cast<int>(softmax->ne[3]);
     site.n_cells = static_cast<int>(softmax->ne[0]) - n_appended(site.kq->src[0]);
+    const auto mixed = readers.find(softmax);
+    if (mixed != readers.end() && mixed->second->op == GGML_OP_MUL_MAT &&
+        mixed->second->src[1] == softmax) {
+        site.output = mixed->second;
+    }
     return site;
 }
 
@@ -215,7 +217,7 @@ std::optional<attention_site> site_of(ggml_tensor* node, const consumers& reader
     if (node->op == GGML_OP_SOFT_MAX) {
         const auto il = layer_of(node);
         if (!il) return std::nullopt;
-        if (has_stem(node, "kq_soft_max")) return site_of_softmax(node, *il);
+        if (has_stem(node, "kq_soft_max")) return site_of_softmax(node, *il, readers);
         if (has_stem(node, "kq_soft_max_gathered")) return site_of_gathered_softmax(node, *il);
     } else if (node->op == GGML_OP_FLASH_ATTN_EXT) {
         const auto il = layer_behind(node, readers);
@@ -233,6 +235,14 @@ bool is_cached(const attention_site& site) {
 }
 
 }  // namespace
+
+ggml_tensor* input_of(ggml_tensor* mask) {
+    while (mask->op == GGML_OP_CPY || mask->op == GGML_OP_CONT || mask->op == GGML_OP_VIEW ||
+           mask->op == GGML_OP_RESHAPE || mask->op == GGML_OP_PERMUTE) {
+        mask = mask->src[0];
+    }
+    return mask;
+}
 
 attention_sites find_attention(ggml_cgraph* graph) {
     const auto readers = first_consumers(graph);

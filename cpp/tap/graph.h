@@ -51,6 +51,9 @@ inline ggml_tensor* cast_source(ggml_tensor* tensor) {
     return is_cast ? tensor->src[0] : tensor;
 }
 
+// The input behind casts and views of a mask that no nodes made.
+ggml_tensor* input_of(ggml_tensor* mask);
+
 // One layer's attention as llama.cpp built it. Shapes are ggml's, fastest dimension first, and
 // describe the common layout; the strides hold for every layout.
 struct attention_site {
@@ -88,6 +91,10 @@ struct attention_site {
     ggml_tensor* kq = nullptr;  // F32 ne=[n_kv, n_tokens, n_head, n_stream]: K·Q
     ggml_tensor* softmax =
         nullptr;  // same shape; softmax->src[0] is what enters it before the scale
+
+    // What its heads give out, before the output projection: `flash` itself, or else
+    // F32 ne=[n_value, n_tokens, n_head, n_stream]. Null where a model lays it out in another way.
+    ggml_tensor* output = nullptr;
 
     ggml_tensor* keys() const { return flash ? k : kq->src[0]; }
     int n_queries() const { return static_cast<int>(flash ? q->ne[1] : kq->ne[1]); }

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "tap/edits.h"
 
 namespace kqview {
 
@@ -214,6 +215,14 @@ void graph_plan::add(const capture_plan& plan, bool with_prompt, int slot) {
     const bool is_on_device = plan.has_device_rows() || plan.has_device_hidden();
     wants_prompt_ = wants_prompt_ || (with_prompt && is_on_device);
     if (plan.has_device_rows()) widen({slot, 1});
+}
+
+void graph_plan::add(const edit_plan& edits) {
+    for (const auto& [il, of_layer] : edits.layers) {
+        auto& one = wanted_by_layer_[il];
+        one.edits_output |= !of_layer.residual.empty();
+        one.edits_heads |= !of_layer.heads.empty();
+    }
 }
 
 bool graph_plan::wants(int il, row_kind kind) const {

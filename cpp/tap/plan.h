@@ -23,6 +23,8 @@ struct attention_layer {
     bool is_on_device = false;  // keys are not in host memory: the device computes the rows
     bool is_reducible = false;  // and that device can reduce them
     bool has_sinks = false;     // part of the softmax goes to no token: rows add up to less than 1
+    bool edits_heads = false;   // what its heads give out can be scaled
+    bool edits_scores = false;  // biases can be added to its scores
 
     bool operator==(const attention_layer&) const = default;
 };
@@ -32,6 +34,7 @@ struct capture_source {
     std::vector<attention_layer> attention;  // ascending
     std::vector<int> hidden_layers;          // layers whose output is in the graph, ascending
     int n_embd = 0;                          // of a hidden state
+    std::vector<int> edited_outputs;         // those of them whose output can be edited
     bool has_device_hidden = false;          // some of these layers are on a device
 };
 
@@ -226,12 +229,16 @@ struct slot_range {
 slot_range span_of(const slot_range& a, const slot_range& b);
 slot_range common_of(const slot_range& a, const slot_range& b);
 
-// The nodes a graph needs: for each layer, what to read from it. If empty, the graph gets no nodes.
+struct edit_plan;  // tap/edits.h
+
+// The nodes a graph needs: for each layer, what to read from it and what to change in it. If empty,
+// the graph gets no nodes.
 class graph_plan {
 public:
     // `with_prompt`: rows of several prompt queries are wanted. The host's kernel finds those
     // queries and the slots at run time; for a device they are part of the graph.
     void add(const capture_plan& plan, bool with_prompt = false, int slot = 0);
+    void add(const edit_plan& edits);
     // Whether graphs of both have the same nodes, apart from the slots that these read.
     bool has_nodes_of(const graph_plan& other) const {
         return wanted_by_layer_ == other.wanted_by_layer_ && wants_prompt_ == other.wants_prompt_;
@@ -242,6 +249,8 @@ public:
     bool wants(int il, row_kind kind) const;
     const std::set<device_want>& device_wants(int il) const { return of(il).on_device; }
     bool wants_hidden(int il) const { return of(il).hidden; }
+    bool edits_output(int il) const { return of(il).edits_output; }
+    bool edits_heads(int il) const { return of(il).edits_heads; }
     bool wants_prompt() const { return wants_prompt_; }
     bool is_empty() const { return wanted_by_layer_.empty(); }
     bool operator==(const graph_plan&) const = default;
@@ -250,6 +259,8 @@ private:
     struct layer {
         std::set<row_kind> host_kinds;
         bool hidden = false;
+        bool edits_output = false;
+        bool edits_heads = false;
         std::set<device_want> on_device;
         bool operator==(const layer&) const = default;
     };

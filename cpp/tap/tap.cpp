@@ -16,6 +16,17 @@ namespace kqview {
 namespace {
 thread_local tap* current_tap = nullptr;
 
+// Whether biases may be added to the mask that a layer reads: an input, whose columns are cells in
+// order of position.
+bool can_bias(const attention_site& site) {
+    return site.mask && !site.has_made_mask && !site.gathered && site.n_extra_cells == 0;
+}
+
+// Layers share masks.
+void add_once(std::vector<ggml_tensor*>& masks, ggml_tensor* mask) {
+    if (std::ranges::find(masks, mask) == masks.end()) masks.push_back(mask);
+}
+
 // On devices, for rows of slots that captured before.
 constexpr std::size_t spare_bytes = std::size_t{256} << 20;
 }  // namespace
@@ -27,6 +38,8 @@ struct tap::marked_graph {
     std::unique_ptr<ggml_context, decltype(&ggml_free)> tensors{nullptr, ggml_free};
     std::vector<std::unique_ptr<row_op>> ops;
     std::vector<std::unique_ptr<attend_op>> attends;
+    std::vector<std::unique_ptr<edit_op>> edits;
+    std::vector<ggml_tensor*> masks;  // inputs
     device_part devices;
 };
 
@@ -65,8 +78,9 @@ void tap::want(const graph_plan& plan) {
     wanted_ = next;
 }
 
-void tap::begin_step(std::vector<row_target> targets, int first_slot) {
-    first_slot_ = first_slot;
+void tap::begin_step(std::vector<row_target> targets, std::span<const step_token> tokens) {
+    first_slot_ = tokens.front().slot;
+    edits_.begin(tokens);
     table_.targets = std::move(targets);
     table_.prepare_reductions();
     if (attends_) attend_memory_.prepare(table_.targets);
@@ -97,12 +111,18 @@ step_result tap::end_step() {
         throw error(errc::internal, n_written, " attention rows were written, ", n_expected,
                     " were due");
     }
+    const int n_edited = edits_.n_done.load(std::memory_order_relaxed), n_due = edits_.n_due();
+    edits_.end();
+    if (n_edited != n_due) {
+        throw error(errc::internal, n_edited, " edits were made, ", n_due, " were due");
+    }
     result.written_at = table_.first_write.load(std::memory_order_relaxed);
     return result;
 }
 
 void tap::abandon_step() noexcept {
     table_.targets.clear();
+    edits_.end();
     first_slot_ = -1;
 }
 
@@ -115,6 +135,9 @@ bool tap::prepare(ggml_cgraph* graph) {
     mark = std::make_unique<marked_graph>();
     mark->generation = generation_;
     mark->is_ours = !found.attention.sites.empty() || !found.hidden.empty();
+    for (const auto& site : found.attention.sites) {
+        if (can_bias(site)) add_once(mark->masks, input_of(site.mask));
+    }
     try {
         if (!wanted_.is_empty()) add_nodes(graph, found, *mark);
     } catch (const error& why) {  // must not cross llama.cpp
@@ -145,13 +168,16 @@ void tap::discover(const sites& found) {
         devices_.learn(site);
         source_.attention.push_back({site.il, site.n_head, site.n_head_kv, site.scale,
                                      devices_.holds(site.il), devices_.reduces(site.il),
-                                     site.sinks != nullptr});
+                                     site.sinks != nullptr, site.output && !devices_.holds(site.il),
+                                     can_bias(site)});
     }
     for (const auto& site : found.hidden) {
         devices_.learn(site);
         source_.n_embd = static_cast<int>(site.output->ne[0]);
         source_.hidden_layers.push_back(site.il);
-        source_.has_device_hidden |= devices_.holds_hidden(site.il);
+        const bool is_on_device = devices_.holds_hidden(site.il);
+        source_.has_device_hidden |= is_on_device;
+        if (!is_on_device) source_.edited_outputs.push_back(site.il);
     }
 }
 
@@ -164,7 +190,7 @@ void tap::add_nodes(ggml_cgraph* graph, const sites& found, marked_graph& mark) 
             }
         }
     }
-    auto n_nodes_max = found.attention.sites.size() * 3 + found.hidden.size();
+    auto n_nodes_max = found.attention.sites.size() * 4 + found.hidden.size() * 2;
     if (devices_.has_devices()) {
         n_nodes_max += devices_.n_tensors_max(wanted_);
     }
@@ -175,6 +201,20 @@ void tap::add_nodes(ggml_cgraph* graph, const sites& found, marked_graph& mark) 
         mark.ops.back()->table = &table_;
         return *mark.ops.back();
     };
+    const auto new_edit = [&]() -> edit_op& {
+        mark.edits.push_back(std::make_unique<edit_op>());
+        mark.edits.back()->table = &edits_;
+        return *mark.edits.back();
+    };
+    // Before the nodes that read: what is captured is what was edited.
+    for (const auto& site : found.attention.sites) {
+        if (!wanted_.edits_heads(site.il) || !site.output) continue;
+        placed.push_back({site.output, make_head_edit(mark.tensors.get(), site, new_edit())});
+    }
+    for (const auto& site : found.hidden) {
+        if (!wanted_.edits_output(site.il)) continue;
+        placed.push_back({site.output, make_residual_edit(mark.tensors.get(), site, new_edit())});
+    }
     for (const auto& site : found.attention.sites) {
         if (devices_.holds(site.il) || attends(site)) continue;
         for (const auto kind : kinds) {
@@ -210,6 +250,7 @@ void tap::starts_compute(ggml_backend_sched_t sched, const ggml_cgraph* graph) {
     const auto mark = graphs_.find(graph);
     if (mark == graphs_.end()) return;
     for (const auto& op : mark->second->attends) op->begin();
+    for (auto* const mask : mark->second->masks) edit_mask(mask, edits_);
     if (mark->second->devices.shares.empty()) return;
     running_ = mark->second.get();
     device_tap::find_backends(sched, running_->devices);

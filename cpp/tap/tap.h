@@ -14,6 +14,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <span>
 #include <unordered_map>
 #include <vector>
 
@@ -21,6 +22,7 @@
 #include "tap/device/device_tap.h"
 #include "tap/graph.h"
 #include "tap/host/attend_op.h"
+#include "tap/host/edit_op.h"
 #include "tap/host/row_op.h"
 #include "tap/host/row_sink.h"
 #include "tap/plan.h"
@@ -72,11 +74,11 @@ public:
     device_tap& devices() { return devices_; }
     const device_tap& devices() const { return devices_; }
 
-    // The targets of the next decode, valid until end_step, and the first of its adjacent slots.
-    void begin_step(std::vector<row_target> targets, int first_slot);
+    // The targets of the next decode, and its tokens, those of adjacent slots; valid until end_step.
+    void begin_step(std::vector<row_target> targets, std::span<const step_token> tokens);
 
     // Starts the transfer of device rows and drops the targets. Raises internal if a requested row
-    // was not written: a buffer with stale content must never be handed out.
+    // was not written, or an edit not made: a buffer with stale content must never be handed out.
     step_result end_step();
     void abandon_step() noexcept;
 
@@ -110,6 +112,7 @@ private:
     bool is_discovered_ = false;
     row_table table_;
     attend_memory attend_memory_;
+    edit_table edits_;
     const bool attends_;
     device_tap devices_;
     // llama.cpp keeps a few graphs and reuses their addresses; the entry is replaced when it does.

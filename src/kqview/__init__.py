@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from kqview import ray as ray
     from kqview import viz as viz
     from kqview.corpora import extract, open_corpus
+    from kqview.edits import Edit
     from kqview.engine import Engine
     from kqview.engine_options import EngineOptions
     from kqview.generation.prompt import PromptAttention
@@ -52,6 +53,7 @@ _HOMES: Final = {
     name: module
     for module, names in {
         "corpora": "extract open_corpus",
+        "edits": "Edit",
         "engine": "Engine",
         "engine_options": "EngineOptions",
         "generation.prompt": "PromptAttention",
@@ -96,6 +98,7 @@ __all__ = [
     "Capture",
     "ChatPrompt",
     "Classification",
+    "Edit",
     "Engine",
     "EngineHealth",
     "EngineOptions",

@@ -139,6 +139,42 @@ class ContextFit:
 def fit_context(model: Model, context: EngineOptions) -> ContextFit:
     """Return the context to open with if `n_ctx` is 0."""
 
+class EditKey:
+    def __init__(self, hash: str, first: int) -> None: ...
+
+    hash: Final[str]
+    first: Final[int]
+    """Position of the first token that it acts on."""
+
+class EditedCells:
+    """Cells of a slot, up to the next run."""
+
+    def __init__(self, start: int, keys: Sequence[EditKey]) -> None: ...
+
+    start: Final[int]
+    keys: Final[list[EditKey]]
+
+class EditPlan:
+    """All edits of a request; see cpp/tap/edits.h."""
+
+    def __init__(self) -> None: ...
+    def add_key(self, key: EditKey) -> None: ...
+    def edit_outputs(
+        self, layers: Sequence[int], values: object, positions: Sequence[int], replaces: bool
+    ) -> None:
+        """One vector for all tokens, or one for each position, one after the other."""
+
+    def scale_head(self, layer: int, head: int, factor: float) -> None: ...
+    def bias_scores(
+        self,
+        queries: tuple[int, int],
+        keys: Sequence[tuple[int, int]],
+        bias: float,
+        layers: Sequence[int],
+        heads: Sequence[int],
+    ) -> None:
+        """Ranges are (start, stop), a stop of -1 has no end; no layers or heads: all."""
+
 class SamplingParams:
     def __init__(self, sampling: object) -> None:
         """Read the attributes of a kqview.Sampling by name."""
@@ -158,6 +194,8 @@ class RequestOptions:
     def __init__(self) -> None: ...
     def set_capture(self, engine: Engine, capture: object) -> None:
         """Read the attributes of a kqview.Capture by name; raises InvalidCapture."""
+
+    def set_edits(self, plan: EditPlan) -> None: ...
 
     prompt: list[int]
     sampling: SamplingParams
@@ -510,12 +548,19 @@ class SavedSlot:
     n_exact: Final[int]
     lora: Final[list[float]]
     """Scales of the adapters that it was computed with."""
+    edits: Final[list[EditedCells]]
+    """Edits that it was computed with."""
 
 def save_slot(engine: Engine, slot: int) -> SavedSlot:
     """Save a slot as a SES1 blob, with its number of exact tokens."""
 
 def restore_slot(
-    engine: Engine, slot: int, blob: bytes, n_exact: int, lora: Sequence[float]
+    engine: Engine,
+    slot: int,
+    blob: bytes,
+    n_exact: int,
+    lora: Sequence[float],
+    edits: Sequence[EditedCells],
 ) -> None:
     """Replace the contents of a slot; a blob that is refused changes nothing."""
 

@@ -29,6 +29,7 @@ from kqview.conversation import (
     TemplateOptions,
 )
 from kqview.demo import MODEL_PATH, model_path
+from kqview.edits import Edit
 from kqview.embedding import Embedding, EmbedOptions, Pair, Vectors
 from kqview.engine_options import DEFAULTS, EngineOptions, checked, context_options, model_options
 from kqview.errors import RequestError
@@ -69,10 +70,11 @@ _TOKENIZE: Final = {"add_special": True, "parse_special": True, "offsets": False
 _TEXT: Final = {"priority": 0, "add_special": True, "parse_special": True}
 _EMBED: Final = {"normalize": True, **_TEXT}
 _SCORE: Final = {
-    "last": None, "top_logprobs": None, "lora": None, "deterministic": False, **_TEXT,
+    "last": None, "top_logprobs": None, "lora": None, "edits": None, "deterministic": False,
+    **_TEXT,
 }  # fmt: skip
 _ATTEND: Final = {
-    "last": None, "score": False, "top_logprobs": None, "request_id": None,
+    "last": None, "score": False, "top_logprobs": None, "request_id": None, "edits": None,
     "deterministic": False, **_TEXT,
 }  # fmt: skip
 
@@ -120,6 +122,7 @@ class AttendOptions(TextOptions, total=False):
     score: bool
     top_logprobs: int | None
     request_id: str | None
+    edits: Sequence[Edit] | Edit | None
     deterministic: bool
 
 
@@ -669,6 +672,9 @@ class Engine(NamesMethods):
                 file name; adapters not named are left out. None for the default scales. Slots whose
                 scales differ do not share a step but take turns of a few steps, and each change of
                 scales makes llama.cpp build its graphs again.
+            edits: What to change in the model for this request: a `kqview.Edit`, or a list of them,
+                carried out in their order. Cells of a cache are reused only as far as the edits
+                that they were computed with are the same.
             add_special: As in `tokenize`.
             parse_special: As in `tokenize`.
             **options: The fields of Sampling as keyword arguments, instead of *sampling*.
@@ -682,7 +688,7 @@ class Engine(NamesMethods):
 
         Raises:
             RequestError: An argument is invalid. May be a subclass: PromptTooLong, InvalidToken,
-                InvalidCapture, InvalidSampling or UnknownSlot.
+                InvalidCapture, InvalidEdit, InvalidSampling or UnknownSlot.
             UnsupportedModel: The model has no decoder, has no vocabulary for a str prompt, or its
                 positions cannot be moved (see `Slot.shift`).
             QueueFull: Too many requests wait for a slot.
@@ -757,8 +763,8 @@ class Engine(NamesMethods):
             score: Whether to score the tokens of these positions as well, as `score` does, in the
                 same evaluation: `PromptAttention.score`.
             top_logprobs: With *score*, as in `score`.
-            **options: Also request_id, priority, deterministic, add_special and parse_special, as
-                in `generate`.
+            **options: Also request_id, priority, edits, deterministic, add_special and
+                parse_special, as in `generate`.
 
         Returns:
             A sync and async iterator of PromptBlock. ``.array()`` returns all rows as one array of
@@ -1037,9 +1043,9 @@ class Engine(NamesMethods):
                 with the number for each. None for all but the first, which nothing precedes.
             top_logprobs: Number of most probable tokens to return for each scored token, at most
                 1000; None for none.
-            **options: Also priority, lora, deterministic, add_special and parse_special, as in
-                `generate`. If add_special adds a beginning-of-text token, every token of the text
-                itself gets a score.
+            **options: Also priority, lora, edits, deterministic, add_special and parse_special, as
+                in `generate`. If add_special adds a beginning-of-text token, every token of the
+                text itself gets a score.
 
         Returns:
             A Score for one text, a list of them for a list. Values differ from those of a

@@ -6,6 +6,7 @@
     |   +-- InvalidToken
     |   +-- UnknownSlot
     |   +-- InvalidCapture
+    |   +-- InvalidEdit
     |   +-- InvalidSampling
     |   +-- UnknownOption (TypeError)
     |   +-- UnknownAttribute (AttributeError)
@@ -106,6 +107,15 @@ class InvalidCapture(RequestError):
 
     Examples are a layer without attention, a head out of range and an unknown kind. Not raised for
     lack of memory: that is PoolExhausted.
+    """
+
+
+class InvalidEdit(RequestError):
+    """An Edit asks for something that this model or prompt does not have; change the Edit.
+
+    Examples are a layer or head out of range, a position beyond the prompt, a vector of another
+    size, and values that are not finite. Not raised where the model has the layer, but it cannot be
+    edited here, as on a device: that is UnsupportedModel.
     """
 
 

@@ -10,6 +10,7 @@ from typing import cast
 
 from kqview import _core
 from kqview.arguments import whole_number
+from kqview.edits import Edit
 from kqview.errors import RequestError
 from kqview.generation.stream import Generation
 from kqview.lora import LoraScales
@@ -24,6 +25,7 @@ class ScoreOptions(TextOptions, total=False):
     last: int | Sequence[int] | None
     top_logprobs: int | None
     lora: LoraScales | None
+    edits: Sequence[Edit] | Edit | None
     deterministic: bool
 
 
@@ -42,6 +44,7 @@ class Scoring:
         top_logprobs: int | None = None,
         priority: int = 0,
         lora: LoraScales | None = None,
+        edits: Sequence[Edit] | Edit | None = None,
         deterministic: bool = False,
         add_special: bool = True,
         parse_special: bool = True,
@@ -58,7 +61,7 @@ class Scoring:
         n_last = _counts("last", last, ids)
 
         def submit(i: int) -> Generation:
-            request = self._submission.request(ids[i], priority=priority, lora=lora)
+            request = self._submission.request(ids[i], priority=priority, lora=lora, edits=edits)
             request.only_attends = True
             be_alone(request, deterministic)
             request.n_scores = n_last[i]

@@ -204,7 +204,10 @@ class Slot:
         All are from the same moment. `restore_marked` and `kqview.state.write_state` accept them.
         """
         saved = _core.save_slot(self._core, self.id)
-        return saved.blob, SlotMarks(saved.n_exact, tuple(saved.lora))
+        edits = tuple(
+            (run.start, tuple((key.hash, key.first) for key in run.keys)) for run in saved.edits
+        )
+        return saved.blob, SlotMarks(saved.n_exact, tuple(saved.lora), edits)
 
     def restore_marked(self, blob: bytes, marks: SlotMarks) -> int:
         """Like `restore`, for a blob without a trailer whose *marks* are known."""
@@ -215,7 +218,11 @@ class Slot:
                 f"the slot was saved with {len(lora)} LoRA adapters, this engine has "
                 f"{len(self._lora.opened)}; open it with the adapters it was saved with"
             )
-        _core.restore_slot(self._core, self.id, blob, n_exact, lora)
+        edits = [
+            _core.EditedCells(start, [_core.EditKey(*key) for key in keys])
+            for start, keys in marks.edits
+        ]
+        _core.restore_slot(self._core, self.id, blob, n_exact, lora, edits)
         return len(blob)
 
     def save_file(self, path: str | os.PathLike[str]) -> int:

@@ -32,8 +32,10 @@ from kqview.arguments import (
     to_index,
     whole_number,
 )
+from kqview.edits import Edit, EditTarget, listed, plan_of
 from kqview.errors import (
     InvalidCapture,
+    InvalidEdit,
     InvalidToken,
     KqviewError,
     PromptTooLong,
@@ -92,6 +94,7 @@ class GenerateOptions(SamplingOptions[Parsed], total=False):
     n_keep: int | None
     n_discard: int | None
     lora: LoraScales | None
+    edits: Sequence[Edit] | Edit | None
     add_special: bool | None
     parse_special: bool | None
 
@@ -207,6 +210,8 @@ class Submission:
             request_id=given["request_id"],
             priority=given["priority"],
             lora=given["lora"],
+            edits=given["edits"],
+            moves=given["context_shift"] is True or given["reuse"] == "shift",
             capture=capture,
             n_prompt_rows=len(ids) if capture and capture.prompt else 0,
         )
@@ -296,13 +301,17 @@ class Submission:
         request_id: object = None,
         priority: object,
         lora: object = None,
+        edits: object = None,
+        moves: bool = False,
         capture: Capture | None = None,
         n_prompt_rows: int = 0,
     ) -> _core.RequestOptions:
         """What is common to all requests; *ids* have passed `check_prompt`.
 
+        *moves*: tokens of its slot may move up, to other positions.
+
         Raises:
-            RequestError: An argument is invalid. May be InvalidCapture.
+            RequestError: An argument is invalid. May be InvalidCapture or InvalidEdit.
         """
         if request_id is not None and not isinstance(request_id, str):
             raise invalid("request_id", "a str or None", shown(request_id))
@@ -311,6 +320,8 @@ class Submission:
         scales = self._lora.scales if lora is None else self._lora.scales_of("lora", lora)
         request.lora = list(scales)
         request.run_ahead = self._run_ahead
+        if edits is not None:
+            self._set_edits(request, listed(edits), moves)
         request.owner = _owner.get()
         request.priority = whole_number("priority", priority, low=-(2**31))
         if capture:
@@ -323,6 +334,26 @@ class Submission:
                 raise
             request.n_prompt_rows = n_prompt_rows
         return request
+
+    def _set_edits(self, request: _core.RequestOptions, edits: list[Edit], moves: bool) -> None:
+        """Check *edits* against the model and the prompt, and have the request carry them out."""
+        if not edits:
+            return
+        placed = [i for i, one in enumerate(edits) if one.has_places]
+        if moves and placed:
+            raise InvalidEdit(
+                f"edits[{placed[0]}] names positions, which context_shift and reuse='shift' move; "
+                "leave one of them out",
+                parameter="edits",
+            )
+        target = EditTarget(
+            n_layer=self._info.n_layer,
+            n_embd=self._info.n_embd,
+            n_heads={one.layer: one.n_head for one in self._core.attention_layers},
+            n_prompt=len(request.prompt),
+            has_all_columns=self._has_all_columns,
+        )
+        request.set_edits(plan_of(edits, target))
 
     def _set_reuse(
         self, request: _core.RequestOptions, given: Mapping[str, Any], n_prompt: int
@@ -448,6 +479,7 @@ class Submission:
         request_id: str | None = None,
         priority: object = 0,
         deterministic: object = False,
+        edits: object = None,
         add_special: object = True,
         parse_special: object = True,
     ) -> PromptAttention | list[PromptAttention]:
@@ -482,6 +514,7 @@ class Submission:
                 texts[i],
                 request_id=request_id,
                 priority=priority,
+                edits=edits,
                 capture=wanted,
                 n_prompt_rows=len(texts[i]) - first[i],
             )

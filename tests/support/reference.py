@@ -128,6 +128,9 @@ class Reference:
         angle_type: Literal["f64", "f32"] = "f64",
         flash_attn: bool = False,
         exact_from: int | None = None,
+        bias: F64 | None = None,
+        head_factors: F64 | None = None,
+        behind_layer: Callable[[int, F64], F64] | None = None,
     ) -> Result:
         """Run the whole sequence at once.
 
@@ -142,6 +145,11 @@ class Reference:
                 K, V and the running sum rounded to F16. Reaches kq only through the layers below.
             exact_from: The first query whose V is mixed exactly all the same, as kqview's own
                 attention does while it decodes; None for none.
+            bias: Added to the scores, of a shape that broadcasts to ``(n_layer, n_head, n_query,
+                n_key)``; -inf hides a key. Not in flash_attn's own mixing.
+            head_factors: ``(n_layer, n_head)``, factors of what heads give out.
+            behind_layer: Called with a layer and its output, ``(n_tokens, n_embd)``; returns
+                what goes on in its place.
 
         Returns:
             Logits and attention of every token, layer and head.
@@ -168,6 +176,8 @@ class Reference:
             k, v = (np.repeat(_round(t, kv_type), self.n_head // self.n_head_kv, 0) for t in (k, v))
             kq[il] = _round(q, operand_type) @ k.transpose(0, 2, 1)
             scores[il] = np.where(future, -np.inf, kq[il] / np.sqrt(self.head_size))
+            if bias is not None:
+                scores[il] += np.broadcast_to(bias, shape)[il]
             probs[il] = _softmax(scores[il])
             if flash_attn:
                 entered = _round(q, "f16") @ _round(k, "f16").transpose(0, 2, 1)
@@ -176,13 +186,15 @@ class Reference:
                     mixed[:, exact_from:] = probs[il][:, exact_from:] @ v
             else:
                 mixed = _round(probs[il], operand_type) @ v
+            if head_factors is not None:
+                mixed = mixed * head_factors[il][:, None, None]
             mixed = mixed.transpose(1, 0, 2).reshape(n_tokens, -1)
             x = x + mixed @ w[b + "attn_output.weight"].T
             h = self._norm(x, b + "ffn_norm")
             gate = h @ w[b + "ffn_gate.weight"].T
             up = h @ w[b + "ffn_up.weight"].T
             x = x + (gate / (1 + np.exp(-gate)) * up) @ w[b + "ffn_down.weight"].T
-            hidden[il] = x
+            hidden[il] = x = x if behind_layer is None else behind_layer(il, x)
         output = w.get("output.weight", w["token_embd.weight"])
         final = self._norm(x, "output_norm")
         return Result(final @ output.T, kq, scores, probs, hidden, final)

@@ -30,6 +30,7 @@ def test_by_code_reaches_every_class_that_has_no_subclass():
     not_of_the_core = {
         errors.InvalidActionError,
         errors.EmittedError,
+        errors.InvalidEdit,
         errors.InvalidMod,
         errors.ModFailed,
         errors.CorpusError,

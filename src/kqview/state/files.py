@@ -15,6 +15,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import stat
 import struct
 from collections.abc import Generator, Mapping
@@ -26,7 +27,7 @@ from numpy.typing import NDArray
 
 from kqview import json_input
 from kqview.durable import FileIdentity, write_whole
-from kqview.errors import StateFormatError, StateMismatch
+from kqview.errors import StateFormatError, StateMismatch, shown
 from kqview.state import ses1
 from kqview.state.fingerprint import ModelFiles
 from kqview.state.ses1 import SavedState, inspect
@@ -35,6 +36,9 @@ MAGIC: Final = b"KQVIEW01"
 _VERSION: Final = 2
 FOOTER_BYTES: Final = 4 + len(MAGIC)
 _JSON_BYTES_MAX: Final = 1 << 16
+_EDITS_BYTES_MAX: Final = 1 << 15
+_RUN: Final = r"\d{1,10}:(?:[\w ]{1,64}@\d{1,10}(?:,[\w ]{1,64}@\d{1,10})*)?"
+_EDITS: Final = re.compile(rf"{_RUN}(?:;{_RUN})*", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +54,9 @@ class StateFacts:
     kv_type: str
 
 
+EditedRun = tuple[int, tuple[tuple[str, int], ...]]
+
+
 @dataclass(frozen=True, slots=True)
 class SlotMarks:
     """Facts about one saved slot that neither its blob nor its engine records.
@@ -62,10 +69,13 @@ class SlotMarks:
             is approximate. None if unknown.
         lora: Scale of each LoRA adapter of the engine with which the cache was computed. None: as
             the engine was opened.
+        edits: The edits that the cells were computed with, as runs: the first cell of each, and the
+            (hash, first position) of the edits in force there. Empty: without edits.
     """
 
     n_exact: int | None = None
     lora: tuple[float, ...] | None = None
+    edits: tuple[EditedRun, ...] = ()
 
 
 NO_MARKS: Final = SlotMarks()
@@ -76,6 +86,8 @@ def make_trailer(blob: bytes, facts: StateFacts, marks: SlotMarks = NO_MARKS) ->
     known: dict[str, object] = {} if marks.n_exact is None else {"n_exact": marks.n_exact}
     if marks.lora:
         known["lora"] = " ".join(map(repr, marks.lora))
+    if marks.edits:
+        known["edits"] = _text_of_edits(marks.edits)
     content = {"version": _VERSION, "model": facts.model, "kv_type": facts.kv_type, **known}
     content["sha256"] = _checksum(blob, content)
     text = _to_json(content)
@@ -168,7 +180,39 @@ def _marks(content: Mapping[str, Any]) -> SlotMarks:
         raise StateFormatError(
             f"n_exact in the trailer is {n_exact!r}, but must be a whole number from 0"
         )
-    return SlotMarks(n_exact, _scales(content.get("lora")))
+    return SlotMarks(n_exact, _scales(content.get("lora")), _edits(content.get("edits")))
+
+
+def _text_of_edits(runs: tuple[EditedRun, ...]) -> str:
+    """Runs of cells as ``start:hash@first,hash@first;...``."""
+    text = ";".join(
+        f"{start}:{','.join(f'{hash_}@{first}' for hash_, first in keys)}" for start, keys in runs
+    )
+    if len(text) <= _EDITS_BYTES_MAX:
+        return text
+    # One hash for all of them, which no request's edits have: no edited cell is reused.
+    first = next(start for start, keys in runs if keys)
+    return ("0:;" if first else "") + f"{first}:{hashlib.sha256(text.encode()).hexdigest()}@0"
+
+
+def _edits(text: object) -> tuple[EditedRun, ...]:
+    if text is None:
+        return ()
+    if not _EDITS.fullmatch(str(text)):
+        raise StateFormatError(
+            f"edits in the trailer is {shown(text)}, but must be runs of cells and hashes"
+        )
+    runs: list[EditedRun] = []
+    for run in str(text).split(";"):
+        start, _, keys = run.partition(":")
+        pairs = (key.split("@") for key in keys.split(",") if key)
+        runs.append((int(start), tuple((hash_, int(first)) for hash_, first in pairs)))
+    starts = [start for start, _ in runs]
+    if starts[0] != 0 or starts != sorted(set(starts)):
+        raise StateFormatError(
+            f"edits in the trailer has runs from {starts}; they must ascend from 0"
+        )
+    return tuple(runs)
 
 
 def _scales(text: object) -> tuple[float, ...] | None:

@@ -1,0 +1,80 @@
+// Bindings of edits: what a request changes in the model, and what cells remember of it. Python has
+// checked the values.
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "bind/bind.h"
+#include "sched/edit_history.h"
+#include "tap/edits.h"
+
+namespace kqview::bind {
+
+namespace {
+
+// (start, stop) with a negative stop for none.
+column_range range_of(const std::pair<int, int>& range) {
+    return {range.first, range.second < 0 ? column_range::no_stop : range.second};
+}
+
+void edit_outputs(edit_plan& self, const std::vector<int>& layers, const nb::object& values,
+                  std::vector<int> positions, bool replaces) {
+    const auto [read, owner] = values_of("values", values);
+    residual_edit edit{replaces, std::move(positions),
+                       std::make_shared<const std::vector<float>>(read.begin(), read.end())};
+    for (const int il : layers) self.layers[il].residual.push_back(edit);
+}
+
+void bias_scores(edit_plan& self, const std::pair<int, int>& queries,
+                 const std::vector<std::pair<int, int>>& keys, float bias,
+                 const std::vector<int>& layers, const std::vector<int>& heads) {
+    score_bias edit{range_of(queries), {}, bias, heads};
+    std::ranges::transform(keys, std::back_inserter(edit.keys), range_of);
+    for (const int il : layers) self.layers[il].biases.push_back(edit);
+    if (layers.empty()) self.biases.push_back(std::move(edit));
+}
+
+}  // namespace
+
+void bind_edits(nb::module_& module) {
+    nb::class_<edit_key>(module, "EditKey")
+        .def(nb::init<std::string, std::size_t>(), nb::arg("hash"), nb::arg("first"))
+        .def_ro("hash", &edit_key::hash)
+        .def_ro("first", &edit_key::first, "Position of the first token that it acts on.");
+    nb::class_<edit_history::run>(module, "EditedCells", "Cells of a slot, up to the next run.")
+        .def(
+            "__init__",
+            [](edit_history::run* self, std::size_t start, edit_keys keys) {
+                new (self)
+                    edit_history::run{start, std::make_shared<const edit_keys>(std::move(keys))};
+            },
+            nb::arg("start"), nb::arg("keys"))
+        .def_ro("start", &edit_history::run::start)
+        .def_prop_ro("keys", [](const edit_history::run& self) { return *self.keys; });
+    nb::class_<edit_plan>(module, "EditPlan", "All edits of a request; see cpp/tap/edits.h.")
+        .def(nb::init<>())
+        .def(
+            "add_key", [](edit_plan& self, const edit_key& key) { self.keys.push_back(key); },
+            nb::arg("key"))
+        .def("edit_outputs", &edit_outputs, nb::arg("layers"), nb::arg("values"),
+             nb::arg("positions"), nb::arg("replaces"),
+             "One vector for all tokens, or one for each position, one after the other.")
+        .def(
+            "scale_head",
+            [](edit_plan& self, int layer, int head, float factor) {
+                self.layers[layer].heads.push_back({head, factor});
+            },
+            nb::arg("layer"), nb::arg("head"), nb::arg("factor"))
+        .def("bias_scores", &bias_scores, nb::arg("queries"), nb::arg("keys"), nb::arg("bias"),
+             nb::arg("layers"), nb::arg("heads"),
+             "Ranges are (start, stop), a stop of -1 has no end; no layers or heads: all.");
+}
+
+}  // namespace kqview::bind

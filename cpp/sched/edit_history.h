@@ -1,0 +1,56 @@
+// The edits that the cells of one slot were computed with. A cache is worth something to a request
+// up to the first position at which its own edits would have acted otherwise.
+// Owner:   the slot's slot_cache.
+// Threads: the engine thread.
+#pragma once
+
+#include <cstddef>
+#include <limits>
+#include <memory>
+#include <vector>
+
+#include "tap/edits.h"
+
+namespace kqview {
+
+class edit_history {
+public:
+    static constexpr std::size_t everywhere = std::numeric_limits<std::size_t>::max();
+    using shared_keys = std::shared_ptr<const edit_keys>;
+
+    // Cells from `start` on, up to those of the next run.
+    struct run {
+        std::size_t start;
+        shared_keys keys;
+    };
+
+    // No edits: no run, or one without keys.
+    const std::vector<run>& runs() const { return runs_; }
+    // Those of the next cell.
+    const edit_keys& in_force() const { return runs_.empty() ? none() : *runs_.back().keys; }
+    // True if a fresh evaluation under the edits in force would not compute the same cells.
+    bool is_mixed() const { return n_agreeing(in_force()) != everywhere; }
+    // How many of the cells, and of those that follow while nothing else comes into force, are as
+    // these edits would have left them.
+    std::size_t n_agreeing(const edit_keys& wanted) const;
+
+    // Sets the edits of the cells from `n_cells` on, all that there are being kept.
+    void use(std::size_t n_cells, const edit_keys& keys);
+    // The cells from `n_kept` on are gone; the edits in force stay.
+    void cut(std::size_t n_kept);
+    // Cells from `first` on have moved up, `n_cells` are left: what was edited there is as no other
+    // request's edits would have left it.
+    void move_up(std::size_t first, std::size_t n_cells);
+    // Takes over the first `n_cells` cells of another slot; the edits in force stay.
+    void copy_from(const edit_history& source, std::size_t n_cells);
+    // Replaces everything, for `n_cells` cells.
+    void set(std::vector<run> runs) { runs_ = std::move(runs); }
+
+private:
+    static const edit_keys& none();
+    void put(std::size_t start, shared_keys keys);
+
+    std::vector<run> runs_;  // ascending, the first from cell 0 on
+};
+
+}  // namespace kqview

@@ -1,0 +1,39 @@
+#include "tap/edits.h"
+
+#include "base/error.h"
+
+namespace kqview {
+
+namespace {
+
+std::string list_of(const std::vector<int>& layers) {
+    if (layers.empty()) return "none";
+    std::string text;
+    for (const int il : layers) text += text_of(text.empty() ? "" : ", ", il);
+    return text;
+}
+
+void check_layer(const char* what, int il, const std::vector<int>& known) {
+    if (std::ranges::find(known, il) != known.end()) return;
+    throw error(errc::unsupported_model, "edits: ", what, " of layer ", il,
+                " cannot be edited here; layers where they can: ", list_of(known));
+}
+
+}  // namespace
+
+void check_edits(const edit_plan& plan, const capture_source& source) {
+    std::vector<int> with_heads, with_scores;
+    for (const auto& layer : source.attention) {
+        if (layer.edits_heads) with_heads.push_back(layer.il);
+        if (layer.edits_scores) with_scores.push_back(layer.il);
+    }
+    for (const auto& [il, edits] : plan.layers) {
+        if (!edits.residual.empty()) check_layer("the output", il, source.edited_outputs);
+        if (!edits.heads.empty()) check_layer("heads", il, with_heads);
+        if (!edits.biases.empty()) check_layer("scores", il, with_scores);
+    }
+    if (plan.biases.empty()) return;
+    for (const auto& layer : source.attention) check_layer("scores", layer.il, with_scores);
+}
+
+}  // namespace kqview

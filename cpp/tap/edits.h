@@ -1,0 +1,70 @@
+// What a request changes in the model while it runs: values added to the residual stream or put in
+// its place, factors of the outputs of heads, biases of attention scores. Pure values; no ggml, no
+// threads.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <limits>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "tap/plan.h"
+
+namespace kqview {
+
+// Stands for one edit wherever its values are not needed: cells of a cache remember the keys of the
+// edits that they were computed with. An edit acts on tokens from position `first` on.
+struct edit_key {
+    std::string hash;
+    std::size_t first = 0;
+    bool operator==(const edit_key&) const = default;
+};
+using edit_keys = std::vector<edit_key>;  // in the order in which they act
+
+// Of the output of a layer.
+struct residual_edit {
+    bool replaces = false;       // else `values` are added
+    std::vector<int> positions;  // of tokens, ascending; empty: every token
+    // F32 ne=[n_embd, n]: one for each of `positions`, or one for all. Layers may share them.
+    std::shared_ptr<const std::vector<float>> values;
+};
+
+struct head_factor {
+    int head;
+    float factor;
+};
+
+// Added to the scores of these queries for these keys, before the softmax. -inf hides a key, but
+// never a token's own.
+struct score_bias {
+    column_range queries;
+    std::vector<column_range> keys;
+    float bias = 0.0f;
+    std::vector<int> heads{};  // empty: all
+};
+
+struct layer_edits {
+    std::vector<residual_edit> residual;
+    std::vector<head_factor> heads;
+    std::vector<score_bias> biases;
+};
+
+// All edits of a request. Immutable once it is submitted; shared by the request and its steps.
+struct edit_plan {
+    edit_keys keys;
+    std::map<int, layer_edits> layers;
+    std::vector<score_bias> biases;  // of every layer with attention
+
+    const layer_edits* find(int il) const {
+        const auto found = layers.find(il);
+        return found == layers.end() ? nullptr : &found->second;
+    }
+};
+
+// Raises unsupported_model for a layer that cannot be edited in this way, with the layers that can.
+void check_edits(const edit_plan& plan, const capture_source& source);
+
+}  // namespace kqview

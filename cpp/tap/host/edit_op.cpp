@@ -1,0 +1,203 @@
+#include "tap/host/edit_op.h"
+
+#include <ggml-backend.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstring>
+#include <limits>
+
+namespace kqview {
+
+namespace {
+
+std::size_t zu(std::int64_t n) { return static_cast<std::size_t>(n); }
+
+// ---- the residual stream
+
+// The row of a layer's output that belongs to a token; -1: it has none, because the last layer
+// keeps only the tokens whose logits are wanted.
+std::int64_t row_of(const edit_table& table, const ggml_tensor* output, int i_token) {
+    if (output->ne[1] == table.n_tokens) return i_token;
+    return table.output_of[zu(i_token)];
+}
+
+// Which of an edit's vectors is for a token at `position`; null: none.
+const float* vector_of(const residual_edit& edit, int position, std::size_t n_embd) {
+    const auto* const values = edit.values->data();
+    if (edit.positions.empty()) return values;
+    const auto found = std::ranges::lower_bound(edit.positions, position);
+    if (found == edit.positions.end() || *found != position) return nullptr;
+    const bool is_one = edit.values->size() == n_embd;
+    return values + (is_one ? 0 : zu(found - edit.positions.begin()) * n_embd);
+}
+
+void apply(const residual_edit& edit, int position, float* row, std::size_t n_embd) {
+    const auto* const values = vector_of(edit, position, n_embd);
+    if (!values) return;
+    if (edit.replaces) {
+        std::copy_n(values, n_embd, row);
+    } else {
+        for (std::size_t i = 0; i < n_embd; ++i) row[i] += values[i];
+    }
+}
+
+void run_residual_edit(ggml_tensor* node, int ith, int nth, void* data) {
+    const auto& op = *static_cast<const edit_op*>(data);
+    const ggml_tensor* const output = node->src[0];
+    const auto n_embd = zu(output->ne[0]);
+    for (const auto& run : op.table->runs) {
+        const auto* const edits = run.plan->find(op.il);
+        if (!edits || edits->residual.empty()) continue;
+        // end_step reports what was not edited
+        if (output->ne[1] != op.table->n_tokens && output->ne[1] != op.table->n_outputs) continue;
+        for (int i = ith; i < run.n_tokens; i += nth) {
+            const auto i_row = row_of(*op.table, output, run.i_token + i);
+            if (i_row < 0) continue;
+            auto* const row = reinterpret_cast<float*>(static_cast<std::byte*>(output->data) +
+                                                       zu(i_row) * output->nb[1]);
+            for (const auto& edit : edits->residual) apply(edit, run.position + i, row, n_embd);
+        }
+        if (ith == 0) op.table->n_done.fetch_add(1, std::memory_order_relaxed);
+    }
+}
+
+// ---- heads
+
+void run_head_edit(ggml_tensor* node, int ith, int nth, void* data) {
+    const auto& op = *static_cast<const edit_op*>(data);
+    const ggml_tensor* const output = node->src[0];
+    // Flash attention gives ne=[n_value, n_head, n_tokens, n_stream], the product of probabilities
+    // and values ne=[n_value, n_tokens, n_head, n_stream].
+    const auto head_bytes = output->nb[op.site.flash ? 1 : 2];
+    const auto token_bytes = output->nb[op.site.flash ? 2 : 1];
+    for (const auto& run : op.table->runs) {
+        const auto* const edits = run.plan->find(op.il);
+        if (!edits || edits->heads.empty()) continue;
+        for (int i = ith; i < run.n_tokens; i += nth) {
+            auto* const token = static_cast<std::byte*>(output->data) +
+                                zu(run.i_stream) * output->nb[3] +
+                                zu(run.i_query + i) * token_bytes;
+            for (const auto& one : edits->heads) {
+                auto* const values = reinterpret_cast<float*>(token + zu(one.head) * head_bytes);
+                for (std::int64_t j = 0; j < output->ne[0]; ++j) values[j] *= one.factor;
+            }
+        }
+        if (ith == 0) op.table->n_done.fetch_add(1, std::memory_order_relaxed);
+    }
+}
+
+// Like a node that reads rows, it has a result that nothing reads.
+ggml_tensor* make_node(ggml_context* tensors, ggml_tensor* source, ggml_custom_op_t run,
+                       edit_op& op) {
+    ggml_tensor* const node =
+        ggml_custom_4d(tensors, GGML_TYPE_F32, 1, 1, 1, 1, &source, 1, run, GGML_N_TASKS_MAX, &op);
+    ggml_format_name(node, "kqview_edit-%d", op.il);
+    return node;
+}
+
+// ---- masks
+
+float read(const std::byte* cell, ggml_type type) {
+    if (type == GGML_TYPE_F32) {
+        float value;
+        std::memcpy(&value, cell, sizeof value);
+        return value;
+    }
+    ggml_fp16_t value;
+    std::memcpy(&value, cell, sizeof value);
+    return ggml_fp16_to_fp32(value);
+}
+
+void write(float value, std::byte* cell, ggml_type type) {
+    if (type == GGML_TYPE_F32) {
+        std::memcpy(cell, &value, sizeof value);
+    } else {
+        const auto half = ggml_fp32_to_fp16(value);
+        std::memcpy(cell, &half, sizeof half);
+    }
+}
+
+// Adds the biases to one query's row of a mask.
+void add_biases(const std::vector<score_bias>& biases, int position, std::byte* row,
+                const ggml_tensor* mask) {
+    const auto n_bytes = ggml_type_size(mask->type);
+    for (const auto& one : biases) {
+        if (position < one.queries.start || position >= one.queries.stop) continue;
+        const bool hides = one.bias == -std::numeric_limits<float>::infinity();
+        for (const auto& keys : one.keys) {
+            const int stop = std::min(keys.stop, static_cast<int>(mask->ne[0]));
+            for (int i = keys.start; i < stop; ++i) {
+                if (hides && i == position) continue;
+                auto* const cell = row + zu(i) * n_bytes;
+                write(read(cell, mask->type) + one.bias, cell, mask->type);
+            }
+        }
+    }
+}
+
+}  // namespace
+
+void edit_table::begin(std::span<const step_token> tokens) {
+    runs.clear();
+    n_done.store(0, std::memory_order_relaxed);
+    if (std::ranges::none_of(tokens, [](const step_token& one) { return one.edits != nullptr; }))
+        return;
+    n_tokens = static_cast<int>(tokens.size());
+    n_outputs = 0;
+    output_of.clear();
+    int i_first = 0;  // token of the slot
+    for (int i = 0; i < n_tokens; ++i) {
+        const auto& token = tokens[zu(i)];
+        output_of.push_back(token.wants_logits ? n_outputs++ : -1);
+        if (token.slot != tokens[zu(i_first)].slot) i_first = i;
+        if (!token.edits) continue;
+        if (i == i_first) {
+            runs.push_back(
+                {token.edits, i, 1, token.position, token.slot - tokens.front().slot, 0});
+        } else {
+            ++runs.back().n_tokens;
+        }
+    }
+}
+
+int edit_table::n_due() const {
+    int n = 0;
+    for (const auto& run : runs) {
+        for (const auto& [il, edits] : run.plan->layers)
+            n += (edits.residual.empty() ? 0 : 1) + (edits.heads.empty() ? 0 : 1);
+    }
+    return n;
+}
+
+ggml_tensor* make_residual_edit(ggml_context* tensors, const hidden_site& site, edit_op& op) {
+    op.il = site.il;
+    return make_node(tensors, site.output, run_residual_edit, op);
+}
+
+ggml_tensor* make_head_edit(ggml_context* tensors, const attention_site& site, edit_op& op) {
+    op.il = site.il;
+    op.site = site;
+    return make_node(tensors, site.output, run_head_edit, op);
+}
+
+void edit_mask(ggml_tensor* mask, const edit_table& table) {
+    const bool is_host = ggml_backend_buffer_is_host(mask->buffer);
+    std::vector<std::byte> copy(is_host ? 0 : mask->nb[1]);
+    for (const auto& run : table.runs) {
+        if (run.plan->biases.empty()) continue;
+        for (int i = 0; i < run.n_tokens; ++i) {
+            const auto offset = zu(mask->ne[3] == 1 ? 0 : run.i_stream) * mask->nb[3] +
+                                zu(run.i_query + i) * mask->nb[1];
+            auto* row = static_cast<std::byte*>(mask->data) + offset;
+            if (!is_host) {
+                ggml_backend_tensor_get(mask, copy.data(), offset, copy.size());
+                row = copy.data();
+            }
+            add_biases(run.plan->biases, run.position + i, row, mask);
+            if (!is_host) ggml_backend_tensor_set(mask, copy.data(), offset, copy.size());
+        }
+    }
+}
+
+}  // namespace kqview

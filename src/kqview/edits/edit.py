@@ -1,0 +1,457 @@
+"""Edit: one change of what the model represents or attends to, for one request.
+
+A caller makes edits without a model; `plan_of` checks them against one, before anything runs, and
+writes them into the plan that the core carries out. Each gets a key: a hash of all that it does,
+and the first position at which it acts. Cells of a KV cache remember keys, never values, and are
+reused by requests whose edits would have left them as they are.
+"""
+
+import hashlib
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice, pairwise
+from typing import Final, cast
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from kqview import _core
+from kqview.arguments import INT32_MAX, to_index, to_number
+from kqview.errors import InvalidEdit, shown
+
+MOST_EDITS: Final = 256
+MOST_INDICES: Final = 2**20
+LOG_FACTOR_MAX: Final = 100.0
+"""Of an attention bias; exp of it is far beyond what a softmax tells from 1."""
+VALUE_MAX: Final = 1e6
+"""Of a vector's value, after its scale, and of a head's factor."""
+
+Span = tuple[int, int | None]
+
+
+@dataclass(frozen=True, slots=True)
+class EditTarget:
+    """What edits are checked against: facts of the engine, and of the request.
+
+    Attributes:
+        n_layer: Number of layers.
+        n_embd: Values of a residual stream.
+        n_heads: Number of heads of each layer with attention.
+        n_prompt: Number of tokens that the prompt has.
+        has_all_columns: Whether a cache keeps every position of every layer.
+    """
+
+    n_layer: int
+    n_embd: int
+    n_heads: Mapping[int, int]
+    n_prompt: int
+    has_all_columns: bool
+
+    def layer(self, name: str, given: int) -> int:
+        """*given* counted from 0; InvalidEdit if the model has no such layer."""
+        n = self.n_layer
+        if not -n <= given < n:
+            raise _invalid(f"{name} has layer {given}, but the model has {n}; use -{n} to {n - 1}")
+        return given % n
+
+    def attention_layer(self, name: str, given: int) -> int:
+        """As `layer`, of those with attention."""
+        layer = self.layer(name, given)
+        if layer not in self.n_heads:
+            known = ", ".join(map(str, self.n_heads)) or "none"
+            raise _invalid(
+                f"{name} has layer {given}, which has no attention; layers that have: {known}"
+            )
+        return layer
+
+    def head(self, name: str, layer: int, given: int) -> int:
+        """*given* counted from 0; InvalidEdit if the layer has no such head."""
+        n = self.n_heads[layer]
+        if not -n <= given < n:
+            raise _invalid(
+                f"{name} has head {given} of layer {layer}, which has {n}; use -{n} to {n - 1}"
+            )
+        return given % n
+
+    def position(self, given: int) -> int:
+        """*given* counted from the start of the prompt; InvalidEdit if the prompt has no such."""
+        n = self.n_prompt
+        if not -n <= given < n:
+            raise _invalid(
+                f"positions has {given}, but the prompt has {n} tokens; use -{n} to {n - 1}"
+            )
+        return given % n
+
+
+class Edit(ABC):
+    """One change of the model for one request; immutable, and made by the methods of this class.
+
+    ``engine.generate(prompt, edits=[...])`` applies edits in their order, in prefill and while text
+    is generated, to that request alone. Attention, scores and hidden states that are captured are
+    those after the edit.
+    """
+
+    __slots__ = ()
+
+    @classmethod
+    def add(
+        cls,
+        vector: ArrayLike,
+        layers: int | Iterable[int],
+        scale: float = 1.0,
+        positions: Iterable[int] | None = None,
+    ) -> "Edit":
+        """Add *scale* times *vector* to the output of layers, as ``token.hidden`` shows it.
+
+        Args:
+            vector: Floats of shape ``(n_embd,)``, or ``(n_layers, n_embd)`` with one for each of
+                *layers*. Copied.
+            layers: Layers behind which it is added, negative ones counted from the last.
+            scale: Factor of *vector*.
+            positions: Tokens of the prompt to which it is added, negative ones counted from the
+                prompt's end; None for every token, also generated ones.
+
+        Raises:
+            InvalidEdit: The values are not finite or too large, or an index is repeated. The
+                engine refuses what its model does not have.
+        """
+        named = _indices("layers", [layers] if to_index(layers) is not None else layers)
+        factor = to_number(scale)
+        if factor is None or not abs(factor) <= VALUE_MAX:
+            raise _invalid(f"scale must be a number up to {VALUE_MAX:g}, got {shown(scale)}")
+        values = _vectors("vector", vector, factor)
+        if values.ndim == 2 and len(values) != len(named):
+            raise _invalid(
+                f"vector has {len(values)} rows, but layers names {len(named)}; pass one row for "
+                "each, or one vector for all"
+            )
+        where = None if positions is None else _indices("positions", positions)
+        rows = values if values.ndim == 2 else np.broadcast_to(values, (len(named), values.size))
+        shared = values.ndim == 1
+        return _Residual(named, np.ascontiguousarray(rows[:1] if shared else rows), where)
+
+    @classmethod
+    def set(cls, vectors: ArrayLike, layer: int, positions: Iterable[int]) -> "Edit":
+        """Put *vectors* in place of the output of a layer: activation patching.
+
+        Args:
+            vectors: Floats of shape ``(n_positions, n_embd)``, or ``(n_embd,)`` for all positions;
+                ``token.hidden[i]``, or part of ``engine.attend(...).hidden``. Copied.
+            layer: The layer, negative ones counted from the last.
+            positions: Tokens of the prompt, negative ones counted from its end.
+
+        Raises:
+            InvalidEdit: As of `add`.
+        """
+        values = _vectors("vectors", vectors, 1.0)
+        where = _indices("positions", positions)
+        if values.ndim == 2 and len(values) != len(where):
+            raise _invalid(
+                f"vectors has {len(values)} rows, but positions names {len(where)}; pass one row "
+                "for each, or one vector for all"
+            )
+        return _Residual(_indices("layer", [layer]), np.atleast_2d(values), where, replaces=True)
+
+    @classmethod
+    def scale_heads(cls, factors: Mapping[tuple[int, int], float]) -> "Edit":
+        """Multiply what heads give out, before the output projection: 0 ablates a head.
+
+        Args:
+            factors: A factor for each (layer, head); negative indices count from the last.
+
+        Raises:
+            InvalidEdit: A key is no pair of whole numbers, or a factor is not finite or too large.
+        """
+        given = cast("object", factors)
+        if not isinstance(given, Mapping) or not given:
+            got = shown(cast("object", given))
+            raise _invalid(f"factors must be a dict such as {{(14, 3): 0.0}}, got {got}")
+        found: dict[tuple[int, int], float] = {}
+        for key, value in cast("Mapping[object, object]", given).items():
+            layer, head = map(to_index, _pair(key) or (None, None))
+            if layer is None or head is None:
+                raise _invalid(f"a key of factors must be (layer, head), got {shown(key)}")
+            factor = to_number(value)
+            if factor is None or not abs(factor) <= VALUE_MAX:
+                raise _invalid(
+                    f"a factor must be a number up to {VALUE_MAX:g}, got {shown(value)} for "
+                    f"{(layer, head)}"
+                )
+            found[layer, head] = factor
+        return _Heads(tuple(found.items()))
+
+    @classmethod
+    def attention_bias(
+        cls,
+        spans: Iterable[Span],
+        log_factor: float,
+        layers: Iterable[int] | None = None,
+        heads: Iterable[int] | None = None,
+    ) -> "Edit":
+        """Add *log_factor* to the scores of keys, before the softmax.
+
+        Attention to these tokens is multiplied by ``exp(log_factor)`` and normalised again
+        (InstABoost, arXiv 2506.13734).
+
+        Args:
+            spans: Ranges of positions, ``[(start, stop), ...]``, disjoint; a stop of None grows
+                with the text.
+            log_factor: From -100 to 100.
+            layers: Layers, negative ones counted from the last; None for all with attention.
+            heads: Heads of each of them, negative ones counted from the last; None for all.
+
+        Raises:
+            InvalidEdit: A range is empty or overlaps another one, or a number is out of range.
+        """
+        bias = to_number(log_factor)
+        if bias is None or not abs(bias) <= LOG_FACTOR_MAX:
+            raise _invalid(
+                f"log_factor must be a number from -{LOG_FACTOR_MAX:g} to {LOG_FACTOR_MAX:g}, got "
+                f"{shown(log_factor)}"
+            )
+        if isinstance(spans, str) or not isinstance(spans, Iterable):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise _invalid(f"spans must be ranges such as [(0, 25)], got {shown(spans)}")
+        pairs = sorted(_span("a range of spans", one) for one in spans)
+        overlaps = any(a[1] < 0 or a[1] > b[0] for a, b in pairwise(pairs))
+        if not pairs or overlaps:
+            raise _invalid(f"spans must be one or more disjoint ranges, got {shown(spans)}")
+        return _Bias((0, -1), tuple(pairs), bias, _some("layers", layers), _some("heads", heads))
+
+    @classmethod
+    def block(
+        cls,
+        queries: Span,
+        keys: Span,
+        layers: Iterable[int] | None = None,
+        heads: Iterable[int] | None = None,
+    ) -> "Edit":
+        """Hide keys from queries: attention knockout. A token always sees itself.
+
+        Args:
+            queries: Range of positions that do not see *keys*: ``(start, stop)``, or
+                ``(start, None)`` for all that follow.
+            keys: Range of positions that they do not see.
+            layers: As of `attention_bias`.
+            heads: As of `attention_bias`.
+
+        Raises:
+            InvalidEdit: A range is empty, or an index is invalid.
+        """
+        return _Bias(
+            _span("queries", queries),
+            (_span("keys", keys),),
+            -math.inf,
+            _some("layers", layers),
+            _some("heads", heads),
+        )
+
+    @property
+    @abstractmethod
+    def has_places(self) -> bool:
+        """Whether it names positions of the text, which must then stay where they are."""
+
+    @abstractmethod
+    def write(self, plan: _core.EditPlan, target: EditTarget) -> tuple[object, int]:
+        """Add it to *plan*; return all that it does, and the first position at which it acts.
+
+        Raises:
+            InvalidEdit: *target* has not what it names.
+        """
+
+
+@dataclass(frozen=True, eq=False)
+class _Residual(Edit):
+    layers: tuple[int, ...]
+    rows: NDArray[np.float32]  # one for all, or one for each layer or position; read-only
+    positions: tuple[int, ...] | None
+    replaces: bool = False
+
+    def __post_init__(self) -> None:
+        self.rows.flags.writeable = False
+
+    @cached_property
+    def _digest(self) -> str:
+        return hashlib.sha256(self.rows.tobytes()).hexdigest()
+
+    @property
+    def has_places(self) -> bool:
+        return self.positions is not None
+
+    def write(self, plan: _core.EditPlan, target: EditTarget) -> tuple[object, int]:
+        layers = [target.layer("layers", one) for one in self.layers]
+        n_rows, n_embd = self.rows.shape
+        if n_embd != target.n_embd:
+            raise _invalid(
+                f"a vector has {n_embd} values, but the model's residual stream {target.n_embd}"
+            )
+        rows, positions = self.rows, list[int]()
+        if self.positions is not None:
+            positions = [target.position(one) for one in self.positions]
+            if len(set(positions)) != len(positions):
+                raise _invalid(f"positions has a token twice: {list(self.positions)}")
+            order = sorted(range(len(positions)), key=positions.__getitem__)
+            positions = [positions[i] for i in order]
+            if self.replaces and n_rows > 1:
+                rows = np.ascontiguousarray(rows[order])
+        if self.replaces or n_rows == 1:
+            plan.edit_outputs(layers, rows.ravel(), positions, self.replaces)
+        else:
+            for layer, row in zip(layers, rows, strict=True):
+                plan.edit_outputs([layer], row, positions, False)
+        what = ("set" if self.replaces else "add", layers, positions, rows.shape, self._digest)
+        return what, min(positions, default=0)
+
+
+@dataclass(frozen=True)
+class _Heads(Edit):
+    factors: tuple[tuple[tuple[int, int], float], ...]
+
+    @property
+    def has_places(self) -> bool:
+        return False
+
+    def write(self, plan: _core.EditPlan, target: EditTarget) -> tuple[object, int]:
+        found: list[tuple[int, int, float]] = []
+        for (given_layer, given_head), factor in self.factors:
+            layer = target.attention_layer("factors", given_layer)
+            head = target.head("factors", layer, given_head)
+            plan.scale_head(layer, head, factor)
+            found.append((layer, head, factor))
+        return ("scale_heads", found), 0
+
+
+@dataclass(frozen=True)
+class _Bias(Edit):
+    queries: tuple[int, int]  # a stop of -1 has no end
+    keys: tuple[tuple[int, int], ...]
+    bias: float
+    layers: tuple[int, ...] | None
+    heads: tuple[int, ...] | None
+
+    @property
+    def has_places(self) -> bool:
+        return True
+
+    def write(self, plan: _core.EditPlan, target: EditTarget) -> tuple[object, int]:
+        if not target.has_all_columns:
+            raise _invalid(
+                "attention cannot be edited: the model has sliding windows and swa_full is off, so "
+                "columns are not positions; open the Engine with swa_full=True"
+            )
+        for name, (start, _) in (("queries", self.queries), *(("keys", one) for one in self.keys)):
+            if start >= target.n_prompt:
+                raise _invalid(
+                    f"a range of {name} starts at {start}, but the prompt has {target.n_prompt} "
+                    f"tokens; start at 0 to {target.n_prompt - 1}"
+                )
+        layers = list(target.n_heads) if self.layers is None else list(self.layers)
+        layers = [target.attention_layer("layers", one) for one in layers]
+        if self.heads is None:
+            named = [] if self.layers is None else layers
+            plan.bias_scores(self.queries, self.keys, self.bias, named, [])
+            heads = []
+        else:
+            heads = [[target.head("heads", layer, one) for one in self.heads] for layer in layers]
+            for layer, of_layer in zip(layers, heads, strict=True):
+                plan.bias_scores(self.queries, self.keys, self.bias, [layer], of_layer)
+        what = ("bias", self.queries, self.keys, self.bias, layers, heads)
+        return what, max(self.queries[0], min(start for start, _ in self.keys))
+
+
+def listed(edits: object) -> list[Edit]:
+    """*edits* of a call as a list.
+
+    Raises:
+        InvalidEdit: It is no list of edits, or has too many.
+    """
+    if edits is None:
+        return []
+    given = [edits] if isinstance(edits, Edit) else edits
+    if not isinstance(given, Sequence) or isinstance(given, str | bytes):
+        raise _invalid(f"edits must be a list of Edit, got {shown(edits)}")
+    found = list(cast("Sequence[object]", given))
+    if len(found) > MOST_EDITS:
+        raise _invalid(f"edits has {len(found)}, at most {MOST_EDITS} act on one request")
+    for i, one in enumerate(found):
+        if not isinstance(one, Edit):
+            raise _invalid(f"edits[{i}] must be an Edit, such as Edit.add(...), got {shown(one)}")
+    return cast("list[Edit]", found)
+
+
+def plan_of(edits: Sequence[Edit], target: EditTarget) -> _core.EditPlan:
+    """The plan of *edits* for one request; raises InvalidEdit for what *target* does not have."""
+    plan = _core.EditPlan()
+    for i, edit in enumerate(edits):
+        try:
+            what, first = edit.write(plan, target)
+        except InvalidEdit as error:
+            raise _invalid(f"edits[{i}]: {error}") from None
+        plan.add_key(_core.EditKey(hashlib.sha256(repr(what).encode()).hexdigest(), first))
+    return plan
+
+
+# ---- checks of single arguments
+
+
+def _invalid(message: str) -> InvalidEdit:
+    return InvalidEdit(message, parameter="edits")
+
+
+def _indices(name: str, values: object) -> tuple[int, ...]:
+    if isinstance(values, str | bytes) or not isinstance(values, Iterable):
+        raise _invalid(
+            f"{name} must be whole numbers such as [0, 1], got {shown(cast('object', values))}"
+        )
+    found: list[int] = []
+    given = list(islice(cast("Iterable[object]", values), MOST_INDICES + 1))
+    for value in given[:MOST_INDICES]:
+        index = to_index(value)
+        if index is None or not -INT32_MAX <= index <= INT32_MAX:
+            raise _invalid(f"an index of {name} must be a whole number, got {shown(value)}")
+        found.append(index)
+    if not found or len(set(found)) != len(given):
+        raise _invalid(f"{name} must be 1 to {MOST_INDICES} different indices, got {shown(given)}")
+    return tuple(found)
+
+
+def _some(name: str, values: object) -> tuple[int, ...] | None:
+    return None if values is None else _indices(name, values)
+
+
+def _pair(value: object) -> tuple[object, object] | None:
+    if not isinstance(value, Sequence | np.ndarray) or isinstance(value, str | bytes):
+        return None
+    items: list[object] = list(cast("Iterable[object]", value))
+    return (items[0], items[1]) if len(items) == 2 else None
+
+
+def _span(name: str, span: object) -> tuple[int, int]:
+    """*span* as (start, stop), -1 for no stop."""
+    pair = _pair(span)
+    if pair is not None:
+        start, stop = to_index(pair[0]), to_index(pair[1])
+        if start is not None and 0 <= start <= INT32_MAX:
+            if pair[1] is None:
+                return start, -1
+            if stop is not None and start < stop <= INT32_MAX:
+                return start, stop
+    raise _invalid(
+        f"{name} must be (start, stop) with 0 <= start < stop, or stop None, got {shown(span)}"
+    )
+
+
+def _vectors(name: str, values: ArrayLike, scale: float) -> NDArray[np.float32]:
+    """A copy of *values* times *scale*, of one or two dimensions."""
+    try:
+        found = np.array(values, np.float64)
+    except (TypeError, ValueError):
+        raise _invalid(f"{name} must be an array of floats, got {shown(values)}") from None
+    if found.ndim not in (1, 2) or found.size == 0:
+        raise _invalid(f"{name} must have shape (n_embd,) or (n, n_embd), got {found.shape}")
+    found *= scale
+    if not np.all(np.abs(found) <= VALUE_MAX):  # False for NaN
+        raise _invalid(f"{name} has values that are not finite, or beyond {VALUE_MAX:g}")
+    return found.astype(np.float32)

@@ -1,0 +1,473 @@
+"""Edits: what they change equals a float64 reference of the layer, and nothing else changes.
+
+A request's own values are compared with `Reference`, which does the same to the same layer. What
+other requests see, and what a cache gives them, is compared bit for bit.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kqview import Capture, Edit, Engine, errors
+from tests.support import tiny_gguf
+from tests.support.reference import relative_error
+from tests.support.rows import forward_ids, random_ids, run, sequence_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from .conftest import MakeEngine
+
+N_LAYER, N_HEAD, N_EMBD = 3, 4, 128
+EXACT: dict[str, Any] = {"kv_type": "f32", "flash_attn": False}
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": EXACT,
+    "kqview": {"kv_type": "f32", "flash_attn": True, "attention_kernel": "kqview"},
+    "llama.cpp": {"kv_type": "f32", "flash_attn": True, "attention_kernel": "llama.cpp"},
+    "q8_0": {"kv_type": "q8_0", "flash_attn": True},
+}
+# llama.cpp's flash attention sums in float16, a quantised cache rounds what it holds.
+LIMITS = {"plain": 1e-5, "kqview": 1e-5, "llama.cpp": 1e-2, "q8_0": 0.14}
+ALL = Capture("probs", hidden="all")
+
+
+def vector(seed: int, n: int | None = None) -> np.ndarray[Any, np.dtype[np.float64]]:
+    return np.random.default_rng(seed).normal(size=(N_EMBD,) if n is None else (n, N_EMBD))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama whose heads are large enough for a cache of 8-bit blocks."""
+    path = tmp_path_factory.mktemp("model") / "llama.gguf"
+    return tiny_gguf.write_model(path, arch="llama", n_embd=N_EMBD, rms_eps=1e-5)
+
+
+class Case:
+    """Edits, and what they mean to the reference."""
+
+    def __init__(self, edits: Edit | list[Edit], **reference: Any) -> None:
+        self.edits = edits
+        self._reference = reference
+
+    def of_length(self, n: int) -> dict[str, Any]:
+        """Arguments of `Reference.forward` for a text of *n* tokens."""
+        bias = self._reference.get("bias")
+        return self._reference if bias is None else {**self._reference, "bias": bias[..., :n, :n]}
+
+
+def _bias(n: int = 256) -> np.ndarray[Any, np.dtype[np.float64]]:
+    return np.zeros((N_LAYER, N_HEAD, n, n))
+
+
+def _added(il: int, x: Any) -> Any:
+    return x + 0.7 * vector(1) if il in (0, 2) else x
+
+
+def _added_at(il: int, x: Any) -> Any:
+    x = x.copy()
+    if il == 1:
+        x[[3, 9]] += vector(2)
+    return x
+
+
+def _set(il: int, x: Any) -> Any:
+    x = x.copy()
+    if il == 1:
+        x[[5, 2]] = vector(3, 2)
+    return x
+
+
+def cases() -> dict[str, Case]:
+    boosted, blocked = _bias(), _bias()
+    boosted[..., 2:7] += 1.5
+    blocked[:, :, 6:, 1:4] = -np.inf
+    factors = np.ones((N_LAYER, N_HEAD))
+    factors[0, 1], factors[2, 3] = 0.0, 2.0
+
+    def both(il: int, x: Any) -> Any:
+        return _set(il, _added(il, x))
+
+    return {
+        "add": Case(Edit.add(vector(1), [0, -1], scale=0.7), behind_layer=_added),
+        "add at positions": Case(Edit.add(vector(2), 1, positions=[9, 3]), behind_layer=_added_at),
+        "set": Case(Edit.set(vector(3, 2), 1, [5, 2]), behind_layer=_set),
+        "heads": Case(Edit.scale_heads({(0, 1): 0.0, (2, -1): 2.0}), head_factors=factors),
+        "bias": Case(Edit.attention_bias([(2, 7)], 1.5), bias=boosted),
+        "block": Case(Edit.block((6, None), (1, 4)), bias=blocked),
+        "several": Case(
+            [
+                Edit.add(vector(1), [0, 2], scale=0.7),
+                Edit.set(vector(3, 2), 1, [5, 2]),
+                Edit.scale_heads({(0, 1): 0.0, (2, 3): 2.0}),
+                Edit.attention_bias([(2, 7)], 1.5),
+            ],
+            behind_layer=both,
+            head_factors=factors,
+            bias=boosted,
+        ),
+    }
+
+
+CASES = cases()
+PLAIN = Case([])
+
+
+def error_of(model: Path, prompt: Sequence[int], tokens: Any, case: Case) -> float:
+    """Largest error of rows and states of generated tokens, the reference having the same edits."""
+    ids = sequence_of(prompt, tokens)
+    want = forward_ids(model, ids, **case.of_length(len(ids)))
+    found = 0.0
+    for i, token in enumerate(tokens):
+        query = len(prompt) - 1 + i
+        rows, hidden = np.asarray(token.attention), np.asarray(token.hidden)
+        found = max(
+            found,
+            relative_error(rows, want.probs[:, :, query, : query + 1]),
+            relative_error(hidden, want.hidden[:, query]),
+        )
+    return found
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("n_prompt", [20, 100])
+def test_edits_equal_the_reference(
+    make_engine: MakeEngine, model: Path, way: str, name: str, n_prompt: int
+) -> None:
+    engine = make_engine(model, **WAYS[way])
+    case, prompt, limit = CASES[name], random_ids(n_prompt), LIMITS[way]
+    if way == "kqview" and n_prompt > 63:
+        limit = LIMITS["llama.cpp"]  # it computes prompts of that length
+    tokens = run(engine, prompt, 5, capture=ALL, edits=case.edits)
+    assert error_of(model, prompt, tokens, case) <= limit
+    # Without the edits, the values are others: the limit sees the difference.
+    assert error_of(model, prompt, tokens, PLAIN) > 2 * limit
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rows_of_a_prompt_are_those_after_the_edits(
+    make_engine: MakeEngine, model: Path, name: str
+) -> None:
+    engine, prompt, case = make_engine(model, **EXACT), random_ids(90), CASES[name]
+    want = forward_ids(model, prompt, **case.of_length(90))
+    found = engine.attend(prompt, Capture("probs", hidden="all"), edits=case.edits)
+    assert relative_error(found.array(), want.probs) <= 1e-5
+    assert relative_error(np.asarray(found.hidden), want.hidden) <= 1e-5
+    scores = engine.attend(prompt, "scores", edits=case.edits).array()
+    seen = np.isfinite(want.scores)
+    assert np.array_equal(np.isfinite(scores), seen)
+    np.testing.assert_allclose(scores[seen], want.scores[seen], rtol=1e-4, atol=1e-4)
+    # The product of keys and queries itself is not what a bias changes.
+    raw = engine.attend(prompt, "qk", edits=case.edits).array()
+    np.testing.assert_allclose(raw[seen], want.kq[seen], rtol=1e-3, atol=1e-3)
+
+
+def test_a_score_is_that_of_the_edited_model(make_engine: MakeEngine, model: Path) -> None:
+    engine, ids, case = make_engine(model, **EXACT), random_ids(40), CASES["several"]
+    logits = forward_ids(model, ids, **case.of_length(40)).logits
+    logprobs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    want = logprobs[np.arange(39), ids[1:]]
+    score = engine.score(ids, edits=case.edits)
+    np.testing.assert_allclose(np.asarray(score.logprobs)[-39:], want, atol=1e-4)
+
+
+def test_slots_have_edits_of_their_own(make_engine: MakeEngine, model: Path) -> None:
+    engine = make_engine(model, n_slots=4, **EXACT)
+    wanted = [CASES["add"], PLAIN, CASES["heads"], CASES["bias"]]
+    prompts = [random_ids(12 + i, seed=i) for i in range(4)]
+    running = [
+        engine.generate(
+            prompt, slot=i, max_tokens=8, temperature=1.0, seed=i, ignore_eos=True, capture=ALL,
+            edits=case.edits,
+        )
+        for i, (prompt, case) in enumerate(zip(prompts, wanted, strict=True))
+    ]  # fmt: skip
+    found: list[list[Any]] = [[] for _ in running]
+    for _ in range(8):  # in turn: they share steps
+        for tokens, one in zip(found, running, strict=True):
+            tokens.append(next(one))
+    for prompt, tokens, case in zip(prompts, found, wanted, strict=True):
+        assert error_of(model, prompt, tokens, case) <= 1e-5
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_request_beside_edited_ones_is_itself(
+    make_engine: MakeEngine, model: Path, way: str
+) -> None:
+    def beside(edits: Any) -> tuple[int, list[Any]]:
+        """Steps of both requests together, and what the first one, without edits, has got."""
+        engine = make_engine(model, n_slots=2, run_ahead=16, **WAYS[way])
+        shared = {"max_tokens": 12, "temperature": 0.0, "ignore_eos": True, "capture": ALL}
+        first = engine.generate(random_ids(30, 5), slot=0, **shared)
+        second = engine.generate(random_ids(30, 6), slot=1, edits=edits, **shared)
+        tokens, _ = list(first), list(second)
+        n_steps = engine.stats().n_decodes
+        engine.close()
+        return n_steps, [(t.id, np.array(t.attention), np.array(t.hidden)) for t in tokens]
+
+    # Both runs have to be cut into the same steps, which depends on when the requests arrive.
+    plain = dict(beside(None) for _ in range(3))
+    edited = [CASES["several"].edits, CASES["block"].edits]
+    compared = 0
+    for edits in edited * 5:
+        n_steps, found = beside(edits)
+        if n_steps not in plain:
+            continue
+        compared += 1
+        for ours, same in zip(found, plain[n_steps], strict=True):
+            assert all(np.array_equal(a, b) for a, b in zip(ours, same, strict=True))
+    assert compared >= 2
+
+
+# ---- no cost without edits
+
+
+def test_a_graph_without_edits_has_no_node(make_engine: MakeEngine, model: Path) -> None:
+    engine = make_engine(model, **EXACT)
+    prompt = random_ids(10)
+
+    def nodes_of(**options: Any) -> int:
+        run(engine, prompt, 2, **options)
+        return engine.stats().graph_nodes_added
+
+    assert nodes_of() == 0
+    assert nodes_of(edits=[]) == 0
+    assert nodes_of(edits=CASES["add"].edits) == 2
+    assert nodes_of(edits=CASES["heads"].edits) == 2
+    # Biases of all layers and heads are part of the mask that llama.cpp hands in.
+    assert nodes_of(edits=[Edit.attention_bias([(0, 3)], 1.0), Edit.block((4, None), (0, 2))]) == 0
+    assert nodes_of() == 0
+
+
+# ---- what a cache is worth
+
+
+def cached(engine: Engine, prompt: Sequence[int], **options: Any) -> int:
+    generation = engine.generate(prompt, max_tokens=1, temperature=0.0, slot=0, **options)
+    list(generation)
+    return generation.usage.cached_tokens
+
+
+def test_a_cache_is_reused_up_to_where_edits_differ(make_engine: MakeEngine, model: Path) -> None:
+    engine, prompt = make_engine(model, **EXACT), random_ids(40)
+    everywhere, again = Edit.add(vector(1), 0), Edit.add(vector(1), 0)
+    assert cached(engine, prompt) == 0
+    assert cached(engine, prompt) == 39
+    assert cached(engine, prompt, edits=everywhere) == 0
+    assert cached(engine, prompt, edits=[again]) == 39  # of equal values
+    assert cached(engine, prompt, edits=Edit.add(vector(1), 0, scale=2.0)) == 0
+    assert cached(engine, prompt) == 0
+    # Edits that act later leave the cells before them.
+    assert cached(engine, prompt, edits=Edit.add(vector(1), 1, positions=[20])) == 20
+    assert cached(engine, prompt, edits=Edit.attention_bias([(10, 12)], 1.0)) == 10
+    assert cached(engine, prompt, edits=Edit.block((30, None), (0, 5))) == 10
+    assert cached(engine, prompt, edits=Edit.block((35, None), (0, 5))) == 30
+    assert cached(engine, prompt) == 35
+
+
+def test_what_a_cache_gives_equals_a_fresh_evaluation(make_engine: MakeEngine, model: Path) -> None:
+    engine, prompt = make_engine(model, **EXACT), random_ids(40)
+    for name in ("add at positions", "bias", "several", "block", "several", "set"):
+        case = CASES[name]
+        tokens = run(engine, prompt, 3, capture=ALL, edits=case.edits)
+        assert error_of(model, prompt, tokens, case) <= 1e-5
+
+
+def test_a_copy_of_another_slot_has_the_same_edits(make_engine: MakeEngine, model: Path) -> None:
+    engine = make_engine(model, n_slots=2, **EXACT)
+    prompt, edit = random_ids(80), Edit.scale_heads({(0, 0): 0.5})
+
+    def cached_in_second(**options: Any) -> int:
+        engine.slots[1].clear()
+        list(engine.generate(prompt, slot=0, max_tokens=1, edits=edit))
+        generation = engine.generate(prompt, slot=1, max_tokens=1, **options)
+        list(generation)
+        return generation.usage.cached_tokens
+
+    assert cached_in_second(edits=edit) == 79
+    assert cached_in_second() == 0
+    assert cached_in_second(edits=Edit.scale_heads({(0, 0): 0.25})) == 0
+
+
+def test_a_saved_slot_remembers_its_edits_but_not_their_values(
+    make_engine: MakeEngine, model: Path, tmp_path: Path
+) -> None:
+    engine, prompt = make_engine(model, **EXACT), random_ids(40)
+    edits = [Edit.add(vector(1), 0, positions=[25]), Edit.block((30, None), (0, 5))]
+    list(engine.generate(prompt, max_tokens=4, slot=0, edits=edits))
+    engine.slots[0].save_file(tmp_path / "slot")
+    assert np.float32(vector(1)[:2]).tobytes() not in (tmp_path / "slot").read_bytes()[-4096:]
+    for wanted, n in ((edits, 39), (edits[:1], 30), ([], 25)):
+        engine.slots[0].restore_file(tmp_path / "slot")
+        assert cached(engine, prompt, edits=wanted) == n
+    # Tokens that moved up are as no edits of another request leave them.
+    list(engine.generate(prompt, max_tokens=4, slot=0, edits=edits[0]))
+    engine.slots[0].shift(10, 5)
+    moved = engine.slots[0].tokens
+    assert cached(engine, moved, edits=edits[0], reuse="prefix") == 10
+
+
+def test_a_slot_forgets_edits_with_the_cells(make_engine: MakeEngine, model: Path) -> None:
+    engine, prompt = make_engine(model, **EXACT), random_ids(40)
+    edit = Edit.add(vector(1), 0, positions=[25])
+    assert cached(engine, prompt, edits=edit) == 0
+    engine.slots[0].truncate(30)
+    assert cached(engine, prompt, edits=edit) == 30
+    engine.slots[0].truncate(20)
+    assert cached(engine, prompt) == 20
+    engine.slots[0].clear()
+    assert cached(engine, prompt) == 0
+
+
+POOL = {
+    "none": [],
+    "add": [Edit.add(vector(1), 0)],
+    "late": [Edit.add(vector(2), 0, positions=[12])],
+    "block": [Edit.block((9, None), (1, 3))],
+    "both": [Edit.add(vector(2), 0, positions=[12]), Edit.block((9, None), (1, 3))],
+}
+
+
+@pytest.mark.full
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from([*POOL]),
+            st.sampled_from(["generate", "truncate", "save", "restore", "shift"]),
+            st.integers(0, 20),
+        ),
+        max_size=8,
+    )
+)
+def test_no_sequence_of_operations_mixes_edits_up(
+    edited_engine: Engine, operations: list[tuple[str, str, int]]
+) -> None:
+    engine, prompt = edited_engine, random_ids(20)
+    slot = engine.slots[0]
+    slot.clear()
+    saved: Any = None
+    for name, operation, n in operations:
+        if operation == "truncate":
+            slot.truncate(min(n, slot.n_tokens))
+        elif operation == "save":
+            saved = slot.save_marked()
+        elif operation == "restore" and saved:
+            slot.restore_marked(*saved)
+        elif operation == "shift" and slot.n_tokens > n + 1:
+            slot.shift(n, 1)
+        tokens = run(engine, prompt, 2, capture=ALL, edits=POOL[name])
+        case = Case(POOL[name], **reference_for(name))
+        assert error_of(engine_path(engine), prompt, tokens, case) <= 1e-5
+
+
+def reference_for(name: str) -> dict[str, Any]:
+    def behind(il: int, x: Any) -> Any:
+        x = x.copy()
+        if il == 0 and name == "add":
+            x += vector(1)
+        if il == 0 and name in ("late", "both"):
+            x[12] += vector(2)
+        return x
+
+    bias = _bias()
+    if name in ("block", "both"):
+        bias[:, :, 9:, 1:3] = -np.inf
+    return {"behind_layer": behind, "bias": bias}
+
+
+_paths: dict[int, Path] = {}
+
+
+def engine_path(engine: Engine) -> Path:
+    return _paths[id(engine)]
+
+
+@pytest.fixture(scope="module")
+def edited_engine(model: Path) -> Any:
+    from tests.support.engines import open_engine
+
+    with open_engine(model, n_threads=1, n_ctx=512, **EXACT) as engine:
+        _paths[id(engine)] = model
+        yield engine
+
+
+# ---- what is refused
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: Edit.add([1.0, NAN], 0), "not finite"),
+        (lambda: Edit.add([1e30], 0), "beyond"),
+        (lambda: Edit.add([[[1.0]]], 0), "shape"),
+        (lambda: Edit.add("abc", 0), "array of floats"),
+        (lambda: Edit.add([1.0], []), "layers"),
+        (lambda: Edit.add([1.0], [0, 0]), "layers"),
+        (lambda: Edit.add([1.0], ["a"]), "layers"),
+        (lambda: Edit.add([1.0], 0, scale=NAN), "scale"),
+        (lambda: Edit.add([[1.0], [2.0]], [0, 1, 2]), "2 rows"),
+        (lambda: Edit.add([1.0], 0, positions=[1, 1]), "positions"),
+        (lambda: Edit.set([[1.0], [2.0]], 0, [1]), "2 rows"),
+        (lambda: Edit.set([1.0], 0, []), "positions"),
+        (lambda: Edit.scale_heads({}), "factors"),
+        (lambda: Edit.scale_heads({3: 1.0}), "key of factors"),  # type: ignore[dict-item]
+        (lambda: Edit.scale_heads({(0, 0): NAN}), "factor"),
+        (lambda: Edit.attention_bias([], 1.0), "spans"),
+        (lambda: Edit.attention_bias([(0, 5), (4, 6)], 1.0), "disjoint"),
+        (lambda: Edit.attention_bias([(5, 5)], 1.0), "start < stop"),
+        (lambda: Edit.attention_bias([(0, 5)], 101.0), "log_factor"),
+        (lambda: Edit.attention_bias([(0, 5)], NAN), "log_factor"),
+        (lambda: Edit.block((3, 2), (0, 1)), "queries"),
+        (lambda: Edit.block((0, None), (-1, 1)), "keys"),
+    ],
+)
+def test_invalid_edits_are_refused(make: Any, says: str) -> None:
+    with pytest.raises(errors.InvalidEdit, match=says):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("edits", "says"),
+    [
+        (Edit.add([1.0], 0), "1 values, but the model's residual stream 128"),
+        (Edit.add(vector(1), 3), "layer 3, but the model has 3"),
+        (Edit.add(vector(1), 0, positions=[10]), "positions has 10, but the prompt has 10"),
+        (Edit.add(vector(1), 0, positions=[1, -9]), "twice"),
+        (Edit.scale_heads({(0, 4): 0.0}), "head 4 of layer 0, which has 4"),
+        (Edit.scale_heads({(-4, 0): 0.0}), "layer -4"),
+        (Edit.attention_bias([(10, 12)], 1.0), "starts at 10, but the prompt has 10"),
+        (Edit.attention_bias([(0, 2)], 1.0, layers=[7]), "layer 7"),
+        (Edit.attention_bias([(0, 2)], 1.0, heads=[4]), "head 4"),
+        ([Edit.block((0, None), (0, 1))] * 257, "at most 256"),
+        ([None], r"edits\[0\]"),
+        ("add", "list of Edit"),
+    ],
+)
+def test_edits_that_the_model_has_no_place_for_are_refused(
+    make_engine: MakeEngine, model: Path, edits: Any, says: str
+) -> None:
+    engine, prompt = make_engine(model), random_ids(10)
+    for call in (engine.generate, engine.attend, engine.score):
+        with pytest.raises(errors.InvalidEdit, match=says):
+            call(prompt, edits=edits)
+    assert len(run(engine, prompt, 2)) == 2
+
+
+def test_positions_that_move_are_refused(make_engine: MakeEngine, model: Path) -> None:
+    engine, prompt = make_engine(model), random_ids(10)
+    for options in ({"context_shift": True}, {"reuse": "shift"}):
+        with pytest.raises(errors.InvalidEdit, match=r"edits\[1\] names positions"):
+            engine.generate(
+                prompt,
+                edits=[CASES["add"].edits, CASES["bias"].edits],
+                **options,  # type: ignore[list-item]
+            )
+        run(engine, prompt, 2, edits=CASES["add"].edits, **options)
