@@ -95,7 +95,7 @@ def test_documents_longer_than_the_context_are_spread_and_cut(
 
 def test_injection_is_the_attention_of_the_last_token_to_the_instruction(engine: Engine):
     found = measures.injection(engine, "Tell a story.", "Anna has a ball.")
-    prompt = measures.instructed(engine, "Tell a story.", "Anna has a ball.")
+    prompt = measures.instruction_prompt(engine, "Tell a story.", "Anna has a ball.")
     assert text_of(engine, prompt.ids, prompt.spans[0]) == "Tell a story."
     want = whole_maps(engine, prompt.ids)[:, -1, slice(*prompt.spans[0])].sum(1)
     assert found.values[0] == pytest.approx(want, abs=TOLERANCE)
@@ -156,8 +156,8 @@ def test_ablation_scores_the_answer_without_some_sources(engine: Engine):
 
 
 def test_the_first_token_of_an_answer_has_looked_back_only():
-    sums = np.array([[[0.5, 0.1, 0.0], [0.2, 0.1, 0.3], [0.0, 0.0, 0.0]]])
-    ratios = measures.lookback_ratios(sums, n_source=4)
+    back, new = np.array([[0.6, 0.3, 0.0]]), np.array([[0.0, 0.3, 0.0]])
+    ratios = measures.lookback_ratios(back, new, n_source=4, n_new=np.arange(3.0))
     assert ratios.shape == (1, 3)
     assert ratios[0] == pytest.approx([1.0, 0.075 / (0.075 + 0.3), 1.0])
 

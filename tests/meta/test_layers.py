@@ -49,6 +49,7 @@ PYTHON_RINGS: dict[str, set[str]] = {
     "convert": set(),
     "corpora": {"saved"},
     "heads": set(),
+    "guards": {"heads", "mods"},
     # What the server loads, ray.serve loads.
     "ray": {"corpora", "saved", "server", "state", "chat", "rpc", "demo", "trace", "mods"},
     "server": {"state", "chat", "rpc", "demo", "trace", "mods"},

@@ -27,6 +27,7 @@ from kqview.heads.file import (
     ModelKey,
     Pair,
     even_weights,
+    logistic,
 )
 from kqview.heads.measures import Measures
 from kqview.many import reporter
@@ -309,18 +310,21 @@ def _logistic(cases: Sequence[Case], pairs: Sequence[Pair]) -> tuple[tuple[Head,
     mean, spread = values.mean(axis=0), np.maximum(values.std(axis=0), 1e-6)
     design = np.column_stack([(values - mean) / spread, np.ones(len(values))])
     ridge = np.diag([_RIDGE] * values.shape[1] + [1e-9])
-    weights: Floats = np.zeros(design.shape[1])
+    weights: Floats = np.zeros(len(pairs) + 1)
     for _ in range(_N_NEWTON):
-        chance = 0.5 * (1 + np.tanh(0.5 * design @ weights))
-        gradient = design.T @ (chance - labels) + ridge @ weights
-        curvature = (design.T * (chance * (1 - chance))) @ design + ridge
-        step = _solved(curvature, gradient)
-        weights = weights - step
+        step = _newton_step(design, labels, ridge, weights)
+        weights -= step
         if np.abs(step).max() < 1e-9:
             break
     slopes = weights[:-1] / spread
     heads = tuple(Head(*pair, float(one)) for pair, one in zip(pairs, slopes, strict=True))
     return heads, float(weights[-1] - slopes @ mean), "logistic"
+
+
+def _newton_step(design: Floats, labels: Floats, ridge: Floats, weights: Floats) -> Floats:
+    chance = logistic(design @ weights)
+    gradient = design.T @ (chance - labels) + ridge @ weights
+    return _solved((design.T * (chance * (1 - chance))) @ design + ridge, gradient)
 
 
 def _solved(matrix: Floats, right: Floats) -> Floats:

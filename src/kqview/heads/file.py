@@ -11,13 +11,13 @@ import os
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Final, Literal, Self, cast
+from typing import Any, Final, Literal, Protocol, Self, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kqview import json_input
-from kqview.arguments import to_index, to_number, to_path
+from kqview.arguments import invalid, to_index, to_number, to_path
 from kqview.durable import write_whole
 from kqview.errors import HeadFileError, RequestError, shown
 from kqview.types import ModelInfo
@@ -336,19 +336,39 @@ def _real(value: object) -> float:
     return number
 
 
-def check_task(heads: HeadFile | None, task: str) -> None:
-    """Refuse a head file of another *task*.
+class Fingerprinted(Protocol):
+    """What `checked_layers` needs of an engine."""
+
+    model: Final[ModelInfo]
+
+    def fingerprint(self) -> str: ...
+
+
+def checked_layers(
+    heads: HeadFile | None, task: str, engine: Fingerprinted
+) -> tuple[int, ...] | None:
+    """The layers to capture for *heads*; None for all.
 
     Raises:
-        RequestError: It is one, or *heads* is no head file.
+        RequestError: They are for another *task*, or no HeadFile.
+        HeadFileError: As `HeadFile.check_model`.
     """
-    if heads is not None and not isinstance(heads, HeadFile):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise RequestError(
-            f"heads must be a HeadFile or None, got {shown(heads)}; HeadFile.load reads one",
-            parameter="heads",
-        )
-    if heads is not None and heads.task not in (task, *_ALSO.get(task, ())):
+    if heads is None:
+        return None
+    if not isinstance(heads, HeadFile):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise invalid("heads", "a HeadFile, as HeadFile.load reads it, or None", shown(heads))
+    if heads.task not in (task, *_ALSO.get(task, ())):
         raise RequestError(
             f"heads are for the task {heads.task!r}, here {task!r} is needed; calibrate that one",
             parameter="heads",
         )
+    heads.check_model(engine.model, engine.fingerprint())
+    return heads.layers
+
+
+def weighed(heads: HeadFile | None, task: str, measures: Floats, pairs: Sequence[Pair]) -> Floats:
+    """Scores of measures, as `HeadFile.score`; those of all heads alike without a file."""
+    if heads is None:
+        even, bias = even_weights(task, pairs)
+        heads = HeadFile(task=task, model=ModelKey(), heads=even, bias=bias)
+    return heads.score(measures, pairs)

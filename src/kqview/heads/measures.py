@@ -53,6 +53,11 @@ class Prompt:
     ids: list[int]
     spans: list[Span]
 
+    @property
+    def n_marked(self) -> int:
+        """Tokens of all parts together."""
+        return sum(stop - start for start, stop in self.spans)
+
 
 @dataclass(frozen=True, slots=True)
 class Measures:
@@ -163,14 +168,16 @@ def span_sums(
     """
     attention = engine.attend(ids, Capture(layers=layers, spans=spans), last=last)
     rows = attention.array()
-    return _joined(list(rows)).astype(np.float64), _pairs(attention.layers, list(rows))
+    return joined(list(rows)).astype(np.float64), pairs_of(attention.layers, list(rows))
 
 
-def _joined(rows: Sequence[Any]) -> Any:
+def joined(rows: Sequence[Any]) -> Any:
+    """The rows of all layers, with one axis for their heads."""
     return np.concatenate(rows) if len(rows) > 1 else rows[0]
 
 
-def _pairs(layers: Sequence[int], rows: Sequence[Any]) -> tuple[Pair, ...]:
+def pairs_of(layers: Sequence[int], rows: Sequence[Any]) -> tuple[Pair, ...]:
+    """Layer and head of that axis."""
     return tuple(
         (layer, head) for layer, row in zip(layers, rows, strict=True) for head in range(len(row))
     )
@@ -201,10 +208,10 @@ def needle(engine: Engine, context: str, question: str, answer: str) -> Measures
     ids = [*prompt.ids, *prompt.ids[start : stop - 1]]  # the last one is predicted only
     attention = engine.attend(ids, Capture(top_k=1), last=stop - start)
     _, places = attention.top_k()
-    found = _joined(list(places))[..., 0]  # (n_pairs, n_tokens)
+    found = joined(list(places))[..., 0]  # (n_pairs, n_tokens)
     return Measures(
         (found == np.arange(start, stop)).T.astype(np.float64),
-        _pairs(attention.layers, list(places)),
+        pairs_of(attention.layers, list(places)),
     )
 
 
@@ -299,7 +306,7 @@ def _prompts_of(
     return prompts
 
 
-def instructed(engine: Engine, instruction: str, data: str) -> Prompt:
+def instruction_prompt(engine: Engine, instruction: str, data: str) -> Prompt:
     """The prompt of an instruction, as system message, and data; its span is the instruction."""
     return chat_prompt(engine, f"Text: {data}", [instruction], system=instruction)
 
@@ -314,7 +321,7 @@ def injection(
     Returns:
         One row.
     """
-    prompt = instructed(engine, instruction, data)
+    prompt = instruction_prompt(engine, instruction, data)
     sums, pairs = span_sums(engine, prompt.ids, prompt.spans, last=1, layers=layers)
     return Measures(sums[:, 0, :].T, pairs)
 
@@ -396,32 +403,34 @@ def answer_sums(
     return span_sums(engine, given.ids[:-1], spans, last=len(given.answer), layers=layers)
 
 
-def lookback_ratios(sums: Floats, n_source: int) -> Floats:
-    """The lookback ratio of 2407.07071 for each head and token of an answer.
+def lookback_ratios(back: Floats, new: Floats, n_source: int, n_new: Floats | int) -> Floats:
+    """The lookback ratio of 2407.07071.
 
     The mean attention to a token of the sources, divided by the sum of that and the mean attention
     to a token of the answer so far. 1.0 for the first token, before which nothing was answered.
 
     Args:
-        sums: As of `answer_sums`, ``(n_pairs, n_answer, n_sources + 1)``.
+        back: Attention to all sources together, for each head and token of an answer.
+        new: Attention to the answer so far, of the same shape.
         n_source: Tokens of all sources together.
+        n_new: Tokens of the answer so far, one number or one for each token.
 
     Returns:
-        ``(n_pairs, n_answer)``.
+        Ratios of the shape of *back*, from 0 to 1.
     """
-    n_new = np.maximum(np.arange(sums.shape[1], dtype=np.float64), 1.0)
-    back = sums[..., :-1].sum(axis=-1) / n_source
-    both = back + sums[..., -1] / n_new
-    ratios = np.divide(back, both, out=np.ones_like(both), where=both > 0)
-    ratios[:, :1] = 1.0
-    return ratios
+    mean = back / n_source
+    both = mean + new / np.maximum(n_new, 1)
+    ratios = np.divide(mean, both, out=np.ones_like(both), where=both > 0)
+    return np.where(np.equal(n_new, 0), 1.0, ratios)
 
 
 def grounding(engine: Engine, given: Answered, layers: Sequence[int] | None = None) -> Measures:
     """The mean lookback ratio of each sentence, a row for each."""
     sums, pairs = answer_sums(engine, given, layers)
-    n_source = sum(stop - start for start, stop in given.prompt.spans)
-    ratios = lookback_ratios(sums, n_source)
+    ratios = lookback_ratios(
+        sums[..., :-1].sum(axis=-1), sums[..., -1], given.prompt.n_marked,
+        np.arange(sums.shape[1], dtype=np.float64),
+    )  # fmt: skip
     rows = [ratios[:, one.start : one.stop].mean(axis=1) for one in given.sentences]
     return Measures(np.stack(rows), pairs)
 

@@ -1,0 +1,53 @@
+"""Do citations by attention name the sources whose removal makes a sentence unlikely?
+
+The truth is the model's own: the drop of a sentence's log-probability when one source is left out.
+"top source": how often the named source is the one with the largest drop; "Spearman": correlation
+of the scores with the drops over the six sources. Baseline: BM25 between sentence and source.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from rerank import by_words
+from trials import HELD_OUT_SEED, Trial, mean_of, open_model, options, print_table
+
+from kqview import guards, heads
+from kqview.heads import measures
+from kqview.heads.calibration import spearman
+
+
+def main() -> None:
+    given = options(n=12, n_calibration=16)
+    made = heads.made_examples("cite", given.n, seed=HELD_OUT_SEED)
+    rows: dict[str, dict[str, list[float]]] = {}
+    with open_model(given) as engine:
+        made_for_heads = heads.made_examples("cite", given.calibration)
+        file = heads.calibrate(engine, "cite", made_for_heads, progress=True)
+        for one in made:
+            texts = one["sources"], one["question"], one["answer"]
+            kept = np.vstack([np.ones(6), 1 - np.eye(6)])
+            found = measures.ablate(engine, *texts, kept)
+            drops = found.logprobs[0] - found.logprobs[1:]  # (n_sources, n_sentences)
+            sentences = measures.answered(engine, *texts).sentences
+            scores = {
+                "BM25": [by_words(sentence.text, texts[0]) for sentence in sentences],
+                "attention, all heads": [c.scores for c in guards.cite(engine, *texts)],
+                f"attention, {len(file.heads)} calibrated heads": [
+                    c.scores for c in guards.cite(engine, *texts, file)
+                ],
+            }
+            for name, of_sentences in scores.items():
+                of = rows.setdefault(name, {"top source": [], "Spearman": []})
+                for values, drop in zip(of_sentences, drops.T, strict=True):
+                    of["top source"].append(float(np.argmax(values) == np.argmax(drop)))
+                    of["Spearman"].append(spearman(np.asarray(values), drop))
+    trials = [
+        Trial(name, figure, mean_of(values), len(values))
+        for name, of in rows.items()
+        for figure, values in of.items()
+    ]
+    print_table("value", trials)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""Guards: what attention says about a request, from the heads of a head file or from all heads.
+
+- `rerank`: which documents answer a query
+- `injection_score`: whether data contain orders that the model would follow
+- `cite`: which source each sentence of an answer is from
+- `grounding`: whether each sentence of an answer is said by its sources
+- `StopOnInjection`, `TakeBackUngrounded`: mods that act on the last and the second
+
+Each captures sums over spans and nothing else. The measures are in `kqview.heads.measures`.
+"""
+
+from kqview.guards.mods import StopOnInjection, TakeBackUngrounded
+from kqview.guards.scores import (
+    Citation,
+    GroundedSentence,
+    InjectionScore,
+    cite,
+    grounding,
+    injection_score,
+    rerank,
+)
+from kqview.heads.measures import Prompt, instruction_prompt, source_prompt
+
+__all__ = [
+    "Citation",
+    "GroundedSentence",
+    "InjectionScore",
+    "Prompt",
+    "StopOnInjection",
+    "TakeBackUngrounded",
+    "cite",
+    "grounding",
+    "injection_score",
+    "instruction_prompt",
+    "rerank",
+    "source_prompt",
+]

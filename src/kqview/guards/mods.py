@@ -1,0 +1,240 @@
+"""Mods that act on a guard while text is generated; see `kqview.mods` for how they are called.
+
+Each is made for one prompt, whose spans it captures: pass its ``capture`` to `generate` with it.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from kqview.arguments import invalid, to_number, whole_number
+from kqview.engine import Engine
+from kqview.errors import InvalidCapture, RequestError, shown
+from kqview.guards.scores import InjectionScore, judged_injection
+from kqview.heads.file import Floats, HeadFile, Pair, checked_layers, weighed
+from kqview.heads.measures import Measures, Prompt, joined, lookback_ratios, pairs_of
+from kqview.mods.actions import Action, ActionBuilder
+from kqview.mods.decorator import Mod
+from kqview.mods.events import Added, ForwardPass, Prefilled
+from kqview.mods.tokenizer import ModTokenizer
+from kqview.types import Capture
+from kqview.types.capture import Span
+
+_ENDS: Final = (".", "!", "?", "\n")
+
+
+class _SpanMod(Mod):
+    """A mod that reads sums over spans of one prompt.
+
+    Attributes:
+        capture: What to pass to `generate` as ``capture``.
+    """
+
+    def __init__(self, prompt: Prompt, spans: Sequence[Span], layers: Sequence[int]) -> None:
+        outside = [one for one in prompt.spans if not 0 <= one[0] < one[1] <= len(prompt.ids)]
+        if outside or not prompt.spans:
+            raise RequestError(
+                f"prompt has {'the span ' + str(outside[0]) if outside else 'no span'}, but "
+                f"{len(prompt.ids)} tokens; spans are positions inside of it",
+                parameter="prompt",
+            )
+        self.capture = Capture(layers=layers, spans=spans)
+        self._prompt = prompt
+        self._layers = layers
+        self._n_spans = len(spans)
+
+    @classmethod
+    def check_capture(cls, capture: Capture | None) -> None:
+        if capture is None or capture.spans is None or capture.reduce is not None:
+            raise InvalidCapture(
+                f"{cls.__name__} reads sums over the spans of its prompt; pass its own capture to "
+                "generate: capture=guard.capture",
+                parameter="capture",
+            )
+
+    def on_prefilled(
+        self, event: Prefilled, actions: ActionBuilder, tokenizer: ModTokenizer
+    ) -> Action | None:
+        """Refuse another prompt than that whose spans are known."""
+        if event.prompt_ids == self._prompt.ids:
+            return None
+        return actions.emit_error(
+            f"{self.name}: the prompt is not the one that the mod was made for; generate from the "
+            "ids of that Prompt"
+        )
+
+    def _sums(self, event: ForwardPass) -> tuple[Floats, tuple[Pair, ...]]:
+        """Sums over the spans, ``(n_pairs, n_spans)``, and the layer and head of the first axis."""
+        rows: list[Any] = [] if event.attention is None else list(event.attention)
+        if len(rows) != len(self._layers) or rows[0].shape[-1] != self._n_spans:
+            raise InvalidCapture(
+                f"{self.name}: the captured rows are not those of its own capture; pass "
+                "capture=guard.capture to generate"
+            )
+        return joined(rows).astype(np.float64), pairs_of(self._layers, rows)
+
+
+def _layers(engine: Engine, heads: HeadFile | None, task: str) -> tuple[int, ...]:
+    found = checked_layers(heads, task, engine)
+    return engine.model.attention_layers if found is None else found
+
+
+def _threshold(given: object, heads: HeadFile | None, name: str) -> float:
+    known = None if heads is None else heads.thresholds.get(name)
+    threshold = known if given is None else to_number(given)
+    if threshold is None:
+        raise invalid("threshold", f"a number, or heads with a threshold {name!r}", shown(given))
+    return threshold
+
+
+class StopOnInjection(_SpanMod):
+    """Ends a request before its first token if the data distract the model from its instruction.
+
+    As `injection_score`, at no cost but one row: the request's own prompt is what is judged. It is
+    required: if it fails, the request ends.
+
+    Args:
+        engine: The engine that generates.
+        prompt: The prompt; its spans are the instruction, as of `instruction_prompt`.
+        heads: A head file for "injection"; None for all heads alike.
+        threshold: Score from which the request ends; None for that of *heads*.
+        message: Text of the answer in this case; None ends with `EmittedError` instead.
+
+    Attributes:
+        capture: What to pass to `generate` as ``capture``.
+
+    Raises:
+        RequestError: There is no threshold, or the prompt has no span or one outside of it.
+        HeadFileError: *heads* are of another model.
+    """
+
+    required = True
+
+    def __init__(
+        self,
+        engine: Engine,
+        prompt: Prompt,
+        heads: HeadFile | None = None,
+        *,
+        threshold: float | None = None,
+        message: str | None = None,
+    ) -> None:
+        super().__init__(prompt, prompt.spans, _layers(engine, heads, "injection"))
+        self._heads = heads
+        self._threshold = _threshold(threshold, heads, "injected")
+        self._message = message
+
+    def begin(self, request_id: str, tokenizer: ModTokenizer) -> None:
+        self.result: InjectionScore | None = None
+        """The score, once the prompt is evaluated."""
+
+    def on_forward_pass(
+        self, event: ForwardPass, actions: ActionBuilder, tokenizer: ModTokenizer
+    ) -> Action | None:
+        """Judge the prompt in the first step."""
+        if event.step > 1:
+            return None
+        sums, pairs = self._sums(event)
+        found = judged_injection(self._heads, Measures(sums.sum(axis=1)[None], pairs))
+        self.result = InjectionScore(found.score, self._threshold)
+        if not self.result.is_injected:
+            return None
+        if self._message is not None:
+            return actions.force_output(tokenizer.encode(self._message, add_special_tokens=False))
+        return actions.emit_error(
+            f"the data contain orders: score {found.score:.3f}, threshold {self._threshold:.3f}"
+        )
+
+
+class TakeBackUngrounded(_SpanMod):
+    """Takes a sentence that its sources do not say back, and lets the model try again.
+
+    As `grounding`, judged at the end of each sentence. Each further attempt at a sentence begins
+    with another token; if none is grounded, the best one stays.
+
+    Args:
+        engine: The engine that generates.
+        prompt: The prompt; its spans are the sources, as of `source_prompt`.
+        heads: A head file for "grounding"; None for all heads alike.
+        threshold: Smallest accepted score; None for that of *heads*.
+        retries: Number of further attempts at each sentence.
+
+    Attributes:
+        capture: What to pass to `generate` as ``capture``.
+
+    Raises:
+        RequestError: There is no threshold, *retries* is out of range, or the prompt has no span or
+            one outside of it.
+        HeadFileError: *heads* are of another model.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        prompt: Prompt,
+        heads: HeadFile | None = None,
+        *,
+        threshold: float | None = None,
+        retries: int = 2,
+    ) -> None:
+        spans = [*prompt.spans, (len(prompt.ids), None)]
+        super().__init__(prompt, spans, _layers(engine, heads, "grounding"))
+        self._heads = heads
+        self._threshold = _threshold(threshold, heads, "grounded")
+        self._retries = whole_number("retries", retries, low=0)
+
+    def begin(self, request_id: str, tokenizer: ModTokenizer) -> None:
+        self.scores: list[float] = []
+        """Score of each sentence that stays."""
+        self.n_taken_back = 0
+        """Number of tokens taken back."""
+        self._ids: list[int] = []
+        self._ratios: dict[int, Floats] = {}  # of heads, by the place of a token in the answer
+        self._pairs: tuple[Pair, ...] = ()
+        self._start = 0  # of the sentence
+        self._attempts: list[tuple[float, list[int]]] = []  # score and ids
+
+    def on_forward_pass(
+        self, event: ForwardPass, actions: ActionBuilder, tokenizer: ModTokenizer
+    ) -> Action | None:
+        """Measure a token; keep another attempt from beginning as those before it."""
+        place = event.n_tokens - len(self._prompt.ids)
+        sums, self._pairs = self._sums(event)
+        back = sums[:, :-1].sum(axis=1)
+        self._ratios[place] = lookback_ratios(back, sums[:, -1], self._prompt.n_marked, place)
+        if place != self._start or not self._attempts:
+            return None
+        logits = event.logits.copy()
+        logits[[ids[0] for _, ids in self._attempts]] = -np.inf
+        return actions.adjust_logits(logits)
+
+    def on_added(
+        self, event: Added, actions: ActionBuilder, tokenizer: ModTokenizer
+    ) -> Action | None:
+        """Judge a sentence that has ended."""
+        self._ids += event.added_tokens
+        if event.forced:  # by another mod, or the best attempt that this one chose
+            self._begin_sentence()
+            return None
+        ids = self._ids[self._start :]
+        if not tokenizer.decode(ids).rstrip(" ").endswith(_ENDS):
+            return None
+        rows = [self._ratios[i] for i in range(self._start, len(self._ids)) if i in self._ratios]
+        score = float(weighed(self._heads, "grounding", np.mean(rows, axis=0), self._pairs))
+        self._attempts.append((score, ids))
+        best, kept = max(self._attempts, key=lambda one: one[0])
+        if score >= self._threshold or (len(self._attempts) > self._retries and best == score):
+            self.scores.append(score)
+            self._begin_sentence()
+            return None
+        self.n_taken_back += len(ids)
+        del self._ids[self._start :]
+        if len(self._attempts) <= self._retries:
+            return actions.backtrack(len(ids))
+        self.scores.append(best)
+        return actions.backtrack(len(ids), kept)
+
+    def _begin_sentence(self) -> None:
+        self._start = len(self._ids)
+        self._attempts = []

@@ -1,0 +1,255 @@
+"""Guards: what they return, what they refuse, and mods that act on them, on the demo model."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from kqview import Capture, Engine, guards
+from kqview.errors import (
+    EmittedError,
+    HeadFileError,
+    InvalidCapture,
+    KqviewError,
+    PromptTooLong,
+    RequestError,
+)
+from kqview.heads import Head, HeadFile, HeadFileWarning, ModelKey, measures
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+LONG = "a bird " * 600
+DOCUMENTS = ["Anna has a red ball.", "Tom found a silver key.", "The bird sang all day."]
+QUERY = "Who found a key?"
+ORDER = "Tell a story about a bird."
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    with Engine.demo(n_threads=1, n_slots=2, n_ctx=512, kv_type="f32") as engine:
+        yield engine
+
+
+def head_file(engine: Engine, task: str, *heads: Head, **fields: Any) -> HeadFile:
+    model = ModelKey.of(engine.model, engine.fingerprint())
+    return HeadFile(task=task, model=model, heads=heads, **fields)
+
+
+# ---- scores
+
+
+def test_rerank_is_the_mean_over_heads_of_the_measure(engine: Engine):
+    found = guards.rerank(engine, QUERY, DOCUMENTS)
+    want = measures.rerank(engine, QUERY, DOCUMENTS).values.mean(axis=1)
+    assert found == pytest.approx(want, abs=1e-5)
+    assert all(isinstance(one, float) for one in found)
+
+
+def test_rerank_with_a_head_file_weighs_its_heads(engine: Engine):
+    heads = head_file(engine, "needle", Head(1, 1, 0.25), Head(3, 0, 0.75))
+    whole = measures.rerank(engine, QUERY, DOCUMENTS)
+    at = [whole.pairs.index(pair) for pair in ((1, 1), (3, 0))]
+    want = whole.values[:, at] @ [0.25, 0.75]
+    assert guards.rerank(engine, QUERY, DOCUMENTS, heads) == pytest.approx(want, abs=1e-5)
+
+
+def test_injection_score_falls_as_the_instruction_gets_attention(engine: Engine):
+    measured = measures.injection(engine, ORDER, DOCUMENTS[0]).values[0]
+    found = guards.injection_score(engine, ORDER, DOCUMENTS[0])
+    assert found.score == float(found) == pytest.approx(1 - measured.mean(), abs=1e-5)
+    assert (found.threshold, found.is_injected) == (None, None)
+    heads = head_file(engine, "injection", Head(2, 3, -1.0), bias=1.0, thresholds={"injected": 0.5})
+    found = guards.injection_score(engine, ORDER, DOCUMENTS[0], heads)
+    assert found.score == pytest.approx(1 - measured[2 * 8 + 3], abs=1e-5)
+    assert found.is_injected == (found.score >= 0.5)
+
+
+def test_cite_names_the_source_with_the_most_attention(engine: Engine):
+    answer = "Tom found a silver key. The bird sang."
+    found = guards.cite(engine, DOCUMENTS, QUERY, answer)
+    assert [one.text for one in found] == ["Tom found a silver key.", "The bird sang."]
+    given = measures.answered(engine, DOCUMENTS, QUERY, answer)
+    for citation, one in zip(found, measures.cite(engine, given), strict=True):
+        assert citation.scores == pytest.approx(one.values.mean(axis=1), abs=1e-5)
+        assert citation.source == int(np.argmax(citation.scores))
+    copying = head_file(engine, "cite", Head(1, 1))
+    assert [one.source for one in guards.cite(engine, DOCUMENTS, QUERY, answer, copying)] == [1, 2]
+
+
+def test_grounding_has_a_score_and_a_verdict_for_each_sentence(engine: Engine):
+    answer = "Tom found a silver key. Nobody knows more."
+    given = measures.answered(engine, DOCUMENTS, QUERY, answer)
+    measured = measures.grounding(engine, given).values
+    found = guards.grounding(engine, DOCUMENTS, QUERY, answer)
+    assert [one.score for one in found] == pytest.approx(measured.mean(axis=1), abs=1e-5)
+    assert found[0].is_grounded is None
+    heads = head_file(
+        engine, "grounding", Head(1, 1, 8.0), bias=-4.0, link="logistic",
+        thresholds={"grounded": 0.5},
+    )  # fmt: skip
+    found = guards.grounding(engine, DOCUMENTS, QUERY, answer, heads)
+    want = 1 / (1 + np.exp(4 - 8 * measured[:, 9]))
+    assert [one.score for one in found] == pytest.approx(want, abs=1e-4)
+    assert [one.is_grounded for one in found] == [score >= 0.5 for score in want]
+    assert engine.detokenize(given.answer[found[1].start : found[1].stop]).strip() == found[1].text
+
+
+# ---- what is refused
+
+BAD: dict[str, tuple[Callable[[Engine], object], type[KqviewError], str]] = {
+    "no documents": (lambda e: guards.rerank(e, QUERY, []), RequestError, "documents must be"),
+    "one text for documents": (
+        lambda e: guards.rerank(e, QUERY, "text"), RequestError, "documents must be"
+    ),
+    "empty document": (
+        lambda e: guards.rerank(e, QUERY, ["a", " \n"]), RequestError, r"documents\[1\] must be"
+    ),
+    "empty query": (lambda e: guards.rerank(e, "", ["a"]), RequestError, "query must be"),
+    "empty instruction": (
+        lambda e: guards.injection_score(e, " ", "x"), RequestError, "instruction must be"
+    ),
+    "long data": (
+        lambda e: guards.injection_score(e, ORDER, LONG), PromptTooLong, "a slot holds 512"
+    ),
+    "no sources": (lambda e: guards.cite(e, [], QUERY, "x"), RequestError, "sources must be"),
+    "long sources": (
+        lambda e: guards.cite(e, [LONG], QUERY, "x"), PromptTooLong, "a slot holds 512"
+    ),
+    "many sources": (
+        lambda e: guards.cite(e, ["a"] * 600, QUERY, "x"), KqviewError, "512"
+    ),
+    "empty answer": (
+        lambda e: guards.grounding(e, DOCUMENTS, QUERY, ""), RequestError, "answer must be"
+    ),
+    "no head file": (
+        lambda e: guards.rerank(e, QUERY, DOCUMENTS, "heads.json"),  # type: ignore[arg-type]
+        RequestError, "heads must be a HeadFile",
+    ),
+    "heads of another task": (
+        lambda e: guards.rerank(e, QUERY, DOCUMENTS, head_file(e, "injection", Head(0, 0))),
+        RequestError, "'injection', here 'rerank'",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_input_is_a_typed_error(engine: Engine, what: str):
+    call, error, message = BAD[what]
+    with pytest.raises(error, match=message):
+        call(engine)
+
+
+def test_heads_of_another_model_are_refused_and_of_another_quantisation_warn(engine: Engine):
+    good = head_file(engine, "rerank", Head(0, 0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        guards.rerank(engine, QUERY, DOCUMENTS, good)
+    other = replace(good, model=replace(good.model, n_embd=576))
+    with pytest.raises(HeadFileError, match="n_embd 576, here 128"):
+        guards.rerank(engine, QUERY, DOCUMENTS, other)
+    quantised = replace(good, model=replace(good.model, fingerprint="0" * 64, file_type="Q4_1"))
+    with pytest.warns(HeadFileWarning, match="Q4_1"):
+        guards.rerank(engine, QUERY, DOCUMENTS, quantised)
+
+
+# ---- mods
+
+
+def test_injection_mod_judges_the_prompt_as_the_function_does(engine: Engine):
+    prompt = guards.instruction_prompt(engine, ORDER, DOCUMENTS[0])
+    want = guards.injection_score(engine, ORDER, DOCUMENTS[0]).score
+    lax = guards.StopOnInjection(engine, prompt, threshold=want + 0.05)
+    generation = engine.generate(prompt.ids, mods=[lax], capture=lax.capture, max_tokens=4)
+    generation.read()
+    assert generation.mods[0].result.score == pytest.approx(want, abs=1e-3)
+    assert generation.finish_reason != "error"
+    strict = guards.StopOnInjection(engine, prompt, threshold=want - 0.05)
+    generation = engine.generate(prompt.ids, mods=[strict], capture=strict.capture, max_tokens=4)
+    with pytest.raises(EmittedError, match=r"data contain orders: score 0\.\d+"):
+        generation.read()
+    assert generation.text == ""
+
+
+def test_injection_mod_answers_in_the_models_place(engine: Engine):
+    prompt = guards.instruction_prompt(engine, ORDER, DOCUMENTS[0])
+    guard = guards.StopOnInjection(engine, prompt, threshold=0.0, message="I will not.")
+    generation = engine.generate(prompt.ids, mods=[guard], capture=guard.capture)
+    assert generation.read().strip() == "I will not."
+
+
+def test_mods_refuse_other_captures_prompts_and_spans(engine: Engine):
+    prompt = guards.instruction_prompt(engine, ORDER, DOCUMENTS[0])
+    guard = guards.StopOnInjection(engine, prompt, threshold=2.0)
+    with pytest.raises(InvalidCapture, match=r"capture=guard\.capture"):
+        engine.generate(prompt.ids, mods=[guard], capture="probs")
+    generation = engine.generate([*prompt.ids, 5], mods=[guard], capture=guard.capture)
+    with pytest.raises(EmittedError, match="not the one that the mod was made for"):
+        generation.read()
+    other = Capture(spans=[(0, 1), (1, 2)])
+    with pytest.raises(KqviewError, match="StopOnInjection"):
+        engine.generate(prompt.ids, mods=[guard], capture=other).read()
+    for spans in ([], [(3, len(prompt.ids) + 1)], [(4, 4)]):
+        with pytest.raises(RequestError, match="prompt has"):
+            guards.StopOnInjection(engine, guards.Prompt(prompt.ids, spans), threshold=1.0)
+    with pytest.raises(RequestError, match="threshold must be"):
+        guards.StopOnInjection(engine, prompt)
+
+
+def story(engine: Engine) -> guards.Prompt:
+    """A prompt that the model continues with sentences."""
+    text = "Mirelda found a silver key near the old bridge. Then Mirelda"
+    ids = engine.tokenize(text)
+    return guards.Prompt(ids, measures.find_parts(engine, ids, ["silver key near the old bridge"]))
+
+
+def test_grounded_text_is_left_alone(engine: Engine):
+    prompt = story(engine)
+    guard = guards.TakeBackUngrounded(engine, prompt, threshold=0.0)
+    options: dict[str, Any] = {"max_tokens": 40, "temperature": 0, "capture": guard.capture}
+    generation = engine.generate(prompt.ids, mods=[guard], **options)
+    assert generation.read() == engine.generate(prompt.ids, **options).read()
+    assert generation.mods[0].n_taken_back == 0
+    assert len(generation.mods[0].scores) > 1
+
+
+def test_scores_of_the_mod_are_the_lookback_ratios_of_its_sentences(engine: Engine):
+    prompt = story(engine)
+    guard = guards.TakeBackUngrounded(engine, prompt, threshold=0.0)
+    generation = engine.generate(
+        prompt.ids, mods=[guard], capture=guard.capture, max_tokens=40, temperature=0
+    )
+    ids = [token.id for token in generation]
+    given = measures.Answered(
+        prompt, ids,
+        [measures.Sentence(".", 0, 1 + [engine.token_text(one) for one in ids].index("."))],
+    )  # fmt: skip
+    want = measures.grounding(engine, given).values.mean()
+    assert generation.mods[0].scores[0] == pytest.approx(want, abs=5e-3)
+
+
+def test_ungrounded_sentence_is_taken_back_and_the_best_attempt_stays(engine: Engine):
+    prompt = story(engine)
+    plain = engine.generate(prompt.ids, max_tokens=40, temperature=0).read()
+    guard = guards.TakeBackUngrounded(engine, prompt, threshold=1.0, retries=2)  # none is
+    generation = engine.generate(
+        prompt.ids, mods=[guard], capture=guard.capture, max_tokens=80, temperature=0
+    )
+    text = generation.read()
+    seen = generation.mods[0]
+    assert seen.n_taken_back > 0
+    assert seen.scores
+    first = len(engine.tokenize(text.split(".")[0] + ".", add_special=False))
+    given = measures.Answered(prompt, list(generation.tokens), [measures.Sentence(".", 0, first)])
+    best = measures.grounding(engine, given).values.mean()
+    assert seen.scores[0] == pytest.approx(best, abs=2e-2)
+    kept = guards.TakeBackUngrounded(engine, prompt, threshold=1.0, retries=0)
+    again = engine.generate(
+        prompt.ids, mods=[kept], capture=kept.capture, max_tokens=40, temperature=0
+    )
+    assert again.read() == plain
+    assert seen.scores[0] >= again.mods[0].scores[0] - 1e-3
