@@ -130,10 +130,12 @@ void bind_request(nb::module_& module) {
         .def(
             "set_edits",
             // A copy: the engine thread drops it, and dropping a Python object would take the GIL.
-            [](request_options& self, const edit_plan& plan) {
-                self.edits = std::make_shared<const edit_plan>(plan);
+            [](request_options& self, const engine& source, const edit_plan& plan) {
+                self.edits =
+                    std::make_shared<const edit_plan>(plan_for(source.facts().capture, plan));
             },
-            nb::arg("plan"))
+            nb::arg("engine"), nb::arg("plan"),
+            "Carry out these edits; raises UnsupportedModel for layers that cannot be edited.")
         .def_rw("prompt", &request_options::prompt)
         .def_rw("sampling", &request_options::sampling)
         .def_rw("constraint_command", &request_options::constraint_command,

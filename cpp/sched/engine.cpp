@@ -47,7 +47,6 @@ std::shared_ptr<request> engine::submit(request_options options) {
         throw error(errc::request, "lora has ", wanted->lora.size(),
                     " scales, but the engine loaded ", opened_with.size(), " adapters");
     }
-    if (wanted->edits) check_edits(*wanted->edits, facts_.capture);
     if (wanted->is_steered && wanted->only_attends) {
         throw error(errc::request, "only_attends and is_steered exclude each other");
     }

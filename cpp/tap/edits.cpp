@@ -21,19 +21,31 @@ void check_layer(const char* what, int il, const std::vector<int>& known) {
 
 }  // namespace
 
-void check_edits(const edit_plan& plan, const capture_source& source) {
-    std::vector<int> with_heads, with_scores;
+edit_plan plan_for(const capture_source& source, edit_plan plan) {
+    std::vector<int> with_heads, with_scores, with_own_scores;
     for (const auto& layer : source.attention) {
         if (layer.edits_heads) with_heads.push_back(layer.il);
         if (layer.edits_scores) with_scores.push_back(layer.il);
+        if (layer.edits_scores && !layer.is_on_device) with_own_scores.push_back(layer.il);
+    }
+    if (!plan.biases.empty()) {
+        for (const auto& layer : source.attention) check_layer("scores", layer.il, with_scores);
+    }
+    const bool has_alibi =
+        std::ranges::any_of(source.attention, [](const auto& layer) { return layer.has_alibi; });
+    if (has_alibi && !plan.biases.empty()) {
+        for (const auto& layer : source.attention) {
+            auto& biases = plan.layers[layer.il].biases;
+            biases.insert(biases.end(), plan.biases.begin(), plan.biases.end());
+        }
+        plan.biases.clear();
     }
     for (const auto& [il, edits] : plan.layers) {
         if (!edits.residual.empty()) check_layer("the output", il, source.edited_outputs);
         if (!edits.heads.empty()) check_layer("heads", il, with_heads);
-        if (!edits.biases.empty()) check_layer("scores", il, with_scores);
+        if (!edits.biases.empty()) check_layer("scores", il, with_own_scores);
     }
-    if (plan.biases.empty()) return;
-    for (const auto& layer : source.attention) check_layer("scores", layer.il, with_scores);
+    return plan;
 }
 
 }  // namespace kqview

@@ -64,7 +64,9 @@ struct edit_plan {
     }
 };
 
-// Raises unsupported_model for a layer that cannot be edited in this way, with the layers that can.
-void check_edits(const edit_plan& plan, const capture_source& source);
+// The plan as a model carries it out: where heads multiply the mask by slopes of their own, a bias
+// of every layer is one of each. Raises unsupported_model for a layer that cannot be edited in this
+// way, with the layers that can.
+edit_plan plan_for(const capture_source& source, edit_plan plan);
 
 }  // namespace kqview

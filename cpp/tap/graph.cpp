@@ -151,6 +151,7 @@ std::optional<attention_site> site_of_msa(ggml_tensor* flash, int il) {
     site->q_strides = {site->q->nb[1], site->q->nb[2], per_channel(site->q).stream};
     site->k_strides = per_channel(site->k);
     site->mask_strides = per_channel(site->mask);
+    site->heads_per_mask = site->n_head / site->n_head_kv;
     if (gather) {
         site->gathered = gather->src[1];
         site->gathered_strides = {0, static_cast<std::size_t>(site->n_cells) * sizeof(int),

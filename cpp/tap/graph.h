@@ -69,6 +69,7 @@ struct attention_site {
     ggml_tensor* mask = nullptr;   // F16|F32 ne=[n_kv, n_tokens, 1, n_stream], or null
     ggml_tensor* sinks = nullptr;  // F32 ne=[n_head], or null
     operand_strides mask_strides;
+    int heads_per_mask = 0;      // query heads that share a part of the mask; 0: all share it
     bool has_made_mask = false;  // by nodes of the graph, as sparse attention has it
 
     // With flash attention, or if the model gathers its keys first:
@@ -96,6 +97,9 @@ struct attention_site {
     // F32 ne=[n_value, n_tokens, n_head, n_stream]. Null where a model lays it out in another way.
     ggml_tensor* output = nullptr;
 
+    int mask_of_head(int head) const { return heads_per_mask > 0 ? head / heads_per_mask : 0; }
+    // The operand of the node that reads the mask.
+    ggml_tensor*& mask_operand() const { return flash ? flash->src[3] : softmax->src[1]; }
     ggml_tensor* keys() const { return flash ? k : kq->src[0]; }
     int n_queries() const { return static_cast<int>(flash ? q->ne[1] : kq->ne[1]); }
     // Of the step, also where q has the last ones alone.

@@ -222,6 +222,10 @@ void graph_plan::add(const edit_plan& edits) {
         auto& one = wanted_by_layer_[il];
         one.edits_output |= !of_layer.residual.empty();
         one.edits_heads |= !of_layer.heads.empty();
+        for (const auto& bias : of_layer.biases) {
+            const auto needed = bias.heads.empty() ? score_edit::all_heads : score_edit::by_head;
+            one.edits_scores = std::max(one.edits_scores, needed);
+        }
     }
 }
 

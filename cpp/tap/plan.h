@@ -25,6 +25,7 @@ struct attention_layer {
     bool has_sinks = false;     // part of the softmax goes to no token: rows add up to less than 1
     bool edits_heads = false;   // what its heads give out can be scaled
     bool edits_scores = false;  // biases can be added to its scores
+    bool has_alibi = false;     // its mask is multiplied by a slope of each head
 
     bool operator==(const attention_layer&) const = default;
 };
@@ -231,6 +232,9 @@ slot_range common_of(const slot_range& a, const slot_range& b);
 
 struct edit_plan;  // tap/edits.h
 
+// Whether a layer reads a mask of its own, and whether each of its heads does.
+enum class score_edit : std::uint8_t { none, all_heads, by_head };
+
 // The nodes a graph needs: for each layer, what to read from it and what to change in it. If empty,
 // the graph gets no nodes.
 class graph_plan {
@@ -251,6 +255,7 @@ public:
     bool wants_hidden(int il) const { return of(il).hidden; }
     bool edits_output(int il) const { return of(il).edits_output; }
     bool edits_heads(int il) const { return of(il).edits_heads; }
+    score_edit edits_scores(int il) const { return of(il).edits_scores; }
     bool wants_prompt() const { return wants_prompt_; }
     bool is_empty() const { return wanted_by_layer_.empty(); }
     bool operator==(const graph_plan&) const = default;
@@ -261,6 +266,7 @@ private:
         bool hidden = false;
         bool edits_output = false;
         bool edits_heads = false;
+        score_edit edits_scores = score_edit::none;
         std::set<device_want> on_device;
         bool operator==(const layer&) const = default;
     };

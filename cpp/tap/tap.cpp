@@ -129,7 +129,7 @@ void tap::abandon_step() noexcept {
 bool tap::prepare(ggml_cgraph* graph) {
     ++n_graphs_built_;
     n_nodes_added_ = 0;
-    const sites found{find_attention(graph), find_hidden(graph)};
+    sites found{find_attention(graph), find_hidden(graph)};
     if (!is_discovered_) discover(found);
     auto& mark = graphs_[graph];
     mark = std::make_unique<marked_graph>();
@@ -169,7 +169,7 @@ void tap::discover(const sites& found) {
         source_.attention.push_back({site.il, site.n_head, site.n_head_kv, site.scale,
                                      devices_.holds(site.il), devices_.reduces(site.il),
                                      site.sinks != nullptr, site.output && !devices_.holds(site.il),
-                                     can_bias(site)});
+                                     can_bias(site), site.max_bias > 0.0f});
     }
     for (const auto& site : found.hidden) {
         devices_.learn(site);
@@ -181,7 +181,7 @@ void tap::discover(const sites& found) {
     }
 }
 
-void tap::add_nodes(ggml_cgraph* graph, const sites& found, marked_graph& mark) {
+void tap::add_nodes(ggml_cgraph* graph, sites& found, marked_graph& mark) {
     constexpr std::array kinds{row_kind::logits, row_kind::scores, row_kind::probs};
     for (const int il : found.attention.ambiguous) {
         for (const auto kind : kinds) {
@@ -190,7 +190,7 @@ void tap::add_nodes(ggml_cgraph* graph, const sites& found, marked_graph& mark) 
             }
         }
     }
-    auto n_nodes_max = found.attention.sites.size() * 4 + found.hidden.size() * 2;
+    auto n_nodes_max = found.attention.sites.size() * 5 + found.hidden.size() * 2;
     if (devices_.has_devices()) {
         n_nodes_max += devices_.n_tensors_max(wanted_);
     }
@@ -207,6 +207,13 @@ void tap::add_nodes(ggml_cgraph* graph, const sites& found, marked_graph& mark) 
         return *mark.edits.back();
     };
     // Before the nodes that read: what is captured is what was edited.
+    for (auto& site : found.attention.sites) {
+        const auto edit = wanted_.edits_scores(site.il);
+        if (edit == score_edit::none || !can_bias(site)) continue;
+        auto* const before = site.flash ? site.flash->src[0] : site.softmax->src[0];
+        const bool by_head = edit == score_edit::by_head || site.max_bias > 0.0f;
+        placed.push_back({before, make_mask_edit(mark.tensors.get(), site, by_head, new_edit())});
+    }
     for (const auto& site : found.attention.sites) {
         if (!wanted_.edits_heads(site.il) || !site.output) continue;
         placed.push_back({site.output, make_head_edit(mark.tensors.get(), site, new_edit())});

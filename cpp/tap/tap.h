@@ -102,7 +102,7 @@ private:
 
     void discover(const sites& found);
     bool attends(const attention_site& site) const;
-    void add_nodes(ggml_cgraph* graph, const sites& found, marked_graph& mark);
+    void add_nodes(ggml_cgraph* graph, sites& found, marked_graph& mark);
     void attend_instead(const sites& found, marked_graph& mark);
 
     graph_plan wanted_;

@@ -195,7 +195,8 @@ class RequestOptions:
     def set_capture(self, engine: Engine, capture: object) -> None:
         """Read the attributes of a kqview.Capture by name; raises InvalidCapture."""
 
-    def set_edits(self, plan: EditPlan) -> None: ...
+    def set_edits(self, engine: Engine, plan: EditPlan) -> None:
+        """Carry out these edits; raises UnsupportedModel for layers that cannot be edited."""
 
     prompt: list[int]
     sampling: SamplingParams

@@ -353,7 +353,7 @@ class Submission:
             n_prompt=len(request.prompt),
             has_all_columns=self._has_all_columns,
         )
-        request.set_edits(plan_of(edits, target))
+        request.set_edits(self._core, plan_of(edits, target))
 
     def _set_reuse(
         self, request: _core.RequestOptions, given: Mapping[str, Any], n_prompt: int

@@ -87,6 +87,10 @@ def cases() -> dict[str, Case]:
     boosted, blocked = _bias(), _bias()
     boosted[..., 2:7] += 1.5
     blocked[:, :, 6:, 1:4] = -np.inf
+    in_layers, in_heads = _bias(), _bias()
+    in_layers[1:, :, :, 2:7] += 1.5
+    in_heads[2, 1:3, :, 0:3] -= 2.0
+    in_heads[0, 3, 6:, 1:4] = -np.inf
     factors = np.ones((N_LAYER, N_HEAD))
     factors[0, 1], factors[2, 3] = 0.0, 2.0
 
@@ -100,6 +104,14 @@ def cases() -> dict[str, Case]:
         "heads": Case(Edit.scale_heads({(0, 1): 0.0, (2, -1): 2.0}), head_factors=factors),
         "bias": Case(Edit.attention_bias([(2, 7)], 1.5), bias=boosted),
         "block": Case(Edit.block((6, None), (1, 4)), bias=blocked),
+        "bias of layers": Case(Edit.attention_bias([(2, 7)], 1.5, layers=[1, 2]), bias=in_layers),
+        "bias of heads": Case(
+            [
+                Edit.attention_bias([(0, 3)], -2.0, layers=[2], heads=[1, 2]),
+                Edit.block((6, None), (1, 4), layers=[0], heads=[-1]),
+            ],
+            bias=in_heads,
+        ),
         "several": Case(
             [
                 Edit.add(vector(1), [0, 2], scale=0.7),
@@ -213,7 +225,7 @@ def test_a_request_beside_edited_ones_is_itself(
 
     # Both runs have to be cut into the same steps, which depends on when the requests arrive.
     plain = dict(beside(None) for _ in range(3))
-    edited = [CASES["several"].edits, CASES["block"].edits]
+    edited = [CASES[name].edits for name in ("several", "block", "bias of heads")]
     compared = 0
     for edits in edited * 5:
         n_steps, found = beside(edits)
@@ -242,6 +254,8 @@ def test_a_graph_without_edits_has_no_node(make_engine: MakeEngine, model: Path)
     assert nodes_of(edits=CASES["heads"].edits) == 2
     # Biases of all layers and heads are part of the mask that llama.cpp hands in.
     assert nodes_of(edits=[Edit.attention_bias([(0, 3)], 1.0), Edit.block((4, None), (0, 2))]) == 0
+    assert nodes_of(edits=CASES["bias of layers"].edits) == 2
+    assert nodes_of(edits=CASES["bias of heads"].edits) == 2
     assert nodes_of() == 0
 
 

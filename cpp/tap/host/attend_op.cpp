@@ -154,7 +154,7 @@ const wanted_rows* holder_of(const stream_rows& rows, int token) {
 // share keys are adjacent. One for each compute thread.
 struct walk {
     std::vector<attended_head> heads;
-    std::vector<tile_mask> masks;  // by token
+    std::vector<tile_mask> masks;  // by token, and by head where each has its own
     std::vector<float*> rows;      // by head, as in `heads`
     stream_rows wanted;
 };
@@ -182,13 +182,19 @@ struct work_item {
     int token_begin, token_end;
 };
 
+// Masks of one query for these query heads.
+int n_masks_of(const attention_site& site, int begin, int end) {
+    return site.heads_per_mask > 0 ? end - begin : 1;
+}
+
 void begin_heads(const attend_op& op, const ggml_tensor* node, const division& work,
                  const work_item& item, walk& on) {
     const auto& site = op.site;
     const int n_group = site.n_head / site.n_head_kv;
     const int begin = item.head_begin * n_group, end = item.head_end * n_group;
     on.heads.assign(zu((end - begin) * item.n_tokens()), {});
-    on.masks.assign(zu(item.n_tokens()), {});
+    const int n_masks = n_masks_of(site, begin, end);
+    on.masks.assign(zu(item.n_tokens() * n_masks), {});
     on.rows.assign(on.heads.size(), nullptr);
     const auto place_of = [&](int token, int head) -> std::size_t {
         const int i = head - begin, i_token = token - item.token_begin;
@@ -199,7 +205,8 @@ void begin_heads(const attend_op& op, const ggml_tensor* node, const division& w
             auto& head = on.heads[place_of(token, h)];
             head.q = reinterpret_cast<const float*>(
                 part_of(node->src[0], site.q_strides, token, h, item.stream));
-            head.mask = &on.masks[zu(token - item.token_begin)];
+            const int i_mask = n_masks > 1 ? h - begin : 0;
+            head.mask = &on.masks[zu((token - item.token_begin) * n_masks + i_mask)];
             head.slope = alibi_slope(site.max_bias, site.n_head, h);
             head.values =
                 work.partial(op.memory, work.index_of(item.stream, token, h), item.chunk) + 2;
@@ -236,10 +243,16 @@ void read_masks(const attend_op& op, const ggml_tensor* node, const work_item& i
                 int n_cells, walk& on) {
     const ggml_tensor* const mask = node->src[3];
     if (!mask) return;
+    const int n_group = op.site.n_head / op.site.n_head_kv;
+    const int begin = item.head_begin * n_group;
+    const int n_masks = n_masks_of(op.site, begin, item.head_end * n_group);
     for (int token = item.token_begin; token < item.token_end; ++token) {
-        const auto* const row = part_of(mask, op.site.mask_strides, token, 0, item.stream);
-        on.masks[zu(token - item.token_begin)] =
-            read_tile_mask(row + zu(first) * ggml_type_size(mask->type), mask->type, n_cells);
+        for (int i = 0; i < n_masks; ++i) {
+            const auto* const row = part_of(mask, op.site.mask_strides, token,
+                                            op.site.mask_of_head(begin + i), item.stream);
+            on.masks[zu((token - item.token_begin) * n_masks + i)] =
+                read_tile_mask(row + zu(first) * ggml_type_size(mask->type), mask->type, n_cells);
+        }
     }
 }
 
@@ -420,8 +433,8 @@ bool can_attend(const attention_site& site) {
                                    k->ne[3] == site.n_stream && v->ne[3] == site.n_stream;
     return has_common_layout && q->ne[1] <= most_attended_queries && q->type == GGML_TYPE_F32 &&
            q->nb[0] == sizeof(float) && is_readable(k) && is_readable(v) &&
-           (!mask ||
-            (mask->ne[2] == 1 && (mask->type == GGML_TYPE_F16 || mask->type == GGML_TYPE_F32)));
+           (!mask || ((mask->ne[2] == 1 || site.heads_per_mask == 1) &&
+                      (mask->type == GGML_TYPE_F16 || mask->type == GGML_TYPE_F32)));
 }
 
 void replace_flash(attend_op& op, int n_threads) {

@@ -7,6 +7,8 @@
 #include <cstring>
 #include <limits>
 
+#include "tap/host/row_kernel.h"
+
 namespace kqview {
 
 namespace {
@@ -118,21 +120,67 @@ void write(float value, std::byte* cell, ggml_type type) {
     }
 }
 
-// Adds the biases to one query's row of a mask.
-void add_biases(const std::vector<score_bias>& biases, int position, std::byte* row,
-                const ggml_tensor* mask) {
+bool acts_on(const score_bias& edit, int head) {
+    return edit.heads.empty() || std::ranges::find(edit.heads, head) != edit.heads.end();
+}
+
+// Adds biases to one query's row of a mask. `head`: whose row it is, -1 for that of all heads;
+// `slope`: what the head multiplies its mask with.
+void add_biases(const std::vector<score_bias>& biases, int position, int head, float slope,
+                std::byte* row, const ggml_tensor* mask) {
     const auto n_bytes = ggml_type_size(mask->type);
     for (const auto& one : biases) {
         if (position < one.queries.start || position >= one.queries.stop) continue;
+        if (head >= 0 && !acts_on(one, head)) continue;
         const bool hides = one.bias == -std::numeric_limits<float>::infinity();
         for (const auto& keys : one.keys) {
             const int stop = std::min(keys.stop, static_cast<int>(mask->ne[0]));
             for (int i = keys.start; i < stop; ++i) {
                 if (hides && i == position) continue;
                 auto* const cell = row + zu(i) * n_bytes;
-                write(read(cell, mask->type) + one.bias, cell, mask->type);
+                write(read(cell, mask->type) + one.bias / slope, cell, mask->type);
             }
         }
+    }
+}
+
+const edited_run* run_at(const edit_table& table, int stream, int query) {
+    for (const auto& run : table.runs) {
+        if (run.i_stream == stream && query >= run.i_query && query < run.i_query + run.n_tokens)
+            return &run;
+    }
+    return nullptr;
+}
+
+void run_mask_edit(ggml_tensor* node, int ith, int nth, void* data) {
+    const auto& op = *static_cast<const edit_op*>(data);
+    const ggml_tensor* const mask = node->src[0];
+    const auto n_bytes = zu(mask->ne[0]) * ggml_type_size(mask->type);
+    const bool by_head = op.site.heads_per_mask > 0;
+    const auto [n_cells, n_queries, n_parts, n_streams] = node->ne;
+    for (std::int64_t i = ith; i < n_queries * n_streams; i += nth) {
+        const auto query = i % n_queries, stream = i / n_queries;
+        const auto* const from = static_cast<const std::byte*>(mask->data) +
+                                 zu(query) * mask->nb[1] + zu(stream) * mask->nb[3];
+        auto* to = static_cast<std::byte*>(node->data) + zu(query) * node->nb[1] +
+                   zu(stream) * node->nb[3];
+        const auto* const run =
+            run_at(*op.table, static_cast<int>(stream), static_cast<int>(query));
+        const auto* const edits = run ? run->plan->find(op.il) : nullptr;
+        for (int part = 0; part < n_parts; ++part, to += node->nb[2]) {
+            std::memcpy(to, from, n_bytes);
+            if (!edits) continue;
+            const float slope =
+                by_head ? alibi_slope(op.site.max_bias, op.site.n_head, part) : 1.0f;
+            const int position = run->position + static_cast<int>(query) - run->i_query;
+            add_biases(edits->biases, position, by_head ? part : -1, slope, to, node);
+        }
+    }
+    if (ith != 0) return;
+    for (const auto& run : op.table->runs) {
+        const auto* const edits = run.plan->find(op.il);
+        if (edits && !edits->biases.empty())
+            op.table->n_done.fetch_add(1, std::memory_order_relaxed);
     }
 }
 
@@ -165,7 +213,7 @@ int edit_table::n_due() const {
     int n = 0;
     for (const auto& run : runs) {
         for (const auto& [il, edits] : run.plan->layers)
-            n += (edits.residual.empty() ? 0 : 1) + (edits.heads.empty() ? 0 : 1);
+            n += !edits.residual.empty() + !edits.heads.empty() + !edits.biases.empty();
     }
     return n;
 }
@@ -181,6 +229,23 @@ ggml_tensor* make_head_edit(ggml_context* tensors, const attention_site& site, e
     return make_node(tensors, site.output, run_head_edit, op);
 }
 
+ggml_tensor* make_mask_edit(ggml_context* tensors, attention_site& site, bool by_head,
+                            edit_op& op) {
+    ggml_tensor* mask = site.mask;
+    site.heads_per_mask = by_head ? 1 : 0;
+    op.il = site.il;
+    op.site = site;
+    ggml_tensor* const node =
+        ggml_custom_4d(tensors, mask->type, mask->ne[0], mask->ne[1], by_head ? site.n_head : 1,
+                       mask->ne[3], &mask, 1, run_mask_edit, GGML_N_TASKS_MAX, &op);
+    ggml_format_name(node, "kqview_mask-%d", site.il);
+    site.mask_operand() = node;
+    site.mask = node;
+    site.mask_strides = {node->nb[1], by_head ? node->nb[2] : 0,
+                         node->ne[3] == 1 ? 0 : node->nb[3]};
+    return node;
+}
+
 void edit_mask(ggml_tensor* mask, const edit_table& table) {
     const bool is_host = ggml_backend_buffer_is_host(mask->buffer);
     std::vector<std::byte> copy(is_host ? 0 : mask->nb[1]);
@@ -194,7 +259,7 @@ void edit_mask(ggml_tensor* mask, const edit_table& table) {
                 ggml_backend_tensor_get(mask, copy.data(), offset, copy.size());
                 row = copy.data();
             }
-            add_biases(run.plan->biases, run.position + i, row, mask);
+            add_biases(run.plan->biases, run.position + i, -1, 1.0f, row, mask);
             if (!is_host) ggml_backend_tensor_set(mask, copy.data(), offset, copy.size());
         }
     }

@@ -1,7 +1,8 @@
 // The custom ops that change activations while a graph runs: one node behind a layer's output, one
 // behind the outputs of its heads. They write into the tensor that llama.cpp computed, in place, so
 // that all that reads it sees the change; nothing but the tokens of edited requests is touched.
-// `edit_masks` adds biases to the masks, which are inputs, and needs no node.
+// Biases of all layers and heads go into the masks, which are inputs, and need no node; those of
+// one layer are added by a node that makes the layer a mask of its own.
 // Threads: ggml's compute threads run the ops, between begin_step and the end of the decode. The
 //          engine thread fills the table they read beforehand, and edits the masks.
 #pragma once
@@ -54,6 +55,10 @@ ggml_tensor* make_residual_edit(ggml_context* tensors, const hidden_site& site, 
 
 // Creates a node that scales what heads give out. Requires site.output.
 ggml_tensor* make_head_edit(ggml_context* tensors, const attention_site& site, edit_op& op);
+
+// Creates a node in place of the mask that a layer reads, with the biases of that layer added; for
+// each head, or for all alike. The site reads it from then on.
+ggml_tensor* make_mask_edit(ggml_context* tensors, attention_site& site, bool by_head, edit_op& op);
 
 // Adds the biases of all layers to one mask: F16 or F32 ne=[n_kv, n_tokens, 1, n_stream]. The
 // graph's inputs must have been set.

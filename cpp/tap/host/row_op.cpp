@@ -37,12 +37,12 @@ const float* query_of(const row_op& op, const ggml_tensor* node, query_place que
         part_of(node->src[0], op.site.q_strides, query.token, head, query.stream));
 }
 
-// The mask of cells [first, first + n_cells) for one KV head.
-mask_row mask_of(const row_op& op, const ggml_tensor* node, query_place query, int head_kv,
-                 int first, int n_cells) {
+// Cells [first, first + n_cells) of the mask, the part that some heads share.
+mask_row mask_of(const row_op& op, const ggml_tensor* node, query_place query, int part, int first,
+                 int n_cells) {
     if (op.i_mask < 0) return {};
     const ggml_tensor* const mask = node->src[op.i_mask];
-    const auto* const row = part_of(mask, op.site.mask_strides, query.token, head_kv, query.stream);
+    const auto* const row = part_of(mask, op.site.mask_strides, query.token, part, query.stream);
     return read_mask(row + static_cast<std::size_t>(first) * ggml_type_size(mask->type), mask->type,
                      n_cells);
 }
@@ -149,8 +149,13 @@ void write_flash_rows(const query_view& query, int begin, int end, row_sink& sin
         scratch.gathered.resize(n_gathered * max_heads_at_once);
     }
 
-    const bool has_mask_per_head = site.mask_strides.head != 0;
-    auto mask = mask_of(op, query.node, query.place, 0, 0, n_cells);
+    int i_mask = 0;
+    auto mask = mask_of(op, query.node, query.place, i_mask, 0, n_cells);
+    const auto read_mask_of = [&](int head) {
+        if (site.mask_of_head(head) == i_mask) return;
+        i_mask = site.mask_of_head(head);
+        mask = mask_of(op, query.node, query.place, i_mask, 0, n_cells);
+    };
 
     for (int i = begin; i < end;) {
         // Wanted heads in a row that share a KV head read its keys once.
@@ -168,10 +173,10 @@ void write_flash_rows(const query_view& query, int begin, int end, row_sink& sin
             ++n;
         }
         const auto seen = keys_of(op, query.node, query.place, head_kv);
-        if (has_mask_per_head) mask = mask_of(op, query.node, query.place, head_kv, 0, n_cells);
         dot_rows(seen.keys, queries, n, n_cells, out, scratch);
         for (int j = 0; j < n; ++j) {
             const int head = heads[static_cast<std::size_t>(i + j)];
+            read_mask_of(head);
             if (kind == row_kind::logits) {
                 hide_masked(out[j], n_cells, mask);
             } else {
@@ -201,9 +206,14 @@ void write_plain_rows(const query_view& query, int begin, int end, row_sink& sin
     const auto* const base = bytes_of(source) +
                              static_cast<std::size_t>(query.place.stream) * source->nb[3] +
                              static_cast<std::size_t>(query.place.token) * source->nb[1];
-    const auto mask = mask_of(op, query.node, query.place, 0, 0, query.n_visible);
+    int i_mask = 0;
+    mask_row mask;
     for (int i = begin; i < end; ++i) {
         const int head = query.rows.heads[static_cast<std::size_t>(i)];
+        if (i == begin || op.site.mask_of_head(head) != i_mask) {
+            i_mask = op.site.mask_of_head(head);
+            mask = mask_of(op, query.node, query.place, i_mask, 0, query.n_visible);
+        }
         const auto* const from =
             reinterpret_cast<const float*>(base + static_cast<std::size_t>(head) * source->nb[2]);
         float* const row = sink.place(i, 0);
