@@ -1,10 +1,14 @@
-"""Show that a wheel installs and works: wheels.py WHEEL [--python PATH]... [--cpu MODEL]...
+"""Show that a wheel installs and works: wheels.py WHEEL [--python PATH]... [--root SUITE]
 
 With each Python, in an environment of its own and without a compiler on the PATH: the wheel
 installs, the first program of README.md prints what stands there, `kqview demo` and
-`kqview serve --demo` run. With the first one also the tests of values and of CPU variants. Then the
-program again on each emulated processor (qemu-user), which must use the variant that is meant for
-it. One line a check; exits with 1 if any failed. vendor/wheels.py builds the wheel.
+`kqview serve --demo` run. With the first one also the tests of values and of CPU variants. Then on
+emulated processors (qemu-user): each must use the variant that is meant for it and refuse one that
+it lacks, and one that is too old must say so. --cpu names other models of qemu.
+
+--root does all this in a fresh root of that Debian, which has Python and no compiler; it needs
+mmdebstrap, and root for mounts. A wheel for another processor is only emulated, with the Python of
+such a root. One line a check; exits with 1 if any failed. vendor/wheels.py builds the wheel.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ import sys
 import tempfile
 import time
 import urllib.request
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,15 +31,54 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 ROOT = Path(__file__).resolve().parents[1]
-# What qemu emulates -> what a process must then use. It knows no AVX-512.
-CPUS = {
-    "x86_64": {"Nehalem": "sse42", "SandyBridge": "sse42", "Haswell": "avx2", "max": "avx2"},
-    "aarch64": {"cortex-a53": "armv8", "cortex-a76": "dotprod", "neoverse-n1": "dotprod"},
-}[platform.machine()]
-TESTS = ["tests/engine/test_values.py", "tests/engine/test_cpu_variant.py"]
+PACKAGES = "ca-certificates,python3-venv"
+TESTS = [
+    "tests/meta/test_wheel.py", "tests/engine/test_values.py", "tests/engine/test_cpu_variant.py",
+]  # fmt: skip
 TEST_TOOLS = ["pytest", "pytest-asyncio", "hypothesis", "gguf", "safetensors"]
-INFO = "import kqview; print(kqview.system_info()['cpu_variant'])"
 PORT = 18731
+VARIANT = """
+import kqview
+try: print(kqview.system_info()["cpu_variant"])
+except kqview.errors.RequestError as error: print(error)
+"""
+# In a root, with mounts and processes that end with it.
+IN_ROOT = """
+root=$1 && shift && mount --rbind /dev "$root/dev" && mount -t tmpfs tmpfs "$root/dev/shm" &&
+    mount -t proc proc "$root/proc" && mount -t tmpfs tmpfs "$root/tmp" &&
+    exec chroot "$root" env PATH=/usr/bin:/bin HOME=/root LANG=C.UTF-8 "$@"
+"""
+
+
+@dataclass(frozen=True)
+class Processor:
+    """A kind of processor: Debian's name for it, and what qemu emulates of it."""
+
+    debian: str
+    # A model of qemu's -> the variant that a process must then use. It knows no AVX-512.
+    models: dict[str, str]
+    lacks: tuple[str, str]  # one of them, and a variant that it does not have
+    too_old: str | None = None  # for any variant
+
+
+PROCESSORS = {
+    "x86_64": Processor(
+        "amd64",
+        {"Nehalem": "sse42", "SandyBridge": "sse42", "Haswell": "avx2", "max": "avx2"},
+        ("Nehalem", "avx2"),
+        "core2duo",
+    ),
+    "aarch64": Processor(
+        "arm64",
+        {"cortex-a53": "armv8", "cortex-a76": "dotprod", "neoverse-n1": "dotprod", "max": "sve"},
+        ("cortex-a76", "sve"),
+    ),
+}
+
+
+def processor_of(wheel: Path) -> str:
+    """The kind of processor that *wheel* is for."""
+    return next(name for name in PROCESSORS if wheel.stem.endswith(name))
 
 
 def readme() -> tuple[str, str]:
@@ -57,11 +101,38 @@ def pythons(wheel: Path) -> list[Path]:
     return list({path.resolve(): path for path in found}.values())
 
 
+def make_root(suite: str, root: Path, *options: str) -> None:
+    """A root of Debian *suite*, from the mirror that apt uses here."""
+    targets = subprocess.run(
+        ["apt-get", "indextargets", "--format", "$(COMPONENT) $(REPO_URI)", "Created-By: Packages"],
+        check=False, text=True, stdout=subprocess.PIPE,
+    ).stdout  # fmt: skip
+    mirror = re.findall(r"^main (.*)$", targets, re.M)[:1]
+    subprocess.run(["mmdebstrap", "--quiet", *options, suite, root, *mirror], check=True)
+
+
+def in_root(suite: str, wheel: Path, options: list[str]) -> int:
+    """Run this program in a fresh root of Debian *suite* that has Python and no compiler."""
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        make_root(suite, root, "--variant=apt", f"--include={PACKAGES},qemu-user")
+        for name in ("ssl/certs/ca-certificates.crt", "resolv.conf", "hosts"):
+            shutil.copy(Path("/etc", name), root / "etc" / name)
+        shutil.copytree(ROOT, root / "src", ignore=shutil.ignore_patterns(".*", "build", "*.so"))
+        shutil.copytree(ROOT / ".ci", root / "src" / ".ci")
+        shutil.copy(wheel, root)
+        inside = ["python3", "/src/.ci/wheels.py", f"/{wheel.name}", "--python", "/usr/bin/python3"]
+        command = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "bash", "-c", IN_ROOT]
+        return subprocess.run([*command, "-", root, *inside, *options], check=False).returncode
+
+
 class Checks:
     """Runs checks, says how each went, and counts those that failed."""
 
-    def __init__(self, wheel: Path, work: Path) -> None:
+    def __init__(self, wheel: Path, work: Path, models: list[str] | None) -> None:
         self.wheel, self.work, self.n_failed = wheel, work, 0
+        self.processor = PROCESSORS[processor_of(wheel)]
+        self.models = models or list(self.processor.models)
         # Programs of the system, without a compiler.
         tools = work / "tools"
         tools.mkdir()
@@ -71,11 +142,13 @@ class Checks:
         self.env = {"PATH": str(tools), "HOME": str(work), "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
         self.env |= {name: text for name, text in os.environ.items() if name.startswith("PIP_")}
 
-    def run(self, *command: object, cwd: Path | None = None, timeout_s: float = 900) -> str:
+    def run(
+        self, *command: object, cwd: Path | None = None, timeout_s: float = 900, **env: str
+    ) -> str:
         """The output of a command, which must succeed."""
         done = subprocess.run(
-            list(map(str, command)), env=self.env, cwd=cwd or self.work, text=True, check=False,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=timeout_s,
+            list(map(str, command)), env={**self.env, **env}, cwd=cwd or self.work, text=True,
+            check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=timeout_s,
         )  # fmt: skip
         if done.returncode != 0:
             end = "\n".join(done.stdout.splitlines()[-12:])
@@ -108,7 +181,7 @@ class Checks:
         code, output = readme()
         printed = self.run(*python, "-c", code)
         assert printed == output, f"it printed {printed!r}"
-        return self.run(*python, "-c", INFO).strip()
+        return self.run(*python, "-c", VARIANT).strip()
 
     def demo(self, venv: Path) -> str:
         """`kqview demo`."""
@@ -140,16 +213,90 @@ class Checks:
         python = venv / "bin" / "python"
         self.run(python, "-m", "pip", "install", "-q", *TEST_TOOLS)
         command = (python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS)
-        return self.run(*command, cwd=ROOT, timeout_s=3000).splitlines()[-1]
+        said = self.run(*command, cwd=ROOT, timeout_s=3000, KQVIEW_WHEEL=str(self.wheel))
+        return said.splitlines()[-1]
 
-    def emulated(self, venv: Path, cpu: str) -> str:
-        """The program on another processor."""
-        qemu = shutil.which(f"qemu-{platform.machine()}")
-        assert qemu is not None, "apt-get install qemu-user"
-        used = self.program(qemu, "-cpu", cpu, venv / "bin" / "python", "-W", "ignore")
-        wanted = CPUS.get(cpu, used)
-        assert used == wanted, f"it uses {used}, not {wanted}"
-        return used
+    def refused(self, venv: Path, system: str) -> str:
+        """pip's own message where the wheel does not fit."""
+        done = subprocess.run(
+            [venv / "bin" / "python", "-m", "pip", "install", "--only-binary=:all:", "--no-deps",
+             f"--platform={system}", "--target", "none", self.wheel],
+            env=self.env, cwd=self.work, check=False, text=True, stderr=subprocess.PIPE,
+        )  # fmt: skip
+        said = done.stderr.splitlines()[-1]
+        assert done.returncode, "pip installs it"
+        assert "is not a supported wheel on this platform" in said, done.stderr
+        return said
+
+    def emulated(self, *python: object) -> None:
+        """What *python* does on each model of the processor, each a check."""
+        qemu = shutil.which(f"qemu-{processor_of(self.wheel)}")
+
+        def on(model: str) -> tuple[object, ...]:
+            assert qemu is not None, "apt-get install qemu-user"
+            return (qemu, "-cpu", model, *python, "-W", "ignore")
+
+        def uses(model: str) -> str:
+            used = self.program(*on(model))
+            wanted = self.processor.models.get(model, used)
+            assert used == wanted, f"it uses {used}, not {wanted}"
+            return used
+
+        def refuses(model: str, message: str, **env: str) -> str:
+            said = self.run(*on(model), "-c", VARIANT, **env).strip()
+            assert message in said, f"it says {said!r}"
+            return said
+
+        for model in self.models:
+            self.check(f"emulated {model}", lambda m=model: uses(m))
+        model, variant = self.processor.lacks
+        message = f'KQVIEW_CPU is "{variant}", which this processor does not have'
+        self.check(f"{variant} on {model}", lambda: refuses(model, message, KQVIEW_CPU=variant))
+        if too_old := self.processor.too_old:
+            message = "this processor has none of"
+            self.check(f"emulated {too_old}", lambda: refuses(too_old, message))
+
+
+def check_here(checks: Checks, pythons: list[Path], *, with_tests: bool) -> None:
+    """With each of *pythons*, and on emulated processors with the first one that installs it."""
+    venvs: list[Path] = []
+    for python in pythons:
+        name, venv = python.parents[1].name, checks.work / f"venv-{len(venvs)}"
+        if not checks.check(f"{name}: install", lambda p=python, v=venv: checks.install(p, v)):
+            continue
+        venvs.append(venv)
+        python = venv / "bin" / "python"
+        checks.check(f"{name}: README's program", lambda p=python: checks.program(p))
+        checks.check(f"{name}: kqview demo", lambda v=venv: checks.demo(v))
+        checks.check(f"{name}: kqview serve --demo", lambda v=venv: checks.serve(v))
+    name = processor_of(checks.wheel)
+    others = [f"manylinux_2_39_{one}" for one in PROCESSORS if one != name]
+    for venv in venvs[:1]:
+        for system in (*others, f"musllinux_1_2_{name}", "win_amd64"):
+            checks.check(f"not for {system}", lambda v=venv, s=system: checks.refused(v, s))
+        if with_tests:
+            checks.check("tests", lambda v=venv: checks.tests(v))
+        checks.emulated(venv / "bin" / "python")
+    if not venvs:
+        print("the wheel installs with no Python here")
+        checks.n_failed += 1
+
+
+def check_foreign(checks: Checks, suite: str) -> None:
+    """On emulated processors only, with the Python of Debian *suite*."""
+    root, site, name = checks.work / "root", checks.work / "site", processor_of(checks.wheel)
+    make_root(
+        suite, root, "--variant=extract", f"--architectures={checks.processor.debian}",
+        "--hook-dir=/usr/share/mmdebstrap/hooks/merged-usr", f"--include={PACKAGES},libstdc++6",
+    )  # fmt: skip
+    python = max(root.glob("usr/bin/python3.[0-9]*[0-9]"))
+    platforms = [f"--platform=manylinux_2_{minor}_{name}" for minor in range(17, 40)]
+    subprocess.run(
+        [sys.executable, "-m", "pip", "install", "-q", "--target", site, "--only-binary=:all:",
+         f"--python-version={python.name.removeprefix('python')}", *platforms, checks.wheel],
+        check=True,
+    )  # fmt: skip
+    checks.emulated("-L", root, "-E", f"PYTHONPATH={site}", python)
 
 
 def main() -> int:
@@ -158,28 +305,21 @@ def main() -> int:
     parser.add_argument("wheel", type=Path)
     parser.add_argument("--python", type=Path, action="append", help="instead of all there are")
     parser.add_argument("--cpu", action="append", help="a model of qemu, instead of those known")
+    parser.add_argument("--root", metavar="SUITE", help="in a fresh root of Debian, such as trixie")
     parser.add_argument("--no-tests", action="store_true")
     arguments = parser.parse_args()
+    wheel, is_foreign = arguments.wheel.resolve(), platform.machine() not in arguments.wheel.stem
+    if arguments.root and not is_foreign:
+        options = [f"--cpu={model}" for model in arguments.cpu or ()]
+        return in_root(arguments.root, wheel, options + ["--no-tests"] * arguments.no_tests)
     with tempfile.TemporaryDirectory() as folder:
-        checks = Checks(arguments.wheel.resolve(), Path(folder))
-        venvs: list[Path] = []
-        for python in arguments.python or pythons(arguments.wheel):
-            name, venv = python.parents[1].name, Path(folder, f"venv-{len(venvs)}")
-            if not checks.check(f"{name}: install", lambda p=python, v=venv: checks.install(p, v)):
-                continue
-            venvs.append(venv)
-            python = venv / "bin" / "python"
-            checks.check(f"{name}: README's program", lambda p=python: checks.program(p))
-            checks.check(f"{name}: kqview demo", lambda v=venv: checks.demo(v))
-            checks.check(f"{name}: kqview serve --demo", lambda v=venv: checks.serve(v))
-        for venv in venvs[:1]:
-            if not arguments.no_tests:
-                checks.check("tests", lambda v=venv: checks.tests(v))
-            for cpu in arguments.cpu or CPUS:
-                checks.check(f"emulated {cpu}", lambda v=venv, c=cpu: checks.emulated(v, c))
-        if not venvs:
-            print("the wheel installs with no Python here")
-        return checks.n_failed > 0 or not venvs
+        checks = Checks(wheel, Path(folder), arguments.cpu)
+        if is_foreign:
+            check_foreign(checks, arguments.root or "trixie")
+        else:
+            found = arguments.python or pythons(wheel)
+            check_here(checks, found, with_tests=not arguments.no_tests)
+        return checks.n_failed > 0
 
 
 if __name__ == "__main__":

@@ -39,6 +39,7 @@ import slots
 import slow_readers
 import state
 import state_http
+import wheel
 from console import collect, show
 from processes import end_on_sigterm
 from report import (
@@ -68,6 +69,7 @@ BENCHMARKS = {
         slots,
         long_slots,
         opening,
+        wheel,
         gaps,
         mods,
         embed,

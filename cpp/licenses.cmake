@@ -1,5 +1,8 @@
-# Puts the licence of everything that is linked into the module beside it, in kqview/licenses.
+# Everything that is linked into the module: its licence goes beside it, in kqview/licenses, and a
+# wheel lists it in .dist-info/sboms (vendor/sbom.py): name|version|licence|package URL.
 
+set(linked "llama.cpp|${KQVIEW_LLAMA_COMMIT}|MIT|pkg:github/ggml-org/llama.cpp"
+    "llamafile||MIT|pkg:github/mozilla-ai/llamafile")
 install(FILES ${KQVIEW_LLAMA_SOURCE}/LICENSE DESTINATION kqview/licenses
     RENAME LICENSE.llama.cpp COMPONENT kqview)
 
@@ -7,6 +10,8 @@ execute_process(
     COMMAND ${Python_EXECUTABLE} -c "import importlib.metadata as m; \
 print(next((str(f.locate()) for f in m.files('nanobind') or () if f.name == 'LICENSE'), ''))"
     OUTPUT_STRIP_TRAILING_WHITESPACE OUTPUT_VARIABLE nanobind_license)
+list(APPEND linked "nanobind|${nanobind_VERSION}|BSD-3-Clause|pkg:pypi/nanobind"
+    "robin-map||MIT|pkg:github/Tessil/robin-map")
 if(nanobind_license)
     install(FILES ${nanobind_license} DESTINATION kqview/licenses RENAME LICENSE.nanobind COMPONENT kqview)
 else()
@@ -31,6 +36,7 @@ kqview_install_head_license(robin_map ${NB_DIR}/ext/robin_map/include/tsl/robin_
 
 # The CUDA runtime is linked in, and parts of its headers (CUB, Thrust) are compiled in.
 if(GGML_CUDA)
+    list(APPEND linked "cuda|${KQVIEW_CUDA_VERSION}|LicenseRef-NVIDIA-CUDA-EULA|")
     set(wheels)
     foreach(dir IN LISTS KQVIEW_NVIDIA_DIRS)
         list(APPEND wheels "${dir}/../nvidia_cuda_runtime*.dist-info")
@@ -47,4 +53,13 @@ if(GGML_CUDA)
     else()
         message(WARNING "NVIDIA's licence was not found beside its toolkit; add it before handing this build to others")
     endif()
+endif()
+
+if(SKBUILD_METADATA_DIR)
+    set(sbom ${CMAKE_CURRENT_BINARY_DIR}/kqview.cdx.json)
+    execute_process(
+        COMMAND ${Python_EXECUTABLE} ${CMAKE_CURRENT_SOURCE_DIR}/../vendor/sbom.py
+            ${sbom} ${SKBUILD_PROJECT_VERSION} ${linked}
+        COMMAND_ERROR_IS_FATAL ANY)
+    install(FILES ${sbom} DESTINATION ${SKBUILD_METADATA_DIR}/sboms COMPONENT kqview)
 endif()

