@@ -51,10 +51,22 @@ PYTHON_RINGS: dict[str, set[str]] = {
     "heads": set(),
     "guards": {"heads", "mods"},
     # What the server loads, ray.serve loads.
-    "ray": {"corpora", "saved", "server", "state", "chat", "rpc", "demo", "trace", "mods"},
-    "server": {"state", "chat", "rpc", "demo", "trace", "mods"},
+    "ray": {
+        "corpora",
+        "saved",
+        "server",
+        "state",
+        "chat",
+        "rpc",
+        "demo",
+        "trace",
+        "mods",
+        "heads",
+        "guards",
+    },
+    "server": {"state", "chat", "rpc", "demo", "trace", "mods", "heads", "guards"},
     # What the server loads, it loads.
-    "ingest": {"server", "state", "chat", "rpc", "demo", "trace", "mods"},
+    "ingest": {"server", "state", "chat", "rpc", "demo", "trace", "mods", "heads", "guards"},
     "cli": {
         "state",
         "chat",
@@ -68,6 +80,7 @@ PYTHON_RINGS: dict[str, set[str]] = {
         "convert",
         "corpora",
         "heads",
+        "guards",
         "server",
         "ingest",
     },

@@ -8,20 +8,21 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 import gguf
+import httpx
 import numpy as np
 import pytest
 
-from kqview import Engine
+from kqview import Engine, guards
+from kqview.heads import Head, HeadFile, ModelKey
 from kqview.server import Settings
 from kqview.server.api.llama_server.pooled import RerankBody, normalized, ranked
-from kqview.types import Classification
 from tests.support import tiny_gguf
 from tests.support.serving import serving
+from tests.support.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    import httpx
+    from pathlib import Path
 
     from tests.support.serving import Served
 
@@ -209,11 +210,8 @@ def test_documents_are_ranked_in_teis_form(ranker: Served):
 
 
 def test_score_that_is_no_number_comes_last():
-    def one(score: float) -> Classification:
-        return Classification("LABEL_0", 0.5, {"LABEL_0": 0.5}, (score,))
-
     body = RerankBody(query="a", documents=["a", "b", "c"])
-    reply = ranked(body, [one(1), one(math.nan), one(2)], n_tokens=3, model="m")
+    reply = ranked(body, [1, math.nan, 2], n_tokens=3, model="m")
     assert [result.index for result in reply.results] == [2, 0, 1]
 
 
@@ -244,3 +242,66 @@ def test_model_that_is_no_reranker_is_not_supported(demo: Served):
         reply = client.post("/rerank", json={"query": QUERY, "documents": TEXTS})
     assert reply.status_code == 501
     assert reply.json()["error"]["type"] == "not_supported_error"
+
+
+# ---- reranking by attention
+
+
+def test_a_model_that_generates_ranks_by_attention_if_asked(demo: Served):
+    body = {"query": QUERY, "documents": TEXTS, "method": "attention"}
+    with demo.client() as client:
+        reply = client.post("/v1/rerank", json=body).json()
+    scores = guards.rerank(demo.engine, QUERY, TEXTS)
+    found = {one["index"]: one["relevance_score"] for one in reply["results"]}
+    assert [found[i] for i in range(3)] == pytest.approx(scores, abs=1e-4)
+    assert [one["index"] for one in reply["results"]] == sorted(range(3), key=lambda i: -scores[i])
+    assert reply["usage"]["prompt_tokens"] > 0
+
+
+def test_a_head_file_may_come_with_the_request(demo: Served, tmp_path: Path):
+    model = ModelKey.of(demo.engine.model, demo.engine.fingerprint())
+    file = HeadFile(task="rerank", model=model, heads=(Head(1, 1, 1.0),))
+    file.save(tmp_path / "heads.json")
+    sent = json.loads((tmp_path / "heads.json").read_text())
+    body = {"query": QUERY, "texts": TEXTS, "method": "attention", "heads": sent}
+    with demo.client() as client:
+        reply = client.post("/rerank", json=body).json()
+    found = {one["index"]: one["score"] for one in reply}
+    want = guards.rerank(demo.engine, QUERY, TEXTS, file)
+    assert [found[i] for i in range(3)] == pytest.approx(want, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("change", "fact"),
+    [
+        ({"heads": {}}, "heads: it is no head file"),
+        ({"heads": {"token_alignment_heads": [{"layer": 0, "head": 0}]}}, "'align'"),
+        (
+            {"heads": {"params": {"important_heads": [[90, 0]]}}},
+            "the head file is of another model",
+        ),
+        ({"documents": ["a", " "]}, "documents[1]"),
+        ({"query": " "}, "query"),
+        ({"method": "magic"}, "method"),
+    ],
+)
+def test_ranking_by_attention_that_cannot_be_is_refused(
+    demo: Served, change: dict[str, Any], fact: str
+):
+    body = {"query": QUERY, "documents": TEXTS, "method": "attention", **change}
+    with demo.client() as client:
+        reply = client.post("/rerank", json=body)
+    assert reply.status_code == 400, reply.text
+    assert fact in reply.json()["error"]["message"]
+
+
+def test_ranking_by_attention_ends_with_its_client(demo: Served):
+    documents = [f"{text} " * 40 for text in TEXTS] * 200  # many prompts
+    body = {"query": QUERY, "documents": documents, "method": "attention"}
+    with demo.client() as client:
+        with pytest.raises(httpx.ReadTimeout):
+            client.post("/rerank", json=body, timeout=1)
+        wait_until(lambda: not any(slot.is_busy for slot in demo.engine.slots))
+        n_tokens = demo.engine.stats().n_tokens
+    assert not demo.engine.generations
+    assert demo.engine.stats().n_tokens == n_tokens

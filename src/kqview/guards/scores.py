@@ -14,7 +14,12 @@ from kqview.types.text import Ids
 
 
 def rerank(
-    engine: Engine, query: str, documents: Sequence[str], heads: HeadFile | None = None
+    engine: Engine,
+    query: str,
+    documents: Sequence[str],
+    heads: HeadFile | None = None,
+    *,
+    request_id: str | None = None,
 ) -> list[float]:
     """Score documents by how much the query attends to them.
 
@@ -29,6 +34,7 @@ def rerank(
         documents: Texts. Those that do not fit in one prompt are spread over several, and one that
             does not fit alone is cut into pieces, of which the best counts; a warning is logged.
         heads: A head file for "rerank" or "needle"; None for all heads alike.
+        request_id: Name of its prompts in ``engine.generations``, by which they can be cancelled.
 
     Returns:
         One score for each document, in their order; higher is better. Scores compare within one
@@ -43,7 +49,7 @@ def rerank(
     asked = measures.checked_text("query", query)
     given = measures.checked_texts("documents", documents)
     layers = checked_layers(heads, "rerank", engine)
-    found = measures.rerank(engine, asked, given, layers)
+    found = measures.rerank(engine, asked, given, layers, request_id)
     return weighed(heads, "rerank", found.values, found.pairs).tolist()
 
 

@@ -220,8 +220,8 @@ class HeadFile:
 
         Args:
             path: The file.
-            task: The task of a foreign file, which does not name it as kqview does; None for what
-                it is: "injection" or "rerank" by vLLM-Hook's folder, "align" for AlignAtt4LLM's.
+            task: The task of a configuration of vLLM-Hook, which does not name it; None for
+                that of its folder. AlignAtt4LLM's files are always for "align".
 
         Raises:
             HeadFileError: It is no such file, or of a later schema; the message has the field.
@@ -232,22 +232,38 @@ class HeadFile:
             content: Any = json_input.loads(place.read_bytes())
         except ValueError as error:
             raise HeadFileError(f"{place} is no JSON: {error}") from None
+        by_folder = {"attention_tracker": "injection", "core_reranker": "rerank"}
+        folder = place.parent.name
+        try:
+            return cls.of(content, task=task or by_folder.get(folder, folder))
+        except HeadFileError as error:
+            raise HeadFileError(f"{place}: {error}") from None
+
+    @classmethod
+    def of(cls, content: object, *, task: str = "align") -> "HeadFile":
+        """As `load`, from the decoded JSON.
+
+        Args:
+            content: What the file has.
+            task: The task of a configuration of vLLM-Hook, which does not name it.
+
+        Raises:
+            HeadFileError: As of `load`.
+        """
         if not isinstance(content, dict):
-            raise HeadFileError(f"{place} has no object of JSON; a head file is one")
+            raise HeadFileError("there is no object of JSON; a head file is one")
         known = cast("dict[str, Any]", content)
         try:
             if known.get("format") == FORMAT:
                 return _own(known)
             if "token_alignment_heads" in known:
-                return _of_alignatt(known, task or "align")
+                return _of_alignatt(known)
             if "important_heads" in (known.get("params") or {}):
-                folder = place.parent.name
-                by_folder = {"attention_tracker": "injection", "core_reranker": "rerank"}
-                return _of_vllm_hook(known, task or by_folder.get(folder, folder))
+                return _of_vllm_hook(known, task)
         except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise HeadFileError(f"{place} is malformed: {error!r}") from None
+            raise HeadFileError(f"it is malformed: {error!r}") from None
         raise HeadFileError(
-            f"{place} is no head file: it has neither format {FORMAT!r}, nor token_alignment_heads "
+            f"it is no head file: it has neither format {FORMAT!r}, nor token_alignment_heads "
             "(AlignAtt4LLM), nor params.important_heads (vLLM-Hook)"
         )
 
@@ -294,7 +310,7 @@ def _own(content: Mapping[str, Any]) -> HeadFile:
     )
 
 
-def _of_alignatt(content: Mapping[str, Any], task: str) -> HeadFile:
+def _of_alignatt(content: Mapping[str, Any]) -> HeadFile:
     """Weights are the shares of ``ts``, or equal where all are 0."""
     given = [
         (_index("layer", one["layer"]), _index("head", one["head"]), _real(one.get("ts", 0)))
@@ -308,7 +324,7 @@ def _of_alignatt(content: Mapping[str, Any], task: str) -> HeadFile:
         _warn("the head file says of itself that it is not calibrated")
     shape = {"n_layer": content.get("num_layers"), "n_head": content.get("num_heads")}
     data = {"source": f"AlignAtt4LLM, {content.get('model')}, {content.get('direction')}"}
-    return HeadFile(task=task, model=ModelKey(**shape), heads=heads, data=data)
+    return HeadFile(task="align", model=ModelKey(**shape), heads=heads, data=data)
 
 
 def _of_vllm_hook(content: Mapping[str, Any], task: str) -> HeadFile:

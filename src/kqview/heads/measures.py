@@ -153,6 +153,7 @@ def span_sums(
     *,
     last: int,
     layers: Sequence[int] | None,
+    request_id: str | None = None,
 ) -> tuple[Floats, tuple[Pair, ...]]:
     """Attention of the last tokens of a prompt, summed over *spans* while the graph runs.
 
@@ -162,11 +163,14 @@ def span_sums(
         spans: Ranges of positions.
         last: Number of queries, counted from the end of *ids*.
         layers: Layers to capture; None for all that have attention.
+        request_id: As of `Engine.attend`.
 
     Returns:
         Sums, float64 ``(n_pairs, last, n_spans)``, and the layer and head of the first axis.
     """
-    attention = engine.attend(ids, Capture(layers=layers, spans=spans), last=last)
+    attention = engine.attend(
+        ids, Capture(layers=layers, spans=spans), last=last, request_id=request_id
+    )
     rows = attention.array()
     return joined(list(rows)).astype(np.float64), pairs_of(attention.layers, list(rows))
 
@@ -216,7 +220,11 @@ def needle(engine: Engine, context: str, question: str, answer: str) -> Measures
 
 
 def rerank(
-    engine: Engine, query: str, documents: Sequence[str], layers: Sequence[int] | None = None
+    engine: Engine,
+    query: str,
+    documents: Sequence[str],
+    layers: Sequence[int] | None = None,
+    request_id: str | None = None,
 ) -> Measures:
     """Attention from the query to each document, less what a query without content gives it.
 
@@ -237,8 +245,9 @@ def rerank(
     prompts = _prompts_of(engine, query, documents)
     values, pairs = np.empty(0), ()
     for group in prompts:
-        asked, pairs = _attention_to(engine, query, [piece for _, piece in group], layers)
-        idle, _ = _attention_to(engine, CONTENT_FREE, [piece for _, piece in group], layers)
+        pieces = [piece for _, piece in group]
+        asked, pairs = _attention_to(engine, query, pieces, layers, request_id)
+        idle, _ = _attention_to(engine, CONTENT_FREE, pieces, layers, request_id)
         if not values.size:
             values = np.full((len(documents), len(pairs)), -np.inf)
         for (i, _), row in zip(group, asked - idle, strict=True):
@@ -256,15 +265,20 @@ def _query_prompt(engine: Engine, query: str, documents: Sequence[str]) -> Promp
 
 
 def _attention_to(
-    engine: Engine, query: str, documents: Sequence[str], layers: Sequence[int] | None
+    engine: Engine,
+    query: str,
+    documents: Sequence[str],
+    layers: Sequence[int] | None,
+    request_id: str | None,
 ) -> tuple[Floats, tuple[Pair, ...]]:
     """Mean over the query's tokens of the sum over each document, ``(n_documents, n_pairs)``."""
     prompt = _query_prompt(engine, query, documents)
     start, stop = prompt.spans[-1]
     n_query = stop - start
     sums, pairs = span_sums(
-        engine, prompt.ids[:stop], prompt.spans[:-2], last=n_query, layers=layers
-    )
+        engine, prompt.ids[:stop], prompt.spans[:-2], last=n_query, layers=layers,
+        request_id=request_id,
+    )  # fmt: skip
     return sums.mean(axis=1).T, pairs
 
 

@@ -1,10 +1,12 @@
 """Models that pool: embeddings, reranking (in the forms of Jina and of TEI), classification."""
 
+import asyncio
 import contextlib
 import math
+import uuid
 from collections.abc import AsyncGenerator, Generator, Sequence
 from functools import partial
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 import numpy as np
@@ -12,7 +14,9 @@ from msgspec import UNSET, Struct, UnsetType
 from numpy.typing import NDArray
 
 from kqview.engine import Engine
-from kqview.errors import RequestError
+from kqview.errors import HeadFileError, RequestError
+from kqview.guards import rerank as rerank_by_attention
+from kqview.heads import HeadFile
 from kqview.server.api.llama_server.schema import ModelId
 from kqview.server.api.wire.prompts import ids_of_each, prompts_of
 from kqview.server.errors import NotSupported, renamed
@@ -36,6 +40,8 @@ _RESULT_BYTES: Final = 256  # an object with a label or an index and a number, a
 _ID_BYTES: Final = 40  # a character and its ids
 _SHORT_MAX: Final = 32760  # to which llama.cpp scales the largest number of 16 bits
 _EUCLID: Final = 2
+_CANCEL_S: Final = 0.05  # until the next prompt of a request that has ended is cancelled as well
+_ending: Final[set[asyncio.Task[None]]] = set()  # kept, or they would be collected
 
 
 class PooledUsage(Struct):
@@ -185,6 +191,22 @@ class RerankBody(Struct, kw_only=True):
         bool | None,
         about("With ``texts``: whether the reply repeats them; false if not given.", default=False),
     ] = None
+    method: Annotated[
+        Literal["head", "attention"] | None,
+        about(
+            'With "attention", a model that generates text ranks by where its attention goes; '
+            "experimental. By the model's classifier head if not given.",
+            default="head",
+        ),
+    ] = None
+    heads: Annotated[
+        dict[str, Any] | None,
+        about(
+            'With "attention": the head file, as kqview calibrate rerank writes it. All heads '
+            "count alike if not given.",
+            {"params": {"important_heads": [[1, 1], [1, 3]]}},
+        ),
+    ] = None
     model: ModelId = None
 
 
@@ -212,9 +234,8 @@ class Reranked(Struct, kw_only=True):
     results: Annotated[list[JinaResult], about("Documents by falling score.")]
 
 
-def ranked(body: RerankBody, found: Sequence[Classification], *, n_tokens: int, model: str) -> Any:
+def ranked(body: RerankBody, scores: Sequence[float], *, n_tokens: int, model: str) -> Any:
     """The reply; a score that is not a number comes last, as null."""
-    scores = [one.raw[0] for one in found]
     order = best_first(scores)[: body.top_n]
     if body.texts is not None:
         texts = body.texts if body.return_text else None
@@ -228,11 +249,11 @@ def ranked(body: RerankBody, found: Sequence[Classification], *, n_tokens: int, 
 
 async def rerank(call: Call, body: RerankBody) -> HttpReply:
     """Documents by how well they answer the query."""
-    service = call.service
-    if call.model.engine.pooling != "rank":
+    by_attention = body.method == "attention"
+    if not by_attention and call.model.engine.pooling != "rank":
         raise NotSupported(
             f"{call.model.name} is not served as a reranker; serve one, with --pooling rank if "
-            "its file does not say"
+            'its file does not say, or send "method": "attention" for a model that generates text'
         )
     if body.query is None:
         raise RequestError("query is missing; send a text", parameter="query")
@@ -243,18 +264,64 @@ async def rerank(call: Call, body: RerankBody) -> HttpReply:
         raise RequestError("documents is missing or empty; send texts", parameter="documents")
     n_characters = sum(map(len, documents)) + len(documents) * len(body.query)
     call.hold.take(_ID_BYTES * n_characters + _RESULT_BYTES * len(documents))
-    query, pair_ids = body.query, call.model.engine.pair_ids
+    rank = _scores_by_attention if by_attention else _scores_of_head
+    scores, n_tokens = await rank(call, body, body.query, documents, n_characters)
+    reply = ranked(body, scores, n_tokens=n_tokens, model=call.model.name)
+    return HttpReply(msgspec.json.encode(reply))
+
+
+async def _scores_of_head(
+    call: Call, body: RerankBody, query: str, documents: Sequence[str], n_characters: int
+) -> tuple[list[float], int]:
+    """Scores and number of tokens, by the model's classifier head."""
+    pair_ids = call.model.engine.pair_ids
 
     def ids_of_pairs() -> list[list[int]]:
         return [pair_ids(query, document) for document in documents]
 
     with _naming("documents"):
-        ids = await service.converted(n_characters, call.hold, ids_of_pairs)
+        ids = await call.service.converted(n_characters, call.hold, ids_of_pairs)
     async with _engine(call, "documents") as engine:
-        model = call.model.name
         found = await engine.aclassify(ids)
-    reply = ranked(body, found, n_tokens=sum(map(len, ids)), model=model)
-    return HttpReply(msgspec.json.encode(reply))
+    return [one.raw[0] for one in found], sum(map(len, ids))
+
+
+async def _scores_by_attention(
+    call: Call, body: RerankBody, query: str, documents: Sequence[str], n_characters: int
+) -> tuple[list[float], int]:
+    """The same by attention, in a thread, whose prompts end with the request."""
+    try:
+        heads = None if body.heads is None else HeadFile.of(body.heads, task="rerank")
+    except HeadFileError as error:
+        raise RequestError(f"heads: {error}", parameter="heads") from None
+    name = f"rerank-{uuid.uuid4().hex}"
+
+    def work(engine: Engine) -> tuple[list[float], int]:
+        n_tokens = sum(len(engine.tokenize(one)) for one in (query, *documents))
+        try:
+            return rerank_by_attention(engine, query, documents, heads, request_id=name), n_tokens
+        except HeadFileError as error:
+            raise RequestError(str(error), parameter="heads") from None
+
+    async with _engine(call, "documents") as engine:
+        working = asyncio.ensure_future(asyncio.to_thread(work, engine))
+        try:
+            return await asyncio.shield(working)
+        finally:
+            if not working.done():
+                ending = asyncio.create_task(_end(engine, name, working))
+                _ending.add(ending)
+                ending.add_done_callback(_ending.discard)
+
+
+async def _end(engine: Engine, name: str, working: asyncio.Future[Any]) -> None:
+    """End the thread of a request that is over: cancel its prompts, each as it begins."""
+    while not working.done():
+        for one in engine.generations:
+            if one.request_id == name:
+                one.cancel()
+        await asyncio.wait([working], timeout=_CANCEL_S)
+    working.exception()  # nobody else takes it
 
 
 # ---- classification
