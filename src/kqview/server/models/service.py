@@ -57,6 +57,7 @@ OFFLOAD_BYTES: Final = 256 * 1024
 _OFFLOAD_BODY: Final = 32 * 1024  # bytes of JSON: less than that to decode
 _OFFLOAD_FIELDS: Final = 4 * 1024  # bytes of lists whose elements are checked
 _N_WORKERS: Final = 4
+_CANCEL_S: Final = 0.05  # until the next prompt of a request that is over is cancelled as well
 LEAST_CLOSE_S: Final = 1.0
 """For an engine to end, however little of the grace is left."""
 _SCORE_BYTES: Final = 384  # a logprob with its id and text, as a value and as JSON
@@ -87,6 +88,7 @@ class Service(SocketHost):
         self.files = StateFiles(self.live)
         self._leave_by_s: float | None = None  # when the grace is over
         # Rows on their way to clients, requests to read and build: neither waits for the other.
+        self._ending: set[asyncio.Task[None]] = set()  # kept, or they would be collected
         self._workers = ThreadPoolExecutor(_N_WORKERS, thread_name_prefix="kqview-rows")
         self._builders = Workers(_N_WORKERS, "requests")
         self._starting: dict[tuple[str, str], ModelEntry] = {}
@@ -564,8 +566,32 @@ class Service(SocketHost):
             return work(*args)
         return await self._in_thread(work, *args)
 
+    async def prompting(self, engine: Engine, name: str, work: Callable[..., _T], *args: Any) -> _T:
+        """Do *work* in a thread, which waits for prompts of *engine* with the request id *name*.
+
+        They are cancelled if the caller's request ends first.
+        """
+        working = asyncio.ensure_future(asyncio.to_thread(work, *args))
+        try:
+            return await asyncio.shield(working)
+        finally:
+            if not working.done():
+                ending = asyncio.create_task(_end(engine, name, working))
+                self._ending.add(ending)
+                ending.add_done_callback(self._ending.discard)
+
     async def _in_thread(self, work: Callable[..., _T], *args: Any) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._workers, work, *args)
+
+
+async def _end(engine: Engine, name: str, working: asyncio.Future[Any]) -> None:
+    """End the thread of a request that is over: cancel its prompts, each as it begins."""
+    while not working.done():
+        for one in engine.generations:
+            if one.request_id == name:
+                one.cancel()
+        await asyncio.wait([working], timeout=_CANCEL_S)
+    working.exception()  # nobody else takes it
 
 
 async def _ids_of(model: ModelEntry, text: str, hold: Reservation) -> Sequence[int]:

@@ -1,6 +1,5 @@
 """Models that pool: embeddings, reranking (in the forms of Jina and of TEI), classification."""
 
-import asyncio
 import contextlib
 import math
 import uuid
@@ -40,8 +39,6 @@ _RESULT_BYTES: Final = 256  # an object with a label or an index and a number, a
 _ID_BYTES: Final = 40  # a character and its ids
 _SHORT_MAX: Final = 32760  # to which llama.cpp scales the largest number of 16 bits
 _EUCLID: Final = 2
-_CANCEL_S: Final = 0.05  # until the next prompt of a request that has ended is cancelled as well
-_ending: Final[set[asyncio.Task[None]]] = set()  # kept, or they would be collected
 
 
 class PooledUsage(Struct):
@@ -304,24 +301,7 @@ async def _scores_by_attention(
             raise RequestError(str(error), parameter="heads") from None
 
     async with _engine(call, "documents") as engine:
-        working = asyncio.ensure_future(asyncio.to_thread(work, engine))
-        try:
-            return await asyncio.shield(working)
-        finally:
-            if not working.done():
-                ending = asyncio.create_task(_end(engine, name, working))
-                _ending.add(ending)
-                ending.add_done_callback(_ending.discard)
-
-
-async def _end(engine: Engine, name: str, working: asyncio.Future[Any]) -> None:
-    """End the thread of a request that is over: cancel its prompts, each as it begins."""
-    while not working.done():
-        for one in engine.generations:
-            if one.request_id == name:
-                one.cancel()
-        await asyncio.wait([working], timeout=_CANCEL_S)
-    working.exception()  # nobody else takes it
+        return await call.service.prompting(engine, name, work, engine)
 
 
 # ---- classification
