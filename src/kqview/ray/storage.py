@@ -120,7 +120,11 @@ class _Objects:
         self.n_done = sum(self._about(name)["n_documents"] for name in self._named("index"))
 
     def _named(self, folder: str) -> list[str]:
-        return sorted(self._files.ls(f"{self._root}/{folder}", detail=False))
+        self._files.invalidate_cache()  # others write too
+        try:
+            return sorted(self._files.ls(f"{self._root}/{folder}", detail=False))
+        except FileNotFoundError:  # there are no folders, but names of what is there
+            return []
 
     def _about(self, name: str) -> dict[str, Any]:
         schema = self._parquet.read_schema(io.BytesIO(self._files.cat_file(name)))
