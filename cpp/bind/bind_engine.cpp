@@ -86,6 +86,9 @@ void bind_options(nb::module_& module) {
         .def_rw("attention_budget_bytes", &engine_options::attention_budget_bytes)
         .def_rw("pinned_bytes", &engine_options::pinned_bytes)
         .def_rw("max_gap_ms", &engine_options::max_gap_ms, "0: twice a text's own step.")
+        .def_rw("checkpoint_bytes", &engine_options::checkpoint_bytes,
+                nb::for_setter(nb::arg().none()), "None: 16 checkpoints a slot.")
+        .def_rw("checkpoint_every", &engine_options::checkpoint_every)
         .def_rw("aborted_decodes", &engine_options::aborted_decodes,
                 "For tests: decodes, counted from 1, that are aborted.")
         .def_rw("poisons_blocks", &engine_options::poisons_blocks,
@@ -227,6 +230,10 @@ void bind_engine(nb::module_& module) {
             "slot_tokens",
             [](const engine& self, slot_id id) { return self.sched().tokens_of(id); },
             nb::arg("slot"), "Ids in a slot's cache.")
+        .def(
+            "slot_checkpoints",
+            [](const engine& self, slot_id id) { return self.sched().checkpoints_of(id); },
+            nb::arg("slot"), "Numbers of tokens that a slot can go back to; ascending.")
         .def("health", &engine::health, "What the engine thread is doing; takes no lock.")
         .def(
             "stats", [](std::shared_ptr<engine> self) { return reading(std::move(self)); },

@@ -99,6 +99,14 @@ void remove(engine& self, slot_id slot,
     run_on_slot(self, slot, [&](slot_cache& cache) { cache.remove(gone); });
 }
 
+std::vector<slot_id> branch(engine& self, slot_id slot, int n) {
+    std::vector<slot_id> branches;
+    const bool is_done =
+        unlocked([&] { return self.sched().branch(slot, n, branches, goes_on_after_signal); });
+    if (!is_done) throw nb::python_error();
+    return branches;
+}
+
 void clear(engine& self, slot_id slot) {
     run_on_slot(self, slot, [](slot_cache& cache) { cache.clear(); });
 }
@@ -123,6 +131,8 @@ void bind_state(nb::module_& module) {
                "Remove n_discard tokens after the first n_keep; later tokens move up.");
     module.def("remove_from_slot", &remove, nb::arg("engine"), nb::arg("slot"), nb::arg("ranges"),
                "Remove (start, stop) ranges, which are ascending and disjoint, in one move.");
+    module.def("branch_slot", &branch, nb::arg("engine"), nb::arg("slot"), nb::arg("n"),
+               "Copy what an idle slot holds to n other idle ones; returns them.");
     module.def("clear_slot", &clear, nb::arg("engine"), nb::arg("slot"));
 }
 

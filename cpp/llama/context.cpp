@@ -67,6 +67,7 @@ context::context(std::shared_ptr<model> source, const context_options& options)
     llama_set_abort_callback(handle_.get(), &context::is_over, this);
     use(model_->adapter_scales());
     open_embeddings(options);
+    if (has_cache()) tail_parts_ = tail_parts_of(llama_get_memory(handle_.get()));
 }
 
 std::size_t context::memory_bytes() const {
@@ -328,6 +329,37 @@ void context::flush_shifts() {
     const auto turn = model_->rpc().take_turn();
     handle_->memory_update(false);
     model_->rpc().check();
+}
+
+std::size_t context::snapshot_memory_bytes() const {
+    std::size_t n_bytes = 0;
+    for (const auto& part : tail_parts_) n_bytes += memory_bytes_of(part);
+    return n_bytes;
+}
+
+std::size_t context::snapshot_bytes(slot_id slot) {
+    std::size_t n_bytes = 0;
+    for (const auto& part : tail_parts_) n_bytes += kqview::write_state(part, slot, {});
+    return n_bytes;
+}
+
+void context::write_snapshot(slot_id slot, std::span<std::byte> out) {
+    const llama_activity guard("taking a checkpoint");
+    llama_synchronize(handle_.get());
+    for (const auto& part : tail_parts_) out = out.subspan(kqview::write_state(part, slot, out));
+    model_->rpc().check();
+}
+
+void context::read_snapshot(slot_id slot, std::span<const std::byte> bytes, int n_tokens) {
+    const llama_activity guard("going back to a checkpoint");
+    llama_synchronize(handle_.get());
+    for (const auto& part : tail_parts_) {
+        bytes = kqview::read_state(part, slot, bytes, n_tokens);
+    }
+    model_->rpc().check();
+    // The other parts drop their tails now that these have.
+    if (truncate(slot, n_tokens)) return;
+    throw error(errc::internal, "slot ", slot, " did not go back to ", n_tokens, " tokens");
 }
 
 std::vector<std::size_t> context::part_bytes(slot_id slot) {

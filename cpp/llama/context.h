@@ -98,6 +98,16 @@ public:
     // undefined.
     void read_state(slot_id slot, std::span<const std::byte> bytes, int n_tokens);
 
+    // Snapshots of the parts that cannot drop a tail (recurrent state). They stay as they are while
+    // the context lives, and are not checked.
+    bool needs_snapshots() const { return !tail_parts_.empty(); }
+    // Of those parts, of all slots: what the context itself takes for them.
+    std::size_t snapshot_memory_bytes() const;
+    std::size_t snapshot_bytes(slot_id slot);
+    void write_snapshot(slot_id slot, std::span<std::byte> out);
+    // Cuts a slot back to `n_tokens`. After an error its state is undefined.
+    void read_snapshot(slot_id slot, std::span<const std::byte> bytes, int n_tokens);
+
     // Blocks until no step runs. decode() only waits for those whose logits are asked for.
     void synchronize();
 
@@ -134,6 +144,7 @@ private:
     int n_slots_;
     int n_outputs_;
     std::string pooling_;
+    std::vector<memory_part> tail_parts_;
     bool embeds_ = false;  // what llama.cpp was told last
     const std::vector<std::uint64_t> aborted_decodes_;
     std::uint64_t n_decodes_ = 0;

@@ -15,6 +15,7 @@
 
 #include <cstring>
 #include <exception>
+#include <numeric>
 #include <stdexcept>
 #include <utility>
 
@@ -223,6 +224,26 @@ std::vector<memory_part> parts_of(llama_memory_i* memory) {
     }
     throw error(errc::unsupported_model, "this model keeps ", why,
                 ", which cannot be saved; send the token ids again instead");
+}
+
+std::vector<memory_part> tail_parts_of(llama_memory_i* memory) {
+    if (auto* const recurrent = dynamic_cast<llama_memory_recurrent*>(memory)) {
+        return {{.state = recurrent}};
+    }
+    if (auto* const hybrid = dynamic_cast<llama_memory_hybrid*>(memory)) {
+        return {{.state = hybrid->get_mem_recr()}};
+    }
+    if (auto* const windowed = dynamic_cast<llama_memory_hybrid_iswa*>(memory)) {
+        return {{.state = windowed->get_mem_recr()}};
+    }
+    return {};
+}
+
+std::size_t memory_bytes_of(const memory_part& part) {
+    const auto breakdown =
+        part.cache ? part.cache->memory_breakdown() : part.state->memory_breakdown();
+    return std::accumulate(breakdown.begin(), breakdown.end(), std::size_t{0},
+                           [](std::size_t sum, const auto& one) { return sum + one.second; });
 }
 
 std::span<const std::byte> read_state(const memory_part& part, slot_id slot,

@@ -32,6 +32,12 @@ struct memory_part {
 // cannot be saved whole, and for none; the message says why.
 std::vector<memory_part> parts_of(llama_memory_i* memory);
 
+// The parts that cannot drop the newest tokens of a sequence; none if the memory can.
+std::vector<memory_part> tail_parts_of(llama_memory_i* memory);
+
+// What a part takes of the context's memory, for all sequences.
+std::size_t memory_bytes_of(const memory_part& part);
+
 // Writes the sequence's part to the front of `out` and returns its size; counts only if it does not
 // fit.
 std::size_t write_state(const memory_part& part, slot_id slot, std::span<std::byte> out);

@@ -347,7 +347,8 @@ batch_part batch_builder::next_chunk(slot& target) const {
     const auto n_done = static_cast<int>(target.cache.size());
     const int n_left = static_cast<int>(target.n_in_chunks()) - n_done;
     const int n_room = model_.n_ctx() - n_done;  // a text may have to discard tokens first
-    batch_part part{&target, std::min({n_left, n_most(target), n_room}), 0, false, false};
+    batch_part part{&target, std::min({n_left, n_most(target), n_room, target.n_to_cut()}), 0,
+                    false, false};
     if (target.n_prompt_rows > 0 && target.text.empty()) fit_rows(part, model_, pool_);
     if (active.n_scores > 0) {  // whose logits one step gives
         const int n_before = std::max(0, n_prompt - static_cast<int>(active.n_scores) - 1 - n_done);

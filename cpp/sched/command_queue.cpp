@@ -64,9 +64,8 @@ void command_queue::answer(const std::shared_ptr<request>& wanted, pass_answer g
     push({.what = command::kind::answer, .of = wanted, .answer = std::move(given)});
 }
 
-bool command_queue::run_on_slot(slot_id slot, const slot_work& work,
-                                const std::function<bool()>& goes_on) {
-    order mine{.slot = slot, .work = work};
+bool command_queue::run_on_slots(const table_work& work, const std::function<bool()>& goes_on) {
+    order mine{.work = work};
     push({.what = command::kind::work, .work = &mine});
     for (bool is_wanted = true;;) {
         const bool goes_on_waiting = mine.done.wait() || !is_wanted || goes_on();

@@ -20,18 +20,21 @@
 #include "base/ids.h"
 #include "sched/forward_pass.h"
 #include "sched/request.h"
-#include "sched/slot_cache.h"
 #include "sched/wakeup.h"
 
 namespace kqview {
 
+class slot_table;
+
+// A caller's work on the slots.
+using table_work = std::function<void(slot_table&)>;
+
 class command_queue {
 public:
-    // Work on a slot. Lives on the stack of its caller, who blocks, because the work may write into
+    // Work on slots. Lives on the stack of its caller, who blocks, because the work may write into
     // the caller's memory.
     struct order {
-        slot_id slot;
-        const slot_work& work;
+        const table_work& work;
         wake_handle done{};
         // Guarded by the queue.
         bool is_done = false;
@@ -66,9 +69,9 @@ public:
 
     // Queues the work and blocks until it is done; raises what the work raised. Raises closed. Call
     // without the GIL. `goes_on` is called each time a signal handler has run on the waiting
-    // thread. If it returns false, run_on_slot returns false: either the work never began, or it
+    // thread. If it returns false, run_on_slots returns false: either the work never began, or it
     // has begun and is done, and its result or error is dropped.
-    bool run_on_slot(slot_id slot, const slot_work& work, const std::function<bool()>& goes_on);
+    bool run_on_slots(const table_work& work, const std::function<bool()>& goes_on);
 
     // Refuses every later command; take() then returns `close`.
     void close();

@@ -12,6 +12,14 @@
 
 namespace kqview {
 
+namespace {
+
+// Without checkpoint_bytes: of each slot, and at most this part of the machine's memory.
+constexpr std::size_t n_snapshots_each = 16;
+constexpr std::size_t host_share = 8;
+
+}  // namespace
+
 engine::engine(std::shared_ptr<model> source, const engine_options& options)
     : source_(std::move(source)), filters_(source_) {
     auto runner = std::make_unique<llama_runner>(source_, options);
@@ -34,6 +42,10 @@ engine::engine(std::shared_ptr<model> source, const engine_options& options)
     pool.allocator = runner->host_memory();
     pace given;
     given.max_gap = std::chrono::duration<double, std::milli>(options.max_gap_ms);
+    given.kept = {options.checkpoint_bytes.value_or(
+                      std::min(n_snapshots_each * runner->snapshot_memory_bytes(),
+                               options.host_memory_bytes / host_share)),
+                  options.checkpoint_every};
     sched_.reset(
         new scheduler(std::move(runner), block_pool::create(std::move(pool)), 1024, given));
 }

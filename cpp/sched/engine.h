@@ -30,7 +30,11 @@ struct engine_options : context_options {
     std::size_t attention_budget_bytes = 0;
     std::size_t pinned_bytes = 0;  // the page-locked part of it, where devices hold layers
     double max_gap_ms = 0;  // between two tokens of a text while a prompt is evaluated; 0: see pace
-    bool poisons_blocks = false;  // for tests of views: overwrites blocks that were given back
+    // Of checkpoints, see there; empty: n_snapshots_each of each slot, an eighth of the machine's
+    // memory at most.
+    std::optional<std::size_t> checkpoint_bytes;
+    std::size_t checkpoint_every = 0;  // tokens of a prompt; 0: none for its length
+    bool poisons_blocks = false;       // for tests of views: overwrites blocks that were given back
 };
 
 struct engine_health {

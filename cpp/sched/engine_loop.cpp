@@ -66,7 +66,7 @@ engine_loop::engine_loop(runner& model, std::shared_ptr<block_pool> pool,
       heart_(std::move(heart)),
       bell_(std::move(bell)),
       queue_(queue),
-      slots_(model, given.least_turn),
+      slots_(model, given.least_turn, given.kept),
       lane_(2 * static_cast<std::size_t>(model.n_slots()), bell_),
       out_(model, slots_, lane_, counters_),
       batch_(model, *pool_, slots_, out_, counters_, given.max_gap) {}
@@ -114,7 +114,7 @@ bool engine_loop::take_commands() {
             case kind::work: {
                 std::optional<error> failure;
                 try {
-                    slots_.work_on(next.work->slot, next.work->work);
+                    next.work->work(slots_);
                 } catch (...) {
                     failure = running_failure("slot", errc::internal, no_memory_for_work);
                 }
@@ -286,6 +286,7 @@ void engine_loop::decode() {
         const auto asked = part.target->active;
         if (!asked) continue;  // its rows of the previous step did not arrive
         try {
+            if (slots_.keeps_checkpoints()) slots_.keep_checkpoint(*part.target);
             hand_out(part, result);
         } catch (...) {
             out_.fail(*part.target, asked);

@@ -30,12 +30,13 @@
 
 namespace kqview {
 
-// How long requests wait for each other.
+// How long requests wait for each other, and what is kept to go back to.
 struct pace {
     // Of two consumers that take turns in a slot; see slot_table.
     std::chrono::milliseconds least_turn{10};
     // Of a text, for the prompts of others; see step_costs.
     step_costs::seconds max_gap{};
+    checkpoint_options kept{};
 };
 
 class engine_loop {

@@ -209,6 +209,25 @@ void llama_runner::publish_graphs() {
     graphs_->n_attended.store(tap_->n_attended(), std::memory_order_relaxed);
 }
 
+// ---- snapshots of what cannot be cut back
+
+std::size_t llama_runner::snapshot_bytes(slot_id slot) {
+    return unbroken("taking a checkpoint", [&] { return context_->snapshot_bytes(slot); });
+}
+
+void llama_runner::write_snapshot(slot_id slot, std::span<std::byte> out) {
+    unbroken("taking a checkpoint", [&] { context_->write_snapshot(slot, out); });
+}
+
+void llama_runner::read_snapshot(slot_id slot, std::span<const std::byte> bytes, int n_tokens) {
+    unbroken("going back to a checkpoint", [&] {
+        const tap::scope scope(*tap_);
+        tap_->devices().settle();
+        context_->flush_shifts();
+        context_->read_snapshot(slot, bytes, n_tokens);
+    });
+}
+
 // ---- a slot's cache as bytes
 
 const kv_layout& llama_runner::layout_from(slot_id slot, std::span<const std::byte> memory) {

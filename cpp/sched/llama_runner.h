@@ -77,6 +77,11 @@ public:
     void copy(slot_id from, slot_id to) override;
     bool truncate(slot_id slot, int n_keep) override;
 
+    bool needs_snapshots() const override { return context_->needs_snapshots(); }
+    std::size_t snapshot_bytes(slot_id slot) override;
+    void write_snapshot(slot_id slot, std::span<std::byte> out) override;
+    void read_snapshot(slot_id slot, std::span<const std::byte> bytes, int n_tokens) override;
+
     bool discard(slot_id slot, std::span<const token_range> gone) override;
     const kv_layout& layout_from(slot_id slot, std::span<const std::byte> memory) override;
     const kv_layout& layout_for(slot_id slot, bool is_empty) override;
@@ -87,6 +92,7 @@ public:
     // As context::pooling(): how embeddings are made.
     const std::string& pooling() const { return context_->pooling(); }
     std::size_t memory_bytes() const { return context_->memory_bytes(); }
+    std::size_t snapshot_memory_bytes() const { return context_->snapshot_memory_bytes(); }
     // Why tokens cannot be removed from the middle of a slot; empty if they can.
     std::string shift_obstacle() const { return context_->shift_obstacle(); }
 

@@ -98,6 +98,17 @@ public:
     // Does not throw.
     virtual bool truncate(slot_id slot, int n_keep) = 0;
 
+    // True if caches have parts that cannot drop a tail: truncate() then needs a snapshot of them.
+    virtual bool needs_snapshots() const { return false; }
+    // Those parts of a slot as bytes, for this runner alone: their size, and written to `out`,
+    // which is as large.
+    virtual std::size_t snapshot_bytes(slot_id /*slot*/) { return 0; }
+    virtual void write_snapshot(slot_id /*slot*/, std::span<std::byte> /*out*/) {}
+    // Cuts a slot back to `n_tokens` with what was written when it held these and no more. It still
+    // holds them. After an error, the cache's content is undefined.
+    virtual void read_snapshot(slot_id /*slot*/, std::span<const std::byte> /*bytes*/,
+                               int /*n_tokens*/) {}
+
     // Removes ranges of tokens, ascending and disjoint, and moves the positions of the following
     // tokens down to close the gaps; write_state and read_state then close them in memory too.
     // False: the cache cannot, and nothing has changed. After an error, the slot's state is

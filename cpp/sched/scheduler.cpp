@@ -78,12 +78,27 @@ void scheduler::answer(const std::shared_ptr<request>& wanted, forward_pass& pas
 
 bool scheduler::run_on_slot(slot_id id, const slot_work& work,
                             const std::function<bool()>& goes_on) {
-    check_open();
-    if (id < 0 || id >= n_slots_) {
-        throw error(errc::unknown_slot, "slot is ", id, ", but the engine has slots 0..",
-                    n_slots_ - 1);
+    check_slot(id);
+    return queue_->run_on_slots([&](slot_table& slots) { slots.work_on(id, work); }, goes_on);
+}
+
+bool scheduler::branch(slot_id from, int n, std::vector<slot_id>& branches,
+                       const std::function<bool()>& goes_on) {
+    check_slot(from);
+    if (n < 1 || n >= n_slots_) {
+        throw error(errc::request, "n is ", n, ", but the engine has ", n_slots_ - 1,
+                    " other slots; open it with more n_slots, or make 1..", n_slots_ - 1,
+                    " branches");
     }
-    return queue_->run_on_slot(id, work, goes_on);
+    const auto n_branches = static_cast<std::size_t>(n);
+    return queue_->run_on_slots(
+        [&](slot_table& slots) { branches = slots.branch(from, n_branches); }, goes_on);
+}
+
+void scheduler::check_slot(slot_id id) const {
+    check_open();
+    if (id >= 0 && id < n_slots_) return;
+    throw error(errc::unknown_slot, "slot is ", id, ", but the engine has slots 0..", n_slots_ - 1);
 }
 
 void scheduler::close(std::chrono::duration<double> limit) {
@@ -118,6 +133,11 @@ void scheduler::check_open() const {
 std::vector<token_id> scheduler::tokens_of(slot_id id) const {
     check_open();
     return loop_->slots().tokens_of(id);
+}
+
+std::vector<std::size_t> scheduler::checkpoints_of(slot_id id) const {
+    check_open();
+    return loop_->slots().checkpoints_of(id);
 }
 
 double scheduler::uptime_s() const {

@@ -51,10 +51,16 @@ public:
     void answer(const std::shared_ptr<request>& wanted, forward_pass& pass, pass_answer given);
 
     // Runs `work` on the engine thread between two steps, while the caller waits; raises what it
-    // raises, and busy if the slot is in use. `goes_on` as in command_queue::run_on_slot. False:
+    // raises, and busy if the slot is in use. `goes_on` as in command_queue::run_on_slots. False:
     // the caller gave up.
     bool run_on_slot(
         slot_id id, const slot_work& work,
+        const std::function<bool()>& goes_on = [] { return true; });
+
+    // As slot_table::branch, between two steps; raises what that raises, and request if there are
+    // not that many other slots. `goes_on`, False: as of run_on_slot.
+    bool branch(
+        slot_id from, int n, std::vector<slot_id>& branches,
         const std::function<bool()>& goes_on = [] { return true; });
 
     // Ends the thread, even in the middle of a decode; running and queued requests end with
@@ -85,6 +91,7 @@ public:
     int n_queued() const { return static_cast<int>(queue_->n_waiting()); }
     int n_parked() const { return static_cast<int>(loop_->parked().size()); }
     std::vector<token_id> tokens_of(slot_id id) const;
+    std::vector<std::size_t> checkpoints_of(slot_id id) const;
     // One view per slot; also after close().
     std::vector<slot_view> slots() const { return loop_->slots().views(); }
     double uptime_s() const;
@@ -92,6 +99,8 @@ public:
     const std::shared_ptr<block_pool>& pool() const { return pool_; }
 
 private:
+    void check_slot(slot_id id) const;
+
     const fork_guard fork_;
     const std::shared_ptr<doorbell> bell_ = std::make_shared<doorbell>();
     const std::shared_ptr<block_pool> pool_;

@@ -21,6 +21,7 @@ constexpr std::size_t exact_mark(std::size_t n_exact, std::size_t n_tokens) {
 
 void slot_cache::set(std::vector<token_id> tokens, std::size_t n_exact) {
     ++n_changes_;
+    kept_.drop_after(id_, tokens.size());
     const std::lock_guard lock(readers_);
     tokens_.swap(tokens);
     n_exact_ = exact_mark(n_exact, tokens_.size());
@@ -28,6 +29,7 @@ void slot_cache::set(std::vector<token_id> tokens, std::size_t n_exact) {
 
 void slot_cache::shrink(std::size_t n_keep, std::size_t n_exact) {
     ++n_changes_;
+    kept_.drop_after(id_, n_keep);
     const std::lock_guard lock(readers_);
     tokens_.resize(n_keep);
     n_exact_ = exact_mark(n_exact, n_keep);
@@ -49,7 +51,7 @@ void slot_cache::append(token_id id, bool is_exact) {
 }
 
 void slot_cache::drop_unknown() {
-    if (!model_.truncate(id_, static_cast<int>(tokens_.size()))) clear();
+    if (const auto n_left = cut(tokens_.size()); n_left < tokens_.size()) shrink(n_left, n_exact_);
 }
 
 // ---- truncate, copy
@@ -59,13 +61,24 @@ void slot_cache::truncate(std::size_t n_keep) {
         throw error(errc::request, "n is ", n_keep, ", but the slot has ", tokens_.size(),
                     " tokens");
     }
-    if (n_keep == tokens_.size()) return;
-    if (!model_.truncate(id_, static_cast<int>(n_keep))) return clear();
-    shrink(n_keep, n_exact_);
+    if (n_keep < tokens_.size()) shrink(cut(n_keep), n_exact_);
+}
+
+std::size_t slot_cache::n_left_by(std::size_t n_keep) const {
+    return n_keep >= tokens_.size() || !model_.needs_snapshots() ? std::min(n_keep, tokens_.size())
+                                                                 : kept_.last_of(id_, n_keep);
+}
+
+// Returns how many tokens the model's cache has then.
+std::size_t slot_cache::cut(std::size_t n_keep) {
+    if (model_.truncate(id_, static_cast<int>(n_keep))) return n_keep;
+    if (const auto n_left = kept_.go_back(id_, n_keep); n_left > 0) return n_left;
+    model_.truncate(id_, 0);  // dropping everything always works
+    return 0;
 }
 
 void slot_cache::clear() {
-    model_.truncate(id_, 0);  // dropping everything always works
+    model_.truncate(id_, 0);
     shrink(0, all_exact);
 }
 
@@ -88,9 +101,10 @@ void slot_cache::copy_from(const slot_cache& source, std::size_t n_tokens) {
         const auto first = source.tokens_.begin();
         std::vector<token_id> tokens(first, first + static_cast<std::ptrdiff_t>(n_tokens));
         model_.copy(source.id_, id_);  // whole
-        if (!model_.truncate(id_, static_cast<int>(n_tokens))) return clear();
+        kept_.copy(source.id_, id_, n_tokens);
+        if (n_tokens < source.size()) tokens.resize(cut(n_tokens));
         set(std::move(tokens), source.n_exact_);
-        edits_.copy_from(source.edits_, n_tokens);
+        edits_.copy_from(source.edits_, tokens_.size());
     } catch (...) {
         clear();
         throw;
@@ -100,6 +114,9 @@ void slot_cache::copy_from(const slot_cache& source, std::size_t n_tokens) {
 // ---- discard
 
 void slot_cache::discard(std::span<const token_range> gone) {
+    if (gone.size() == 1 && gone[0].start + gone[0].n_tokens == tokens_.size()) {
+        return truncate(gone[0].start);
+    }
     // Allocated before anything changes: there may be no memory for a second copy of the cache.
     const auto n_room_bytes = model_.state_bytes(id_);
     const auto room = std::make_unique_for_overwrite<std::byte[]>(n_room_bytes);
@@ -122,6 +139,7 @@ void slot_cache::discard(std::span<const token_range> gone) {
 
 void slot_cache::erase_ids(std::span<const token_range> gone) {
     ++n_changes_;
+    kept_.drop_after(id_, gone.front().start);
     const std::lock_guard lock(readers_);
     const auto n_before = gone.front().start;
     std::size_t n_left = 0, at = 0;
@@ -201,6 +219,7 @@ void slot_cache::restore(std::span<const std::byte> blob, std::size_t n_exact,
         clear();
         throw;
     }
+    kept_.drop_after(id_, 0);
     set(std::move(view.tokens), n_exact);
     edits_.set(std::move(edits));
     const std::lock_guard lock(readers_);

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "base/ids.h"
+#include "sched/checkpoints.h"
 #include "sched/edit_history.h"
 #include "sched/runner.h"
 
@@ -24,8 +25,8 @@ inline constexpr std::size_t all_exact = std::numeric_limits<std::size_t>::max()
 class slot_cache {
 public:
     // `readers` is locked while the ids or the exact mark change.
-    slot_cache(slot_id id, runner& model, std::mutex& readers)
-        : id_(id), model_(model), readers_(readers) {}
+    slot_cache(slot_id id, runner& model, checkpoints& kept, std::mutex& readers)
+        : id_(id), model_(model), kept_(kept), readers_(readers) {}
 
     slot_id id() const { return id_; }
     const std::vector<token_id>& tokens() const { return tokens_; }
@@ -56,21 +57,26 @@ public:
     // After a failed step: removes all cells beyond the known ids.
     void drop_unknown();
 
-    // Keeps the first `n_keep` tokens, or none if the cache cannot drop the tail. Raises request if
-    // the slot has fewer tokens.
+    // Keeps the first `n_keep` tokens. A cache that cannot drop the tail goes back to the last
+    // checkpoint before it; without one it is emptied. Raises request if the slot has fewer tokens.
     void truncate(std::size_t n_keep);
+    // How many tokens that would leave, as far as is known before.
+    std::size_t n_left_by(std::size_t n_keep) const;
+    // Takes a checkpoint of a cache that cannot drop its tail; see checkpoints::take().
+    void keep_checkpoint() { kept_.take(id_, tokens_.size()); }
     void clear();
     // For a model that keeps nothing between requests: only the ids have to go.
     void forget() { shrink(0, all_exact); }
 
-    // Copies the first `n_tokens` of `source`; readers never see its other ones. Empty after an
-    // error, and if the cache cannot drop a tail.
+    // Copies the first `n_tokens` of `source`, with its checkpoints; readers never see its other
+    // ones. Fewer where truncate() would leave fewer; empty after an error.
     void copy_from(const slot_cache& source, std::size_t n_tokens);
 
     // Removes ranges of tokens, which must be non-empty, ascending and disjoint. The tokens after
     // them move up and keep their computed values, but are inexact from then on. Raises
     // unsupported_model, and out_of_memory for its own buffer, without any change; any other error
-    // leaves the slot empty. Copies the slot's cache twice, however many ranges there are.
+    // leaves the slot empty. Copies the slot's cache twice, however many ranges there are. One
+    // range at the end is truncate().
     void discard(std::span<const token_range> gone);
     // As discard(), for `n_discard` tokens after the first `n_keep`. Raises request if the slot
     // does not have them.
@@ -91,11 +97,13 @@ public:
 private:
     void set(std::vector<token_id> tokens, std::size_t n_exact);
     void shrink(std::size_t n_keep, std::size_t n_exact);
+    std::size_t cut(std::size_t n_keep);
     void erase_ids(std::span<const token_range> gone);
     void close_gaps(std::span<std::byte> room);
 
     const slot_id id_;
     runner& model_;
+    checkpoints& kept_;
     std::mutex& readers_;  // guards tokens_ and n_exact_ against other threads
     std::vector<token_id> tokens_;
     std::size_t n_exact_ = all_exact;

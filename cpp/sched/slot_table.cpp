@@ -2,7 +2,9 @@
 
 #include <algorithm>
 #include <exception>
+#include <iterator>
 #include <new>
+#include <span>
 #include <tuple>
 #include <utility>
 
@@ -14,6 +16,9 @@ namespace {
 
 // A copy moves the whole cache of a slot: fewer tokens than this are evaluated just as fast.
 constexpr std::size_t n_fork_min = 32;
+constexpr std::size_t n_cut_min = 64;
+constexpr std::size_t n_borders_kept = 2;
+constexpr std::size_t n_between_passes = 8;
 
 bool may_run_in(const slot& one, const request& wanted) {
     return wanted.wanted_slot < 0 || wanted.wanted_slot == one.id();
@@ -41,9 +46,13 @@ bool may_be_held(const slot& one) {
 
 }  // namespace
 
-slot_table::slot_table(runner& model, std::chrono::milliseconds least_turn)
-    : model_(model), least_turn_(least_turn) {
-    for (slot_id id = 0; id < model.n_slots(); ++id) slots_.emplace_back(id, model, mutex_);
+slot_table::slot_table(runner& model, std::chrono::milliseconds least_turn,
+                       const checkpoint_options& kept)
+    : model_(model),
+      least_turn_(least_turn),
+      kept_(model, mutex_, kept.budget_bytes),
+      n_between_checkpoints_(kept.n_between) {
+    for (slot_id id = 0; id < model.n_slots(); ++id) slots_.emplace_back(id, model, kept_, mutex_);
 }
 
 slot* slot_table::running(const std::shared_ptr<request>& wanted) {
@@ -75,6 +84,9 @@ reuse_plan slot_table::plan_of(const slot& candidate, const request& wanted) con
         }
         auto plan = plan_prefix(cached, wanted.prompt);
         cut(plan, std::min({plan.n_kept(), candidate.cache.n_exact(), n_alike}));
+        if (model_.needs_snapshots()) {
+            cut(plan, candidate.cache.n_left_by(std::min(plan.n_kept(), n_usable(wanted))));
+        }
         return plan;
     } catch (const std::bad_alloc&) {
         return {};  // evaluating everything gives the same result
@@ -140,8 +152,62 @@ void slot_table::take_over(slot& target, reuse_plan plan) {
     cache.truncate(
         std::min({common_prefix(cache.tokens(), active.prompt), n_usable(active), n_exact}));
     note_cached(target);
+    plan_cuts(target);
     plan_fork(target);
     active.slot.store(target.id());
+}
+
+// ---- checkpoints
+
+// At the last borders of messages, from where a chat goes on when its end is edited; every so many
+// tokens; and before what is evaluated even when the same prompt comes again. Each of the first two
+// costs a step, so they save at least n_cut_min tokens. What the slot holds is kept as well: a
+// text that another prompt may part from.
+void slot_table::plan_cuts(slot& target) {
+    target.cuts.clear();
+    const auto& active = *target.active;
+    if (!kept_.are_kept() || !active.cache_prompt || active.embeds) return;
+    target.cache.keep_checkpoint();
+    const auto& prompt = target.prompt();
+    const auto n_end = target.text.empty() ? n_usable(active) : target.n_in_chunks();
+    auto& cuts = target.cuts;
+    std::size_t n_borders = 0;
+    for (auto i = n_end; i > target.cache.size() && n_borders < n_borders_kept; --i) {
+        if (!model_.is_end_of_generation(prompt[i - 1])) continue;
+        cuts.push_back(i);
+        ++n_borders;
+    }
+    if (const auto n = n_between_checkpoints_) {
+        for (auto i = (target.cache.size() / n + 1) * n; i < n_end; i += n) cuts.push_back(i);
+    }
+    std::ranges::sort(cuts);
+    auto before = target.cache.size();
+    std::erase_if(cuts, [&](std::size_t at) {
+        if (at < before + n_cut_min) return true;
+        before = at;
+        return false;
+    });
+    if (n_end > target.cache.size() && (cuts.empty() || cuts.back() < n_end)) cuts.push_back(n_end);
+}
+
+// Lets a step of another slot's prompt end where this one parts from it, and returns the place. A
+// deterministic request keeps its steps.
+std::size_t slot_table::cut_at(slot& source, std::size_t n) {
+    const auto after = std::ranges::upper_bound(source.cuts, n);
+    const auto last = after == source.cuts.begin() ? 0 : *std::prev(after);
+    if (last == n || source.active->is_alone || source.active->embeds) return last;
+    source.cuts.insert(after, n);
+    return n;
+}
+
+// The consumer of a steered request may take back what was generated: some of it is evaluated again
+// rather than a state copied for each token.
+void slot_table::keep_checkpoint(slot& target) {
+    const auto n_done = target.cache.size();
+    const bool is_due =
+        std::ranges::binary_search(target.cuts, n_done) ||
+        (target.active->is_steered && !target.is_in_prompt() && n_done % n_between_passes == 0);
+    if (is_due) target.cache.keep_checkpoint();
 }
 
 // ---- requests with a common prompt prefix share one evaluation
@@ -149,10 +215,10 @@ void slot_table::take_over(slot& target, reuse_plan plan) {
 // Looks for the slot that has, or will have after its own prefill, most of this prompt.
 void slot_table::plan_fork(slot& target) {
     target.fork.reset();
-    if (!model_.can_truncate() || !model_.has_cache()) return;
+    if (!model_.has_cache() || !(model_.can_truncate() || kept_.are_kept())) return;
     const auto& prompt = target.active->prompt;
     std::size_t n_best = target.cache.size() + n_fork_min - 1;
-    for (const auto& other : slots_) {
+    for (auto& other : slots_) {
         if (other.id() == target.id() || other.cache.lora() != target.cache.lora()) continue;
         auto n = std::min(common_prefix(other.cache.tokens(), prompt), other.cache.n_exact());
         // A prompt in prefill: wait for the shared part.
@@ -161,6 +227,10 @@ void slot_table::plan_fork(slot& target) {
         n = std::min({n, n_usable(*target.active),
                       other.cache.edits().n_agreeing(target.active->keys_of_edits())});
         if (n <= n_best) continue;
+        if (kept_.are_kept()) {
+            n = n > other.cache.size() ? cut_at(other, n) : other.cache.n_left_by(n);
+            if (n <= n_best) continue;
+        }
         n_best = n;
         target.fork = {other.id(), n, other.active ? other.active->id : 0};
     }
@@ -182,8 +252,9 @@ bool slot_table::await_fork(slot& target) {
     if (n_shared < fork.n_tokens && is_coming) return true;
     target.fork.reset();
     // The source was cancelled, and may hold something else.
-    if (!is_alike || n_shared < target.cache.size() + n_fork_min) return false;
-    target.cache.copy_from(source.cache, n_shared);
+    if (!is_alike || source.cache.n_left_by(n_shared) < target.cache.size() + n_fork_min)
+        return false;
+    target.cache.copy_from(source.cache, source.cache.n_left_by(n_shared));
     note_cached(target);
     return false;
 }
@@ -241,6 +312,7 @@ void slot_table::release(slot& target) {
     target.ticket.reset();
     target.text.clear();
     target.fork.reset();
+    target.cuts.clear();
     target.deadline.reset();
     target.gives_way = false;
     target.cells = {};
@@ -375,10 +447,11 @@ slot& slot_table::readmit(const std::shared_ptr<request>& wanted, request_progre
     for (auto& candidate : slots_) {
         if (candidate.active || !may_run_in(candidate, *wanted)) continue;
         const bool is_alike = candidate.cache.lora() == wanted->lora;
-        const auto n = is_alike
-                           ? std::min(common_prefix(candidate.cache.tokens(), ids),
-                                      candidate.cache.edits().n_agreeing(wanted->keys_of_edits()))
-                           : 0;
+        const auto n_alike =
+            is_alike ? std::min(common_prefix(candidate.cache.tokens(), ids),
+                                candidate.cache.edits().n_agreeing(wanted->keys_of_edits()))
+                     : 0;
+        const auto n = candidate.cache.n_left_by(n_alike);
         if (!best || n > n_best) best = &candidate, n_best = n;
     }
     if (!best) throw error(errc::internal, "slots: none is free; ask can_admit first");
@@ -404,15 +477,41 @@ void slot_table::take_over_text(slot& target) {
     const auto n_most = active.cache_prompt || !cells.empty() ? ids.size() - n_wanted : 0;
     const auto n_exact = cells.empty() ? cache.n_exact() : all_exact;
     cache.truncate(std::min({common_prefix(cache.tokens(), ids), n_most, n_exact}));
+    plan_cuts(target);
     target.active->slot.store(target.id());
 }
 
-void slot_table::work_on(slot_id id, const slot_work& work) {
-    auto& target = slots_[static_cast<std::size_t>(id)];
-    if (target.active) {
-        throw error(errc::busy, "slot ", id,
-                    ": a generation runs in it; read it to its end or close it first");
+void slot_table::check_idle(slot_id id) const {
+    if (!at(id).active) return;
+    throw error(errc::busy, "slot ", id,
+                ": a generation runs in it; read it to its end or close it first");
+}
+
+std::vector<slot_id> slot_table::branch(slot_id from, std::size_t n) {
+    check_idle(from);
+    const auto& source = at(from).cache;
+    std::vector<slot*> idle;
+    for (auto& one : slots_) {
+        if (!one.active && one.id() != from) idle.push_back(&one);
     }
+    if (idle.size() < n) {
+        throw error(errc::busy, "n is ", n, ", but ", idle.size(),
+                    " other slots are idle; read generations to their end or close them first");
+    }
+    std::ranges::stable_sort(idle, {}, [](const slot* one) { return one->cache.size(); });
+    std::vector<slot_id> branches;
+    for (auto* const one : std::span(idle).first(n)) {
+        one->last = {};
+        one->cache.use(source.lora());
+        one->cache.copy_from(source, source.size());
+        branches.push_back(one->id());
+    }
+    return branches;
+}
+
+void slot_table::work_on(slot_id id, const slot_work& work) {
+    check_idle(id);
+    auto& target = slots_[static_cast<std::size_t>(id)];
     const auto n_changes = target.cache.n_changes();
     const auto forget_request = [&] {
         // A late cancellation must not roll this back.
@@ -442,6 +541,11 @@ std::vector<request_id> slot_table::stalled_on(const request& wanted) const {
 std::vector<token_id> slot_table::tokens_of(slot_id id) const {
     const std::lock_guard lock(mutex_);
     return at(id).cache.tokens();
+}
+
+std::vector<std::size_t> slot_table::checkpoints_of(slot_id id) const {
+    const std::lock_guard lock(mutex_);
+    return kept_.counts_of(id);
 }
 
 std::vector<slot_view> slot_table::views() const {

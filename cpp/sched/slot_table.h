@@ -4,12 +4,14 @@
 // Threads: the engine thread; the last members: any thread.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <limits>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -21,6 +23,7 @@
 #include "base/error.h"
 #include "base/ids.h"
 #include "sample/token_picker.h"
+#include "sched/checkpoints.h"
 #include "sched/forward_pass.h"
 #include "sched/request.h"
 #include "sched/reuse_plan.h"
@@ -99,8 +102,8 @@ struct request_progress {
 };
 
 struct slot : request_progress {
-    slot(slot_id id, runner& model, std::mutex& readers)
-        : cache(id, model, readers), is_causal(model.is_causal()) {}
+    slot(slot_id id, runner& model, checkpoints& kept, std::mutex& readers)
+        : cache(id, model, kept, readers), is_causal(model.is_causal()) {}
 
     slot_id id() const { return cache.id(); }
     // The ids to evaluate in chunks: the prompt, or a text that takes its place.
@@ -124,6 +127,12 @@ struct slot : request_progress {
         return usage.completion_tokens == 0 && cache.size() < n_in_chunks();
     }
     // True if it may take part in a step of one token each.
+    // The most tokens that its next step may evaluate.
+    int n_to_cut() const {
+        const auto next = std::ranges::upper_bound(cuts, cache.size());
+        return next == cuts.end() ? std::numeric_limits<int>::max()
+                                  : static_cast<int>(*next - cache.size());
+    }
     bool is_generating() const {
         return active && !gives_way && !is_in_prompt() && state != slot_state::sampling &&
                state != slot_state::steered;
@@ -147,8 +156,10 @@ struct slot : request_progress {
     time_point evaluated;                // its first token or pass there; zero before
     time_point asked;                    // its last forward pass was handed out
     bool stays = false;                  // its cells would be needed, and could not be saved
-    bool gives_way = false;              // it leaves the slot once its last step is handed out
-    bool was_left_out = false;           // of the last step, for that reason
+    // Where steps end that evaluate its prompt or text, for a checkpoint each; ascending.
+    std::vector<std::size_t> cuts;
+    bool gives_way = false;     // it leaves the slot once its last step is handed out
+    bool was_left_out = false;  // of the last step, for that reason
     // Another slot that has, or will have, more of the prompt than this one: its cache is copied.
     struct fork_plan {
         slot_id source;
@@ -174,12 +185,18 @@ struct slot_view {
     request_id active = 0;    // 0: none
 };
 
+struct checkpoint_options {
+    std::size_t budget_bytes = 0;
+    std::size_t n_between = 0;  // tokens of a prompt; 0: none for its length
+};
+
 class slot_table {
 public:
     using time_point = std::chrono::steady_clock::time_point;
 
     // `least_turn`: how long a request that is evaluated keeps its slot before it may be parked.
-    slot_table(runner& model, std::chrono::milliseconds least_turn);
+    slot_table(runner& model, std::chrono::milliseconds least_turn,
+               const checkpoint_options& kept = {});
 
     std::size_t size() const { return slots_.size(); }
     slot& operator[](std::size_t i) { return slots_[i]; }
@@ -206,6 +223,11 @@ public:
     // True while the slot waits for another slot's prompt; copies that slot's cache once it is
     // there.
     bool await_fork(slot& target);
+
+    // False: caches drop any tail, or there is no memory for checkpoints.
+    bool keeps_checkpoints() const { return kept_.are_kept(); }
+    // Call when a step of the slot's has been decoded: takes a checkpoint if one is due.
+    void keep_checkpoint(slot& target);
 
     // Appends the ids of a decoded step.
     void append(std::span<const step_token> tokens);
@@ -254,6 +276,10 @@ public:
 
     // Runs a caller's work on an idle slot. Raises busy, and what the work raises.
     void work_on(slot_id id, const slot_work& work);
+    // Copies what an idle slot holds to `n` others, of the idle ones those that hold least; returns
+    // them. Raises busy if this slot or too many others are in use. An error in a copy leaves the
+    // ones made before it.
+    std::vector<slot_id> branch(slot_id from, std::size_t n);
 
     // If all slots that `wanted` may run in wait for their consumers, the requests in those slots;
     // empty if any can go on.
@@ -261,6 +287,7 @@ public:
 
     // ---- any thread
     std::vector<token_id> tokens_of(slot_id id) const;
+    std::vector<std::size_t> checkpoints_of(slot_id id) const;
     std::vector<slot_view> views() const;
     std::vector<std::shared_ptr<request>> active() const;
 
@@ -276,13 +303,18 @@ private:
     time_point end_of_turn(const slot& one, time_point begin) const;
     bool is_owed(const slot& one, const request& wanted, time_point now) const;
     void plan_fork(slot& target);
+    void plan_cuts(slot& target);
+    static std::size_t cut_at(slot& source, std::size_t n);
+    void check_idle(slot_id id) const;
     // The slot's cache is what its request's prompt has of it.
     static void note_cached(slot& target);
 
     runner& model_;
     const std::chrono::milliseconds least_turn_;
     mutable std::mutex mutex_;  // guards ids, marks and active requests against other threads
-    std::deque<slot> slots_;    // never moved
+    checkpoints kept_;
+    const std::size_t n_between_checkpoints_;
+    std::deque<slot> slots_;  // never moved
     bool has_released_ = false;
     std::uint64_t n_given_ = 0;  // slots, to any request
 };

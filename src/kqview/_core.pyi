@@ -425,6 +425,9 @@ class EngineOptions:
     pinned_bytes: int
     max_gap_ms: float
     """0: twice a text's own step."""
+    checkpoint_bytes: int | None
+    """None: 16 checkpoints a slot."""
+    checkpoint_every: int
     aborted_decodes: list[int]
     """For tests: decodes, counted from 1, that are aborted."""
     poisons_blocks: bool
@@ -532,6 +535,9 @@ class Engine:
     def slot_tokens(self, slot: int) -> list[int]:
         """Ids in a slot's cache."""
 
+    def slot_checkpoints(self, slot: int) -> list[int]:
+        """Numbers of tokens that a slot can go back to; ascending."""
+
     def health(self) -> EngineHealth:
         """What the engine thread is doing; takes no lock."""
 
@@ -573,5 +579,8 @@ def shift_slot(engine: Engine, slot: int, n_keep: int, n_discard: int) -> None:
 
 def remove_from_slot(engine: Engine, slot: int, ranges: Sequence[tuple[int, int]]) -> None:
     """Remove (start, stop) ranges, which are ascending and disjoint, in one move."""
+
+def branch_slot(engine: Engine, slot: int, n: int) -> list[int]:
+    """Copy what an idle slot holds to n other idle ones; returns them."""
 
 def clear_slot(engine: Engine, slot: int) -> None: ...

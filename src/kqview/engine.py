@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import Any, Final, Literal, Self, SupportsIndex, Unpack, cast, overload
 
 from kqview import _core
-from kqview.arguments import INT32_MAX, checked_id, seconds
+from kqview.arguments import INT32_MAX, checked_id, seconds, to_index, whole_number
 from kqview.chat.turn import Message
 from kqview.conversation import (
     CHAT_DEFAULTS,
@@ -32,7 +32,7 @@ from kqview.demo import MODEL_PATH, model_path
 from kqview.edits import Edit
 from kqview.embedding import Embedding, EmbedOptions, Pair, Vectors
 from kqview.engine_options import DEFAULTS, EngineOptions, checked, context_options, model_options
-from kqview.errors import RequestError
+from kqview.errors import RequestError, UnknownSlot, shown
 from kqview.generation.prompt import PromptAttention
 from kqview.generation.stream import Generation
 from kqview.hub import check_is_path, fetch_model
@@ -277,6 +277,12 @@ class Engine(NamesMethods):
             evaluated, as far as the time of steps can be told from those before; the prompt goes
             through the model in pieces of that size, and its own first token comes later. None
             keeps it near twice the text's own step, with pieces of 16 to 128 tokens.
+        checkpoint_bytes: Maximum memory of all checkpoints together, for models with recurrent
+            state (hybrid ones too), which cannot be cut back without one: see `Slot.checkpoints`.
+            None for 16 times what the context itself has for that state, at most an eighth of the
+            machine's memory; 0 keeps none.
+        checkpoint_every: Number of prompt tokens between two of them; 0 keeps only those at the end
+            of a prompt and of its last messages.
         run_ahead: Number of tokens computed before they are requested; 0 computes each on demand.
         progress: Called with the loaded fraction, 0 to 1; True prints it.
 
@@ -882,6 +888,40 @@ class Engine(NamesMethods):
             KqviewError: jinja2 is not installed.
         """
         return self._conversation.apply_template(messages, options)
+
+    # ---- slots
+
+    def branch(self, slot: Slot | int, n: int) -> tuple[Slot, ...]:
+        """Copy what *slot* holds to *n* other slots, so that several texts continue it.
+
+        Nothing is evaluated: a generation in one of the returned slots, with a prompt that begins
+        with the slot's `tokens`, evaluates only what follows them. Of the idle slots, those that
+        hold the fewest tokens are overwritten. `n_exact` and `checkpoints` are copied as well. Each
+        copy takes as long as copying the slot's part of the cache.
+
+        Args:
+            slot: A slot of this engine, or its id.
+            n: Number of slots to copy to.
+
+        Returns:
+            The *n* slots that hold the copies now.
+
+        Raises:
+            RequestError: *n* is less than 1, or the engine has fewer other slots.
+            UnknownSlot: The engine has no such slot.
+            BusyError: A generation uses *slot*, or fewer than *n* other slots are idle.
+            ClosedError: The engine is closed.
+        """
+        slot_id = slot.id if isinstance(slot, Slot) else to_index(slot)
+        known = slot_id is not None and 0 <= slot_id < len(self.slots)
+        if not known or (isinstance(slot, Slot) and slot is not self.slots[slot.id]):
+            raise UnknownSlot(
+                f"slot must be a slot of this engine or one of 0..{len(self.slots) - 1}, got "
+                f"{shown(slot)}",
+                parameter="slot",
+            )
+        n = whole_number("n", n)
+        return tuple(self.slots[i] for i in _core.branch_slot(self._core, cast("int", slot_id), n))
 
     # ---- vectors, classes and scores
 

@@ -66,6 +66,8 @@ class EngineOptions(TypedDict, total=False):
     attention_budget_bytes: int | None
     pinned_bytes: int
     max_gap_ms: float | None
+    checkpoint_bytes: int | None
+    checkpoint_every: int
     run_ahead: int
     progress: Callable[[float], object] | bool | None
 
@@ -169,6 +171,8 @@ _OPTIONS: Final[Mapping[str, tuple[Any, Callable[[str, Any], Any]]]] = {
     "attention_budget_bytes": (None, lambda name, value: _to_bytes(name, value, 1)),
     "pinned_bytes": (PINNED_BYTES, _to_bytes),
     "max_gap_ms": (None, _to_gap),
+    "checkpoint_bytes": (None, _to_bytes),
+    "checkpoint_every": (2048, lambda name, value: whole_number(name, value, low=0)),
     "run_ahead": (8, lambda name, value: whole_number(name, value, low=0)),
     "progress": (None, _to_progress),
 }
@@ -199,7 +203,8 @@ def context_options(given: Mapping[str, Any]) -> _core.EngineOptions:
     memory_bytes = physical_memory_bytes()
     options = _core.EngineOptions()
     for name in (
-        "n_slots", "n_batch", "n_ubatch", "flash_attn", "kv_type", "swa_full", "pinned_bytes"
+        "n_slots", "n_batch", "n_ubatch", "flash_attn", "kv_type", "swa_full", "pinned_bytes",
+        "checkpoint_bytes", "checkpoint_every",
     ):  # fmt: skip
         setattr(options, name, given[name])
     options.n_ctx = n_ctx or 0

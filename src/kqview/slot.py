@@ -90,6 +90,24 @@ class Slot:
         return self._now().n_exact
 
     @property
+    def checkpoints(self) -> list[int]:
+        """Numbers of tokens that the slot can go back to without evaluating them again; ascending.
+
+        Only models with recurrent state have any, because their caches cannot drop their newest
+        tokens: a checkpoint is a copy of that state. They are taken where a prompt ends, at the
+        ends of its last two messages, every ``checkpoint_every`` tokens of it, where a request
+        finds the slot, and every 8 tokens of a generation with mods. `truncate`, a prompt that
+        parts from `tokens`, a mod's `Backtrack`, a generation that is closed early or was parked,
+        and copies for other slots go back to the last one before, and what follows it is evaluated
+        again. Beyond ``checkpoint_bytes`` those go first that save the fewest tokens and have not
+        been used for longest.
+
+        Raises:
+            ClosedError: The engine is closed.
+        """
+        return self._core.slot_checkpoints(self.id)
+
+    @property
     def is_busy(self) -> bool:
         """Whether a generation is using this slot."""
         return self._now().generation != 0
@@ -258,8 +276,9 @@ class Slot:
     def truncate(self, n: int) -> None:
         """Keep the first *n* tokens.
 
-        A cache that cannot drop its tail (recurrent models) is cleared. `tokens` then shows what is
-        left, and the next generation computes the rest again.
+        A cache that cannot drop its tail (recurrent models) goes back to the last of `checkpoints`
+        before it, or is cleared if there is none. `tokens` then shows what is left, and the next
+        generation computes the rest again.
 
         Raises:
             RequestError: *n* is negative or greater than `n_tokens`.
@@ -303,7 +322,8 @@ class Slot:
         """Remove ranges of tokens in one move, such as turns of a chat; later tokens move up.
 
         As approximate as `shift`, which removes one range: `n_exact` becomes at most the start of
-        the first range. Costs two copies of the slot's cache, however many ranges there are.
+        the first range. Costs two copies of the slot's cache, however many ranges there are. One
+        range at the end of `tokens` is a `truncate`, for every model.
 
         Args:
             ranges: (start, stop) indices into `tokens`, in any order; they may overlap. The spans
@@ -319,7 +339,8 @@ class Slot:
             ClosedError: The engine is closed.
         """
         gone = _merged(ranges)
-        if obstacle := self._core.shift_obstacle:
+        is_tail = len(gone) == 1 and gone[0][1] == self.n_tokens
+        if (obstacle := self._core.shift_obstacle) and not is_tail:
             raise UnsupportedModel(
                 f"ranges cannot be removed, because this model keeps {obstacle}; "
                 "send the ids to keep as a new prompt"

@@ -220,6 +220,8 @@ def test_model_without_vocabulary_takes_ids_and_refuses_text(
         ("run_ahead", [-1, 1.5, True, 2**40]),
         ("attention_budget_bytes", [0, -1, 1.5, 2**64]),
         ("pinned_bytes", [-1, 1.5, 2**64]),
+        ("checkpoint_bytes", [-1, 1.5, 2**64]),
+        ("checkpoint_every", [-1, 1.5, True, 2**40]),
         ("progress", [1, "yes"]),
     ],
 )

@@ -51,6 +51,7 @@ struct fake_options {
     int n_chunk = 8;
     int n_outputs = 1024;
     bool can_truncate = true;
+    bool has_snapshots = false;  // a cache that cannot drop its tail has snapshots
     bool can_save = true;
     bool can_split_embedding = false;
     bool can_mix_embeddings = false;
@@ -61,6 +62,7 @@ struct fake_options {
     std::function<void()> on_want = [] {};
     std::function<void()> on_copy = [] {};
     std::function<void(slot_id)> on_truncate = [](slot_id) {};
+    std::function<void()> on_snapshot = [] {};  // written or read
     std::function<void(token_id)> on_pick = [](token_id) {};
     // A decode that throws leaves its tokens in the cache, as llama.cpp does after some failures.
     bool leaves_tokens = false;
@@ -104,6 +106,7 @@ public:
     }
     std::vector<std::string> violations() const { return copy(violations_); }
     std::size_t n_discards() const { return copy(n_discards_); }
+    std::size_t n_snapshots() const { return copy(n_snapshots_); }  // written
     // Grows each time the scheduler looks at a slot that may produce a token.
     std::size_t n_looks() const { return copy(n_looks_); }
 
@@ -146,6 +149,7 @@ private:
     std::vector<std::string> violations_;
     std::size_t n_looks_ = 0;
     std::size_t n_discards_ = 0;
+    std::size_t n_snapshots_ = 0;
 };
 
 class fake_picker final : public token_picker {
@@ -291,6 +295,37 @@ public:
         return true;
     }
 
+    // A snapshot is the number of tokens and their hash.
+    bool needs_snapshots() const override {
+        return model_->options.has_snapshots && !model_->options.can_truncate;
+    }
+    std::size_t snapshot_bytes(slot_id) override { return snapshot_size; }
+
+    void write_snapshot(slot_id slot, std::span<std::byte> out) override {
+        const uncounted_allocations guard;
+        check_thread();
+        model_->options.on_snapshot();
+        const std::lock_guard lock(model_->mutex_);
+        ++model_->n_snapshots_;
+        model_->expect(out.size() == snapshot_size, "room of another size for a snapshot");
+        const auto seen = snapshot_of(cache_of(slot));
+        std::memcpy(out.data(), &seen, sizeof(seen));
+    }
+
+    void read_snapshot(slot_id slot, std::span<const std::byte> bytes, int n_tokens) override {
+        const uncounted_allocations guard;
+        check_thread();
+        model_->options.on_snapshot();
+        const std::lock_guard lock(model_->mutex_);
+        auto& cache = cache_of(slot);
+        const auto n = static_cast<std::size_t>(n_tokens);
+        model_->expect(n <= cache.size(), "a snapshot of more tokens than the slot has");
+        cache.resize(std::min(n, cache.size()));
+        const auto seen = snapshot_of(cache);
+        model_->expect(std::memcmp(&seen, bytes.data(), sizeof(seen)) == 0,
+                       "a snapshot of other tokens");
+    }
+
     bool discard(slot_id slot, std::span<const token_range> gone) override {
         check_thread();
         const std::lock_guard lock(model_->mutex_);
@@ -348,7 +383,13 @@ public:
         }
     }
 
+    static constexpr std::size_t snapshot_size = 64;
+
 private:
+    static std::pair<std::size_t, std::size_t> snapshot_of(const std::vector<token_id>& cache) {
+        return {cache.size(), static_cast<std::size_t>(hash_of(cache))};
+    }
+
     std::vector<std::byte> bytes_of(const std::vector<token_id>& cache, slot_id slot) const {
         std::vector<std::byte> bytes;
         const auto put = [&](auto value) {

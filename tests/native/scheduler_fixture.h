@@ -157,7 +157,8 @@ public:
     explicit test_engine(fake_options options = {}, std::size_t budget_bytes = mib,
                          int n_queue = 64, std::shared_ptr<host_allocator> allocator = nullptr,
                          const pace& given = {std::chrono::milliseconds(0),
-                                              step_costs::seconds(-1)})
+                                              step_costs::seconds(-1),
+                                              {.budget_bytes = mib, .n_between = 0}})
         : model(std::make_shared<fake_model>(std::move(options))) {
         block_pool_options pool_options;
         pool_options.budget_bytes = budget_bytes;

@@ -198,6 +198,7 @@ def test_defaults_of_sampling_are_numbers_in_range():
         ("attention_kernel", "attention_kernel"), ("ubatch_size", "n_ubatch"),
         ("pinned_bytes", "pinned_bytes"), ("pooling", "pooling"),
         ("attention_budget_bytes", "attention_budget_bytes"),
+        ("checkpoint_bytes", "checkpoint_bytes"),
     ],
 )  # fmt: skip
 def test_defaults_of_the_engine_are_its_own(setting: str, option: str):

@@ -156,21 +156,71 @@ def write_copy(path: Path, model: Path, weight_type: WeightType) -> Path:
     return finish(writer, path)
 
 
+_D_STATE, _D_CONV, _DT_RANK = 16, 4, 4  # of a Mamba layer
+
+
 def write_mamba(
     path: Path, *, n_layer: int = 2, n_embd: int = 64, n_vocab: int = 320, seed: int = 0
 ) -> Path:
     """Write a tiny Mamba model: recurrent layers only, so there is no attention to capture."""
-    d_inner, d_state, d_conv, dt_rank = 2 * n_embd, 16, 4, 4
     writer = gguf.GGUFWriter(None, "mamba")
-    writer.add_context_length(2048)
-    writer.add_embedding_length(n_embd)
     writer.add_feed_forward_length(0)
     writer.add_head_count(0)
+    add, rand = _begin_mamba(writer, n_layer, n_embd, n_vocab, seed)
+    for il in range(n_layer):
+        _add_mamba_layer(add, rand, f"blk.{il}.", n_embd)
+    return finish(writer, path)
+
+
+def write_jamba(
+    path: Path, *, n_layer: int = 4, n_embd: int = 64, n_vocab: int = 320, seed: int = 0
+) -> Path:
+    """Write a tiny hybrid model: every second layer is a Mamba layer, the others attend."""
+    n_head, n_head_kv, n_ff = 4, 2, 96
+    writer = gguf.GGUFWriter(None, "jamba")
+    writer.add_feed_forward_length(n_ff)
+    writer.add_head_count(n_head)
+    writer.add_head_count_kv([n_head_kv * (il % 2) for il in range(n_layer)])
+    add, rand = _begin_mamba(writer, n_layer, n_embd, n_vocab, seed)
+
+    def matrix(name: str, n_out: int, n_in: int) -> None:
+        add(name, rand(name, (n_out, n_in), n_in**-0.5))
+
+    def norm(name: str, n: int) -> None:
+        add(name, 1 + rand(name, (n,), 0.1))
+
+    for il in range(n_layer):
+        b = f"blk.{il}."
+        if il % 2:
+            n_embd_kv = n_embd // n_head * n_head_kv
+            norm(b + "attn_norm.weight", n_embd)
+            matrix(b + "attn_q.weight", n_embd, n_embd)
+            matrix(b + "attn_k.weight", n_embd_kv, n_embd)
+            matrix(b + "attn_v.weight", n_embd_kv, n_embd)
+            matrix(b + "attn_output.weight", n_embd, n_embd)
+        else:
+            _add_mamba_layer(add, rand, b, n_embd)
+            norm(b + "ssm_dt_norm.weight", _DT_RANK)
+            norm(b + "ssm_b_norm.weight", _D_STATE)
+            norm(b + "ssm_c_norm.weight", _D_STATE)
+        norm(b + "ffn_norm.weight", n_embd)
+        matrix(b + "ffn_gate.weight", n_ff, n_embd)
+        matrix(b + "ffn_up.weight", n_ff, n_embd)
+        matrix(b + "ffn_down.weight", n_embd, n_ff)
+    return finish(writer, path)
+
+
+def _begin_mamba(
+    writer: gguf.GGUFWriter, n_layer: int, n_embd: int, n_vocab: int, seed: int
+) -> tuple[Callable[[str, np.ndarray], None], Callable[[str, tuple[int, ...], float], np.ndarray]]:
+    """Add what models with Mamba layers have in common; return what adds and what makes tensors."""
+    writer.add_context_length(2048)
+    writer.add_embedding_length(n_embd)
     writer.add_block_count(n_layer)
-    writer.add_ssm_conv_kernel(d_conv)
-    writer.add_ssm_inner_size(d_inner)
-    writer.add_ssm_state_size(d_state)
-    writer.add_ssm_time_step_rank(dt_rank)
+    writer.add_ssm_conv_kernel(_D_CONV)
+    writer.add_ssm_inner_size(2 * n_embd)
+    writer.add_ssm_state_size(_D_STATE)
+    writer.add_ssm_time_step_rank(_DT_RANK)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_file_type(gguf.LlamaFileType.ALL_F32)
     add_bytes_vocab(writer, n_vocab, CHATML)
@@ -182,26 +232,31 @@ def write_mamba(
     add("token_embd.weight", rand("token_embd.weight", (n_vocab, n_embd), 0.5))
     add("output_norm.weight", 1 + rand("output_norm.weight", (n_embd,), 0.1))
     add("output.weight", rand("output.weight", (n_vocab, n_embd), 3.0 / n_embd**0.5))
-    for il in range(n_layer):
-        b = f"blk.{il}."
-        add(b + "attn_norm.weight", 1 + rand(b + "attn_norm.weight", (n_embd,), 0.1))
-        add(b + "ssm_in.weight", rand(b + "ssm_in.weight", (2 * d_inner, n_embd), n_embd**-0.5))
-        add(b + "ssm_conv1d.weight", rand(b + "ssm_conv1d.weight", (d_inner, d_conv), 0.5))
-        add(b + "ssm_conv1d.bias", rand(b + "ssm_conv1d.bias", (d_inner,), 0.1))
-        add(
-            b + "ssm_x.weight",
-            rand(b + "ssm_x.weight", (dt_rank + 2 * d_state, d_inner), d_inner**-0.5),
-        )
-        add(b + "ssm_dt.weight", rand(b + "ssm_dt.weight", (d_inner, dt_rank), dt_rank**-0.5))
-        add(b + "ssm_dt.bias", rand(b + "ssm_dt.bias", (d_inner,), 0.1))
-        # A is negative, else the state grows without bound.
-        add(
-            b + "ssm_a",
-            np.broadcast_to(-np.arange(1, d_state + 1, dtype=np.float32), (d_inner, d_state)),
-        )
-        add(b + "ssm_d", 1 + rand(b + "ssm_d", (d_inner,), 0.1))
-        add(b + "ssm_out.weight", rand(b + "ssm_out.weight", (n_embd, d_inner), d_inner**-0.5))
-    return finish(writer, path)
+    return add, rand
+
+
+def _add_mamba_layer(
+    add: Callable[[str, np.ndarray], None],
+    rand: Callable[[str, tuple[int, ...], float], np.ndarray],
+    b: str,
+    n_embd: int,
+) -> None:
+    d_inner = 2 * n_embd
+    add(b + "attn_norm.weight", 1 + rand(b + "attn_norm.weight", (n_embd,), 0.1))
+    add(b + "ssm_in.weight", rand(b + "ssm_in.weight", (2 * d_inner, n_embd), n_embd**-0.5))
+    add(b + "ssm_conv1d.weight", rand(b + "ssm_conv1d.weight", (d_inner, _D_CONV), 0.5))
+    add(b + "ssm_conv1d.bias", rand(b + "ssm_conv1d.bias", (d_inner,), 0.1))
+    add(
+        b + "ssm_x.weight",
+        rand(b + "ssm_x.weight", (_DT_RANK + 2 * _D_STATE, d_inner), d_inner**-0.5),
+    )
+    add(b + "ssm_dt.weight", rand(b + "ssm_dt.weight", (d_inner, _DT_RANK), _DT_RANK**-0.5))
+    add(b + "ssm_dt.bias", rand(b + "ssm_dt.bias", (d_inner,), 0.1))
+    # A is negative, else the state grows without bound.
+    a = -np.arange(1, _D_STATE + 1, dtype=np.float32)
+    add(b + "ssm_a", np.broadcast_to(a, (d_inner, _D_STATE)))
+    add(b + "ssm_d", 1 + rand(b + "ssm_d", (d_inner,), 0.1))
+    add(b + "ssm_out.weight", rand(b + "ssm_out.weight", (n_embd, d_inner), d_inner**-0.5))
 
 
 def write_truncated(path: Path, model: Path, *, keep: float = 0.5) -> Path:

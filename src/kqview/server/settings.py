@@ -201,6 +201,11 @@ class Settings:
     pinned_bytes: Size = setting(
         2**30, "page-locked part of that, where a GPU has layers; 0 for none"
     )
+    checkpoint_bytes: Size | None = setting(
+        None,
+        "memory for checkpoints of recurrent and hybrid models, whose slots go back to them; 0 for "
+        "none; without it, 16 for each slot, an eighth of the machine's at most",
+    )
 
     models_budget_bytes: Count | None = setting(
         None,

@@ -12,8 +12,8 @@ How much is reused: the tokens that the cache and the new prompt have in common 
 have in common ends with the last answer if its text is tokenized in another way than it was
 generated, or if the template or the server drops its reasoning: that answer is evaluated again,
 what precedes it is not. After another system prompt, or once turns have left the prompt, all that
-follows is evaluated; so is everything, if any id differs, by a model whose cache cannot drop its
-tail (recurrent ones).
+follows is evaluated. A model whose cache cannot drop its tail (recurrent ones) goes on from the
+slot's last checkpoint before the first id that differs; a copy has none.
 
 A turn has a seat while it is generated and until its slot has been copied. There are as many seats
 as slots, so that turns wait for each other here: of requests that wait in the engine, the next one
