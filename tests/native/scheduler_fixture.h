@@ -65,8 +65,8 @@ inline ids operator+(ids left, const ids& right) {
 inline std::shared_ptr<const capture_plan> make_plan(int n_head = 1) {
     capture_options options;
     options.kind = row_kind::probs;
-    return std::make_shared<const capture_plan>(options,
-                                                capture_source{{{0, n_head, 1, 0.125f}}, {}, 0});
+    return std::make_shared<const capture_plan>(
+        options, capture_source{{{0, n_head, 1, 0.125f}}, {}, 0, {}});
 }
 
 // Does every value of the row say that it belongs to this token?

@@ -364,7 +364,7 @@ TEST_CASE("scheduler: the last layer's states of a prompt come as many at a time
         capture_options options;
         options.hidden = {2};
         r.capture = std::make_shared<const capture_plan>(
-            options, capture_source{{{0, 1, 1, 0.125f}}, {0, 2}, 4});
+            options, capture_source{{{0, 1, 1, 0.125f}}, {0, 2}, 4, {}});
         r.n_prompt_rows = 7;
     };
     const auto prompt = make_prompt(1, 20);
