@@ -50,6 +50,7 @@ PYTHON_RINGS: dict[str, set[str]] = {
     "corpora": {"saved"},
     "heads": set(),
     "guards": {"heads", "mods"},
+    "integrations": set(),
     # What the server loads, ray.serve loads.
     "ray": {
         "corpora",

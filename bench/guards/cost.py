@@ -1,0 +1,125 @@
+"""What does each guard add to the request that it guards, at 1,024 and 4,096 tokens of context?
+
+CPU time of the whole process with one compute thread, which other work on the machine does not
+change much; medians of runs with and without the guard, in turn; head files of 4 heads in 4 layers
+unless the row says "all heads". "after an answer": `cite` and `grounding` are asked when the slot
+still holds the prompt, so only the answer is evaluated again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from kqview import Engine, guards, heads
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+N_TOKENS = 32  # generated
+
+
+def cpu_s(call: Callable[[], object]) -> float:
+    begun = time.process_time()
+    call()
+    return time.process_time() - begun
+
+
+def compare(
+    name: str, n_context: int, n: int, without: Callable[[], object], guarded: Callable[[], object]
+) -> None:
+    """Print a row of the table."""
+    pairs = [(cpu_s(without), cpu_s(guarded)) for _ in range(n)]
+    old, new = (median(times) for times in zip(*pairs, strict=True))
+    ratios = [one[1] / one[0] for one in pairs]
+    spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
+    print(
+        f"| {name} | {n_context:,} | {1000 * old:,.0f} | {1000 * (new - old):+,.0f} | "
+        f"{median(ratios):.2f} ({spread}) |",
+        flush=True,
+    )
+
+
+def texts_of(engine: Engine, n_context: int) -> list[str]:
+    """Sentences that fill a prompt of about so many tokens."""
+    found: list[str] = []
+    n_left, seed = n_context - 150, 0
+    while n_left > 0:
+        for text in heads.made_examples("cite", 1, seed=seed)[0]["sources"]:
+            found.append(text)
+            n_left -= len(engine.tokenize(text, add_special=False)) + 5
+        seed += 1
+    return found
+
+
+def measure(engine: Engine, n_context: int, n: int) -> None:
+    texts = texts_of(engine, n_context)
+    question = "Who makes bread and cakes?"
+    options: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
+    prompt = guards.instruction_prompt(engine, "Summarise the text.", " ".join(texts))
+    key = heads.ModelKey.of(engine.model, engine.fingerprint())
+    few = tuple(heads.Head(layer, 4, 0.25) for layer in (8, 12, 16, 20))
+
+    def head_file(task: heads.Task) -> heads.HeadFile:
+        return heads.HeadFile(task=task, model=key, heads=few)
+
+    stop = guards.StopOnInjection(engine, prompt, head_file("injection"), threshold=2.0)
+
+    def first_token(**more: Any) -> None:
+        engine.generate(prompt.ids, max_tokens=1, cache_prompt=False, **options, **more).read()
+
+    compare(
+        "StopOnInjection, first token", n_context, n, first_token,
+        lambda: first_token(mods=[stop], capture=stop.capture),
+    )  # fmt: skip
+
+    asked = guards.source_prompt(engine, texts[:500], question)
+    calibrated = head_file("grounding")
+    of_few = guards.TakeBackUngrounded(engine, asked, calibrated, threshold=0.0)
+    of_all = guards.TakeBackUngrounded(engine, asked, threshold=0.0)
+
+    def answer(**more: Any) -> str:
+        return engine.generate(asked.ids, max_tokens=N_TOKENS, **options, **more).read()
+
+    text = answer()  # the slot has the prompt from here on
+    for name, mod in (("4 heads", of_few), ("all heads", of_all)):
+        compare(
+            f"TakeBackUngrounded, {N_TOKENS} tokens, {name}", n_context, n, answer,
+            lambda mod=mod: answer(mods=[mod], capture=mod.capture),
+        )  # fmt: skip
+    sources = texts[:500]
+    compare(
+        f"grounding after an answer of {N_TOKENS} tokens", n_context, n, answer,
+        lambda: (answer(), guards.grounding(engine, sources, question, text, calibrated)),
+    )  # fmt: skip
+    compare(
+        f"cite after an answer of {N_TOKENS} tokens", n_context, n, answer,
+        lambda: (answer(), guards.cite(engine, sources, question, text, head_file("cite"))),
+    )  # fmt: skip
+
+    def fresh(call: Callable[[], object]) -> None:
+        engine.slots[0].clear()
+        call()
+
+    compare(
+        f"rerank of {len(sources)} documents, against one prompt", n_context, n,
+        lambda: fresh(lambda: engine.generate(asked.ids, max_tokens=1, **options).read()),
+        lambda: fresh(lambda: guards.rerank(engine, question, sources, head_file("rerank"))),
+    )  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--contexts", type=int, nargs="*", default=[1024, 4096])
+    parser.add_argument("--n", type=int, default=5, help="pairs")
+    given = parser.parse_args()
+    print("| guard | context | without, ms | added, ms | ratio |\n|---|---|---|---|---|")
+    with Engine.demo("smollm2", n_ctx=8192, n_threads=1) as engine:
+        for n_context in given.contexts:
+            measure(engine, n_context, given.n)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Adapters that make an engine a model of other libraries, which they import."""
