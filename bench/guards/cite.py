@@ -17,12 +17,16 @@ from kqview.heads.calibration import spearman
 
 
 def main() -> None:
-    given = options(n=12, n_calibration=16)
+    given = options(n=12, n_calibration=16, needles=24)
     made = heads.made_examples("cite", given.n, seed=HELD_OUT_SEED)
     rows: dict[str, dict[str, list[float]]] = {}
     with open_model(given) as engine:
-        made_for_heads = heads.made_examples("cite", given.calibration)
-        file = heads.calibrate(engine, "cite", made_for_heads, progress=True)
+        files: dict[str, heads.HeadFile | None] = {"all heads": None}
+        tasks: dict[heads.Task, int] = {"needle": given.needles, "cite": given.calibration}
+        for task, n in tasks.items():
+            if n:
+                file = heads.calibrate(engine, task, heads.made_examples(task, n), progress=True)
+                files[f"{len(file.heads)} heads of {task}"] = file
         for one in made:
             texts = one["sources"], one["question"], one["answer"]
             kept = np.vstack([np.ones(6), 1 - np.eye(6)])
@@ -31,11 +35,11 @@ def main() -> None:
             sentences = measures.answered(engine, *texts).sentences
             scores = {
                 "BM25": [by_words(sentence.text, texts[0]) for sentence in sentences],
-                "attention, all heads": [c.scores for c in guards.cite(engine, *texts)],
-                f"attention, {len(file.heads)} calibrated heads": [
-                    c.scores for c in guards.cite(engine, *texts, file)
-                ],
             }
+            for name, file in files.items():
+                scores[f"attention, {name}"] = [
+                    list(c.scores) for c in guards.cite(engine, *texts, file)
+                ]
             for name, of_sentences in scores.items():
                 of = rows.setdefault(name, {"top source": [], "Spearman": []})
                 for values, drop in zip(of_sentences, drops.T, strict=True):

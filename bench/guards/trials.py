@@ -23,12 +23,14 @@ N_BOOTSTRAP = 2000
 HELD_OUT_SEED = 1000  # of the examples that are judged; heads are chosen on those of seed 0
 
 
-def options(n: int, n_calibration: int) -> argparse.Namespace:
-    """The arguments of a script."""
+def options(n: int, n_calibration: int, **more: int) -> argparse.Namespace:
+    """The arguments of a script, numbers all of them, with their defaults."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--n", type=int, default=n, help="examples that are judged")
     parser.add_argument("--calibration", type=int, default=n_calibration)
     parser.add_argument("--threads", type=int, default=2)
+    for name, default in more.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
     return parser.parse_args()
 
 

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, Final
 from kqview import errors
 
 if TYPE_CHECKING:
+    from kqview import guards as guards
+    from kqview import heads as heads
     from kqview import ray as ray
     from kqview import viz as viz
     from kqview.corpora import extract, open_corpus

@@ -97,7 +97,7 @@ INNER_RINGS = {
     "mods": {"engine", "generation", "submission", "conversation", "kqview"},
 }
 # What `kqview.NAME` loads at its first use; importing the package does not.
-LOADED_WHEN_USED = {"kqview": {"saved", "viz", "corpora", "ray"}}
+LOADED_WHEN_USED = {"kqview": {"saved", "viz", "corpora", "ray", "heads", "guards"}}
 KNOWN_TO_INNER_RINGS = {
     "arguments", "confined", "constraint_child", "durable", "errors", "extras", "json_input",
     "types", "machine", "stop_strings", "_core",
