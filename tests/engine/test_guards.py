@@ -253,3 +253,25 @@ def test_ungrounded_sentence_is_taken_back_and_the_best_attempt_stays(engine: En
     )
     assert again.read() == plain
     assert seen.scores[0] >= again.mods[0].scores[0] - 1e-3
+
+
+def test_align_att_follows_the_weighted_heads_of_a_file(engine: Engine):
+    text = "Mirelda found a silver key near the old bridge. Then Mirelda"
+    ids = engine.tokenize(text)
+    heads = head_file(engine, "align", Head(1, 0, 0.2), Head(1, 1, 0.5), Head(3, 2, 0.3))
+    guard = guards.AlignAttByHeads(engine, "Mirelda found a silver key", heads)
+    generation = engine.generate(
+        ids, mods=[guard], capture=guard.capture, max_tokens=8, temperature=0
+    )
+    generation.read()
+    seen = generation.mods[0]
+    (start, stop), *_ = measures.find_parts(engine, ids, ["Mirelda found a silver key"])
+    whole = [*ids, *generation.tokens][: len(ids) + len(seen.alignment) - 1]
+    maps = engine.attend(whole, "probs").array()
+    assert not isinstance(maps, tuple)
+    mean = 0.2 * maps[1, 0] + 0.5 * maps[1, 1] + 0.3 * maps[3, 2]
+    want = start + mean[len(ids) - 1 :, start:stop].argmax(axis=1)
+    assert seen.alignment == want.tolist()
+    wide = engine.generate(ids, mods=[guard], capture="probs", max_tokens=8)
+    with pytest.raises(EmittedError, match="32 heads were captured, 16 are expected"):
+        wide.read()

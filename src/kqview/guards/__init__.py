@@ -4,12 +4,13 @@
 - `injection_score`: whether data contain orders that the model would follow
 - `cite`: which source each sentence of an answer is from
 - `grounding`: whether each sentence of an answer is said by its sources
-- `StopOnInjection`, `TakeBackUngrounded`: mods that act on the last and the second
+- `StopOnInjection`, `TakeBackUngrounded`: mods that act on the second and the last
+- `AlignAttByHeads`: the mod AlignAtt with the heads of a file
 
 Each captures sums over spans and nothing else. The measures are in `kqview.heads.measures`.
 """
 
-from kqview.guards.mods import StopOnInjection, TakeBackUngrounded
+from kqview.guards.mods import AlignAttByHeads, StopOnInjection, TakeBackUngrounded
 from kqview.guards.scores import (
     Citation,
     GroundedSentence,
@@ -22,6 +23,7 @@ from kqview.guards.scores import (
 from kqview.heads.measures import Prompt, instruction_prompt, source_prompt
 
 __all__ = [
+    "AlignAttByHeads",
     "Citation",
     "GroundedSentence",
     "InjectionScore",

@@ -15,6 +15,7 @@ from kqview.guards.scores import InjectionScore, judged_injection
 from kqview.heads.file import Floats, HeadFile, Pair, checked_layers, weighed
 from kqview.heads.measures import Measures, Prompt, joined, lookback_ratios, pairs_of
 from kqview.mods.actions import Action, ActionBuilder
+from kqview.mods.attention import AlignAtt, Place, Row
 from kqview.mods.decorator import Mod
 from kqview.mods.events import Added, ForwardPass, Prefilled
 from kqview.mods.tokenizer import ModTokenizer
@@ -238,3 +239,42 @@ class TakeBackUngrounded(_SpanMod):
     def _begin_sentence(self) -> None:
         self._start = len(self._ids)
         self._attempts = []
+
+
+class AlignAttByHeads(AlignAtt):
+    """`kqview.mods.attention.AlignAtt` with the heads of a head file, such as AlignAtt4LLM's.
+
+    Rows are averaged by the weights of the heads. Their layers are captured whole, because what
+    counts is which position of the source gets most.
+
+    Args:
+        engine: The engine that generates.
+        source: The source, as text or as positions in the prompt.
+        heads: A head file for "align" or "needle".
+        frontier: As of AlignAtt.
+
+    Attributes:
+        capture: What to pass to `generate` as ``capture``.
+
+    Raises:
+        RequestError: An argument is out of range, or *heads* are for another task.
+        HeadFileError: *heads* are of another model.
+    """
+
+    def __init__(self, engine: Engine, source: Place, heads: HeadFile, frontier: int = 1) -> None:
+        super().__init__(source, frontier)
+        layers = checked_layers(heads, "align", engine) or ()
+        self.capture = Capture(layers=layers)
+        pairs = [(layer, head) for layer in layers for head in range(engine.model.n_head)]
+        weights = {(one.layer, one.head): one.weight for one in heads.heads}
+        self._weights = np.array([weights.get(pair, 0.0) for pair in pairs], np.float32)
+
+    def handle_rows(
+        self, rows: Row, event: ForwardPass, actions: ActionBuilder, tokenizer: ModTokenizer
+    ) -> Action | None:
+        if len(rows) != len(self._weights):
+            return actions.emit_error(
+                f"{self.name}: {len(rows)} heads were captured, {len(self._weights)} are expected; "
+                "pass capture=guard.capture to generate"
+            )
+        return super().handle_rows(self._weights[None] @ rows, event, actions, tokenizer)

@@ -33,8 +33,8 @@ Floats = NDArray[np.float64]
 _SAME: Final = ("architecture", "n_layer", "n_head", "n_head_kv", "n_embd", "n_vocab", "name")
 
 
-# Heads that find what is asked for rank and cite as well: their measure is attention to a place.
-_ALSO: Final = {"rerank": ("needle",), "cite": ("needle",)}
+# Heads that find what is asked for rank, cite and align as well: they attend to a place.
+_ALSO: Final = {"rerank": ("needle",), "cite": ("needle",), "align": ("needle",)}
 
 
 class HeadFileWarning(UserWarning):
