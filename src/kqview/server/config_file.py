@@ -263,7 +263,7 @@ def _parsed(path: Path) -> dict[str, Any]:
         reason = f"the file is no UTF-8 at line {raw.count(10, 0, error.start) + 1}"
     except tomllib.TOMLDecodeError as error:
         reason = f"{error} (TOML)"
-    except TooDeep:
+    except (TooDeep, RecursionError):  # of a key with too many parts, from Python 3.14 on
         reason = _TOO_DEEP
     except ValueError as error:  # also of a number of more digits than Python reads
         reason = str(error) if len(raw) > _MOST_BYTES else _TOO_LARGE
