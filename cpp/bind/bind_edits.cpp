@@ -1,6 +1,7 @@
 // Bindings of edits: what a request changes in the model, and what cells remember of it. Python has
 // checked the values.
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -12,6 +13,7 @@
 #include <vector>
 
 #include "bind/bind.h"
+#include "gguf/checks.h"
 #include "sched/edit_history.h"
 #include "tap/edits.h"
 
@@ -41,6 +43,32 @@ void bias_scores(edit_plan& self, const std::pair<int, int>& queries,
     if (layers.empty()) self.biases.push_back(std::move(edit));
 }
 
+// (n_tokens, n_values) of one head. Copied.
+nb::object head_of(const head_record& self, int layer, int head) {
+    const auto& found = self.layers.at(layer);
+    const auto n = static_cast<std::size_t>(found.n_value);
+    const auto row = n * static_cast<std::size_t>(found.n_head);
+    auto* const values = new std::vector<float>;
+    const nb::capsule owner(
+        values, [](void* data) noexcept { delete static_cast<std::vector<float>*>(data); });
+    for (auto at = static_cast<std::size_t>(head) * n; at < found.values.size(); at += row) {
+        const auto* const from = found.values.data() + at;
+        values->insert(values->end(), from, from + n);
+    }
+    return embedding_array(*values, static_cast<int>(values->size() / n), owner);
+}
+
+nb::dict read_directions(const std::string& path) {
+    nb::dict found;
+    for (auto& [layer, values] : read_control_vector(path)) {
+        auto* const row = new std::vector<float>(std::move(values));
+        const nb::capsule owner(
+            row, [](void* data) noexcept { delete static_cast<std::vector<float>*>(data); });
+        found[nb::int_(layer)] = embedding_array(*row, 1, owner);
+    }
+    return found;
+}
+
 }  // namespace
 
 void bind_edits(nb::module_& module) {
@@ -58,6 +86,15 @@ void bind_edits(nb::module_& module) {
             nb::arg("start"), nb::arg("keys"))
         .def_ro("start", &edit_history::run::start)
         .def_prop_ro("keys", [](const edit_history::run& self) { return *self.keys; });
+    nb::class_<head_record>(module, "HeadRecord", "What heads gave out as a request ran.")
+        .def(
+            "n_heads",
+            [](const head_record& self, int layer) { return self.layers.at(layer).n_head; },
+            nb::arg("layer"))
+        .def("head", &head_of, nb::arg("layer"), nb::arg("head"),
+             nb::sig("def head(self, layer: int, head: int) -> "
+                     "numpy.typing.NDArray[numpy.float32]"),
+             "A copy of the values of one head, (n_tokens, n_values).");
     nb::class_<edit_plan>(module, "EditPlan", "All edits of a request; see cpp/tap/edits.h.")
         .def(nb::init<>())
         .def(
@@ -72,9 +109,35 @@ void bind_edits(nb::module_& module) {
                 self.layers[layer].heads.push_back({head, factor});
             },
             nb::arg("layer"), nb::arg("head"), nb::arg("factor"))
+        .def(
+            "set_head",
+            [](edit_plan& self, int layer, int head, const nb::object& values,
+               std::vector<int> positions) {
+                const auto [read, owner] = values_of("values", values);
+                self.layers[layer].set_heads.push_back(
+                    {head, std::move(positions),
+                     std::make_shared<const std::vector<float>>(read.begin(), read.end())});
+            },
+            nb::arg("layer"), nb::arg("head"), nb::arg("values"), nb::arg("positions"),
+            "Values for each position, one after the other.")
+        .def(
+            "record_heads",
+            [](edit_plan& self, const std::vector<int>& layers) {
+                self.record = std::make_shared<head_record>();
+                for (const int il : layers) {
+                    self.record->layers[il];
+                    self.layers[il];
+                }
+                return self.record;
+            },
+            nb::arg("layers"), "Keep what the heads of these layers give out.")
         .def("bias_scores", &bias_scores, nb::arg("queries"), nb::arg("keys"), nb::arg("bias"),
              nb::arg("layers"), nb::arg("heads"),
              "Ranges are (start, stop), a stop of -1 has no end; no layers or heads: all.");
+    module.def("read_control_vector", &read_directions, nb::arg("path"),
+               nb::sig("def read_control_vector(path: str) -> dict[int, "
+                       "numpy.typing.NDArray[numpy.float32]]"),
+               "Directions of a GGUF control vector by layer, each of shape (1, n_values).");
 }
 
 }  // namespace kqview::bind

@@ -113,10 +113,13 @@ finish_reason reason_named(const std::string& name) {
 }
 
 void answer(const taken_pass& self, int n_removed, std::vector<token_id> ids,
-            const std::optional<std::string>& end) {
+            const std::optional<std::string>& end, const edit_plan* edits) {
     pass_answer given{n_removed, std::move(ids), {}};
     if (end) given.end = reason_named(*end);
     self.with([&](engine& core, const std::shared_ptr<request>& of) {
+        if (edits) {
+            given.edits = std::make_shared<const edit_plan>(plan_for(core.facts().capture, *edits));
+        }
         core.answer(of, *self.event.pass, std::move(given));
     });
 }
@@ -326,10 +329,11 @@ void bind_events(nb::module_& module) {
         .def("ends", &ends, nb::arg("id"), nb::sig("def ends(self, id: int) -> str | None"),
              "The finish reason, if this id ends the text instead of becoming part of it.")
         .def("answer", &answer, nb::arg("n_removed") = 0, nb::arg("ids") = std::vector<token_id>{},
-             nb::arg("end") = nb::none(),
+             nb::arg("end") = nb::none(), nb::arg("edits") = nb::none(),
              nb::sig("def answer(self, n_removed: int = 0, ids: collections.abc.Sequence[int] = "
-                     "[], end: str | None = None) -> None"),
-             "Decide what follows, once; returns at once.\n\nTakes back the last n_removed "
+                     "[], end: str | None = None, edits: EditPlan | None = None) -> None"),
+             "Decide what follows, once; returns at once. `edits` are in force from then "
+             "on.\n\nTakes back the last n_removed "
              "generated ids, then appends `ids` as one chunk. Without ids,\nthe last token is "
              "evaluated again. With `end` the text ends there; it also ends before the\nfirst of "
              "`ids` that `ends`, and when nothing is left. Raises without effect: RequestError,\n"

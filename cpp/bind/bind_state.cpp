@@ -82,6 +82,12 @@ void restore(engine& self, slot_id slot, const nb::bytes& blob, std::size_t n_ex
     run_on_slot(self, slot, [&](slot_cache& cache) { cache.restore(bytes, n_exact, lora, edits); });
 }
 
+std::vector<edit_history::run> edits_of(engine& self, slot_id slot) {
+    std::vector<edit_history::run> edits;
+    run_on_slot(self, slot, [&](slot_cache& cache) { edits = cache.edits().runs(); });
+    return edits;
+}
+
 void truncate(engine& self, slot_id slot, std::size_t n_keep) {
     run_on_slot(self, slot, [&](slot_cache& cache) { cache.truncate(n_keep); });
 }
@@ -124,6 +130,8 @@ void bind_state(nb::module_& module) {
     module.def("restore_slot", &restore, nb::arg("engine"), nb::arg("slot"), nb::arg("blob"),
                nb::arg("n_exact"), nb::arg("lora"), nb::arg("edits"),
                "Replace the contents of a slot; a blob that is refused changes nothing.");
+    module.def("slot_edits", &edits_of, nb::arg("engine"), nb::arg("slot"),
+               "Edits that the cells of an idle slot were computed with.");
     module.def("truncate_slot", &truncate, nb::arg("engine"), nb::arg("slot"), nb::arg("n_keep"),
                "Keep the first n_keep tokens; a cache that cannot drop its tail is cleared.");
     module.def("shift_slot", &shift, nb::arg("engine"), nb::arg("slot"), nb::arg("n_keep"),

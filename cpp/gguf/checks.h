@@ -7,8 +7,10 @@
 //          remedy.
 #pragma once
 
+#include <map>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "gguf/header.h"
 
@@ -19,6 +21,9 @@ namespace kqview {
 void check_model_file(const std::string& path);
 
 void check_adapter_file(const std::string& path);
+
+// The directions of a control vector's file, by layer: the tensors direction.<layer>.
+std::map<int, std::vector<float>> read_control_vector(const std::string& path);
 
 // `head`: the first part, which holds the key-value pairs; `tensors`: the tensors of all parts.
 void check_hyperparameters(const gguf_header& head, std::span<const gguf_tensor> tensors);

@@ -4,10 +4,12 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <charconv>
 #include <cstddef>
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
+#include <map>
 #include <memory>
 #include <span>
 #include <string>
@@ -132,6 +134,38 @@ void check_model_file(const std::string& path) {
     }
     check_hyperparameters(parts[0]->header, tensors);
     check_vocabulary(parts[0]->header, tensors);
+}
+
+std::map<int, std::vector<float>> read_control_vector(const std::string& path) {
+    const open_file source(path);
+    constexpr std::string_view stem = "direction.";
+    std::map<int, std::vector<float>> directions;
+    for (const auto& tensor : source.header.tensors) {
+        if (!tensor.name.starts_with(stem)) continue;
+        const auto number = tensor.name.substr(stem.size());
+        const auto* const end = number.data() + number.size();
+        int layer = 0;
+        const auto read = std::from_chars(number.data(), end, layer);
+        // llama.cpp adds nothing behind the first layer.
+        if (read.ec != std::errc{} || read.ptr != end || layer < 1) {
+            source.header.fail("tensor ", quoted(tensor.name),
+                               " names no layer, which are counted from 1 here");
+        }
+        if (tensor.type != type_f32 || tensor.n_bytes != tensor.shape[0] * sizeof(float)) {
+            source.header.fail("tensor ", quoted(tensor.name), " has type ",
+                               tensor_types[tensor.type].name, " and shape ", tensor.shape_text(),
+                               ", a direction is one row of F32");
+        }
+        auto& values = directions[layer];
+        values.resize(tensor.shape[0]);
+        std::memcpy(values.data(), tensor.data.data(), tensor.n_bytes);
+    }
+    if (directions.empty()) {
+        source.header.fail(
+            "has no tensor direction.1 and so on; give a control vector, as repeng "
+            "writes it");
+    }
+    return directions;
 }
 
 void check_adapter_file(const std::string& path) { check_adapter(open_file(path).header); }

@@ -232,15 +232,16 @@ private:
         }
     }
 
-    void check_data(const std::vector<std::uint64_t>& starts, std::uint64_t alignment) const {
+    void check_data(const std::vector<std::uint64_t>& starts, std::uint64_t alignment) {
         const auto data_at = (at_ + alignment - 1) & ~(alignment - 1);
         for (std::size_t i = 0; i < starts.size(); ++i) {
-            const auto& tensor = header_.tensors[i];
+            auto& tensor = header_.tensors[i];
             const auto end = data_at + starts[i] + tensor.n_bytes;
             if (end > bytes_.size()) {
                 fail("tensor ", quoted(tensor.name), " ends at byte ", end, ", the file has ",
                      bytes_.size(), cut_short);
             }
+            tensor.data = bytes_.subspan(data_at + starts[i], tensor.n_bytes);
         }
     }
 

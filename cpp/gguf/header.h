@@ -124,6 +124,7 @@ struct gguf_tensor {
     std::array<std::uint64_t, 4> shape{1, 1, 1, 1};  // fastest first, as ggml's ne
     std::uint32_t type = 0;                          // index of tensor_types
     std::uint64_t n_bytes = 0;
+    std::span<const std::byte> data{};  // in the file
 
     // "[64, 320]"
     std::string shape_text() const;

@@ -281,12 +281,13 @@ bool batch_builder::add_prompt(slot& target) {
     const auto n_done = target.cache.size();
     const auto n = static_cast<std::size_t>(part.n_tokens);
     target.cache.make_place(n);
+    const auto* const edits = target.edits.at(n_done);
+    target.cache.go_on_with(edits);
     const int n_rows_out = needs_outputs(*target.active) ? part.n_rows : 0;
     const auto n_outputs = static_cast<std::size_t>(std::max(n_rows_out, part.samples ? 1 : 0));
     for (std::size_t i = 0; i < n; ++i) {
         tokens_.push_back({target.id(), prompt[n_done + i], static_cast<std::int32_t>(n_done + i),
-                           i + n_outputs >= n || target.active->is_scored(n_done + i + 1),
-                           target.active->edits.get()});
+                           i + n_outputs >= n || target.active->is_scored(n_done + i + 1), edits});
     }
     part.i_token = static_cast<int>(tokens_.size()) - 1;
     target.active->share->last_chunk = n_fills_;
@@ -304,9 +305,11 @@ bool batch_builder::prepare_token(slot& target) {
 bool batch_builder::add_token(slot& target) {
     if (!target.active) return false;  // ended while another one was prepared
     batch_part part{&target, 1, 0, true, true};
+    const auto* const edits = target.edits.at(target.cache.size());
+    target.cache.go_on_with(edits);
     part.i_token = static_cast<int>(tokens_.size());
-    tokens_.push_back({target.id(), target.pending, static_cast<std::int32_t>(target.cache.size()),
-                       true, target.active->edits.get()});
+    tokens_.push_back(
+        {target.id(), target.pending, static_cast<std::int32_t>(target.cache.size()), true, edits});
     add_rows(part);
     return true;
 }
@@ -346,8 +349,11 @@ batch_part batch_builder::next_chunk(slot& target) const {
     const auto n_prompt = static_cast<int>(target.prompt().size());
     const auto n_done = static_cast<int>(target.cache.size());
     const int n_left = static_cast<int>(target.n_in_chunks()) - n_done;
+    // A step has the edits of its first token.
+    const auto n_alike = static_cast<int>(
+        target.edits.n_alike(target.cache.size(), static_cast<std::size_t>(std::max(0, n_left))));
     const int n_room = model_.n_ctx() - n_done;  // a text may have to discard tokens first
-    batch_part part{&target, std::min({n_left, n_most(target), n_room, target.n_to_cut()}), 0,
+    batch_part part{&target, std::min({n_alike, n_most(target), n_room, target.n_to_cut()}), 0,
                     false, false};
     if (target.n_prompt_rows > 0 && target.text.empty()) fit_rows(part, model_, pool_);
     if (active.n_scores > 0) {  // whose logits one step gives

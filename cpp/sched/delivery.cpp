@@ -98,6 +98,9 @@ std::size_t delivery::revise(const request& of, request_progress& progress, pass
     const auto n_kept = text.size() - static_cast<std::size_t>(answer.n_removed);
     text.resize(n_kept);
     text.insert(text.end(), ids.begin(), ids.end());
+    const auto n_evaluated = std::min(n_kept, std::max<std::size_t>(1, text.size()) - 1);
+    progress.edits.cut(n_evaluated);
+    progress.edits.put(n_evaluated, answer.edits);
     if (!answer.end && n_left(of, progress, text.size()) == 0) answer.end = finish_reason::length;
     return n_kept;
 }

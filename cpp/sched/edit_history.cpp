@@ -29,6 +29,14 @@ std::size_t first_difference(const edit_keys& a, const edit_keys& b) {
     return edit_history::everywhere;
 }
 
+template <typename Changes>
+auto change_at(Changes& changes, std::size_t position) {
+    auto found = changes.end();
+    for (auto one = changes.begin(); one != changes.end() && one->start <= position; ++one)
+        found = one;
+    return found;
+}
+
 // Edits that are equal to no others.
 edit_history::shared_keys unlike_any() {
     static std::atomic<std::uint64_t> n{0};
@@ -37,17 +45,78 @@ edit_history::shared_keys unlike_any() {
 
 }  // namespace
 
+const edit_plan* edit_changes::at(std::size_t position) const {
+    const auto found = change_at(changes_, position);
+    return found == changes_.end() || found->plan->keys.empty() ? nullptr : found->plan.get();
+}
+
+std::size_t edit_changes::n_alike(std::size_t position, std::size_t n) const {
+    for (const auto& one : changes_)
+        if (one.start > position) return std::min(n, one.start - position);
+    return n;
+}
+
+void edit_changes::put(std::size_t start, std::shared_ptr<const edit_plan> plan) {
+    if (!plan) return;
+    std::erase_if(changes_, [&](const change& one) { return one.start >= start; });
+    changes_.push_back({start, std::move(plan)});
+}
+
+void edit_changes::cut(std::size_t n_kept) {
+    if (changes_.empty() || changes_.back().start <= n_kept) return;
+    auto last = changes_.back().plan;
+    put(n_kept, std::move(last));
+}
+
+void edit_changes::move_up(std::size_t n_kept, std::size_t n_gone) {
+    for (auto& one : changes_) {
+        if (one.start > n_kept)
+            one.start = std::max(n_kept, one.start - std::min(one.start, n_gone));
+    }
+    // Of several that begin at one token the last is in force.
+    for (std::size_t i = 1; i < changes_.size();) {
+        if (changes_[i].start == changes_[i - 1].start) {
+            changes_.erase(changes_.begin() + static_cast<std::ptrdiff_t>(i) - 1);
+        } else {
+            ++i;
+        }
+    }
+}
+
 const edit_keys& edit_history::none() {
     static const edit_keys nothing;
     return nothing;
 }
 
 std::size_t edit_history::n_agreeing(const edit_keys& wanted) const {
-    if (runs_.empty()) return first_difference({}, wanted);
-    for (std::size_t i = 0; i < runs_.size(); ++i) {
-        const auto end = i + 1 < runs_.size() ? runs_[i + 1].start : everywhere;
-        const auto n = first_difference(*runs_[i].keys, wanted);
-        if (n < end) return std::max(n, runs_[i].start);
+    return n_agreeing(runs_, {{0, std::make_shared<const edit_keys>(wanted)}});
+}
+
+std::size_t edit_history::n_agreeing(const edit_changes& wanted) const {
+    std::vector<run> theirs;
+    for (const auto& [start, plan] : wanted.changes_)
+        theirs.push_back({start, std::make_shared<const edit_keys>(plan->keys)});
+    return n_agreeing(runs_, theirs);
+}
+
+// Both are cut where either begins a run.
+std::size_t edit_history::n_agreeing(const std::vector<run>& ours, const std::vector<run>& theirs) {
+    const auto keys_at = [](const std::vector<run>& runs,
+                            std::size_t position) -> const edit_keys& {
+        const edit_keys* found = &none();
+        for (const auto& one : runs)
+            if (one.start <= position) found = one.keys.get();
+        return *found;
+    };
+    std::vector<std::size_t> starts{0};
+    for (const auto* const runs : {&ours, &theirs})
+        for (const auto& one : *runs) starts.push_back(one.start);
+    std::ranges::sort(starts);
+    for (std::size_t i = 0; i < starts.size(); ++i) {
+        const auto end = i + 1 < starts.size() ? starts[i + 1] : everywhere;
+        if (end == starts[i]) continue;
+        const auto n = first_difference(keys_at(ours, starts[i]), keys_at(theirs, starts[i]));
+        if (n < end) return std::max(n, starts[i]);
     }
     return everywhere;
 }

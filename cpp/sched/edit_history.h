@@ -13,6 +13,34 @@
 
 namespace kqview {
 
+// The edits that a request puts into force, and from which position of its text on.
+class edit_changes {
+public:
+    // Null: none.
+    const edit_plan* at(std::size_t position) const;
+    // How many of the tokens from `position` on have the same edits as the first of them, of `n`.
+    std::size_t n_alike(std::size_t position, std::size_t n) const;
+    // All plans, for the nodes that graphs need.
+    template <typename Use>
+    void each(Use use) const {
+        for (const auto& one : changes_) use(*one.plan);
+    }
+
+    void put(std::size_t start, std::shared_ptr<const edit_plan> plan);
+    // The text from `n_kept` on is evaluated anew: the edits in force stay.
+    void cut(std::size_t n_kept);
+    // `n_gone` tokens after the first `n_kept` are gone.
+    void move_up(std::size_t n_kept, std::size_t n_gone);
+
+private:
+    friend class edit_history;
+    struct change {
+        std::size_t start;
+        std::shared_ptr<const edit_plan> plan;
+    };
+    std::vector<change> changes_;  // ascending
+};
+
 class edit_history {
 public:
     static constexpr std::size_t everywhere = std::numeric_limits<std::size_t>::max();
@@ -28,11 +56,10 @@ public:
     const std::vector<run>& runs() const { return runs_; }
     // Those of the next cell.
     const edit_keys& in_force() const { return runs_.empty() ? none() : *runs_.back().keys; }
-    // True if a fresh evaluation under the edits in force would not compute the same cells.
-    bool is_mixed() const { return n_agreeing(in_force()) != everywhere; }
     // How many of the cells, and of those that follow while nothing else comes into force, are as
     // these edits would have left them.
     std::size_t n_agreeing(const edit_keys& wanted) const;
+    std::size_t n_agreeing(const edit_changes& wanted) const;
 
     // Sets the edits of the cells from `n_cells` on, all that there are being kept.
     void use(std::size_t n_cells, const edit_keys& keys);
@@ -48,6 +75,7 @@ public:
 
 private:
     static const edit_keys& none();
+    static std::size_t n_agreeing(const std::vector<run>& ours, const std::vector<run>& theirs);
     void put(std::size_t start, shared_keys keys);
 
     std::vector<run> runs_;  // ascending, the first from cell 0 on

@@ -23,19 +23,18 @@ const error no_memory_for_work(errc::out_of_memory, "no memory left; the slot ho
                 " s, which is the limit; simplify the grammar, json_schema or regex");
 }
 
-// The nodes that the running requests want in every graph, with one more in this slot. Those of an
+// The nodes that the running requests want in every graph. Those of an
 // ended request stay until the next one arrives: alternating requests with the same plan then share
 // their graphs.
-graph_plan plan_with(const slot_table& slots, const request& added, slot_id slot) {
+graph_plan plan_of(const slot_table& slots) {
     graph_plan all;
-    const auto add = [&all](const request& one, slot_id its_slot) {
-        if (one.capture) all.add(*one.capture, one.n_prompt_rows > 0, its_slot);
-        if (one.edits) all.add(*one.edits);
-    };
-    for (const auto& other : slots) {
-        if (other.active && other.active.get() != &added) add(*other.active, other.id());
+    for (const auto& one : slots) {
+        if (!one.active) continue;
+        if (one.active->capture) {
+            all.add(*one.active->capture, one.active->n_prompt_rows > 0, one.id());
+        }
+        one.edits.each([&](const edit_plan& edits) { all.add(edits); });
     }
-    add(added, slot);
     return all;
 }
 
@@ -135,7 +134,9 @@ void engine_loop::cancel(const std::shared_ptr<request>& wanted) {
 void engine_loop::take_answer(const std::shared_ptr<request>& of, pass_answer answer) {
     if (auto* const target = slots_.running(of)) {
         try {
+            const bool has_edits = answer.edits != nullptr;
             out_.take(*target, std::move(answer));
+            if (has_edits) model_.want(plan_of(slots_));
         } catch (...) {
             out_.fail(*target, of);
         }
@@ -212,7 +213,7 @@ void engine_loop::start(const std::shared_ptr<request>& wanted) {
     ++counters_.n_requests;
     auto [target, plan] = slots_.admit(wanted);
     try {
-        model_.want(plan_with(slots_, *wanted, target.id()));
+        model_.want(plan_of(slots_));
         slots_.take_over(target, std::move(plan));
         if (!wanted->is_steered) target.picker = std::move(wanted->picker);
     } catch (...) {
@@ -223,7 +224,7 @@ void engine_loop::start(const std::shared_ptr<request>& wanted) {
 void engine_loop::go_on(parked_request one) {
     auto& target = slots_.readmit(one.of, std::move(one.progress));
     try {
-        model_.want(plan_with(slots_, *one.of, target.id()));
+        model_.want(plan_of(slots_));
         slots_.take_over_text(target);
     } catch (...) {
         out_.fail(target, one.of);

@@ -22,6 +22,8 @@ struct pass_answer {
     int n_removed = 0;          // a backtrack: so many generated ids are taken back, from the end
     std::vector<token_id> ids;  // appended, as one chunk; none: the last token is evaluated again
     std::optional<finish_reason> end;  // the text ends behind them
+    // In force for what is evaluated from then on; null: as before.
+    std::shared_ptr<const edit_plan> edits{};
 };
 
 class forward_pass {

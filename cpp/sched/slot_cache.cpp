@@ -90,9 +90,14 @@ void slot_cache::use(const lora_scales& scales) {
     lora_.swap(copy);
 }
 
-void slot_cache::use(const edit_keys& keys) {
-    truncate(std::min(tokens_.size(), edits_.n_agreeing(keys)));
-    edits_.use(tokens_.size(), keys);
+void slot_cache::use(const edit_changes& edits) {
+    truncate(std::min(tokens_.size(), edits_.n_agreeing(edits)));
+    go_on_with(edits.at(tokens_.size()));
+}
+
+void slot_cache::go_on_with(const edit_plan* plan) {
+    static const edit_keys none;
+    edits_.use(tokens_.size(), plan ? plan->keys : none);
 }
 
 void slot_cache::copy_from(const slot_cache& source, std::size_t n_tokens) {

@@ -42,10 +42,10 @@ public:
     void use(const lora_scales& scales);
     // The edits that the cells were computed with, and those of the next tokens.
     const edit_history& edits() const { return edits_; }
-    // Keeps the cells that these edits would have left as they are. They are in force from then on.
-    void use(const edit_keys& keys);
-    // Puts other edits into force for the tokens that follow.
-    void go_on_with(const edit_keys& keys) { edits_.use(tokens_.size(), keys); }
+    // Keeps the cells that these edits would have left as they are; the next token's are in force.
+    void use(const edit_changes& edits);
+    // Puts those of the next token into force.
+    void go_on_with(const edit_plan* plan);
     // Counts the changes other than decoding.
     std::uint64_t n_changes() const { return n_changes_; }
 

@@ -114,6 +114,7 @@ slot_table::seat slot_table::admit(const std::shared_ptr<request>& wanted) {
     progress.usage.queue_s =
         std::chrono::duration<double>(progress.started - wanted->submitted).count();
     progress.n_prompt_rows = wanted->n_prompt_rows;
+    progress.edits.put(0, wanted->edits);
     give(*best, wanted);
     return {*best, std::move(plan)};
 }
@@ -137,7 +138,7 @@ void slot_table::take_over(slot& target, reuse_plan plan) {
     auto& active = *target.active;
     auto& cache = target.cache;
     cache.use(active.lora);
-    cache.use(active.keys_of_edits());
+    cache.use(target.edits);
     cut(plan, n_usable(active));
     if (plan.n_kept() > plan.n_prefix()) {
         const auto& last = plan.runs.back();
@@ -281,6 +282,7 @@ void slot_table::make_room(slot& target) {
                            static_cast<std::size_t>(active.n_discard)};
     target.cache.discard({&gone, 1});
     target.last.n_discarded += active.n_discard;
+    target.edits.move_up(gone.start, gone.n_tokens);
     if (target.text.empty()) return;
     const auto first = target.text.begin() + active.n_keep;
     target.text.erase(first, first + active.n_discard);
@@ -398,7 +400,7 @@ bool slot_table::keep_cells(slot& target, std::size_t n_bytes_max) {
     auto& cache = target.cache;
     const auto& active = *target.active;
     const bool is_reproducible = target.last.n_discarded == 0 && cache.n_exact() >= cache.size() &&
-                                 !cache.edits().is_mixed() &&
+                                 cache.edits().n_agreeing(target.edits) >= cache.size() &&
                                  !(active.is_alone && active.is_steered);
     target.cells.clear();
     if (is_reproducible || cache.size() == 0) return true;
@@ -447,10 +449,9 @@ slot& slot_table::readmit(const std::shared_ptr<request>& wanted, request_progre
     for (auto& candidate : slots_) {
         if (candidate.active || !may_run_in(candidate, *wanted)) continue;
         const bool is_alike = candidate.cache.lora() == wanted->lora;
-        const auto n_alike =
-            is_alike ? std::min(common_prefix(candidate.cache.tokens(), ids),
-                                candidate.cache.edits().n_agreeing(wanted->keys_of_edits()))
-                     : 0;
+        const auto n_alike = is_alike ? std::min(common_prefix(candidate.cache.tokens(), ids),
+                                                 candidate.cache.edits().n_agreeing(progress.edits))
+                                      : 0;
         const auto n = candidate.cache.n_left_by(n_alike);
         if (!best || n > n_best) best = &candidate, n_best = n;
     }
@@ -468,7 +469,7 @@ void slot_table::take_over_text(slot& target) {
     const auto cells = std::exchange(target.cells, {});
     if (cells.empty()) {
         cache.use(active.lora);
-        cache.use(active.keys_of_edits());
+        cache.use(target.edits);
     } else {
         cache.restore(cells, target.n_exact, active.lora, std::move(target.edited));
     }

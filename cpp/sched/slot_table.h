@@ -89,6 +89,7 @@ struct request_progress {
     // as the slot still has it. Of a steered request, from its first answer on; of one that goes on
     // after it was parked, until its next token.
     std::vector<token_id> text;
+    edit_changes edits;                            // of the text
     std::unique_ptr<token_picker> picker;          // null while the ticket owns it
     std::shared_ptr<sampler_lane::ticket> ticket;  // of a slow picker
 

@@ -42,7 +42,7 @@ edit_plan plan_for(const capture_source& source, edit_plan plan) {
     }
     for (const auto& [il, edits] : plan.layers) {
         if (!edits.residual.empty()) check_layer("the output", il, source.edited_outputs);
-        if (!edits.heads.empty()) check_layer("heads", il, with_heads);
+        if (plan.acts_on_heads(il)) check_layer("heads", il, with_heads);
         if (!edits.biases.empty()) check_layer("scores", il, with_own_scores);
     }
     return plan;

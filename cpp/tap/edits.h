@@ -32,6 +32,24 @@ struct residual_edit {
     std::shared_ptr<const std::vector<float>> values;
 };
 
+// Put in place of what a head gives out.
+struct head_values {
+    int head;
+    std::vector<int> positions;                        // of tokens, ascending
+    std::shared_ptr<const std::vector<float>> values;  // F32 ne=[n_value, n], one for each
+};
+
+// What the heads of some layers gave out, as a request ran. The engine's compute threads write it,
+// until that request has ended.
+struct head_record {
+    struct layer {
+        int n_head = 0;
+        int n_value = 0;
+        std::vector<float> values{};  // F32 ne=[n_value, n_head, n_tokens]
+    };
+    std::map<int, layer> layers;
+};
+
 struct head_factor {
     int head;
     float factor;
@@ -48,15 +66,25 @@ struct score_bias {
 
 struct layer_edits {
     std::vector<residual_edit> residual;
+    std::vector<head_values> set_heads;
     std::vector<head_factor> heads;
     std::vector<score_bias> biases;
+
+    bool acts_on_heads() const { return !heads.empty() || !set_heads.empty(); }
 };
 
 // All edits of a request. Immutable once it is submitted; shared by the request and its steps.
 struct edit_plan {
     edit_keys keys;
     std::map<int, layer_edits> layers;
-    std::vector<score_bias> biases;  // of every layer with attention
+    std::vector<score_bias> biases;       // of every layer with attention
+    std::shared_ptr<head_record> record;  // of the heads as they are after the edits; or null
+
+    // Whether a layer needs the node at the outputs of its heads.
+    bool acts_on_heads(int il) const {
+        const auto* const edits = find(il);
+        return (edits && edits->acts_on_heads()) || (record && record->layers.contains(il));
+    }
 
     const layer_edits* find(int il) const {
         const auto found = layers.find(il);

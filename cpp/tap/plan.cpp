@@ -221,7 +221,7 @@ void graph_plan::add(const edit_plan& edits) {
     for (const auto& [il, of_layer] : edits.layers) {
         auto& one = wanted_by_layer_[il];
         one.edits_output |= !of_layer.residual.empty();
-        one.edits_heads |= !of_layer.heads.empty();
+        one.edits_heads |= edits.acts_on_heads(il);
         for (const auto& bias : of_layer.biases) {
             const auto needed = bias.heads.empty() ? score_edit::all_heads : score_edit::by_head;
             one.edits_scores = std::max(one.edits_scores, needed);

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from kqview import ray as ray
     from kqview import viz as viz
     from kqview.corpora import extract, open_corpus
-    from kqview.edits import Edit
+    from kqview.edits import ControlVector, Edit, patch, vector
     from kqview.engine import Engine
     from kqview.engine_options import EngineOptions
     from kqview.generation.prompt import PromptAttention
@@ -55,7 +55,7 @@ _HOMES: Final = {
     name: module
     for module, names in {
         "corpora": "extract open_corpus",
-        "edits": "Edit",
+        "edits": "ControlVector Edit patch vector",
         "engine": "Engine",
         "engine_options": "EngineOptions",
         "generation.prompt": "PromptAttention",
@@ -100,6 +100,7 @@ __all__ = [
     "Capture",
     "ChatPrompt",
     "Classification",
+    "ControlVector",
     "Edit",
     "Engine",
     "EngineHealth",
@@ -131,7 +132,9 @@ __all__ = [
     "load",
     "mod",
     "open_corpus",
+    "patch",
     "save",
     "stack",
     "system_info",
+    "vector",
 ]

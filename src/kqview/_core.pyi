@@ -3,6 +3,9 @@
 from collections.abc import Sequence
 from typing import Any, Final
 
+import numpy
+import numpy.typing
+
 def drain_log() -> list[tuple[int, str]]:
     """Log lines of llama.cpp since the last call, as (logging level, text)."""
 
@@ -154,6 +157,13 @@ class EditedCells:
     start: Final[int]
     keys: Final[list[EditKey]]
 
+class HeadRecord:
+    """What heads gave out as a request ran."""
+
+    def n_heads(self, layer: int) -> int: ...
+    def head(self, layer: int, head: int) -> numpy.typing.NDArray[numpy.float32]:
+        """A copy of the values of one head, (n_tokens, n_values)."""
+
 class EditPlan:
     """All edits of a request; see cpp/tap/edits.h."""
 
@@ -165,6 +175,12 @@ class EditPlan:
         """One vector for all tokens, or one for each position, one after the other."""
 
     def scale_head(self, layer: int, head: int, factor: float) -> None: ...
+    def set_head(self, layer: int, head: int, values: object, positions: Sequence[int]) -> None:
+        """Values for each position, one after the other."""
+
+    def record_heads(self, layers: Sequence[int]) -> HeadRecord:
+        """Keep what the heads of these layers give out."""
+
     def bias_scores(
         self,
         queries: tuple[int, int],
@@ -174,6 +190,9 @@ class EditPlan:
         heads: Sequence[int],
     ) -> None:
         """Ranges are (start, stop), a stop of -1 has no end; no layers or heads: all."""
+
+def read_control_vector(path: str) -> dict[int, numpy.typing.NDArray[numpy.float32]]:
+    """Directions of a GGUF control vector by layer, each of shape (1, n_values)."""
 
 class SamplingParams:
     def __init__(self, sampling: object) -> None:
@@ -300,9 +319,15 @@ class ForwardEvent:
     def ends(self, id: int) -> str | None:
         """The finish reason, if this id ends the text instead of becoming part of it."""
 
-    def answer(self, n_removed: int = 0, ids: Sequence[int] = [], end: str | None = None) -> None:
+    def answer(
+        self,
+        n_removed: int = 0,
+        ids: Sequence[int] = [],
+        end: str | None = None,
+        edits: EditPlan | None = None,
+    ) -> None:
         """
-        Decide what follows, once; returns at once.
+        Decide what follows, once; returns at once. `edits` are in force from then on.
 
         Takes back the last n_removed generated ids, then appends `ids` as one chunk. Without ids,
         the last token is evaluated again. With `end` the text ends there; it also ends before the
@@ -570,6 +595,9 @@ def restore_slot(
     edits: Sequence[EditedCells],
 ) -> None:
     """Replace the contents of a slot; a blob that is refused changes nothing."""
+
+def slot_edits(engine: Engine, slot: int) -> list[EditedCells]:
+    """Edits that the cells of an idle slot were computed with."""
 
 def truncate_slot(engine: Engine, slot: int, n_keep: int) -> None:
     """Keep the first n_keep tokens; a cache that cannot drop its tail is cleared."""

@@ -11,6 +11,7 @@ from kqview.errors import RequestError, StateMismatch, UnsupportedModel, shown
 from kqview.lora import EngineLora
 from kqview.state.files import (
     NO_MARKS,
+    EditedRun,
     SlotMarks,
     StateFacts,
     check_trailer,
@@ -106,6 +107,19 @@ class Slot:
             ClosedError: The engine is closed.
         """
         return self._core.slot_checkpoints(self.id)
+
+    @property
+    def edits(self) -> tuple[EditedRun, ...]:
+        """The edits that `tokens` were computed with, by hash; empty if there were none.
+
+        Runs of cells: the first cell of each, and the (hash, first position) of each edit in force
+        there. Their values are not kept.
+
+        Raises:
+            BusyError: A generation is using this slot.
+            ClosedError: The engine is closed.
+        """
+        return _runs_of(_core.slot_edits(self._core, self.id))
 
     @property
     def is_busy(self) -> bool:
@@ -222,10 +236,7 @@ class Slot:
         All are from the same moment. `restore_marked` and `kqview.state.write_state` accept them.
         """
         saved = _core.save_slot(self._core, self.id)
-        edits = tuple(
-            (run.start, tuple((key.hash, key.first) for key in run.keys)) for run in saved.edits
-        )
-        return saved.blob, SlotMarks(saved.n_exact, tuple(saved.lora), edits)
+        return saved.blob, SlotMarks(saved.n_exact, tuple(saved.lora), _runs_of(saved.edits))
 
     def restore_marked(self, blob: bytes, marks: SlotMarks) -> int:
         """Like `restore`, for a blob without a trailer whose *marks* are known."""
@@ -406,3 +417,7 @@ def _bytes_of(blob: "Buffer") -> bytes:
         return bytes(memoryview(cast("bytes", blob)))
     except (TypeError, BufferError):
         raise invalid("blob", "the bytes of Slot.save", type(blob).__name__) from None
+
+
+def _runs_of(cells: "list[_core.EditedCells]") -> tuple[EditedRun, ...]:
+    return tuple((run.start, tuple((key.hash, key.first) for key in run.keys)) for run in cells)

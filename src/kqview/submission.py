@@ -320,8 +320,8 @@ class Submission:
         scales = self._lora.scales if lora is None else self._lora.scales_of("lora", lora)
         request.lora = list(scales)
         request.run_ahead = self._run_ahead
-        if edits is not None:
-            self._set_edits(request, listed(edits), moves)
+        if edits is not None and (found := listed(edits)):
+            request.set_edits(self._core, self._plan_of(found, len(ids), moves=moves))
         request.owner = _owner.get()
         request.priority = whole_number("priority", priority, low=-(2**31))
         if capture:
@@ -335,10 +335,8 @@ class Submission:
             request.n_prompt_rows = n_prompt_rows
         return request
 
-    def _set_edits(self, request: _core.RequestOptions, edits: list[Edit], moves: bool) -> None:
-        """Check *edits* against the model and the prompt, and have the request carry them out."""
-        if not edits:
-            return
+    def _plan_of(self, edits: list[Edit], n_tokens: int, *, moves: bool) -> _core.EditPlan:
+        """The plan of *edits* for a text of *n_tokens*; *moves* as of `request`."""
         placed = [i for i, one in enumerate(edits) if one.has_places]
         if moves and placed:
             raise InvalidEdit(
@@ -350,10 +348,10 @@ class Submission:
             n_layer=self._info.n_layer,
             n_embd=self._info.n_embd,
             n_heads={one.layer: one.n_head for one in self._core.attention_layers},
-            n_prompt=len(request.prompt),
+            n_prompt=n_tokens,
             has_all_columns=self._has_all_columns,
         )
-        request.set_edits(self._core, plan_of(edits, target))
+        return plan_of(edits, target)
 
     def _set_reuse(
         self, request: _core.RequestOptions, given: Mapping[str, Any], n_prompt: int
@@ -574,9 +572,13 @@ class Submission:
         plain = self._source(None, request_id, request, prompt, capture, sampling.stop)
         text = plain.transcript.text
 
-        def submit(ids: list[int], max_tokens: int) -> _core.Generation:
+        def submit(
+            ids: list[int], max_tokens: int, edits: _core.EditPlan | None
+        ) -> _core.Generation:
             request.prompt = ids
             request.max_tokens = max_tokens
+            if edits is not None:
+                request.set_edits(self._core, edits)
             if request.n_prompt_rows:
                 request.n_prompt_rows = len(ids)
             return self._core.submit(request)
@@ -597,6 +599,7 @@ class Submission:
             stopping=steering.stopping,
             forcing=steering.forcing,
             check_prompt=lambda given: self.check_prompt("tokens of AdjustedPrefill", given),
+            plan_edits=lambda edits, n: self._plan_of(edits, n, moves=request.n_discard > 0),
             detokenize=self._vocabulary.text_of,
             is_end={self._info.eos_token_id, self._info.eot_token_id}.__contains__,
             attention=looker(plain.transcript.capture, self._info.attention_scale),

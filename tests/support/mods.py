@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from kqview._core import EditPlan
 from kqview.mods import ModTokenizer, mod
 from kqview.mods.calls import ModCaller
 from kqview.mods.decorator import begin
@@ -156,6 +157,7 @@ def drive(
         text=lambda: tokenizer.decode(ids),
         recorder=recorder,
         check_prompt=lambda prompt: None,
+        plan_edits=lambda edits, n_tokens: EditPlan(),
         detokenize=tokenizer.decode,
         is_end=lambda id: id == 0,
         attention=lambda event: None,

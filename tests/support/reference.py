@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from .tiny_gguf import Reader
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from kqview.types import Token
@@ -131,6 +131,8 @@ class Reference:
         bias: F64 | None = None,
         head_factors: F64 | None = None,
         behind_layer: Callable[[int, F64], F64] | None = None,
+        patched_heads: Mapping[tuple[int, int], F64] | None = None,
+        heads_out: list[F64] | None = None,
     ) -> Result:
         """Run the whole sequence at once.
 
@@ -150,6 +152,9 @@ class Reference:
             head_factors: ``(n_layer, n_head)``, factors of what heads give out.
             behind_layer: Called with a layer and its output, ``(n_tokens, n_embd)``; returns
                 what goes on in its place.
+            patched_heads: By (layer, head), ``(n_tokens, head_size)`` in place of its output.
+            heads_out: Filled with what the heads of each layer give out,
+                ``(n_head, n_tokens, head_size)``.
 
         Returns:
             Logits and attention of every token, layer and head.
@@ -188,6 +193,11 @@ class Reference:
                 mixed = _round(probs[il], operand_type) @ v
             if head_factors is not None:
                 mixed = mixed * head_factors[il][:, None, None]
+            for (layer, head), values in (patched_heads or {}).items():
+                if layer == il:
+                    mixed[head] = values
+            if heads_out is not None:
+                heads_out.append(mixed)
             mixed = mixed.transpose(1, 0, 2).reshape(n_tokens, -1)
             x = x + mixed @ w[b + "attn_output.weight"].T
             h = self._norm(x, b + "ffn_norm")
@@ -198,6 +208,12 @@ class Reference:
         output = w.get("output.weight", w["token_embd.weight"])
         final = self._norm(x, "output_norm")
         return Result(final @ output.T, kq, scores, probs, hidden, final)
+
+    def head_outputs(self, ids: Sequence[int]) -> list[F64]:
+        """What the heads of each layer give out, ``(n_head, n_tokens, head_size)``."""
+        found: list[F64] = []
+        self.forward(ids, angle_type="f32", heads_out=found)
+        return found
 
     def _norm(self, x: F64, name: str) -> F64:
         mean_square = np.mean(x * x, -1, keepdims=True)

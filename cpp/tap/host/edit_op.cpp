@@ -66,26 +66,66 @@ void run_residual_edit(ggml_tensor* node, int ith, int nth, void* data) {
 
 // ---- heads
 
+// What heads give out. Flash attention leaves ne=[n_value, n_head, n_tokens, n_stream], the product
+// of probabilities and values ne=[n_value, n_tokens, n_head, n_stream].
+struct head_outputs {
+    const edit_op& op;
+    const ggml_tensor* tensor;
+    const edited_run& run;
+
+    int n_values() const { return static_cast<int>(tensor->ne[0]); }
+    float* of(int i_token, int head) const {
+        const bool is_flash = op.site.flash != nullptr;
+        return reinterpret_cast<float*>(static_cast<std::byte*>(tensor->data) +
+                                        zu(run.i_stream) * tensor->nb[3] +
+                                        zu(run.i_query + i_token) * tensor->nb[is_flash ? 2 : 1] +
+                                        zu(head) * tensor->nb[is_flash ? 1 : 2]);
+    }
+};
+
+void edit_heads(const layer_edits& edits, const head_outputs& outputs, int i_token) {
+    const auto n = zu(outputs.n_values());
+    for (const auto& one : edits.set_heads) {
+        const auto found = std::ranges::lower_bound(one.positions, outputs.run.position + i_token);
+        if (found == one.positions.end() || *found != outputs.run.position + i_token) continue;
+        const auto i = zu(found - one.positions.begin());
+        if ((i + 1) * n > one.values->size()) continue;
+        std::copy_n(one.values->data() + i * n, n, outputs.of(i_token, one.head));
+    }
+    for (const auto& one : edits.heads) {
+        auto* const values = outputs.of(i_token, one.head);
+        for (std::size_t j = 0; j < n; ++j) values[j] *= one.factor;
+    }
+}
+
+void record_heads(head_record::layer& record, const head_outputs& outputs) {
+    const auto& run = outputs.run;
+    record.n_head = outputs.op.site.n_head;
+    record.n_value = outputs.n_values();
+    const auto row = zu(record.n_head) * zu(record.n_value);
+    record.values.resize(std::max(record.values.size(), zu(run.position + run.n_tokens) * row));
+    for (int i = 0; i < run.n_tokens; ++i) {
+        auto* to = record.values.data() + zu(run.position + i) * row;
+        for (int head = 0; head < record.n_head; ++head, to += record.n_value)
+            std::copy_n(outputs.of(i, head), zu(record.n_value), to);
+    }
+}
+
 void run_head_edit(ggml_tensor* node, int ith, int nth, void* data) {
     const auto& op = *static_cast<const edit_op*>(data);
-    const ggml_tensor* const output = node->src[0];
-    // Flash attention gives ne=[n_value, n_head, n_tokens, n_stream], the product of probabilities
-    // and values ne=[n_value, n_tokens, n_head, n_stream].
-    const auto head_bytes = output->nb[op.site.flash ? 1 : 2];
-    const auto token_bytes = output->nb[op.site.flash ? 2 : 1];
     for (const auto& run : op.table->runs) {
+        if (!run.plan->acts_on_heads(op.il)) continue;
+        const head_outputs outputs{op, node->src[0], run};
         const auto* const edits = run.plan->find(op.il);
-        if (!edits || edits->heads.empty()) continue;
-        for (int i = ith; i < run.n_tokens; i += nth) {
-            auto* const token = static_cast<std::byte*>(output->data) +
-                                zu(run.i_stream) * output->nb[3] +
-                                zu(run.i_query + i) * token_bytes;
-            for (const auto& one : edits->heads) {
-                auto* const values = reinterpret_cast<float*>(token + zu(one.head) * head_bytes);
-                for (std::int64_t j = 0; j < output->ne[0]; ++j) values[j] *= one.factor;
-            }
-        }
-        if (ith == 0) op.table->n_done.fetch_add(1, std::memory_order_relaxed);
+        // A record is written by one thread, behind its own edits.
+        const auto& record = run.plan->record;
+        const bool is_recorded = record && record->layers.contains(op.il);
+        if (is_recorded && ith != 0) continue;
+        for (int i = ith; edits && i < run.n_tokens; i += is_recorded ? 1 : nth)
+            edit_heads(*edits, outputs, i);
+        if (ith != 0) continue;
+        if (is_recorded) record_heads(record->layers.at(op.il), outputs);
+        op.table->n_done.fetch_add(1, std::memory_order_relaxed);
     }
 }
 
@@ -213,7 +253,7 @@ int edit_table::n_due() const {
     int n = 0;
     for (const auto& run : runs) {
         for (const auto& [il, edits] : run.plan->layers)
-            n += !edits.residual.empty() + !edits.heads.empty() + !edits.biases.empty();
+            n += !edits.residual.empty() + run.plan->acts_on_heads(il) + !edits.biases.empty();
     }
     return n;
 }

@@ -8,6 +8,7 @@ reused by requests whose edits would have left them as they are.
 
 import hashlib
 import math
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from kqview import _core
-from kqview.arguments import INT32_MAX, to_index, to_number
+from kqview.arguments import INT32_MAX, to_index, to_number, to_path
 from kqview.errors import InvalidEdit, shown
 
 MOST_EDITS: Final = 256
@@ -154,6 +155,32 @@ class Edit(ABC):
                 "for each, or one vector for all"
             )
         return _Residual(_indices("layer", [layer]), np.atleast_2d(values), where, replaces=True)
+
+    @classmethod
+    def control_vector(
+        cls,
+        path: str | os.PathLike[str],
+        scale: float = 1.0,
+        layers: Iterable[int] | None = None,
+    ) -> "Edit":
+        """Add the directions of a GGUF control vector, as repeng and llama.cpp write it.
+
+        Args:
+            path: The file; its tensor ``direction.<i>`` acts on the output of layer i.
+            scale: Factor of all directions.
+            layers: Layers of the file to use, counted from 0; None for all.
+
+        Raises:
+            InvalidEdit: The file has no direction for one of *layers*.
+            ModelLoadError: The file cannot be read, or is no control vector.
+        """
+        directions = _core.read_control_vector(str(to_path("path", path)))
+        named = sorted(directions) if layers is None else _indices("layers", layers)
+        missing = [layer for layer in named if layer not in directions]
+        if missing:
+            known = ", ".join(map(str, sorted(directions)))
+            raise _invalid(f"layers has {missing}, but the file has directions for {known}")
+        return cls.add(np.concatenate([directions[layer] for layer in named]), named, scale)
 
     @classmethod
     def scale_heads(cls, factors: Mapping[tuple[int, int], float]) -> "Edit":
@@ -359,6 +386,53 @@ class _Bias(Edit):
                 plan.bias_scores(self.queries, self.keys, self.bias, [layer], of_layer)
         what = ("bias", self.queries, self.keys, self.bias, layers, heads)
         return what, max(self.queries[0], min(start for start, _ in self.keys))
+
+
+class HeadRecord(Edit):
+    """Changes nothing, and keeps what heads give out, for `kqview.patch`."""
+
+    def __init__(self, layers: Sequence[int]) -> None:
+        self._layers = list(layers)
+        self.record: _core.HeadRecord | None = None
+
+    @property
+    def has_places(self) -> bool:
+        """As of Edit."""
+        return False
+
+    def write(self, plan: _core.EditPlan, target: EditTarget) -> tuple[object, int]:
+        """As of Edit. Nothing comes from a cache, whose heads gave out their values before."""
+        layers = [target.attention_layer("layers", one) for one in self._layers]
+        self.record = plan.record_heads(layers)
+        return ("record", id(self)), 0
+
+
+class SetHead(Edit):
+    """Puts what a head has given out elsewhere in place of what it gives out, for `kqview.patch`.
+
+    Args:
+        layer: Layer of the head, counted from 0.
+        head: The head, counted from 0.
+        values: Float32 ``(n_tokens, n_values)``.
+        positions: Which of the tokens; ascending.
+    """
+
+    def __init__(
+        self, layer: int, head: int, values: NDArray[np.float32], positions: Sequence[int]
+    ) -> None:
+        self._layer, self._head, self._positions = layer, head, list(positions)
+        self._values = np.ascontiguousarray(values[self._positions]).ravel()
+
+    @property
+    def has_places(self) -> bool:
+        """As of Edit."""
+        return True
+
+    def write(self, plan: _core.EditPlan, target: EditTarget) -> tuple[object, int]:
+        """As of Edit."""
+        plan.set_head(self._layer, self._head, self._values, self._positions)
+        digest = hashlib.sha256(self._values.tobytes()).hexdigest()
+        return ("set_head", self._layer, self._head, self._positions, digest), self._positions[0]
 
 
 def listed(edits: object) -> list[Edit]:

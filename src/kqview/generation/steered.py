@@ -112,7 +112,8 @@ class SteeredSource:
         prompt: Ids of its prompt.
         max_tokens: Limit of tokens to generate.
         dialogue: The chat that the prompt was made of, if it is one.
-        submit: Submits the request with the prompt and limit as its mods leave them.
+        submit: Submits the request with the prompt, limit and edits as its mods leave them; no
+            edits: its own.
         context_of: The context of a prompt that its mods have changed.
     """
 
@@ -124,7 +125,7 @@ class SteeredSource:
         prompt: list[int],
         max_tokens: int,
         dialogue: Dialogue | None,
-        submit: Callable[[list[int], int], _core.Generation],
+        submit: Callable[[list[int], int, _core.EditPlan | None], _core.Generation],
         context_of: Callable[[list[int]], Context],
     ) -> None:
         self.transcript = plain.transcript
@@ -247,7 +248,9 @@ class SteeredSource:
             if decision.prompt != self.transcript.context.ids:
                 self.transcript.context = self._context_of(decision.prompt)
             if decision.end is None:
-                self._plain.handle = self._submit(decision.prompt, decision.max_tokens)
+                self._plain.handle = self._submit(
+                    decision.prompt, decision.max_tokens, decision.edits
+                )
                 self._plain.begin(self._generation())
                 return
         elif not self._answer(event, decision):
@@ -267,7 +270,7 @@ class SteeredSource:
             if decision.replaces_all:
                 event.answer(0, [], end)
             else:
-                event.answer(decision.n_removed, decision.ids, end)
+                event.answer(decision.n_removed, decision.ids, end, decision.edits)
         except BaseException as error:
             self._steering.void()
             if isinstance(error, ClosedError):

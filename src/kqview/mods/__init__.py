@@ -8,6 +8,7 @@ before any of their actions is applied:
 - Actions apply in the order of the mods. ForceOutput, ToolCalls, EmitError, Backtrack and
   AdjustedPrefill override the actions of later mods.
 - Of several ForceTokens in one step, the first applies.
+- Of several SetEdits in one step, the last applies.
 - Logits that one mod has adjusted are what the next mod sees, and what is sampled from.
 
 If a mod raises, or returns an action that the event does not allow, that counts as Noop: the
@@ -25,6 +26,7 @@ from kqview.mods.actions import (
     ForceOutput,
     ForceTokens,
     Noop,
+    SetEdits,
     ToolCalls,
 )
 from kqview.mods.decorator import FunctionMod, Mod, mod
@@ -62,6 +64,7 @@ __all__ = [
     "Prefilled",
     "RequestEnd",
     "Sampled",
+    "SetEdits",
     "ToolCalls",
     "mod",
 ]

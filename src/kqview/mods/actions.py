@@ -7,7 +7,7 @@ InvalidActionError.
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
@@ -16,7 +16,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from kqview import json_input
 from kqview.arguments import checked_ids, to_number, whole_number
-from kqview.errors import InvalidActionError, shown
+from kqview.edits import Edit, listed
+from kqview.errors import InvalidActionError, InvalidEdit, shown
 from kqview.mods.events import Added, Event, ForwardPass, Prefilled, Sampled
 from kqview.trace.record import cleaned_text
 
@@ -161,6 +162,25 @@ def check_size(logits: NDArray[np.float32], n_vocab: int, what: str) -> None:
 
 
 @dataclass(slots=True, eq=False)
+class SetEdits:
+    """Change the model for what is evaluated from the next step on, instead of the edits so far.
+
+    At Prefilled, for the prompt as well. Positions count in the text at the time of the event.
+
+    Attributes:
+        edits: As ``edits`` of `kqview.Engine.generate`; an empty list ends all edits.
+    """
+
+    edits: list[Edit]
+
+    def __post_init__(self) -> None:
+        try:
+            self.edits = listed(self.edits)
+        except InvalidEdit as error:
+            raise InvalidActionError(str(error)) from None
+
+
+@dataclass(slots=True, eq=False)
 class ForceOutput:
     """End the request with this text instead of what was generated.
 
@@ -218,6 +238,7 @@ Action = (
     | ForceTokens
     | Backtrack
     | AdjustedLogits
+    | SetEdits
     | ForceOutput
     | ToolCalls
     | EmitError
@@ -227,7 +248,7 @@ Terminal = ForceOutput | ToolCalls | EmitError
 
 _Action = TypeVar("_Action", bound=Action)
 
-_EVERYWHERE: Final = frozenset({Noop, ForceOutput, ToolCalls, EmitError})
+_EVERYWHERE: Final = frozenset({Noop, SetEdits, ForceOutput, ToolCalls, EmitError})
 ALLOWED: Final[dict[type, frozenset[type]]] = {
     Prefilled: _EVERYWHERE | {AdjustedPrefill},
     ForwardPass: _EVERYWHERE | {ForceTokens, Backtrack, AdjustedLogits},
@@ -268,7 +289,7 @@ def check_action(event: Event, answer: object, n_vocab: int) -> Action:
     action: Action = answer  # pyright: ignore[reportAssignmentType]
     if isinstance(action, AdjustedLogits):
         check_size(action.logits, n_vocab, _LOGITS)
-    elif not isinstance(action, Noop | ToolCalls | EmitError):
+    elif not isinstance(action, Noop | SetEdits | ToolCalls | EmitError):
         largest = max(action.tokens or (), default=0)
         if largest >= n_vocab:
             raise InvalidActionError(
@@ -320,6 +341,14 @@ class ActionBuilder:
         if logits is None and isinstance(self._event, ForwardPass):
             logits = self._event.logits
         return self._made(AdjustedLogits, logits, token_temp)
+
+    def edit(self, edits: Sequence[Edit] | Edit) -> SetEdits:
+        """Have *edits* in force from the next step on; see `SetEdits`."""
+        return self._made(SetEdits, edits)
+
+    def clear_edits(self) -> SetEdits:
+        """End all edits from the next step on, those of the request too."""
+        return self._made(SetEdits, [])
 
     def force_output(self, tokens: Iterable[int]) -> ForceOutput:
         """End the request with *tokens* as its whole text; see `ForceOutput`."""

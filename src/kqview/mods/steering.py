@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from kqview import _core
 from kqview.arguments import checked_ids
+from kqview.edits import Edit
 from kqview.errors import (
     BusyError,
     EmittedError,
@@ -40,6 +41,7 @@ from kqview.mods.actions import (
     ForceOutput,
     ForceTokens,
     Noop,
+    SetEdits,
     Terminal,
     ToolCalls,
     check_action,
@@ -97,6 +99,7 @@ class Decision:
         error: Error to raise, for EmitError.
         prompt: Ids of the prompt to evaluate; of Prefilled only.
         max_tokens: Limit of tokens to generate; of Prefilled only.
+        edits: What the edits of the request are from then on; None: as before.
     """
 
     n_removed: int = 0
@@ -109,6 +112,7 @@ class Decision:
     error: EmittedError | None = None
     prompt: list[int] = field(default_factory=list[int])
     max_tokens: int = 0
+    edits: _core.EditPlan | None = None
 
 
 @dataclass(slots=True)
@@ -140,6 +144,7 @@ class _Step:
     pieces: list[_Piece] = field(default_factory=list[_Piece])
     """The tokens of the step, since Added."""
     prefill: AdjustedPrefill | None = None
+    edits: list[Edit] | None = None
 
 
 @dataclass(eq=False, repr=False)
@@ -159,6 +164,7 @@ class Steering:
         attention: The row of a forward pass as the trace keeps it; None to leave it out.
         picks_slowly: Whether sampling may take long, as with a grammar; then an event loop does not
             wait for it.
+        plan_edits: Checks edits for a text of so many tokens.
         is_strict: Whether a mod that fails ends the request.
     """
 
@@ -177,6 +183,7 @@ class Steering:
     detokenize: Callable[[list[int]], str]
     is_end: Callable[[int], bool]
     attention: Callable[[ForwardPass], Object | None]
+    plan_edits: Callable[[list[Edit], int], _core.EditPlan]
     picks_slowly: bool = False
     is_strict: bool = False
 
@@ -224,6 +231,7 @@ class Steering:
         if dialogue is not None:
             info = ContextInfo(tokens, dialogue.messages, dialogue.tools)
         event = Prefilled(self.request_id, 0, max_tokens, info)
+        self._prompt = prompt
         step = _Step()
         end = yield from self._tell(event, recorded, step)
         decision = Decision(prompt=prompt, max_tokens=max_tokens)
@@ -231,6 +239,7 @@ class Steering:
             decision.prompt = step.prefill.tokens or prompt
             decision.max_tokens = step.prefill.max_steps or max_tokens
         self._prompt = decision.prompt
+        self._set_edits(decision, step)
         self._n_steps_max = _STEPS_PER_TOKEN * decision.max_tokens + _STEPS_MORE
         if self.recorder is not None:
             text = self.detokenize(decision.prompt)
@@ -276,6 +285,7 @@ class Steering:
             _, record = self._record_added(forced, n_kept + len(added), is_forced=True)
             step.pieces += _pieces(forced, record, True)
         decision.n_removed = step.n_back
+        self._set_edits(decision, step)
         self._fill(decision, step.pieces, forward, cut)
         if decision.end is None and self._stops(decision):
             decision.end = "stop"
@@ -463,7 +473,17 @@ class Steering:
         action = check_action(event, answer, self.n_vocab)
         if isinstance(action, AdjustedPrefill) and action.tokens:
             self.check_prompt(action.tokens)
+        if isinstance(action, SetEdits):
+            self.plan_edits(action.edits, self._n_tokens)
         return action
+
+    @property
+    def _n_tokens(self) -> int:
+        return len(self._prompt) + len(self.ids)
+
+    def _set_edits(self, decision: Decision, step: _Step) -> None:
+        if step.edits is not None:
+            decision.edits = self.plan_edits(step.edits, self._n_tokens)
 
     def _record(self, action: Action, called: int | None, is_applied: bool) -> TraceAction | None:
         if self.recorder is None:
@@ -487,9 +507,10 @@ class Steering:
                 known = {"has_tool_calls": bool(payload), "tool_calls": payload}
             case EmitError(message):
                 known = {"error_message": message}
-            case Noop():
+            case Noop() | SetEdits():
                 pass
-        name: Any = type(action).__name__
+        # Traces have no name for edits.
+        name: Any = "Noop" if isinstance(action, SetEdits) else type(action).__name__
         record = self.recorder.action(called, name, is_applied=is_applied, **known)
         if record is not None:
             self._records.append(record)
@@ -665,7 +686,7 @@ class Steering:
 
 
 def _apply(
-    action: Noop | AdjustedPrefill | AdjustedLogits | ForceTokens | Backtrack,
+    action: Noop | AdjustedPrefill | AdjustedLogits | SetEdits | ForceTokens | Backtrack,
     record: TraceAction | None,
     step: _Step,
     *,
@@ -677,6 +698,8 @@ def _apply(
             pass
         case AdjustedPrefill():
             step.prefill = action
+        case SetEdits(edits):
+            step.edits = edits
         case AdjustedLogits(logits, temperature):
             step.logits = logits
             step.temperature = step.temperature if temperature is None else temperature

@@ -99,6 +99,7 @@ def steer(mods: Sequence[Any], ids: list[int], request_id: str = "r", **options:
         "text": lambda: "".join(map(text_of, ids)),
         "recorder": recorder,
         "check_prompt": check_prompt,
+        "plan_edits": lambda edits, n_tokens: None,
         "detokenize": lambda some: "".join(map(text_of, some)),
         "is_end": lambda token: token == EOS,
         "attention": lambda event: None,

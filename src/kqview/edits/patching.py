@@ -1,0 +1,126 @@
+"""Activation patching: which heads carry what distinguishes one prompt from another."""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kqview.edits.edit import Edit, HeadRecord, SetHead
+from kqview.errors import RequestError, shown
+from kqview.types import Capture
+
+if TYPE_CHECKING:
+    from kqview import _core
+    from kqview.engine import Engine
+    from kqview.generation.stream import Generation
+
+Metric = Callable[[NDArray[np.float32]], float]
+
+_CAPTURE = Capture("probs", layers=[], vocab_logits=True)
+
+
+def patch(
+    engine: "Engine",
+    clean: str | Sequence[int],
+    corrupted: str | Sequence[int],
+    metric: Metric | tuple[str | int, str | int],
+    *,
+    layers: Iterable[int] | None = None,
+    positions: Iterable[int] | None = None,
+) -> NDArray[np.float64]:
+    """Put each head's output of the *clean* prompt into a run of the *corrupted* one.
+
+    One pass for each head, several at a time in all slots. An effect of 0 leaves the corrupted
+    result, 1 gives the clean one back: the head alone carries the difference.
+
+    Args:
+        engine: The engine.
+        clean: A prompt that gives the wanted result.
+        corrupted: One of as many tokens that does not.
+        metric: Computes a number from the logits behind the prompt, float32 ``(n_vocab,)``; or the
+            two tokens, ids or texts, whose difference of logits it is.
+        layers: Layers to patch, of those with attention; None for all.
+        positions: Tokens at which a head is patched, negative ones counted from the prompt's end;
+            None for all.
+
+    Returns:
+        Effects, float64 ``(n_layers, n_heads)``, a row for each of *layers*; NaN where a layer has
+        fewer heads than another.
+
+    Raises:
+        RequestError: The prompts differ in length, their metrics do not differ, or a token of
+            *metric* is not one.
+        KqviewError: As of `Engine.generate`.
+    """
+    measure = metric if callable(metric) else _difference(engine, *metric)
+    ids, others = (
+        engine.tokenize(one) if isinstance(one, str) else list(one) for one in (clean, corrupted)
+    )
+    if len(ids) != len(others):
+        raise RequestError(
+            f"clean has {len(ids)} tokens and corrupted {len(others)}; patching needs as many of "
+            "each",
+            parameter="corrupted",
+        )
+    wanted = list(engine.model.attention_layers if layers is None else layers)
+    where = range(len(ids)) if positions is None else sorted(one % len(ids) for one in positions)
+    heads = HeadRecord(wanted)
+    at_clean = _run(engine, ids, [heads], measure)
+    record = cast("_core.HeadRecord", heads.record)
+    at_corrupted = _run(engine, others, [], measure)
+    if at_clean == at_corrupted:
+        raise RequestError(
+            f"metric is {at_clean} for both prompts; choose one that tells them apart",
+            parameter="metric",
+        )
+    cells = [(i, head) for i, layer in enumerate(wanted) for head in range(record.n_heads(layer))]
+    effects = np.full((len(wanted), 1 + max(head for _, head in cells)), np.nan)
+    running: deque[tuple[int, int, Generation]] = deque()
+    for i, head in cells:
+        if len(running) == len(engine.slots):
+            _take(running, effects, measure)
+        edit = SetHead(wanted[i], head, record.head(wanted[i], head), where)
+        running.append((i, head, _start(engine, others, [edit])))
+    while running:
+        _take(running, effects, measure)
+    return (effects - at_corrupted) / (at_clean - at_corrupted)
+
+
+def _difference(engine: "Engine", answer: str | int, other: str | int) -> Metric:
+    """The difference of two tokens' logits."""
+    ids: list[int] = []
+    for token in (answer, other):
+        found = (
+            engine.tokenize(token, add_special=False) if isinstance(token, str) else [int(token)]
+        )
+        if len(found) != 1:
+            raise RequestError(
+                f"metric has {shown(token)}, which is {len(found)} tokens; name single tokens",
+                parameter="metric",
+            )
+        ids += found
+    return lambda logits: float(logits[ids[0]]) - float(logits[ids[1]])
+
+
+def _start(engine: "Engine", ids: list[int], edits: list[Edit]) -> "Generation":
+    return engine.generate(
+        ids, max_tokens=1, temperature=0.0, ignore_eos=True, capture=_CAPTURE, edits=edits
+    )
+
+
+def _measured(generation: "Generation", measure: Metric) -> float:
+    token = next(iter(generation))
+    return float(measure(cast("Any", token.logits)))
+
+
+def _run(engine: "Engine", ids: list[int], edits: list[Edit], measure: Metric) -> float:
+    return _measured(_start(engine, ids, edits), measure)
+
+
+def _take(
+    running: "deque[tuple[int, int, Generation]]", effects: NDArray[np.float64], measure: Metric
+) -> None:
+    i, head, generation = running.popleft()
+    effects[i, head] = _measured(generation, measure)
