@@ -15,13 +15,15 @@ from hypothesis import strategies as st
 
 import kqview
 from kqview import Capture, ControlVector, Edit, Engine, errors, mod
+from kqview.demo import MODEL_PATH as DEMO
 from kqview.mods import Added
+from tests.engine.conftest import fake_devices
 from tests.support import tiny_gguf
 from tests.support.reference import relative_error
 from tests.support.rows import forward_ids, random_ids, reference_of, run, sequence_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from .conftest import MakeEngine
@@ -603,6 +605,31 @@ def test_patching_all_positions_equals_the_reference(make_engine: MakeEngine, mo
         kqview.patch(engine, clean, clean, (5, 9))
 
 
+# ---- devices
+
+
+@pytest.mark.needs("developer build")
+@pytest.mark.parametrize("flash_attn", [False, True])
+def test_layers_on_a_device_take_biases_of_all_heads(
+    fake_device: None, make_engine: MakeEngine, model: Path, flash_attn: bool
+) -> None:
+    options: dict[str, Any] = {"kv_type": "f32", "flash_attn": flash_attn}
+    engine = make_engine(model, n_gpu_layers=-1, **options)
+    for name in ("bias", "block"):
+        tokens = run(engine, random_ids(20), 5, capture=ALL, edits=CASES[name].edits)
+        limit = LIMITS["llama.cpp"] if flash_attn else 2e-5
+        assert error_of(model, random_ids(20), tokens, CASES[name]) <= limit
+    for name, what in (("add", "the output"), ("heads", "heads"), ("bias of layers", "scores")):
+        with pytest.raises(errors.UnsupportedModel, match=f"edits: {what} of layer"):
+            engine.generate(random_ids(20), edits=CASES[name].edits)
+
+
+@pytest.fixture
+def fake_device() -> Iterator[None]:
+    with fake_devices():
+        yield
+
+
 # ---- what is refused
 
 NAN = float("nan")
@@ -677,3 +704,37 @@ def test_positions_that_move_are_refused(make_engine: MakeEngine, model: Path) -
                 **options,  # type: ignore[list-item]
             )
         run(engine, prompt, 2, edits=CASES["add"].edits, **options)
+
+
+# ---- what it is for
+
+
+def test_patching_finds_the_heads_that_copy(make_engine: MakeEngine) -> None:
+    """Without the two heads that patching ranks highest, the demo model no longer copies."""
+    engine = make_engine(DEMO, n_slots=2)
+    rng = np.random.default_rng(3)
+    words = engine.tokenize(" red blue green dog cat house tree river stone", add_special=False)
+    effects = np.zeros((len(engine.model.attention_layers), engine.model.n_head))
+    copied: list[tuple[list[int], int]] = []
+    for _ in range(4):
+        ids = rng.choice(words, 8, replace=False).tolist()
+        other = next(word for word in words if word not in ids)
+        # The token behind the repeated one is to be copied; in the corrupted prompt it is another.
+        clean, corrupted = [*ids, *ids[:4]], [*ids[:4], other, *ids[5:], *ids[:4]]
+        effects += kqview.patch(engine, clean, corrupted, (ids[4], other))
+        copied.append((clean, ids[4]))
+    ranked = np.argsort(effects, axis=None)
+    layers = engine.model.attention_layers
+
+    def logprob(heads: Any) -> float:
+        chosen = {(layers[i], int(head)): 0.0 for i, head in heads}
+        edits = [Edit.scale_heads(chosen)] if chosen else None
+        scores = engine.score([[*clean, id_] for clean, id_ in copied], last=1, edits=edits)
+        return float(np.mean([score.logprobs[-1] for score in scores]))
+
+    best, least = (
+        [np.unravel_index(i, effects.shape) for i in some] for some in (ranked[-2:], ranked[:2])
+    )
+    plain = logprob([])
+    assert logprob(best) < plain - 1.0
+    assert abs(logprob(least) - plain) < (plain - logprob(best)) / 2

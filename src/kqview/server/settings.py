@@ -274,6 +274,12 @@ class Settings:
     mods_dir: str | None = setting(
         None, "folder of the mods that requests may name; without it, none", place="folder"
     )
+    edits: bool = setting(
+        False, "let requests change activations and attention, with the field edits"
+    )
+    control_vectors_dir: str | None = setting(
+        None, "folder of the control vectors that edits may name; without it, none", place="folder"
+    )
     max_mods: Count = setting(8, "maximum number of mods in one request")
     mod_time_limit_s: Duration = setting(
         5.0, "time limit of each call of a mod; a call that takes longer has no effect"

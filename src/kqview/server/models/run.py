@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from kqview.edits import Edit
 from kqview.engine import Engine
 from kqview.errors import InvalidCapture, KqviewError, RequestError
 from kqview.generation.stream import Generation, count_copied, is_parked
@@ -187,6 +188,7 @@ class GenerateRequest:
         n_reuse_min: Least tokens in a row to reuse by moving them, 0 for none.
         cache_prompt: False evaluates the whole prompt; further samples share that evaluation.
         lora: Scale of each LoRA adapter by its id, None for the engine's.
+        edits: What it changes in the model.
         mods: Mods that steer it, in their order.
         banned_phrases: Texts that it must not generate.
         dialogue: The chat that its prompt was made of, for its mods; None without either.
@@ -214,6 +216,7 @@ class GenerateRequest:
     n_reuse_min: int = 0
     cache_prompt: bool = True
     lora: Mapping[int | str, float] | None = None
+    edits: Sequence[Edit] = ()
     mods: Sequence[ModWanted] = ()
     banned_phrases: Sequence[str] = ()
     dialogue: Dialogue | None = None

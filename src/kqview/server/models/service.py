@@ -392,6 +392,7 @@ class Service(SocketHost):
                         slot=request.slot if i == 0 else None,
                         cache_prompt=request.cache_prompt or i_sample > 0,
                         lora=request.lora,
+                        edits=request.edits or None,
                         forcing=forcing,
                         request_id=request.request_id if i == 0 else f"{request.request_id}/{i}",
                         **options,

@@ -25,6 +25,7 @@ import msgspec
 from msgspec import Struct
 
 from kqview.errors import InvalidSampling, InvalidToken, RequestError
+from kqview.server.api.wire.edits_field import EditsField, edits_of
 from kqview.server.api.wire.mods_field import ModsField, mods_of_model
 from kqview.server.errors import NotSupported, renamed
 from kqview.server.models.run import Run
@@ -304,6 +305,14 @@ class LlamaFields(SamplingFields, kw_only=True):
         ),
     ] = None
 
+    edits: Annotated[
+        EditsField | None,
+        about(
+            "What to change in the model for this request, on a server that allows it.",
+            [{"type": "attention_bias", "spans": [[0, 25]], "log_factor": 1.5}],
+        ),
+    ] = None
+
     mods: Annotated[
         ModsField | None,
         about("Mods of the server's folder that steer the answer.", ["stop_early"]),
@@ -499,6 +508,7 @@ def options_of(fields: LlamaFields, settings: Settings) -> dict[str, Any]:
         "n_reuse_min": first(fields.n_cache_reuse, 0),
         "cache_prompt": fields.cache_prompt is not False,
         "mods": mods,
+        "edits": edits_of(fields.edits, settings),
     }
 
 
