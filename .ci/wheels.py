@@ -70,7 +70,13 @@ PROCESSORS = {
     ),
     "aarch64": Processor(
         "arm64",
-        {"cortex-a53": "armv8", "cortex-a76": "dotprod", "neoverse-n1": "dotprod", "max": "sve"},
+        {
+            "cortex-a53": "armv8",
+            "cortex-a76": "dotprod",
+            "neoverse-n1": "dotprod",
+            "max,sve=off": "i8mm",
+            "max": "sve",
+        },
         ("cortex-a76", "sve"),
     ),
 }
