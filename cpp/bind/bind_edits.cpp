@@ -6,6 +6,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstddef>
 #include <memory>
 #include <string>
@@ -41,6 +42,27 @@ void bias_scores(edit_plan& self, const std::pair<int, int>& queries,
     std::ranges::transform(keys, std::back_inserter(edit.keys), range_of);
     for (const int il : layers) self.layers[il].biases.push_back(edit);
     if (layers.empty()) self.biases.push_back(std::move(edit));
+}
+
+// A question, and the array of its rows, which own their memory: a function may keep it.
+struct hook_call {
+    int layer;
+    nb::object rows;
+};
+
+nb::object next_call(hook_channel& self) {
+    auto question = unlocked([&] { return self.next(); });
+    if (!question) return nb::none();
+    auto* const rows = new std::vector<float>(std::move(question->rows));
+    const nb::capsule owner(
+        rows, [](void* data) noexcept { delete static_cast<std::vector<float>*>(data); });
+    return nb::cast(hook_call{question->layer, embedding_array(*rows, question->n_tokens, owner)});
+}
+
+void answer_call(hook_channel& self, const nb::object& rows) {
+    if (rows.is_none()) return self.answer({});
+    const auto [read, owner] = values_of("rows", rows);
+    self.answer({read.begin(), read.end()});
 }
 
 // (n_tokens, n_values) of one head. Copied.
@@ -86,6 +108,15 @@ void bind_edits(nb::module_& module) {
             nb::arg("start"), nb::arg("keys"))
         .def_ro("start", &edit_history::run::start)
         .def_prop_ro("keys", [](const edit_history::run& self) { return *self.keys; });
+    nb::class_<hook_call>(module, "HookCall", "Activations that a hook is asked about.")
+        .def_ro("layer", &hook_call::layer)
+        .def_ro("rows", &hook_call::rows, "Float32 (n_tokens, n_embd), writable.");
+    nb::class_<hook_channel>(module, "HookChannel", "Calls of a hook, for the thread that runs it.")
+        .def("next", &next_call, nb::sig("def next(self) -> HookCall | None"),
+             "Wait for the next call; None when there will be none.")
+        .def("answer", &answer_call, nb::arg("rows").none(),
+             "Values in place of the call's, one after the other; None leaves them.")
+        .def("fail", &hook_channel::fail, nb::arg("why"), "End the request.");
     nb::class_<head_record>(module, "HeadRecord", "What heads gave out as a request ran.")
         .def(
             "n_heads",
@@ -109,6 +140,20 @@ void bind_edits(nb::module_& module) {
                 self.layers[layer].heads.push_back({head, factor});
             },
             nb::arg("layer"), nb::arg("head"), nb::arg("factor"))
+        .def(
+            "hook",
+            [](edit_plan& self, const std::vector<int>& layers, double limit_s) {
+                auto channel =
+                    std::make_shared<hook_channel>(std::chrono::duration<double>(limit_s));
+                const auto lease = std::make_shared<const hook_lease>(channel);
+                for (const int il : layers) {
+                    residual_edit edit;
+                    edit.hook = lease;
+                    self.layers[il].residual.push_back(std::move(edit));
+                }
+                return channel;
+            },
+            nb::arg("layers"), nb::arg("limit_s"), "Ask a function about outputs of layers.")
         .def(
             "set_head",
             [](edit_plan& self, int layer, int head, const nb::object& values,

@@ -45,6 +45,12 @@ edit_history::shared_keys unlike_any() {
 
 }  // namespace
 
+std::optional<error> edit_changes::failure() const {
+    for (const auto& one : changes_)
+        if (auto why = one.plan->failure()) return why;
+    return {};
+}
+
 const edit_plan* edit_changes::at(std::size_t position) const {
     const auto found = change_at(changes_, position);
     return found == changes_.end() || found->plan->keys.empty() ? nullptr : found->plan.get();

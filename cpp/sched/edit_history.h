@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <limits>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "tap/edits.h"
@@ -16,6 +17,8 @@ namespace kqview {
 // The edits that a request puts into force, and from which position of its text on.
 class edit_changes {
 public:
+    // Why an edit failed; empty if none did.
+    std::optional<error> failure() const;
     // Null: none.
     const edit_plan* at(std::size_t position) const;
     // How many of the tokens from `position` on have the same edits as the first of them, of `n`.

@@ -287,6 +287,7 @@ void engine_loop::decode() {
         const auto asked = part.target->active;
         if (!asked) continue;  // its rows of the previous step did not arrive
         try {
+            if (const auto failure = part.target->edits.failure()) throw error(*failure);
             if (slots_.keeps_checkpoints()) slots_.keep_checkpoint(*part.target);
             hand_out(part, result);
         } catch (...) {

@@ -313,6 +313,7 @@ void slot_table::release(slot& target) {
     target.picker.reset();
     target.ticket.reset();
     target.text.clear();
+    target.edits = {};
     target.fork.reset();
     target.cuts.clear();
     target.deadline.reset();

@@ -21,6 +21,16 @@ void check_layer(const char* what, int il, const std::vector<int>& known) {
 
 }  // namespace
 
+std::optional<error> edit_plan::failure() const {
+    for (const auto& [il, edits] : layers) {
+        for (const auto& one : edits.residual) {
+            const auto why = one.hook ? one.hook->channel->failure() : std::nullopt;
+            if (why) return error(errc::request, "edits: a hook ", *why);
+        }
+    }
+    return {};
+}
+
 edit_plan plan_for(const capture_source& source, edit_plan plan) {
     std::vector<int> with_heads, with_scores, with_own_scores;
     for (const auto& layer : source.attention) {

@@ -8,9 +8,12 @@
 #include <limits>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
+#include "base/error.h"
+#include "tap/hook_channel.h"
 #include "tap/plan.h"
 
 namespace kqview {
@@ -30,6 +33,7 @@ struct residual_edit {
     std::vector<int> positions;  // of tokens, ascending; empty: every token
     // F32 ne=[n_embd, n]: one for each of `positions`, or one for all. Layers may share them.
     std::shared_ptr<const std::vector<float>> values;
+    std::shared_ptr<const hook_lease> hook{};  // it decides instead of `values`
 };
 
 // Put in place of what a head gives out.
@@ -70,6 +74,9 @@ struct layer_edits {
     std::vector<head_factor> heads;
     std::vector<score_bias> biases;
 
+    bool has_hook() const {
+        return std::ranges::any_of(residual, [](const auto& one) { return one.hook != nullptr; });
+    }
     bool acts_on_heads() const { return !heads.empty() || !set_heads.empty(); }
 };
 
@@ -80,6 +87,8 @@ struct edit_plan {
     std::vector<score_bias> biases;       // of every layer with attention
     std::shared_ptr<head_record> record;  // of the heads as they are after the edits; or null
 
+    // Why a hook did not do its part; empty if all did.
+    std::optional<error> failure() const;
     // Whether a layer needs the node at the outputs of its heads.
     bool acts_on_heads(int il) const {
         const auto* const edits = find(il);

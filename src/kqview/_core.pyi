@@ -157,6 +157,25 @@ class EditedCells:
     start: Final[int]
     keys: Final[list[EditKey]]
 
+class HookCall:
+    """Activations that a hook is asked about."""
+
+    layer: Final[int]
+    rows: Final[object]
+    """Float32 (n_tokens, n_embd), writable."""
+
+class HookChannel:
+    """Calls of a hook, for the thread that runs it."""
+
+    def next(self) -> HookCall | None:
+        """Wait for the next call; None when there will be none."""
+
+    def answer(self, rows: object | None) -> None:
+        """Values in place of the call's, one after the other; None leaves them."""
+
+    def fail(self, why: str) -> None:
+        """End the request."""
+
 class HeadRecord:
     """What heads gave out as a request ran."""
 
@@ -175,6 +194,9 @@ class EditPlan:
         """One vector for all tokens, or one for each position, one after the other."""
 
     def scale_head(self, layer: int, head: int, factor: float) -> None: ...
+    def hook(self, layers: Sequence[int], limit_s: float) -> HookChannel:
+        """Ask a function about outputs of layers."""
+
     def set_head(self, layer: int, head: int, values: object, positions: Sequence[int]) -> None:
         """Values for each position, one after the other."""
 

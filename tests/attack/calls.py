@@ -107,7 +107,7 @@ CAPTURE_NAMES = tuple(Capture.__dataclass_fields__)
 GENERATE_NAMES = (
     "max_tokens", "sampling", "capture", "slot", "mods", "request_id", "priority", "reuse",
     "reuse_min_tokens", "context_shift", "n_keep", "n_discard", "add_special", "parse_special",
-    "mod_time_limit_s", "mods_strict", "trace",
+    "mod_time_limit_s", "mods_strict", "trace", "edits",
 )  # fmt: skip
 MESSAGES: tuple[Any, ...] = (
     [],

@@ -6,6 +6,10 @@ other requests see, and what a cache gives them, is compared bit for bit.
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import random
+import threading
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +21,7 @@ import kqview
 from kqview import Capture, ControlVector, Edit, Engine, errors, mod
 from kqview.demo import MODEL_PATH as DEMO
 from kqview.mods import Added
+from tests.attack.calls import OwnError, values
 from tests.engine.conftest import fake_devices
 from tests.support import tiny_gguf
 from tests.support.reference import relative_error
@@ -605,6 +610,91 @@ def test_patching_all_positions_equals_the_reference(make_engine: MakeEngine, mo
         kqview.patch(engine, clean, clean, (5, 9))
 
 
+# ---- hooks
+
+
+def test_a_hook_sees_and_changes_the_tokens_of_its_request(
+    make_engine: MakeEngine, model: Path
+) -> None:
+    engine, prompt = make_engine(model, n_slots=2, **EXACT), random_ids(20)
+    seen: list[Any] = []
+
+    def doubled(activations: Any) -> Any:
+        seen.append(activations)
+        return 2.0 * activations
+
+    other = engine.generate(random_ids(9, seed=4), slot=1, max_tokens=6, capture=ALL)
+    tokens = run(engine, prompt, 4, slot=0, capture=ALL, edits=Edit.hook(doubled, layers=[1]))
+
+    def behind(il: int, x: Any) -> Any:
+        return 2.0 * x if il == 1 else x
+
+    assert error_of(model, prompt, tokens, Case([], behind_layer=behind)) <= 1e-5
+    assert sum(len(one) for one in seen) == 23
+    want = forward_ids(model, sequence_of(prompt, tokens), behind_layer=behind)
+    assert relative_error(2.0 * np.concatenate(seen), want.hidden[1]) <= 1e-5  # views that are kept
+    assert error_of(model, random_ids(9, seed=4), list(other), PLAIN) <= 1e-5
+    assert cached(engine, prompt) == 0
+    assert cached(engine, prompt, edits=Edit.hook(lambda rows: None, layers=[0])) == 0
+
+
+def test_edits_before_and_behind_a_hook_act_in_order(make_engine: MakeEngine, model: Path) -> None:
+    engine, prompt = make_engine(model, **EXACT), random_ids(20)
+    edits = [
+        Edit.add(vector(1), 1),
+        Edit.hook(lambda rows: rows * 2.0, layers=[1]),
+        Edit.add(vector(2), 1),
+    ]
+    tokens = run(engine, prompt, 3, capture=ALL, edits=edits)
+
+    def behind(il: int, x: Any) -> Any:
+        return 2.0 * (x + vector(1)) + vector(2) if il == 1 else x
+
+    assert error_of(model, prompt, tokens, Case([], behind_layer=behind)) <= 1e-5
+
+
+def test_a_hook_that_fails_ends_its_request_alone(make_engine: MakeEngine, model: Path) -> None:
+    engine, prompt = make_engine(model, n_slots=2, **EXACT), random_ids(20)
+    is_over = threading.Event()
+
+    def raises(rows: Any) -> Any:
+        raise KeyError("lost")
+
+    def hangs(rows: Any) -> Any:
+        is_over.wait(60)
+
+    def calls(rows: Any) -> Any:
+        return engine.score(prompt).logprobs  # waits for the engine, which waits for this
+
+    for fn, limit_s, says in (
+        (raises, 10.0, "raised KeyError"),
+        (lambda rows: rows[:1], 10.0, "returned shape"),
+        (lambda rows: rows * np.nan, 10.0, "not finite"),
+        (hangs, 0.2, "longer than its limit"),
+        (calls, 0.2, "longer than its limit"),
+    ):
+        other = engine.generate(random_ids(9, seed=4), slot=1, max_tokens=6, capture=ALL)
+        edits = Edit.hook(fn, layers=[1], time_limit_s=limit_s)
+        with pytest.raises(errors.RequestError, match=says):
+            run(engine, prompt, 4, slot=0, edits=edits)
+        assert error_of(model, random_ids(9, seed=4), list(other), PLAIN) <= 1e-5
+    is_over.set()
+    for arguments in ({"fn": 3}, {"at": "mlp_out"}, {"layers": []}, {"time_limit_s": 0}):
+        with pytest.raises(errors.InvalidEdit):
+            Edit.hook(**{"fn": raises, "layers": [1], **arguments})  # type: ignore[arg-type]
+
+
+def test_threads_of_hooks_end_with_their_requests(make_engine: MakeEngine, model: Path) -> None:
+    engine = make_engine(model, **EXACT)
+    for _ in range(3):
+        run(engine, random_ids(9), 2, edits=Edit.hook(lambda rows: None, layers=[0, 1]))
+    gc.collect()
+    hooks = [one for one in threading.enumerate() if one.name == "kqview-hook"]
+    for one in hooks:
+        one.join(10)
+        assert not one.is_alive()
+
+
 # ---- devices
 
 
@@ -665,6 +755,18 @@ NAN = float("nan")
 def test_invalid_edits_are_refused(make: Any, says: str) -> None:
     with pytest.raises(errors.InvalidEdit, match=says):
         make()
+
+
+@pytest.mark.parametrize("name", ["add", "set", "scale_heads", "attention_bias", "block"])
+def test_arguments_of_any_kind_are_refused_or_taken(name: str) -> None:
+    n_most = {"set": 3, "scale_heads": 1}.get(name, 4)
+    n_least = {"set": 3, "scale_heads": 1}.get(name, 2)
+    for seed in range(500):
+        rng = random.Random(f"{name}{seed}")
+        arguments = [values(rng) for _ in range(rng.randint(n_least, n_most))]
+        # An object's own error is its caller's.
+        with contextlib.suppress(errors.InvalidEdit, OwnError):
+            getattr(Edit, name)(*arguments)
 
 
 @pytest.mark.parametrize(

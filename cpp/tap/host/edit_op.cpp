@@ -6,6 +6,8 @@
 #include <cstddef>
 #include <cstring>
 #include <limits>
+#include <span>
+#include <vector>
 
 #include "tap/host/row_kernel.h"
 
@@ -44,6 +46,24 @@ void apply(const residual_edit& edit, int position, float* row, std::size_t n_em
     }
 }
 
+// The rows of a layer's output that belong to the tokens of a run, with their positions.
+struct edited_row {
+    float* values;
+    int position;
+};
+
+void ask_hook(const hook_lease& hook, int il, std::span<const edited_row> rows,
+              std::size_t n_embd) {
+    if (rows.empty()) return;
+    std::vector<float> all;
+    all.reserve(rows.size() * n_embd);
+    for (const auto& row : rows) all.insert(all.end(), row.values, row.values + n_embd);
+    // What fails is kept by the channel.
+    if (!hook.channel->ask(il, static_cast<int>(rows.size()), all)) return;
+    for (std::size_t i = 0; i < rows.size(); ++i)
+        std::copy_n(all.data() + i * n_embd, n_embd, rows[i].values);
+}
+
 void run_residual_edit(ggml_tensor* node, int ith, int nth, void* data) {
     const auto& op = *static_cast<const edit_op*>(data);
     const ggml_tensor* const output = node->src[0];
@@ -53,12 +73,22 @@ void run_residual_edit(ggml_tensor* node, int ith, int nth, void* data) {
         if (!edits || edits->residual.empty()) continue;
         // end_step reports what was not edited
         if (output->ne[1] != op.table->n_tokens && output->ne[1] != op.table->n_outputs) continue;
-        for (int i = ith; i < run.n_tokens; i += nth) {
+        // A hook sees all rows at once, with the edits before it: one thread does the work then.
+        const bool has_hook = edits->has_hook();
+        if (has_hook && ith != 0) continue;
+        std::vector<edited_row> rows;
+        for (int i = ith; i < run.n_tokens; i += has_hook ? 1 : nth) {
             const auto i_row = row_of(*op.table, output, run.i_token + i);
             if (i_row < 0) continue;
-            auto* const row = reinterpret_cast<float*>(static_cast<std::byte*>(output->data) +
-                                                       zu(i_row) * output->nb[1]);
-            for (const auto& edit : edits->residual) apply(edit, run.position + i, row, n_embd);
+            auto* const row = static_cast<std::byte*>(output->data) + zu(i_row) * output->nb[1];
+            rows.push_back({reinterpret_cast<float*>(row), run.position + i});
+        }
+        for (const auto& edit : edits->residual) {
+            if (edit.hook) {
+                ask_hook(*edit.hook, op.il, rows, n_embd);
+                continue;
+            }
+            for (const auto& row : rows) apply(edit, row.position, row.values, n_embd);
         }
         if (ith == 0) op.table->n_done.fetch_add(1, std::memory_order_relaxed);
     }

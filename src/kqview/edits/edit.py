@@ -9,12 +9,14 @@ reused by requests whose edits would have left them as they are.
 import hashlib
 import math
 import os
+import threading
+import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice, pairwise
-from typing import Final, cast
+from typing import Any, Final, Literal, cast
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -25,6 +27,9 @@ from kqview.errors import InvalidEdit, shown
 
 MOST_EDITS: Final = 256
 MOST_INDICES: Final = 2**20
+MOST_SPANS: Final = 512
+HOOK_LIMIT_S: Final = 10.0
+HOOK_LIMIT_MAX_S: Final = 3600.0
 LOG_FACTOR_MAX: Final = 100.0
 """Of an attention bias; exp of it is far beyond what a softmax tells from 1."""
 VALUE_MAX: Final = 1e6
@@ -239,9 +244,12 @@ class Edit(ABC):
                 f"log_factor must be a number from -{LOG_FACTOR_MAX:g} to {LOG_FACTOR_MAX:g}, got "
                 f"{shown(log_factor)}"
             )
-        if isinstance(spans, str) or not isinstance(spans, Iterable):  # pyright: ignore[reportUnnecessaryIsInstance]
+        if isinstance(spans, str) or not _is_iterable(spans):
             raise _invalid(f"spans must be ranges such as [(0, 25)], got {shown(spans)}")
-        pairs = sorted(_span("a range of spans", one) for one in spans)
+        given = islice(spans, MOST_SPANS + 1)
+        pairs = sorted(_span("a range of spans", one) for one in given)
+        if len(pairs) > MOST_SPANS:
+            raise _invalid(f"spans has more than {MOST_SPANS} ranges")
         overlaps = any(a[1] < 0 or a[1] > b[0] for a, b in pairwise(pairs))
         if not pairs or overlaps:
             raise _invalid(f"spans must be one or more disjoint ranges, got {shown(spans)}")
@@ -274,6 +282,45 @@ class Edit(ABC):
             _some("layers", layers),
             _some("heads", heads),
         )
+
+    @classmethod
+    def hook(
+        cls,
+        fn: Callable[[NDArray[np.float32]], ArrayLike | None],
+        at: Literal["residual"] = "residual",
+        layers: int | Iterable[int] = (),
+        time_limit_s: float = HOOK_LIMIT_S,
+    ) -> "Edit":
+        """Call *fn* with the activations of this request's tokens, for exploring.
+
+        The engine waits for each call, one for each layer and step, and so does every request that
+        shares the step. *fn* runs on a thread of its own. What it raises, and a call beyond the
+        time limit, ends this request with RequestError, and no other. It must not use the engine.
+        Nothing that is computed so is reused from a cache.
+
+        Args:
+            fn: Gets a float32 array of its own, ``(n_tokens, n_embd)``: the tokens of one step, of
+                the last layer only those whose logits are wanted. Returns values of the same shape,
+                or None to leave them as they are.
+            at: "residual", the output of a layer.
+            layers: Layers, negative ones counted from the last.
+            time_limit_s: Most seconds of one call.
+
+        Raises:
+            InvalidEdit: *fn* cannot be called, or an argument is invalid.
+        """
+        if not callable(fn):
+            raise _invalid(f"fn must be a function, got {shown(fn)}")
+        if at != "residual":
+            raise _invalid(f"at must be 'residual', the output of layers, got {shown(at)}")
+        limit = to_number(time_limit_s)
+        if limit is None or not 0 < limit <= HOOK_LIMIT_MAX_S:
+            raise _invalid(
+                f"time_limit_s must be above 0 and at most {HOOK_LIMIT_MAX_S:g}, got "
+                f"{shown(time_limit_s)}"
+            )
+        named = _indices("layers", [layers] if to_index(layers) is not None else layers)
+        return _Hook(fn, named, limit)
 
     @property
     @abstractmethod
@@ -388,6 +435,47 @@ class _Bias(Edit):
         return what, max(self.queries[0], min(start for start, _ in self.keys))
 
 
+@dataclass(frozen=True, eq=False)
+class _Hook(Edit):
+    fn: Callable[[NDArray[np.float32]], ArrayLike | None]
+    layers: tuple[int, ...]
+    limit_s: float
+
+    @property
+    def has_places(self) -> bool:
+        return False
+
+    def write(self, plan: _core.EditPlan, target: EditTarget) -> tuple[object, int]:
+        channel = plan.hook([target.layer("layers", one) for one in self.layers], self.limit_s)
+        # The channel is closed when the plan and the request are gone.
+        threading.Thread(
+            target=_answer, args=(channel, self.fn), name="kqview-hook", daemon=True
+        ).start()
+        return ("hook", uuid.uuid4().hex), 0
+
+
+def _answer(channel: "_core.HookChannel", fn: Callable[[NDArray[np.float32]], Any]) -> None:
+    """Answer the calls of a hook until there are no more; runs on its thread."""
+    while (call := channel.next()) is not None:
+        rows = cast("NDArray[np.float32]", call.rows)
+        shape = rows.shape
+        try:
+            returned = fn(rows)
+            if returned is not None:
+                returned = np.ascontiguousarray(returned, np.float32)
+                if returned.shape != shape or not np.all(np.isfinite(returned)):
+                    channel.fail(
+                        f"of layer {call.layer} returned shape {returned.shape} or values that are "
+                        f"not finite; return {shape} or None"
+                    )
+                    return
+                returned = returned.ravel()
+        except BaseException as error:  # whatever the function raises ends its request
+            channel.fail(f"of layer {call.layer} raised {type(error).__name__}: {error}")
+            return
+        channel.answer(returned)
+
+
 class HeadRecord(Edit):
     """Changes nothing, and keeps what heads give out, for `kqview.patch`."""
 
@@ -475,7 +563,7 @@ def _invalid(message: str) -> InvalidEdit:
 
 
 def _indices(name: str, values: object) -> tuple[int, ...]:
-    if isinstance(values, str | bytes) or not isinstance(values, Iterable):
+    if isinstance(values, str | bytes) or not _is_iterable(values):
         raise _invalid(
             f"{name} must be whole numbers such as [0, 1], got {shown(cast('object', values))}"
         )
@@ -491,14 +579,20 @@ def _indices(name: str, values: object) -> tuple[int, ...]:
     return tuple(found)
 
 
+def _is_iterable(value: object) -> bool:
+    """Whether it is; an array without dimensions only looks so."""
+    return isinstance(value, Iterable) and not (isinstance(value, np.ndarray) and value.ndim == 0)
+
+
 def _some(name: str, values: object) -> tuple[int, ...] | None:
     return None if values is None else _indices(name, values)
 
 
 def _pair(value: object) -> tuple[object, object] | None:
-    if not isinstance(value, Sequence | np.ndarray) or isinstance(value, str | bytes):
+    is_sequence = isinstance(value, Sequence | np.ndarray) and not isinstance(value, str | bytes)
+    if not is_sequence or not _is_iterable(cast("object", value)):
         return None
-    items: list[object] = list(cast("Iterable[object]", value))
+    items: list[object] = list(islice(cast("Iterable[object]", value), 3))
     return (items[0], items[1]) if len(items) == 2 else None
 
 
@@ -521,7 +615,7 @@ def _vectors(name: str, values: ArrayLike, scale: float) -> NDArray[np.float32]:
     """A copy of *values* times *scale*, of one or two dimensions."""
     try:
         found = np.array(values, np.float64)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError, MemoryError):
         raise _invalid(f"{name} must be an array of floats, got {shown(values)}") from None
     if found.ndim not in (1, 2) or found.size == 0:
         raise _invalid(f"{name} must have shape (n_embd,) or (n, n_embd), got {found.shape}")
