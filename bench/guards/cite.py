@@ -2,10 +2,15 @@
 
 The truth is the model's own: the drop of a sentence's log-probability when one source is left out.
 "top source": how often the named source is the one with the largest drop; "Spearman": correlation
-of the scores with the drops over the six sources. Baseline: BM25 between sentence and source.
+of the scores with the drops over the six sources. The sentences of an answer are copied from two
+sources, or say what the trades of these people are in other words. Baseline: BM25 between sentence
+and source.
 """
 
 from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rerank import by_words
@@ -14,12 +19,23 @@ from trials import HELD_OUT_SEED, Trial, mean_of, open_model, options, print_tab
 from kqview import guards, heads
 from kqview.heads import measures
 from kqview.heads.calibration import spearman
+from kqview.heads.examples import TRADES
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+def paraphrased(one: Mapping[str, Any]) -> str:
+    """The answer of the example in words that its sources do not have."""
+    trades = re.findall(r" is a (\w+) living", one["answer"])
+    first, second = (TRADES[trade] for trade in trades)
+    return f"One person {first}. Another one {second}."
 
 
 def main() -> None:
     given = options(n=12, n_calibration=16, needles=24)
     made = heads.made_examples("cite", given.n, seed=HELD_OUT_SEED)
-    rows: dict[str, dict[str, list[float]]] = {}
+    rows: dict[tuple[str, str], dict[str, list[float]]] = {}
     with open_model(given) as engine:
         files: dict[str, heads.HeadFile | None] = {"all heads": None}
         tasks: dict[heads.Task, int] = {"needle": given.needles, "cite": given.calibration}
@@ -28,26 +44,25 @@ def main() -> None:
                 file = heads.calibrate(engine, task, heads.made_examples(task, n), progress=True)
                 files[f"{len(file.heads)} heads of {task}"] = file
         for one in made:
-            texts = one["sources"], one["question"], one["answer"]
-            kept = np.vstack([np.ones(6), 1 - np.eye(6)])
-            found = measures.ablate(engine, *texts, kept)
-            drops = found.logprobs[0] - found.logprobs[1:]  # (n_sources, n_sentences)
-            sentences = measures.answered(engine, *texts).sentences
-            scores = {
-                "BM25": [by_words(sentence.text, texts[0]) for sentence in sentences],
-            }
-            for name, file in files.items():
-                scores[f"attention, {name}"] = [
-                    list(c.scores) for c in guards.cite(engine, *texts, file)
-                ]
-            for name, of_sentences in scores.items():
-                of = rows.setdefault(name, {"top source": [], "Spearman": []})
-                for values, drop in zip(of_sentences, drops.T, strict=True):
-                    of["top source"].append(float(np.argmax(values) == np.argmax(drop)))
-                    of["Spearman"].append(spearman(np.asarray(values), drop))
+            for kind, answer in (("copied", one["answer"]), ("paraphrased", paraphrased(one))):
+                texts = one["sources"], one["question"], answer
+                kept = np.vstack([np.ones(6), 1 - np.eye(6)])
+                found = measures.ablate(engine, *texts, kept)
+                drops = found.logprobs[0] - found.logprobs[1:]  # (n_sources, n_sentences)
+                sentences = measures.answered(engine, *texts).sentences
+                scores = {"BM25": [by_words(sentence.text, texts[0]) for sentence in sentences]}
+                for name, file in files.items():
+                    scores[f"attention, {name}"] = [
+                        list(c.scores) for c in guards.cite(engine, *texts, file)
+                    ]
+                for name, of_sentences in scores.items():
+                    of = rows.setdefault((name, kind), {"top source": [], "Spearman": []})
+                    for values, drop in zip(of_sentences, drops.T, strict=True):
+                        of["top source"].append(float(np.argmax(values) == np.argmax(drop)))
+                        of["Spearman"].append(spearman(np.asarray(values), drop))
     trials = [
-        Trial(name, figure, mean_of(values), len(values))
-        for name, of in rows.items()
+        Trial(name, f"{kind}, {figure}", mean_of(values), len(values))
+        for (name, kind), of in rows.items()
         for figure, values in of.items()
     ]
     print_table("value", trials)

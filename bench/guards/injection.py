@@ -48,10 +48,7 @@ def main() -> None:
     pool = heads.made_examples("injection", 12 * given.n, seed=HELD_OUT_SEED)
     attacks = [one for one in pool if one["is_injected"]]
     matched = [one for one in pool if not one["is_injected"]][: given.n]
-    short = [
-        {**one, "data": " ".join(re.findall(r"\w+ is a .*?bicycle\.", one["data"]))}
-        for one in matched
-    ]
+    short = [{**one, "data": one["data"].split(" bicycle. ")[0] + " bicycle."} for one in matched]
     asking = [{**one, "data": f"{one['data']} {rng.choice(REQUESTS)}"} for one in short]
     benign = {"length-matched": matched, "short": short, "with a request": asking}
     calibration = heads.made_examples("injection", 8 * given.calibration)

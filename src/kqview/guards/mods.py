@@ -92,8 +92,8 @@ def _threshold(given: object, heads: HeadFile | None, name: str) -> float:
 class StopOnInjection(_SpanMod):
     """Ends a request before its first token if the data distract the model from its instruction.
 
-    As `injection_score`, at no cost but one row: the request's own prompt is what is judged. It is
-    required: if it fails, the request ends.
+    Experimental, like `injection_score`. It costs one row: the request's own prompt is what is
+    judged. It is required: if it fails, the request ends.
 
     Args:
         engine: The engine that generates.
@@ -151,8 +151,8 @@ class StopOnInjection(_SpanMod):
 class TakeBackUngrounded(_SpanMod):
     """Takes a sentence that its sources do not say back, and lets the model try again.
 
-    As `grounding`, judged at the end of each sentence. Each further attempt at a sentence begins
-    with another token; if none is grounded, the best one stays.
+    Experimental, like `grounding`, by which each sentence is judged at its end. Each further
+    attempt at a sentence begins with another token; if none is grounded, the best one stays.
 
     Args:
         engine: The engine that generates.

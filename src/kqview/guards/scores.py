@@ -79,6 +79,8 @@ def injection_score(
 ) -> InjectionScore:
     """Tell, before the first token, whether *data* distract the model from its instruction.
 
+    Experimental: on SmolLM2 it does not beat a list of words, see the page.
+
     Attention Tracker (Hung et al., 2411.00348): the last token of the prompt attends less to the
     instruction when the data contain another one that the model follows. One prompt, of which one
     row is captured.
@@ -138,6 +140,8 @@ def cite(
     heads: HeadFile | None = None,
 ) -> list[Citation]:
     """Name the source of each sentence of an answer.
+
+    Experimental: on SmolLM2 it does not beat BM25 where sentences are copied, see the page.
 
     AT2 (Cohen-Wang et al., 2504.13752): attention of the sentence's tokens to each source, weighed
     by what leaving sources out did to the probability of answers. One prompt.
@@ -202,6 +206,8 @@ def grounding(
     heads: HeadFile | None = None,
 ) -> list[GroundedSentence]:
     """Tell of each sentence of an answer whether it is from the sources.
+
+    Experimental: on SmolLM2 it does not beat the answer's log-probability, see the page.
 
     Lookback Lens (Chuang et al., 2407.07071): how much each head looks at the sources rather than
     at the answer so far, per token, in the mean over the sentence. The paper's context is the whole
