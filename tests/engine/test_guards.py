@@ -18,7 +18,15 @@ from kqview.errors import (
     PromptTooLong,
     RequestError,
 )
-from kqview.heads import Head, HeadFile, HeadFileWarning, ModelKey, measures
+from kqview.heads import (
+    Head,
+    HeadFile,
+    HeadFileWarning,
+    ModelKey,
+    made_examples,
+    measures,
+)
+from kqview.heads.calibration import ndcg
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -275,3 +283,18 @@ def test_align_att_follows_the_weighted_heads_of_a_file(engine: Engine):
     wide = engine.generate(ids, mods=[guard], capture="probs", max_tokens=8)
     with pytest.raises(EmittedError, match="32 heads were captured, 16 are expected"):
         wide.read()
+
+
+@pytest.mark.needs("smollm2")
+@pytest.mark.full
+def test_heads_of_a_real_model_rank_where_no_word_is_shared():
+    with Engine.demo("smollm2", n_ctx=1024) as real:
+        heads = head_file(real, "rerank", Head(8, 7, 0.3), Head(9, 0, 0.3), Head(9, 2, 0.3))
+        found: dict[bool, list[float]] = {True: [], False: []}
+        for example in made_examples("rerank", 6, seed=77):
+            for is_chosen, values in found.items():
+                scores = guards.rerank(
+                    real, example["query"], example["documents"], heads if is_chosen else None
+                )
+                values.append(ndcg(np.array(scores), np.eye(8)[example["relevant"][0]]))
+        assert np.mean(found[True]) > 0.8 > np.mean(found[False])  # 0.49 by chance
