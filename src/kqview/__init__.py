@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from kqview import ray as ray
     from kqview import viz as viz
     from kqview.corpora import extract, open_corpus
-    from kqview.edits import ControlVector, Edit, patch, vector
+    from kqview.edit import Edit
+    from kqview.edits import ControlVector, patch, vector
     from kqview.engine import Engine
     from kqview.engine_options import EngineOptions
     from kqview.generation.prompt import PromptAttention
@@ -55,7 +56,8 @@ _HOMES: Final = {
     name: module
     for module, names in {
         "corpora": "extract open_corpus",
-        "edits": "ControlVector Edit patch vector",
+        "edit": "Edit",
+        "edits": "ControlVector patch vector",
         "engine": "Engine",
         "engine_options": "EngineOptions",
         "generation.prompt": "PromptAttention",

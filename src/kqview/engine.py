@@ -29,7 +29,7 @@ from kqview.conversation import (
     TemplateOptions,
 )
 from kqview.demo import MODEL_PATH, model_path
-from kqview.edits import Edit
+from kqview.edit import Edit
 from kqview.embedding import Embedding, EmbedOptions, Pair, Vectors
 from kqview.engine_options import DEFAULTS, EngineOptions, checked, context_options, model_options
 from kqview.errors import RequestError, UnknownSlot, shown

@@ -10,7 +10,7 @@ from typing import cast
 
 from kqview import _core
 from kqview.arguments import whole_number
-from kqview.edits import Edit
+from kqview.edit import Edit
 from kqview.errors import RequestError
 from kqview.generation.stream import Generation
 from kqview.lora import LoraScales

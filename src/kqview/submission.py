@@ -32,7 +32,7 @@ from kqview.arguments import (
     to_index,
     whole_number,
 )
-from kqview.edits import Edit, EditTarget, listed, plan_of
+from kqview.edit import Edit, EditTarget, listed, plan_of
 from kqview.errors import (
     InvalidCapture,
     InvalidEdit,

@@ -48,6 +48,7 @@ PYTHON_RINGS: dict[str, set[str]] = {
     "bench": set(),
     "convert": set(),
     "corpora": {"saved"},
+    "edits": set(),
     "heads": set(),
     "guards": {"heads", "mods"},
     "integrations": set(),
@@ -97,10 +98,10 @@ INNER_RINGS = {
     "mods": {"engine", "generation", "submission", "conversation", "kqview"},
 }
 # What `kqview.NAME` loads at its first use; importing the package does not.
-LOADED_WHEN_USED = {"kqview": {"saved", "viz", "corpora", "ray", "heads", "guards"}}
+LOADED_WHEN_USED = {"kqview": {"saved", "viz", "corpora", "ray", "edits", "heads", "guards"}}
 KNOWN_TO_INNER_RINGS = {
     "arguments", "confined", "constraint_child", "durable", "errors", "extras", "json_input",
-    "types", "machine", "stop_strings", "_core",
+    "types", "machine", "stop_strings", "edit", "_core",
 }  # fmt: skip
 
 

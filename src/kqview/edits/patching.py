@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from kqview.edits.edit import Edit, HeadRecord, SetHead
+from kqview.edit import Edit, HeadRecord, SetHead
 from kqview.errors import RequestError, shown
 from kqview.types import Capture
 

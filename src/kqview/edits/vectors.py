@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from kqview.arguments import choice
 from kqview.durable import write_whole
-from kqview.edits.edit import Edit
+from kqview.edit import Edit
 from kqview.errors import RequestError
 from kqview.types import Capture
 

@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from kqview import json_input
 from kqview.arguments import checked_ids, to_number, whole_number
-from kqview.edits import Edit, listed
+from kqview.edit import Edit, listed
 from kqview.errors import InvalidActionError, InvalidEdit, shown
 from kqview.mods.events import Added, Event, ForwardPass, Prefilled, Sampled
 from kqview.trace.record import cleaned_text

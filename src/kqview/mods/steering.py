@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from kqview import _core
 from kqview.arguments import checked_ids
-from kqview.edits import Edit
+from kqview.edit import Edit
 from kqview.errors import (
     BusyError,
     EmittedError,

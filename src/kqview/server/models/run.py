@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from kqview.edits import Edit
+from kqview.edit import Edit
 from kqview.engine import Engine
 from kqview.errors import InvalidCapture, KqviewError, RequestError
 from kqview.generation.stream import Generation, count_copied, is_parked

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Final
 
 import msgspec
 
-from kqview.edits import Edit
+from kqview.edit import Edit
 from kqview.errors import InvalidEdit, ModelLoadError, RequestError, shown
 from kqview.server.settings import Settings
 
@@ -20,14 +20,12 @@ Object = dict[str, Any]
 EditsField = Annotated[list[Object], msgspec.Meta(max_length=256)]
 
 
-def edits_of(field: Sequence[Object] | None, settings: Settings) -> tuple[Edit, ...]:
+def edits_of(field: Sequence[Object], settings: Settings) -> tuple[Edit, ...]:
     """The edits of a request, in their order.
 
     Raises:
         RequestError: The server allows no edits. May be InvalidEdit: an entry is none.
     """
-    if not field:
-        return ()
     if not settings.edits:
         raise RequestError(
             "edits are off on this server; start it with --edits, or leave them out",
