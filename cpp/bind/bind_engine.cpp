@@ -221,6 +221,8 @@ void bind_engine(nb::module_& module) {
             "Number of positions that the model has learned; 0 if it has no such limit.")
         .def_prop_ro("shift_obstacle", &fact<&engine_facts::shift_obstacle>,
                      "Why positions in the cache cannot be moved; empty if they can.")
+        .def_prop_ro("can_take_back", &fact<&engine_facts::can_take_back>,
+                     "Whether a slot can drop the tokens of its last step.")
         .def("submit", &submit, nb::arg("options"), "Queue a request.")
         .def("close", &close, nb::arg("limit_s"), nb::call_guard<nb::gil_scoped_release>(),
              "End all requests and the engine thread, unless it hangs for longer than limit_s.")

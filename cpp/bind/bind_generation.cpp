@@ -279,6 +279,8 @@ void bind_events(nb::module_& module) {
         .def_prop_ro("finish_reason", [](const end_event& self) { return name_of(self.reason); })
         .def_prop_ro("prompt_tokens", &usage<&request_usage::prompt_tokens>)
         .def_prop_ro("cached_tokens", &usage<&request_usage::cached_tokens>)
+        .def_prop_ro("draft_tokens", &usage<&request_usage::draft_tokens>)
+        .def_prop_ro("accepted_tokens", &usage<&request_usage::accepted_tokens>)
         .def_prop_ro("queue_s", &usage<&request_usage::queue_s>)
         .def_prop_ro("prefill_s", &usage<&request_usage::prefill_s>)
         .def_prop_ro("decode_s", &usage<&request_usage::decode_s>);

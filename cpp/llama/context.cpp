@@ -294,6 +294,14 @@ std::vector<memory_part> context::parts() const {
     return parts_of(has_cache() ? llama_get_memory(handle_.get()) : nullptr);
 }
 
+bool context::has_whole_cache() const {
+    try {
+        return !parts().empty();
+    } catch (const error&) {
+        return false;
+    }
+}
+
 std::string context::shift_obstacle() const {
     if (!has_cache()) return "no KV cache";
     auto* const memory = llama_get_memory(handle_.get());

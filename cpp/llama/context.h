@@ -87,6 +87,8 @@ public:
     // apply them.
     void flush_shifts();
 
+    // True if a slot holds all of its tokens' cells, and those of each token for itself.
+    bool has_whole_cache() const;
     // The parts of a slot's cache. Raises unsupported_model for one that cannot be saved whole.
     std::vector<memory_part> parts() const;
     // A slot's parts as bytes (sequence_state.h): their sizes; written one after the other.

@@ -1,6 +1,7 @@
 #include "sched/batch_builder.h"
 
 #include <algorithm>
+#include <new>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -248,6 +249,7 @@ bool batch_builder::fill_decode(const lora_scales* only) {
         for (auto i = begin; i < end && try_add(slots_[i], &batch_builder::add_token);) ++i;
         if (!tokens_.empty()) {
             is_prefill_ = false;
+            if (order_.size() == 1) add_draft(*parts_.front().target);
             return true;
         }
     }
@@ -312,6 +314,50 @@ bool batch_builder::add_token(slot& target) {
         {target.id(), target.pending, static_cast<std::int32_t>(target.cache.size()), true, edits});
     add_rows(part);
     return true;
+}
+
+// Guesses how a text goes on that has the step for itself: other texts make better use of it. Not
+// more than its consumer may be behind, and with rows, not more than the pool has room for.
+void batch_builder::add_draft(slot& target) {
+    const auto& active = *target.active;
+    if (active.n_draft_max == 0 || target.usage.completion_tokens == 0 || !target.text.empty() ||
+        (active.capture && !(target.rows.block && model_.can_draft_rows()))) {
+        return;
+    }
+    const auto n_done = static_cast<int>(target.cache.size());
+    const int n_ahead = static_cast<int>(active.box->n_ahead()) + out_.n_on_the_way(target.active);
+    const int n_most = std::min({active.n_draft_max, slots_.n_ahead(active, false) - n_ahead,
+                                 model_.n_ctx() - n_done - 1, model_.n_chunk() - 1,
+                                 model_.n_outputs() - 1, out_.n_left(target) - 1});
+    if (n_most <= 0) return;
+    const auto n_rows = rows_.size();
+    auto& part = parts_.front();
+    const auto before = part;
+    try {
+        target.cache.make_place(1 + static_cast<std::size_t>(n_most));
+        for (const auto id : target.lookup.guess(target.cache.tokens(), target.pending,
+                                                 static_cast<std::size_t>(n_most))) {
+            const int position = n_done + 1 + part.n_draft;
+            if (active.capture) {
+                const auto layout = active.capture->layout(position + 1);
+                auto block = pool_.try_take(layout.size_bytes);
+                if (!block) break;
+                target.draft_rows.push_back({std::move(block), active.capture, layout, nullptr});
+                const auto& rows = target.draft_rows.back();
+                rows_.push_back({rows.plan, static_cast<int>(tokens_.size()), position + 1,
+                                 rows.layout, rows.block->data()});
+            }
+            tokens_.push_back({target.id(), id, position, true, active.edits.get()});
+            ++part.n_tokens;
+            ++part.n_draft;
+            ++part.i_token;
+        }
+    } catch (const std::bad_alloc&) {  // the token alone, then
+        tokens_.resize(1);
+        rows_.resize(n_rows);
+        target.draft_rows.clear();
+        part = before;
+    }
 }
 
 void batch_builder::add_rows(const batch_part& part) {

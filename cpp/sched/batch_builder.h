@@ -36,12 +36,13 @@ struct batch_part {
     bool samples;     // the logits of its last token are wanted
     bool is_last;     // no prompt tokens remain after it
     int i_token = 0;  // index of its last token in the batch
+    int n_draft = 0;  // its last tokens that are guesses, behind one token of a text
 
     // True if the request ends with its prompt, and so with this step.
     bool is_end() const { return is_last && !samples; }
     // False: it has the last token of a text that goes on.
     bool is_prompt() const {
-        return n_tokens > 1 || !samples || target->usage.completion_tokens == 0;
+        return n_draft == 0 && (n_tokens > 1 || !samples || target->usage.completion_tokens == 0);
     }
     bool ends_embedding() const { return is_end() && target->active->embeds; }
 };
@@ -79,6 +80,10 @@ public:
 
     // The current step; valid until the next fill().
     std::span<const step_token> tokens() const { return tokens_; }
+    // Those that belong to their texts whatever comes of the step.
+    std::span<const step_token> tokens_for_sure() const {
+        return tokens().first(tokens_.size() - static_cast<std::size_t>(parts_.front().n_draft));
+    }
     std::span<const step_rows> rows() const { return rows_; }
     std::span<const batch_part> parts() const { return parts_; }
     // False if a text in it goes on. Call before the step's tokens are handed out.
@@ -97,6 +102,7 @@ private:
     bool add_prompt(slot& target);
     bool prepare_token(slot& target);
     bool add_token(slot& target);
+    void add_draft(slot& target);
     void add_rows(const batch_part& part);
     int n_most(const slot& target) const;
     batch_part next_chunk(slot& target) const;

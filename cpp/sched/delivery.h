@@ -98,6 +98,11 @@ public:
     // whose slot still holds its tokens.
     void cancel(const std::shared_ptr<request>& wanted);
 
+    // How many ids the request in this slot may still get.
+    int n_left(const slot& target) const {
+        return n_left(*target.active, target, target.cache.size() + 1);
+    }
+
     // Waits for the rows of the last step and hands out the parcels that need them. Returns false
     // if there were none.
     bool collect();

@@ -31,7 +31,8 @@ engine::engine(std::shared_ptr<model> source, const engine_options& options)
               runner->pooling(),
               runner->memory_bytes(),
               embedding_facts_of(*source_),
-              runner->shift_obstacle()};
+              runner->shift_obstacle(),
+              runner->can_take_back()};
     graphs_ = runner->graphs();
     copies_ = runner->copies();
     block_pool_options pool;
@@ -72,6 +73,10 @@ std::shared_ptr<request> engine::submit(request_options options) {
             filters_.make(wanted->sampling, wanted->constraint_command, *wanted->unwanted,
                           n_tokens));
         picker->accept_prompt(wanted->prompt, wanted->is_steered);
+        // The consumer of a steered request looks at each step alone; a slow picker chooses beside
+        // the engine thread; deterministic steps are a token each.
+        if (wanted->is_steered || wanted->is_alone || picker->is_slow() || !facts_.can_take_back)
+            wanted->n_draft_max = 0;
         wanted->picker = std::move(picker);
     }
     if (wanted->capture && !wanted->only_attends) {

@@ -55,6 +55,7 @@ struct engine_facts {
     std::size_t memory_bytes;  // as of context
     embedding_facts embeddings;
     std::string shift_obstacle;
+    bool can_take_back;  // so it can guess tokens
 };
 
 class engine {

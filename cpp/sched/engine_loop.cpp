@@ -281,7 +281,7 @@ void engine_loop::decode() {
         (part.is_prompt() ? counters_.n_prompt_tokens : counters_.n_decoded_tokens) +=
             static_cast<std::uint64_t>(part.n_tokens);
     }
-    slots_.append(batch_.tokens());
+    slots_.append(batch_.tokens_for_sure());
     for (const auto& part : parts) {
         heart_->enter(engine_phase::sampling);
         const auto asked = part.target->active;
@@ -291,6 +291,7 @@ void engine_loop::decode() {
             if (slots_.keeps_checkpoints()) slots_.keep_checkpoint(*part.target);
             hand_out(part, result);
         } catch (...) {
+            if (part.n_draft > 0) part.target->cache.drop_unknown();
             out_.fail(*part.target, asked);
         }
     }
@@ -319,6 +320,7 @@ void engine_loop::hand_out(const batch_part& part, const step_result& result) {
         return out_.finish(target, finish_reason::stop);
     }
     if (!part.samples) return;
+    if (part.n_draft > 0) return hand_out_draft(part, result);
     if (target.usage.completion_tokens == 0 && target.text.empty()) target.prefilled = clock::now();
     float* const logits = model_.logits(part.i_token);
     if (result.transfer != 0) out_.note_computed();
@@ -326,15 +328,51 @@ void engine_loop::hand_out(const batch_part& part, const step_result& result) {
     sample(target, logits);
 }
 
+// Hands out the tokens of a step with guesses: each is picked as if it had been alone, from the
+// logits of its own, until one is not what was guessed. The picker cannot tell the difference, so
+// neither can its text.
+void engine_loop::hand_out_draft(const batch_part& part, const step_result& result) {
+    auto& target = *part.target;
+    const auto asked = target.active;
+    const auto tokens = batch_.tokens();
+    auto rows = std::exchange(target.draft_rows, {});
+    target.usage.draft_tokens += part.n_draft;
+    int n_true = 0;
+    for (;;) {
+        const auto i = static_cast<std::size_t>(n_true);
+        target.transfer = target.has_rows() ? result.transfer : 0;
+        float* const logits = model_.logits(static_cast<int>(i));
+        if (result.transfer != 0) out_.note_computed();
+        keep_logits(target, logits);
+        auto picked = target.picker->pick(logits);
+        const bool is_guessed = n_true < part.n_draft && picked.id == tokens[i + 1].id &&
+                                !asked->end_by(model_, picked.id);
+        if (is_guessed) ++target.usage.accepted_tokens;
+        out_.put(target, std::move(picked));
+        if (is_guessed) ++n_true;
+        if (!is_guessed || !target.active) break;
+        slots_.append(tokens.subspan(i + 1, 1));
+        if (!rows.empty()) target.rows = std::move(rows[i]);
+    }
+    target.lookup.note(static_cast<std::size_t>(part.n_draft), static_cast<std::size_t>(n_true));
+    target.cache.drop_unknown();
+}
+
 // ---- sample
+
+// The vocabulary's logits go with the rows.
+void engine_loop::keep_logits(slot& target, const float* logits) {
+    const auto& rows = target.rows;
+    if (!rows.block || !rows.layout.has_logits) return;
+    std::memcpy(rows.block->data() + rows.layout.logits_offset, logits,
+                sizeof(float) * static_cast<std::size_t>(model_.n_vocab()));
+}
 
 // Samples here, or in the lane if the picker may take long, or leaves it to the consumer of a
 // steered request: in both cases the slot then stays out of steps.
 void engine_loop::sample(slot& target, float* logits) {
     const std::span row(logits, static_cast<std::size_t>(model_.n_vocab()));
-    if (const auto& rows = target.rows; rows.block && rows.layout.has_logits) {
-        std::memcpy(rows.block->data() + rows.layout.logits_offset, logits, row.size_bytes());
-    }
+    keep_logits(target, logits);
     if (target.active->is_steered) return out_.put(target, row);
     if (target.picker && target.picker->is_slow())
         target.ticket = std::make_shared<sampler_lane::ticket>(std::move(target.picker));

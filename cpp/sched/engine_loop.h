@@ -68,6 +68,8 @@ private:
     bool step();
     void decode();
     void hand_out(const batch_part& part, const step_result& result);
+    void hand_out_draft(const batch_part& part, const step_result& result);
+    void keep_logits(slot& target, const float* logits);
     void sample(slot& target, float* logits);
     bool take_picked();
     bool may_displace(const request& queued) const;

@@ -49,6 +49,10 @@ public:
     int n_vocab() const override { return model_->n_vocab(); }
     int n_outputs() const override { return context_->n_outputs(); }
     bool can_truncate() const override { return model_->can_truncate(); }
+    bool can_take_back() const override {
+        return model_->can_truncate() && context_->has_whole_cache();
+    }
+    bool can_draft_rows() const override { return !tap_->devices().device(); }
     bool is_causal() const override { return context_->is_causal(); }
     bool has_cache() const override { return context_->has_cache(); }
     bool can_split_embedding() const override {

@@ -75,7 +75,9 @@ struct request_usage {
     int prompt_tokens = 0;
     int cached_tokens = 0;  // prompt tokens found in a cache
     int completion_tokens = 0;
-    double queue_s = 0.0;  // from submission to the slot
+    int draft_tokens = 0;     // guessed before they were generated
+    int accepted_tokens = 0;  // of those, generated
+    double queue_s = 0.0;     // from submission to the slot
     double prefill_s = 0.0;
     double decode_s = 0.0;
 };
@@ -110,8 +112,9 @@ struct request_options {
     full_policy on_full = full_policy::raise;
     std::chrono::duration<double> wait_limit{10.0};  // with full_policy::wait
     int run_ahead = 8;                               // tokens computed ahead of the consumer
-    int priority = 0;                                // larger first
-    std::string owner;         // of equal priority, owners take turns; then in order of arrival
+    int n_draft_max = 0;  // tokens to guess at most and evaluate in one step; see prompt_lookup
+    int priority = 0;     // larger first
+    std::string owner;    // of equal priority, owners take turns; then in order of arrival
     bool cache_prompt = true;  // false: nothing of the prompt comes from a cache
     // Shares no step with other requests, and its prompt is cut into steps as if there were none.
     bool is_alone = false;
@@ -121,10 +124,10 @@ struct request_options {
     // Tokens to discard after the first n_keep when the slot is full and more tokens are due. 0:
     // the request ends instead.
     int n_discard = 0;
-    lora_scales lora;          // one per adapter of the model
+    lora_scales lora;                        // one per adapter of the model
     std::shared_ptr<const edit_plan> edits;  // null: the model runs as it is
-    int n_keep = 0;            // n_keep + n_discard tokens fit into a slot
-    slot_id wanted_slot = -1;  // the slot it must run in, -1 = any
+    int n_keep = 0;                          // n_keep + n_discard tokens fit into a slot
+    slot_id wanted_slot = -1;                // the slot it must run in, -1 = any
 
     const edit_keys& keys_of_edits() const {
         static const edit_keys none;

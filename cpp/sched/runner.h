@@ -50,6 +50,10 @@ public:
     // The most tokens of one prompt whose logits a step can give.
     virtual int n_outputs() const { return std::numeric_limits<int>::max(); }
     virtual bool can_truncate() const = 0;
+    // True if a slot can always drop the tokens of its last step.
+    virtual bool can_take_back() const { return can_truncate(); }
+    // True if a step of several tokens of one slot can give the rows of each as a token's.
+    virtual bool can_draft_rows() const { return true; }
     // False: the cached keys and values of a prompt depend on all of its tokens.
     virtual bool is_causal() const { return true; }
     // Without a cache, a prompt is one step, every query sees all of it, and nothing is kept.
@@ -71,7 +75,8 @@ public:
     // cache depend on the scales of the steps that computed them.
     virtual void use(const lora_scales& /*scales*/) {}
 
-    // Decodes one step: one token each of adjacent slots, a run of one slot's prompt, or, without
+    // Decodes one step: one token each of adjacent slots, a run of one slot's prompt or of guesses
+    // behind its last token, or, without
     // rows, equal runs of adjacent slots' prompts. Throws
     // error, and leaves the caches as they were. Device rows may still be in flight on return: see
     // await. `embeds`: the tokens are a run each of one or more slots, whose embeddings are wanted

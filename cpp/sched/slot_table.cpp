@@ -124,6 +124,7 @@ void slot_table::give(slot& target, const std::shared_ptr<request>& wanted) {
     target.given = std::chrono::steady_clock::now();
     target.evaluated = {};
     target.stays = false;
+    target.lookup.forget();
     {
         const std::lock_guard lock(mutex_);
         target.active = wanted;
@@ -309,6 +310,7 @@ void slot_table::release(slot& target) {
     has_released_ = true;
     target.rows = {};
     target.prompt_rows = {};
+    target.draft_rows.clear();
     target.transfer = 0;
     target.picker.reset();
     target.ticket.reset();

@@ -25,6 +25,7 @@
 #include "sample/token_picker.h"
 #include "sched/checkpoints.h"
 #include "sched/forward_pass.h"
+#include "sched/prompt_lookup.h"
 #include "sched/request.h"
 #include "sched/reuse_plan.h"
 #include "sched/runner.h"
@@ -151,6 +152,9 @@ struct slot : request_progress {
     // with their token.
     captured_rows rows;
     captured_rows prompt_rows;
+    // Of the next step's guesses, in their order; none if nothing is captured.
+    std::vector<captured_rows> draft_rows;
+    prompt_lookup lookup;                // makes them
     transfer_id transfer = 0;            // transfer that carries them; 0: they are there
     std::optional<time_point> deadline;  // for a block, or for the picker
     time_point given;                    // when the request got this slot

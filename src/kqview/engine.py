@@ -32,7 +32,7 @@ from kqview.demo import MODEL_PATH, model_path
 from kqview.edit import Edit
 from kqview.embedding import Embedding, EmbedOptions, Pair, Vectors
 from kqview.engine_options import DEFAULTS, EngineOptions, checked, context_options, model_options
-from kqview.errors import RequestError, UnknownSlot, shown
+from kqview.errors import RequestError, UnknownSlot, UnsupportedModel, shown
 from kqview.generation.prompt import PromptAttention
 from kqview.generation.stream import Generation
 from kqview.hub import check_is_path, fetch_model
@@ -283,6 +283,10 @@ class Engine(NamesMethods):
             machine's memory; 0 keeps none.
         checkpoint_every: Number of prompt tokens between two of them; 0 keeps only those at the end
             of a prompt and of its last messages.
+        draft: What guesses how a text goes on, so that several tokens are evaluated in one step:
+            "prompt-lookup" looks for where its last tokens have been in the text already. The
+            tokens are those that the model would have chosen without; see ``speculate`` of
+            `generate`. None guesses nothing.
         run_ahead: Number of tokens computed before they are requested; 0 computes each on demand.
         progress: Called with the loaded fraction, 0 to 1; True prints it.
 
@@ -331,6 +335,13 @@ class Engine(NamesMethods):
             self._core = _core.Engine.open(self._model, needs)
         finally:
             _forward_log()
+        if given["draft"] is not None and not self._core.can_take_back:
+            self._core.close(CLOSE_TIMEOUT_S)
+            raise UnsupportedModel(
+                f"draft={given['draft']!r} needs a cache that drops single tokens, and this one "
+                "does not: the model has recurrent state, compressed keys or no cache, or swa_full "
+                "is off; leave draft out"
+            )
         core, facts, template = self._core, self._model, given["chat_template"]
         info = _model_info(facts, core)
         if template is not None:
@@ -346,6 +357,7 @@ class Engine(NamesMethods):
             self._vocabulary,
             lora=self._lora,
             run_ahead=given["run_ahead"],
+            drafts=given["draft"] is not None,
             # Without the full cache, columns of layers with a window are not positions.
             has_all_columns=needs.swa_full or facts.n_swa == 0,
             fingerprint=self._files.fingerprint,
@@ -656,6 +668,10 @@ class Engine(NamesMethods):
             request_id: Name for logs; generated if omitted.
             priority: Requests that wait for a slot are served by priority, highest first, then in
                 order of arrival.
+            speculate: Most tokens to guess at once, up to 62; True for 16, False for none. None for
+                True if the engine was opened with ``draft``. The tokens are those without guesses,
+                up to the rounding of steps of several tokens. Requests with mods, callables, a
+                trace, deterministic or a constraint never guess, nor do several texts at once.
             reuse: "exact" reuses only the part of the KV cache that equals a fresh evaluation
                 (`Slot.n_exact`). "prefix" reuses all leading tokens that the slot shares with the
                 prompt, also those that were shifted, or restored from a blob of unknown origin.

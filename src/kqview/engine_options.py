@@ -21,7 +21,7 @@ from kqview.arguments import (
     whole_number,
 )
 from kqview.chat.turn import checked_options
-from kqview.errors import shown
+from kqview.errors import RequestError, shown
 from kqview.lora import SCALE_MAX, scale_of
 from kqview.machine import default_threads, free_memory_bytes, physical_memory_bytes
 from kqview.option_names import unknown_option
@@ -32,6 +32,7 @@ Lora = str | os.PathLike[str] | tuple[str | os.PathLike[str], float]
 KvType = Literal["f16", "f32", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"]
 AttentionKernel = Literal["auto", "kqview", "llama.cpp"]
 DeviceRows = Literal["auto", "in graph", "beside"]
+Draft = Literal["prompt-lookup"]
 Pooling = Literal["none", "mean", "cls", "last", "rank"]
 
 PINNED_BYTES: Final = 2**30
@@ -68,6 +69,7 @@ class EngineOptions(TypedDict, total=False):
     max_gap_ms: float | None
     checkpoint_bytes: int | None
     checkpoint_every: int
+    draft: str | os.PathLike[str] | None
     run_ahead: int
     progress: Callable[[float], object] | bool | None
 
@@ -97,6 +99,17 @@ def _to_bytes(name: str, value: object, low: int = 0) -> int:
 def _to_text(name: str, value: Any) -> str:
     encode(name, value)
     return value
+
+
+def _to_draft(name: str, value: object) -> str:
+    path = str(to_path(name, value))
+    if path == "mtp" or path.endswith(".gguf"):
+        raise RequestError(
+            f"draft is {shown(value)}: this version guesses tokens by 'prompt-lookup' alone, not "
+            "with the model's own layers or another model",
+            parameter="draft",
+        )
+    return choice(name, value, Draft)
 
 
 def _to_gap(name: str, value: object) -> float:
@@ -173,6 +186,7 @@ _OPTIONS: Final[Mapping[str, tuple[Any, Callable[[str, Any], Any]]]] = {
     "max_gap_ms": (None, _to_gap),
     "checkpoint_bytes": (None, _to_bytes),
     "checkpoint_every": (2048, lambda name, value: whole_number(name, value, low=0)),
+    "draft": (None, _to_draft),
     "run_ahead": (8, lambda name, value: whole_number(name, value, low=0)),
     "progress": (None, _to_progress),
 }

@@ -86,6 +86,7 @@ class GenerateOptions(SamplingOptions[Parsed], total=False):
     trace: bool | Callable[[Trace], object] | None
     request_id: str | None
     priority: int | None
+    speculate: bool | int | None
     reuse: Reuse | None
     reuse_min_tokens: int | None
     cache_prompt: bool | None
@@ -120,6 +121,11 @@ _REUSE: Final = (
 )  # fmt: skip
 
 _MOST_TOP: Final = 1000  # logprobs of a score
+N_DRAFT: Final = 16
+"""Tokens that ``speculate=True`` guesses at once, at most."""
+N_DRAFT_MAX: Final = 62
+"""As ``speculate`` may ask for: with the token before them they are a step of our kernel."""
+
 _EXIT_S: Final = 30.0  # for the engine thread to end at exit
 _owner: Final = ContextVar("kqview_owner", default="")
 
@@ -153,6 +159,7 @@ class Submission:
         *,
         lora: EngineLora,
         run_ahead: int,
+        drafts: bool,
         has_all_columns: bool,
         fingerprint: Callable[[], str],
         on_end: Callable[[], None],
@@ -163,6 +170,7 @@ class Submission:
         self._vocabulary = vocabulary
         self._lora = lora
         self._run_ahead = run_ahead
+        self._drafts = drafts
         self._has_all_columns = has_all_columns
         self._fingerprint = fingerprint
         self._on_end = on_end
@@ -227,6 +235,7 @@ class Submission:
                     parameter="slot",
                 )
             request.slot = slot
+        request.n_draft_max = self._n_draft_max(given["speculate"])
         set_sampling(request, sampling, self._info.n_vocab)
         if any(given[name] is not GENERATE_DEFAULTS[name] for name in _REUSE):  # the core's own
             self._set_reuse(request, given, len(ids))
@@ -352,6 +361,22 @@ class Submission:
             has_all_columns=self._has_all_columns,
         )
         return plan_of(edits, target)
+
+    def _n_draft_max(self, speculate: object) -> int:
+        """How many tokens of a request are guessed at once, at most."""
+        if speculate is None:
+            return N_DRAFT if self._drafts else 0
+        if isinstance(speculate, bool | np.bool_):
+            n = N_DRAFT if speculate else 0
+        else:
+            n = whole_number("speculate", speculate, low=0, high=N_DRAFT_MAX)
+        if n > 0 and not self._drafts:
+            raise RequestError(
+                "speculate needs something that guesses tokens, and the engine was opened without; "
+                'open it with Engine(draft="prompt-lookup")',
+                parameter="speculate",
+            )
+        return n
 
     def _set_reuse(
         self, request: _core.RequestOptions, given: Mapping[str, Any], n_prompt: int

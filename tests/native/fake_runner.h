@@ -189,6 +189,7 @@ public:
     int n_slots() const override { return model_->options.n_slots; }
     int n_ctx() const override { return model_->options.n_ctx; }
     bool has_cache() const override { return true; }
+    bool can_take_back() const override { return model_->options.can_truncate; }
     bool can_split_embedding() const override { return model_->options.can_split_embedding; }
     bool can_mix_embeddings() const override { return model_->options.can_mix_embeddings; }
     int n_chunk() const override { return model_->options.n_chunk; }
@@ -239,7 +240,7 @@ public:
         step_.assign(tokens.begin(), tokens.end());
         logits_.assign(tokens.size(), -1.0f);
         for (std::size_t i = 0; i < tokens.size(); ++i) {
-            if (tokens[i].wants_logits) logits_[i] = static_cast<float>(next_of(tokens[i].slot));
+            if (tokens[i].wants_logits) logits_[i] = static_cast<float>(next_after(tokens[i]));
         }
         for (const auto& row : rows) write(tokens, row);
         return {rows.empty() ? nullptr : rows.front().data, 0};
@@ -419,6 +420,11 @@ private:
     }
 
     token_id next_of(slot_id slot) { return model_->options.next(cache_of(slot)); }
+    // Behind a token of the step, whatever else follows it there.
+    token_id next_after(const step_token& last) {
+        const std::span<const token_id> cache(cache_of(last.slot));
+        return model_->options.next(cache.first(static_cast<std::size_t>(last.position) + 1));
+    }
 
     void append(std::span<const step_token> tokens) {
         for (const auto& token : tokens) cache_of(token.slot).push_back(cached(token.id, lora_));
@@ -496,7 +502,7 @@ private:
             model_->expect(wanted_.wants(layer.il, row.plan->kind()),
                            "rows that no graph provides");
         }
-        const auto mark = next_of(query.slot);
+        const auto mark = next_after(queries.back());
         const auto n_bytes = row.layout.size_bytes;
         for (std::size_t at = 0; at + sizeof mark <= n_bytes; at += sizeof mark) {
             std::memcpy(row.data + at, &mark, sizeof mark);

@@ -380,8 +380,9 @@ class PlainSource:
         if end is None:
             return Usage(self.transcript.context.n_prompt, handle.n_cached, n)
         return Usage(
-            end.prompt_tokens, end.cached_tokens, n, end.prefill_s, end.decode_s, end.queue_s
-        )
+            end.prompt_tokens, end.cached_tokens, n, end.prefill_s, end.decode_s, end.queue_s,
+            end.draft_tokens, end.accepted_tokens,
+        )  # fmt: skip
 
     # ---- waiting
 

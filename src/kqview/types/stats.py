@@ -28,6 +28,8 @@ class Usage:
         cached_tokens: Prompt tokens that were already in a KV cache, including those kept by a
             shift; the others were evaluated.
         completion_tokens: Tokens generated.
+        draft_tokens: Tokens that were guessed (``Engine(draft=...)``), at the end of a generation.
+        accepted_tokens: Those of them that the model then chose itself.
         prefill_s: Seconds from the start of evaluating the prompt to the first token.
         decode_s: Seconds from the first token to the last.
         queue_s: Seconds that it waited for a slot.
@@ -39,6 +41,8 @@ class Usage:
     prefill_s: float = 0.0
     decode_s: float = 0.0
     queue_s: float = 0.0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
 
     @property
     def tokens_per_s(self) -> float:

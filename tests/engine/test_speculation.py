@@ -1,0 +1,204 @@
+"""Guessed tokens, ``Engine(draft="prompt-lookup")``: the same texts and rows in fewer steps.
+
+The demo model writes small stories; a prompt that asks for one that it holds, or a text that loops,
+repeats itself. An F32 cache without flash attention: tokens evaluated several in a step differ in
+their last bits.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from kqview import Capture, Engine, errors, mod
+from kqview.demo import MODEL_PATH
+from tests.support import tiny_gguf
+from tests.support.rows import random_ids
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from kqview import Generation, Token
+    from tests.engine.conftest import MakeEngine
+
+EXACT: dict[str, Any] = {"kv_type": "f32", "flash_attn": False, "n_ctx": 512}
+DRAFTS: dict[str, Any] = {**EXACT, "draft": "prompt-lookup", "run_ahead": 16}
+GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "max_tokens": 150}
+STORY = "Once upon a time there was a small dog. "
+
+
+def n_steps(engine: Engine) -> int:
+    return engine.stats().n_decodes
+
+
+def same(found: Generation, want: Generation) -> None:
+    assert found.read() == want.read()
+    assert found.tokens == want.tokens
+    assert found.finish_reason == want.finish_reason
+
+
+def check_tokens(found: list[Token], want: list[Token]) -> None:
+    """Ids, logprobs, rows, hidden states and logits, each of its own token."""
+    assert [one.id for one in found] == [one.id for one in want]
+    for one, other in zip(found, want, strict=True):
+        assert one.index == other.index
+        assert one.logprob == pytest.approx(other.logprob, abs=1e-3)
+        assert one.column_ids == other.column_ids
+        np.testing.assert_allclose(one.rows, other.rows, atol=1e-4)
+        assert one.logits is not None
+        assert other.logits is not None
+        np.testing.assert_allclose(one.logits, other.logits, atol=1e-2)
+
+
+@pytest.fixture
+def plain(make_engine: MakeEngine) -> Engine:
+    return make_engine(MODEL_PATH, **EXACT)
+
+
+@pytest.fixture
+def drafting(make_engine: MakeEngine) -> Engine:
+    return make_engine(MODEL_PATH, **DRAFTS)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"temperature": 1.0, "top_k": 0, "seed": 7},
+        {"temperature": 0.7, "seed": 3, "repeat_penalty": 1.2, "frequency_penalty": 0.2},
+        {"stop": ["dog", "girl"]},
+        {"max_tokens": 37},
+        {"ignore_eos": False},
+    ],
+)
+def test_text_is_the_one_without_guesses(
+    plain: Engine, drafting: Engine, options: dict[str, Any]
+) -> None:
+    for prompt in (STORY, STORY * 3):
+        same(
+            drafting.generate(prompt, **(GREEDY | options)),
+            plain.generate(prompt, **(GREEDY | options)),
+        )
+
+
+def test_text_that_repeats_takes_fewer_steps(plain: Engine, drafting: Engine) -> None:
+    plain.generate(STORY * 4, **GREEDY).read()
+    generation = drafting.generate(STORY * 4, **GREEDY)
+    generation.read()
+    usage = generation.usage
+    assert usage.completion_tokens == 150
+    assert 0 < usage.accepted_tokens <= usage.draft_tokens
+    assert n_steps(drafting) == n_steps(plain) - usage.accepted_tokens
+    assert drafting.slots[0].tokens == plain.slots[0].tokens
+
+
+def test_rows_logits_and_logprobs_are_those_of_each_token(plain: Engine, drafting: Engine) -> None:
+    options = GREEDY | {
+        "capture": Capture("probs", vocab_logits=True), "top_logprobs": 2, "max_tokens": 80,
+    }  # fmt: skip
+    want = list(plain.generate(STORY * 4, **options))
+    generation = drafting.generate(STORY * 4, **options)
+    check_tokens(list(generation), want)
+    assert generation.usage.accepted_tokens > 0
+    hidden = GREEDY | {"capture": Capture("logits", hidden=[0]), "max_tokens": 40}
+    for one, other in zip(
+        drafting.generate(STORY * 4, **hidden), plain.generate(STORY * 4, **hidden), strict=True
+    ):
+        assert one.id == other.id
+        for ours, theirs in zip(one.hidden, other.hidden, strict=True):
+            np.testing.assert_allclose(ours, theirs, atol=1e-3)
+
+
+def test_kernel_that_attends_itself_gives_the_rows_of_each(make_engine: MakeEngine) -> None:
+    options = GREEDY | {"capture": "probs", "max_tokens": 60}
+    kernel: dict[str, Any] = {"kv_type": "f32", "flash_attn": True, "n_ctx": 512}
+    want = list(make_engine(MODEL_PATH, **kernel).generate(STORY * 4, **options))
+    engine = make_engine(MODEL_PATH, draft="prompt-lookup", run_ahead=16, **kernel)
+    generation = engine.generate(STORY * 4, **options)
+    for one, other in zip(generation, want, strict=True):
+        assert one.id == other.id
+        np.testing.assert_allclose(one.rows, other.rows, atol=1e-4)
+    assert generation.usage.accepted_tokens > 0
+
+
+def test_closed_generation_leaves_what_was_taken(plain: Engine, drafting: Engine) -> None:
+    want = plain.generate(STORY * 4, **GREEDY)
+    want.read()
+    with drafting.generate(STORY * 4, **GREEDY) as generation:
+        taken = [next(generation).id for _ in range(40)]
+        n_prompt = generation.usage.prompt_tokens
+    assert taken == want.tokens[:40]
+    assert drafting.slots[0].tokens[n_prompt:] == taken[:-1]
+    again = drafting.generate([*drafting.slots[0].tokens, taken[-1]], **GREEDY)
+    again.read()
+    assert again.tokens[:110] == want.tokens[40:]
+
+
+def test_requests_that_do_not_speculate(drafting: Engine) -> None:
+    @mod
+    def watch(_event: Any, _actions: Any, _tokenizer: Any) -> None:
+        """Look on."""
+
+    for options in (
+        {"speculate": False}, {"speculate": 0}, {"mods": [watch]}, {"deterministic": True},
+        {"regex": "[a-z. ]*"},
+    ):  # fmt: skip
+        generation = drafting.generate(STORY * 4, **(GREEDY | {"max_tokens": 30} | options))
+        generation.read()
+        assert generation.usage.draft_tokens == 0
+
+
+def test_number_of_guesses_is_bounded(drafting: Engine) -> None:
+    generation = drafting.generate(STORY * 4, speculate=1, **GREEDY)
+    generation.read()
+    assert generation.usage.accepted_tokens > 0
+    assert n_steps(drafting) >= 75
+
+
+def test_several_texts_share_their_steps(make_engine: MakeEngine, plain: Engine) -> None:
+    engine = make_engine(MODEL_PATH, n_slots=2, **DRAFTS)
+    want = plain.generate(STORY * 4, **GREEDY)
+    want.read()
+    generations = [engine.generate(STORY * 4, slot=i, **GREEDY) for i in range(2)]
+    for generation in generations:
+        generation.read()
+        assert generation.tokens == want.tokens
+
+
+def test_wrong_options_are_named(make_engine: MakeEngine, plain: Engine, drafting: Engine) -> None:
+    for value in ("mtp", "draft.gguf", "lookup", 3, True):
+        with pytest.raises(errors.RequestError, match="draft"):
+            make_engine(MODEL_PATH, draft=value)
+    for value in (-1, 63, 1.5, "yes"):
+        with pytest.raises(errors.RequestError, match="speculate"):
+            drafting.generate(STORY, speculate=value)  # type: ignore[arg-type]
+    with pytest.raises(errors.RequestError, match="prompt-lookup"):
+        plain.generate(STORY, speculate=True)
+    assert plain.generate(STORY, speculate=False, max_tokens=2).read()
+
+
+@pytest.mark.parametrize(
+    ("write", "options"),
+    [
+        (tiny_gguf.write_jamba, {}),
+        (tiny_gguf.write_mamba, {}),
+        (tiny_gguf.write_gemma3n, {"swa_full": False, "n_ubatch": 16, "n_ctx": 1024}),
+        (tiny_gguf.write_bert, {}),
+    ],
+)
+def test_model_whose_cache_cannot_drop_single_tokens_is_refused(
+    make_engine: MakeEngine, tmp_path: Path, write: Callable[[Path], Path], options: dict[str, Any]
+) -> None:
+    with pytest.raises(errors.UnsupportedModel, match="draft='prompt-lookup'"):
+        make_engine(write(tmp_path / "model.gguf"), draft="prompt-lookup", **options)
+
+
+def test_window_with_its_full_cache_speculates(make_engine: MakeEngine, tmp_path: Path) -> None:
+    model = tiny_gguf.write_gemma4(tmp_path / "model.gguf")
+    prompt = random_ids(30) * 3
+    want = make_engine(model, **EXACT).generate(prompt, **GREEDY)
+    found = make_engine(model, **DRAFTS).generate(prompt, **GREEDY)
+    same(found, want)
