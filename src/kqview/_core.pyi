@@ -260,6 +260,7 @@ class RequestOptions:
     is_steered: bool
     """Whether the consumer gets a ForwardEvent for each forward pass, and answers it."""
     run_ahead: int
+    n_draft_max: int
     priority: int
     owner: str
     """Requests of equal priority take turns by owner."""
@@ -283,6 +284,8 @@ class EndEvent:
     finish_reason: Final[str]
     prompt_tokens: Final[int]
     cached_tokens: Final[int]
+    draft_tokens: Final[int]
+    accepted_tokens: Final[int]
     queue_s: Final[float]
     prefill_s: Final[float]
     decode_s: Final[float]
@@ -570,6 +573,8 @@ class Engine:
     """Number of positions that the model has learned; 0 if it has no such limit."""
     shift_obstacle: Final[str]
     """Why positions in the cache cannot be moved; empty if they can."""
+    can_take_back: Final[bool]
+    """Whether a slot can drop the tokens of its last step."""
     def submit(self, options: RequestOptions) -> Generation:
         """Queue a request."""
 
