@@ -347,7 +347,7 @@ void batch_builder::add_draft(slot& target) {
                 rows_.push_back({rows.plan, static_cast<int>(tokens_.size()), position + 1,
                                  rows.layout, rows.block->data()});
             }
-            tokens_.push_back({target.id(), id, position, true, active.edits.get()});
+            tokens_.push_back({target.id(), id, position, true, tokens_.front().edits});
             ++part.n_tokens;
             ++part.n_draft;
             ++part.i_token;
