@@ -74,10 +74,9 @@ PROCESSORS = {
             "cortex-a53": "armv8",
             "cortex-a76": "dotprod",
             "neoverse-n1": "dotprod",
-            "max,sve=off": "i8mm",
-            "max": "sve",
+            "max": "i8mm",
         },
-        ("cortex-a76", "sve"),
+        ("cortex-a76", "i8mm"),
     ),
 }
 
