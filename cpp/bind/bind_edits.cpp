@@ -4,6 +4,7 @@
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
+#include <iterator>
 
 #include <algorithm>
 #include <chrono>
@@ -17,6 +18,7 @@
 #include "gguf/checks.h"
 #include "sched/edit_history.h"
 #include "tap/edits.h"
+#include "tap/plan.h"
 
 namespace kqview::bind {
 

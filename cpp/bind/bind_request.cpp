@@ -22,6 +22,7 @@
 #include "sample/work_limit.h"
 #include "sched/engine.h"
 #include "sched/request.h"
+#include "tap/edits.h"
 #include "tap/plan.h"
 
 namespace kqview::bind {

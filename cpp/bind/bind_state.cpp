@@ -16,6 +16,7 @@
 #include "base/error.h"
 #include "base/ids.h"
 #include "bind/bind.h"
+#include "sched/edit_history.h"
 #include "sched/engine.h"
 #include "sched/slot_cache.h"
 

@@ -2,6 +2,7 @@
 #include <llama.h>
 
 #include <algorithm>
+#include <ratio>
 #include <utility>
 
 #include "base/error.h"
@@ -9,6 +10,7 @@
 #include "memory/block_pool.h"
 #include "sample/chain.h"
 #include "sample/params.h"
+#include "sched/engine_loop.h"
 
 namespace kqview {
 

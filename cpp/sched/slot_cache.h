@@ -17,6 +17,7 @@
 #include "sched/checkpoints.h"
 #include "sched/edit_history.h"
 #include "sched/runner.h"
+#include "tap/edits.h"
 
 namespace kqview {
 

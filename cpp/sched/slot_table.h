@@ -24,6 +24,7 @@
 #include "base/ids.h"
 #include "sample/token_picker.h"
 #include "sched/checkpoints.h"
+#include "sched/edit_history.h"
 #include "sched/forward_pass.h"
 #include "sched/prompt_lookup.h"
 #include "sched/request.h"

@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "base/error.h"
+#include "base/ids.h"
 #include "tap/device/device_tap.h"
 #include "tap/graph.h"
 #include "tap/host/attend_op.h"

@@ -1,6 +1,7 @@
 #include "tap/host/edit_op.h"
 
 #include <ggml-backend.h>
+#include <cstdint>
 
 #include <algorithm>
 #include <cstddef>
