@@ -35,7 +35,7 @@ struct capture_source {
     std::vector<attention_layer> attention;  // ascending
     std::vector<int> hidden_layers;          // layers whose output is in the graph, ascending
     int n_embd = 0;                          // of a hidden state
-    std::vector<int> edited_outputs;         // those of them whose output can be edited
+    std::vector<int> edited_outputs{};       // those of them whose output can be edited
     bool has_device_hidden = false;          // some of these layers are on a device
 };
 

@@ -235,7 +235,8 @@ class Submission:
                     parameter="slot",
                 )
             request.slot = slot
-        request.n_draft_max = self._n_draft_max(given["speculate"])
+        if self._drafts or given["speculate"] is not None:
+            request.n_draft_max = self._n_draft_max(given["speculate"])
         set_sampling(request, sampling, self._info.n_vocab)
         if any(given[name] is not GENERATE_DEFAULTS[name] for name in _REUSE):  # the core's own
             self._set_reuse(request, given, len(ids))
@@ -365,7 +366,7 @@ class Submission:
     def _n_draft_max(self, speculate: object) -> int:
         """How many tokens of a request are guessed at once, at most."""
         if speculate is None:
-            return N_DRAFT if self._drafts else 0
+            return N_DRAFT
         if isinstance(speculate, bool | np.bool_):
             n = N_DRAFT if speculate else 0
         else:
