@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cstdint>
 #include <iterator>
+#include <new>
 #include <utility>
 
 #include "base/error.h"
@@ -95,15 +96,25 @@ const edit_keys& edit_history::none() {
     return nothing;
 }
 
-std::size_t edit_history::n_agreeing(const edit_keys& wanted) const {
-    return n_agreeing(runs_, {{0, std::make_shared<const edit_keys>(wanted)}});
+std::size_t edit_history::n_agreeing(const edit_keys& wanted) const noexcept {
+    if (runs_.empty() && wanted.empty()) return everywhere;
+    try {
+        return n_agreeing(runs_, {{0, std::make_shared<const edit_keys>(wanted)}});
+    } catch (const std::bad_alloc&) {
+        return 0;
+    }
 }
 
-std::size_t edit_history::n_agreeing(const edit_changes& wanted) const {
-    std::vector<run> theirs;
-    for (const auto& [start, plan] : wanted.changes_)
-        theirs.push_back({start, std::make_shared<const edit_keys>(plan->keys)});
-    return n_agreeing(runs_, theirs);
+std::size_t edit_history::n_agreeing(const edit_changes& wanted) const noexcept {
+    if (runs_.empty() && wanted.changes_.empty()) return everywhere;
+    try {
+        std::vector<run> theirs;
+        for (const auto& [start, plan] : wanted.changes_)
+            theirs.push_back({start, std::make_shared<const edit_keys>(plan->keys)});
+        return n_agreeing(runs_, theirs);
+    } catch (const std::bad_alloc&) {
+        return 0;
+    }
 }
 
 // Both are cut where either begins a run.

@@ -61,9 +61,10 @@ public:
     // Those of the next cell.
     const edit_keys& in_force() const { return runs_.empty() ? none() : *runs_.back().keys; }
     // How many of the cells, and of those that follow while nothing else comes into force, are as
-    // these edits would have left them.
-    std::size_t n_agreeing(const edit_keys& wanted) const;
-    std::size_t n_agreeing(const edit_changes& wanted) const;
+    // these edits would have left them; 0 if there is no memory to find out: then they are evaluated
+    // anew.
+    std::size_t n_agreeing(const edit_keys& wanted) const noexcept;
+    std::size_t n_agreeing(const edit_changes& wanted) const noexcept;
 
     // Sets the edits of the cells from `n_cells` on, all that there are being kept.
     void use(std::size_t n_cells, const edit_keys& keys);

@@ -213,6 +213,7 @@ void engine_loop::start(const std::shared_ptr<request>& wanted) {
     ++counters_.n_requests;
     auto [target, plan] = slots_.admit(wanted);
     try {
+        target.edits.put(0, wanted->edits);
         model_.want(plan_of(slots_));
         slots_.take_over(target, std::move(plan));
         if (!wanted->is_steered) target.picker = std::move(wanted->picker);

@@ -114,7 +114,6 @@ slot_table::seat slot_table::admit(const std::shared_ptr<request>& wanted) {
     progress.usage.queue_s =
         std::chrono::duration<double>(progress.started - wanted->submitted).count();
     progress.n_prompt_rows = wanted->n_prompt_rows;
-    progress.edits.put(0, wanted->edits);
     give(*best, wanted);
     return {*best, std::move(plan)};
 }

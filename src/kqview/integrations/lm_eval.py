@@ -16,6 +16,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
+from kqview import json_input
 from kqview.engine import Engine
 from kqview.errors import RequestError, UnsupportedModel, shown
 
@@ -135,7 +136,7 @@ class KqviewLM(TemplateLM):
             by_options.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(i)
         answers: dict[int, str] = {}
         for given, places in by_options.items():
-            options = _sampling(json.loads(given))
+            options = _sampling(json_input.loads(given))
             most = max(self.engine.n_ctx - options["max_tokens"], 1)
             prompts = [self.tok_encode(requests[i].args[0])[-most:] for i in places]
             results = self.engine.map(prompts, **options)
