@@ -18,6 +18,7 @@
 #include "gguf/checks.h"
 #include "sched/edit_history.h"
 #include "tap/edits.h"
+#include "tap/hook_channel.h"
 #include "tap/plan.h"
 
 namespace kqview::bind {

@@ -28,6 +28,7 @@
 #include "sched/forward_pass.h"
 #include "sched/mailbox.h"
 #include "sched/wakeup.h"
+#include "tap/edits.h"
 
 namespace kqview::bind {
 

@@ -13,6 +13,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <system_error>
 #include <unordered_set>
 #include <vector>
 

@@ -10,6 +10,7 @@
 #include <span>
 #include <vector>
 
+#include "tap/hook_channel.h"
 #include "tap/host/row_kernel.h"
 
 namespace kqview {
