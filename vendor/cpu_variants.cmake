@@ -31,9 +31,9 @@ else()
     kqview_cpu_level(dotprod "-march=armv8.2-a+dotprod+fp16" "AT_HWCAP, 1 << 10" "AT_HWCAP, 1 << 20")
     kqview_cpu_level(i8mm "-march=armv8.2-a+dotprod+fp16+i8mm"
         "AT_HWCAP, 1 << 10" "AT_HWCAP, 1 << 20" "AT_HWCAP2, 1 << 13")
-    # No level has SVE: with it, rows of llama.cpp's flash attention are less exact than EXACTNESS.md
-    # allows (RELEASING.md). Bits of the kernel's interface: ASIMD, ASIMDHP, ASIMDDP; of the second
-    # word I8MM.
+    # No level has SVE: with it, llama.cpp's flash attention is less exact than EXACTNESS.md allows
+    # (RELEASING.md). Bits of the kernel's interface: ASIMD, ASIMDHP, ASIMDDP; of the second word
+    # I8MM.
     set(condition "kqview_has_hwcap(@)")
 endif()
 if(KQVIEW_CPU_LEVELS)

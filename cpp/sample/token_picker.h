@@ -34,8 +34,8 @@ public:
     virtual picked_token propose(std::span<const float> logits,
                                  std::optional<float> temperature) = 0;
     // A backtrack: takes back the last `n_removed` ids that were accepted and accepts `ids`
-    // instead: from then on it is as if those that remain had been picked. The choice proposed last stands
-    // if `ids` begin with it and nothing is removed; otherwise it was never made. Raises
+    // instead. From then on it is as if those that remain had been picked. The choice proposed last
+    // stands if `ids` begin with it and nothing is removed; otherwise it was never made. Raises
     // invalid_sampling, without any effect, for an id that the filter does not allow.
     virtual void revise(std::size_t n_removed, std::span<const token_id> ids) = 0;
 

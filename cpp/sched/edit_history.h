@@ -62,8 +62,8 @@ public:
     // Those of the next cell.
     const edit_keys& in_force() const { return runs_.empty() ? none() : *runs_.back().keys; }
     // How many of the cells, and of those that follow while nothing else comes into force, are as
-    // these edits would have left them; 0 if there is no memory to find out: then they are evaluated
-    // anew.
+    // these edits would have left them. 0 if there is no memory to find out: evaluating all of them
+    // gives the same result.
     std::size_t n_agreeing(const edit_keys& wanted) const noexcept;
     std::size_t n_agreeing(const edit_changes& wanted) const noexcept;
 

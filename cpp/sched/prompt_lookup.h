@@ -17,9 +17,9 @@ namespace kqview {
 
 class prompt_lookup {
 public:
-    // The tokens that may follow `tokens` and `last`, at most `n_most`; empty if these have not been
-    // there before, or if guessing has not been worth it. Valid until the next call. Cost: what has
-    // been added to the text since the call before; all of it after forget().
+    // The tokens that may follow `tokens` and `last`, at most `n_most`; empty if the text has not
+    // ended like this before, or if guessing has not been worth it. Valid until the next call.
+    // Cost: what has been added to the text since the call before; all of it after forget().
     std::span<const token_id> guess(const std::vector<token_id>& tokens, token_id last,
                                     std::size_t n_most);
     // Of the last guess, so many tokens came true.

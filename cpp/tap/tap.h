@@ -75,7 +75,7 @@ public:
     device_tap& devices() { return devices_; }
     const device_tap& devices() const { return devices_; }
 
-    // The targets of the next decode, and its tokens, those of adjacent slots; valid until end_step.
+    // The targets of the next decode, valid until end_step, and its tokens, of adjacent slots.
     void begin_step(std::vector<row_target> targets, std::span<const step_token> tokens);
 
     // Starts the transfer of device rows and drops the targets. Raises internal if a requested row
