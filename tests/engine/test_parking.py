@@ -19,7 +19,7 @@ from kqview.generation import source
 from kqview.mods import Added, Backtrack, ForceTokens, ForwardPass
 from tests.support import tiny_gguf
 from tests.support.engines import KEPT, REFUSED, keep_slot
-from tests.support.rows import random_ids
+from tests.support.rows import check_tokens, random_ids
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -76,14 +76,7 @@ def test_rows_logits_and_logprobs_go_on_where_they_were(
         if token.index % 9 == 4:
             alone(engine, PROMPTS[1], 12, **GREEDY)
     assert engine.stats().n_parkings >= 2
-    for one, other in zip(found, want, strict=True):
-        assert one.id == other.id
-        assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
-        assert one.column_ids == other.column_ids
-        np.testing.assert_allclose(one.rows, other.rows, atol=1e-5)
-        assert one.logits is not None
-        assert other.logits is not None
-        np.testing.assert_allclose(one.logits, other.logits, atol=1e-3)
+    check_tokens(found, want, logprob=1e-4)
 
 
 @pytest.mark.parametrize("taken_between", [0, 1])

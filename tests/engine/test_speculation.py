@@ -15,13 +15,13 @@ import pytest
 from kqview import Capture, Engine, errors, mod
 from kqview.demo import MODEL_PATH
 from tests.support import tiny_gguf
-from tests.support.rows import random_ids
+from tests.support.rows import check_tokens, random_ids
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from kqview import Generation, Token
+    from kqview import Generation
     from tests.engine.conftest import MakeEngine
 
 EXACT: dict[str, Any] = {"kv_type": "f32", "flash_attn": False, "n_ctx": 512}
@@ -42,19 +42,6 @@ def same(found: Generation, want: Generation) -> None:
     assert found.read() == want.read()
     assert found.tokens == want.tokens
     assert found.finish_reason == want.finish_reason
-
-
-def check_tokens(found: list[Token], want: list[Token]) -> None:
-    """Ids, logprobs, rows, hidden states and logits, each of its own token."""
-    assert [one.id for one in found] == [one.id for one in want]
-    for one, other in zip(found, want, strict=True):
-        assert one.index == other.index
-        assert one.logprob == pytest.approx(other.logprob, abs=1e-3)
-        assert one.column_ids == other.column_ids
-        np.testing.assert_allclose(one.rows, other.rows, atol=1e-5)
-        assert one.logits is not None
-        assert other.logits is not None
-        np.testing.assert_allclose(one.logits, other.logits, atol=1e-3)
 
 
 @pytest.fixture

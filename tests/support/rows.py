@@ -104,6 +104,19 @@ def same_rows(a: Sequence[Token], b: Sequence[Token]) -> bool:
     )
 
 
+def check_tokens(found: Sequence[Token], want: Sequence[Token], logprob: float = 1e-3) -> None:
+    """Ids, logprobs within *logprob*, rows and logits, each of its own token."""
+    assert [one.id for one in found] == [one.id for one in want]
+    for one, other in zip(found, want, strict=True):
+        assert one.index == other.index
+        np.testing.assert_allclose(one.logprob, other.logprob, rtol=0, atol=logprob)
+        assert one.column_ids == other.column_ids
+        np.testing.assert_allclose(one.rows, other.rows, atol=1e-5)
+        assert one.logits is not None
+        assert other.logits is not None
+        np.testing.assert_allclose(one.logits, other.logits, atol=1e-3)
+
+
 # ---- devices
 
 CLOSE = 2e-5  # the same product, summed in another order

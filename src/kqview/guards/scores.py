@@ -111,19 +111,13 @@ def judged_injection(heads: HeadFile | None, found: measures.Measures) -> Inject
 
 
 @dataclass(frozen=True, slots=True)
-class Citation:
+class Citation(measures.Sentence):
     """A sentence of an answer and where it is from.
 
     Attributes:
-        text: The sentence.
-        start: Its first token in the answer.
-        stop: The token behind its last one.
         scores: One for each source; higher is more likely.
     """
 
-    text: str
-    start: int
-    stop: int
     scores: tuple[float, ...]
 
     @property
@@ -174,21 +168,15 @@ def cite(
 
 
 @dataclass(frozen=True, slots=True)
-class GroundedSentence:
+class GroundedSentence(measures.Sentence):
     """A sentence of an answer and whether its sources say it.
 
     Attributes:
-        text: The sentence.
-        start: Its first token in the answer.
-        stop: The token behind its last one.
         score: With a head file, the probability that it is grounded; without, the mean lookback
             ratio of all heads, from 0 to 1.
         threshold: Score from which it counts as grounded; None where no head file says.
     """
 
-    text: str
-    start: int
-    stop: int
     score: float
     threshold: float | None = None
 

@@ -342,7 +342,13 @@ def injection(
 
 @dataclass(frozen=True, slots=True)
 class Sentence:
-    """A sentence of an answer: its text, and its tokens ``start .. stop - 1`` of the answer."""
+    """A sentence of an answer.
+
+    Attributes:
+        text: The sentence.
+        start: Its first token in the answer.
+        stop: The token behind its last one.
+    """
 
     text: str
     start: int
