@@ -176,7 +176,7 @@ def facts_of(plan: Plan, keep: Sequence[str]) -> dict[str, Any]:
     engine = plan.engine
     return {
         "model": {
-            "fingerprint": engine._state_facts().model,  # pyright: ignore[reportPrivateUsage]
+            "fingerprint": engine.fingerprint(),
             "name": engine.model.name,
             "architecture": engine.model.architecture,
         },
