@@ -492,7 +492,7 @@ class HeadRecord(Edit):
         """As of Edit. Nothing comes from a cache, whose heads gave out their values before."""
         layers = [target.attention_layer("layers", one) for one in self._layers]
         self.record = plan.record_heads(layers)
-        return ("record", id(self)), 0
+        return ("record", uuid.uuid4().hex), 0
 
 
 class SetHead(Edit):

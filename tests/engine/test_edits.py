@@ -18,8 +18,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kqview
-from kqview import Capture, ControlVector, Edit, Engine, errors, mod
+from kqview import Capture, ControlVector, Edit, Engine, _core, errors, mod
 from kqview.demo import MODEL_PATH as DEMO
+from kqview.edit import EditTarget, HeadRecord
 from kqview.mods import Added
 from tests.attack.calls import OwnError, values
 from tests.engine.conftest import fake_devices
@@ -608,6 +609,13 @@ def test_patching_all_positions_equals_the_reference(make_engine: MakeEngine, mo
         kqview.patch(engine, clean, corrupted[1:], (5, 9))
     with pytest.raises(errors.RequestError, match="both prompts"):
         kqview.patch(engine, clean, clean, (5, 9))
+
+
+def test_no_record_takes_cells_that_were_computed_for_another() -> None:
+    target = EditTarget(n_layer=1, n_embd=4, n_heads={0: 2}, n_prompt=3, has_all_columns=True)
+    # Each record is gone, and its place in memory free, before the next one is made.
+    keys = [HeadRecord([0]).write(_core.EditPlan(), target)[0] for _ in range(20)]
+    assert len(set(keys)) == 20
 
 
 # ---- hooks

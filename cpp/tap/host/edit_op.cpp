@@ -1,12 +1,13 @@
 #include "tap/host/edit_op.h"
 
 #include <ggml-backend.h>
-#include <cstdint>
 
 #include <algorithm>
 #include <cstddef>
+#include <cstdint>
 #include <cstring>
 #include <limits>
+#include <new>
 #include <span>
 #include <vector>
 
@@ -48,7 +49,7 @@ void apply(const residual_edit& edit, int position, float* row, std::size_t n_em
     }
 }
 
-// The rows of a layer's output that belong to the tokens of a run, with their positions.
+// The row of a layer's output that belongs to a token, and the token's position.
 struct edited_row {
     float* values;
     int position;
@@ -66,6 +67,17 @@ void ask_hook(const hook_lease& hook, int il, std::span<const edited_row> rows,
         std::copy_n(all.data() + i * n_embd, n_embd, rows[i].values);
 }
 
+void edit_with_hooks(const layer_edits& edits, int il, std::span<const edited_row> rows,
+                     std::size_t n_embd) {
+    for (const auto& edit : edits.residual) {
+        if (edit.hook) {
+            ask_hook(*edit.hook, il, rows, n_embd);
+        } else {
+            for (const auto& row : rows) apply(edit, row.position, row.values, n_embd);
+        }
+    }
+}
+
 void run_residual_edit(ggml_tensor* node, int ith, int nth, void* data) {
     const auto& op = *static_cast<const edit_op*>(data);
     const ggml_tensor* const output = node->src[0];
@@ -75,22 +87,28 @@ void run_residual_edit(ggml_tensor* node, int ith, int nth, void* data) {
         if (!edits || edits->residual.empty()) continue;
         // end_step reports what was not edited
         if (output->ne[1] != op.table->n_tokens && output->ne[1] != op.table->n_outputs) continue;
-        // A hook sees all rows at once, with the edits before it: one thread does the work then.
-        const bool has_hook = edits->has_hook();
-        if (has_hook && ith != 0) continue;
-        std::vector<edited_row> rows;
-        for (int i = ith; i < run.n_tokens; i += has_hook ? 1 : nth) {
-            const auto i_row = row_of(*op.table, output, run.i_token + i);
-            if (i_row < 0) continue;
-            auto* const row = static_cast<std::byte*>(output->data) + zu(i_row) * output->nb[1];
-            rows.push_back({reinterpret_cast<float*>(row), run.position + i});
-        }
-        for (const auto& edit : edits->residual) {
-            if (edit.hook) {
-                ask_hook(*edit.hook, op.il, rows, n_embd);
+        const auto for_rows = [&](int first, int step, const auto& use) {
+            for (int i = first; i < run.n_tokens; i += step) {
+                const auto i_row = row_of(*op.table, output, run.i_token + i);
+                if (i_row < 0) continue;
+                auto* const row = static_cast<std::byte*>(output->data) + zu(i_row) * output->nb[1];
+                use(edited_row{reinterpret_cast<float*>(row), run.position + i});
+            }
+        };
+        if (!edits->has_hook()) {
+            for_rows(ith, nth, [&](const edited_row& row) {
+                for (const auto& edit : edits->residual)
+                    apply(edit, row.position, row.values, n_embd);
+            });
+        } else if (ith == 0) {
+            // A hook sees all rows at once, with the edits before it, so one thread does the work.
+            try {
+                std::vector<edited_row> rows;
+                for_rows(0, 1, [&](const edited_row& row) { rows.push_back(row); });
+                edit_with_hooks(*edits, op.il, rows, n_embd);
+            } catch (const std::bad_alloc&) {  // must not cross ggml
                 continue;
             }
-            for (const auto& row : rows) apply(edit, row.position, row.values, n_embd);
         }
         if (ith == 0) op.table->n_done.fetch_add(1, std::memory_order_relaxed);
     }
@@ -156,7 +174,11 @@ void run_head_edit(ggml_tensor* node, int ith, int nth, void* data) {
         for (int i = ith; edits && i < run.n_tokens; i += is_recorded ? 1 : nth)
             edit_heads(*edits, outputs, i);
         if (ith != 0) continue;
-        if (is_recorded) record_heads(record->layers.at(op.il), outputs);
+        try {
+            if (is_recorded) record_heads(record->layers.at(op.il), outputs);
+        } catch (const std::bad_alloc&) {  // as above
+            continue;
+        }
         op.table->n_done.fetch_add(1, std::memory_order_relaxed);
     }
 }
