@@ -136,4 +136,4 @@ def test_annotations_are_the_packages_own_types(client: Any) -> None:
             for event in stream
             if event.type == "response.output_text.annotation.added"
         ]
-    assert [one["end_index"] for one in added] == [one.end_index for one in part.annotations]
+    assert [one.end_index for one in added] == [one.end_index for one in part.annotations]

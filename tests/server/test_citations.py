@@ -21,10 +21,13 @@ if TYPE_CHECKING:
 
     from tests.support.serving import Served
 
+pytestmark = pytest.mark.filterwarnings("ignore::kqview.heads.HeadFileWarning")
+
 TEXTS = ["Anna has a red ball.", "Tom found a silver key. It was old.", "The bird sang all day."]
 QUESTION = "Tell what Tom found."
+
 HEADS = {"params": {"important_heads": [[1, 1], [1, 3]]}}
-OPTIONS: dict[str, Any] = {"temperature": 0, "citation_heads": HEADS}
+OPTIONS: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "citation_heads": HEADS}
 
 
 @pytest.fixture(scope="module")

@@ -195,12 +195,17 @@ export class Attention {
   }
 }
 
-// Which tokens are marks of the template: special ones, and a role behind one up to its line end.
+const ROLE = /^(system|developer|user|assistant|model|tool)?\n+$/;
+const N_ROLE = 8; // tokens of a role, at most
+
+// Which tokens are marks of the template: special ones, and a role behind one with its line end.
 function marksIn(texts) {
   const found = texts.map((text) => kindOf(text) !== "token");
-  texts.forEach((text, i) => {
-    const end = found[i] ? texts.slice(i + 1, i + 4).findIndex((one) => one.startsWith("\n")) : -1;
-    for (let j = i + 1; j <= i + 1 + end; j++) found[j] = true;
+  texts.forEach((_, i) => {
+    if (!found[i]) return;
+    for (let end = i + 2; end <= i + 1 + N_ROLE; end++) {
+      if (ROLE.test(texts.slice(i + 1, end).join(""))) found.fill(true, i, end);
+    }
   });
   return found;
 }
