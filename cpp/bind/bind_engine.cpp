@@ -186,7 +186,8 @@ void bind_stats(nb::module_& module) {
         .def_ro("n_head", &attention_layer::n_head)
         .def_ro("n_head_kv", &attention_layer::n_head_kv)
         .def_ro("scale", &attention_layer::scale)
-        .def_ro("has_sinks", &attention_layer::has_sinks);
+        .def_ro("has_sinks", &attention_layer::has_sinks)
+        .def_ro("on_device", &attention_layer::is_on_device);
 }
 
 }  // namespace

@@ -118,6 +118,7 @@ void bind_facts(nb::class_<model>& bound) {
         .def_prop_ro("n_ctx_train", &of_model<&llama_model_n_ctx_train>)
         .def_prop_ro("n_swa", &of_model<&llama_model_n_swa>,
                      "Width of the sliding window; 0 if there is none.")
+        .def_prop_ro("window_layers", &model::window_layers, "Layers that have one.")
         .def_prop_ro("n_params", &of_model<&llama_model_n_params>)
         .def_prop_ro("size_bytes", &of_model<&llama_model_size>)
         .def_prop_ro(

@@ -47,40 +47,61 @@ nb::object bytes_of_size(std::size_t n_bytes) {
 
 struct saved_slot {
     nb::bytes blob;
+    nb::bytes checkpoints;
     std::size_t n_exact;  // number of exact tokens, counted from the first
     lora_scales lora;
     std::vector<edit_history::run> edits;
 };
 
-saved_slot save(engine& self, slot_id slot) {
-    nb::object blob;
+// A bytes object while it is written: no other code has it yet.
+struct unfinished_bytes {
+    nb::object object = bytes_of_size(0);
+    std::size_t n_wanted = 0;
+
+    std::span<std::byte> room() {
+        return {reinterpret_cast<std::byte*>(PyBytes_AsString(object.ptr())), n_room()};
+    }
+    std::size_t n_room() const { return static_cast<std::size_t>(PyBytes_GET_SIZE(object.ptr())); }
+    // False: it has another size than what is wanted; it then has that size, and is not written.
+    bool is_whole() {
+        if (n_wanted == n_room()) return true;
+        object = bytes_of_size(n_wanted);
+        return false;
+    }
+    nb::bytes take() { return nb::steal<nb::bytes>(object.release()); }
+};
+
+saved_slot save(engine& self, slot_id slot, bool with_checkpoints) {
+    unfinished_bytes blob, checkpoints;
     std::size_t n_exact = 0;
     lora_scales lora;
     std::vector<edit_history::run> edits;
-    std::size_t n_room = 0;
     for (;;) {
-        std::size_t n_bytes = 0;
-        // No other code has the object yet, so its bytes may be written.
-        auto* const data =
-            blob ? reinterpret_cast<std::byte*>(PyBytes_AsString(blob.ptr())) : nullptr;
+        const auto to = blob.room(), checkpoints_to = checkpoints.room();
         run_on_slot(self, slot, [&](slot_cache& cache) {
-            n_bytes = cache.save({data, n_room});
+            blob.n_wanted = cache.save(to);
+            if (with_checkpoints) checkpoints.n_wanted = cache.save_checkpoints(checkpoints_to);
             n_exact = std::min(cache.n_exact(), cache.size());
             lora = cache.lora();
             edits = cache.edits().runs();
         });
-        if (n_bytes == n_room)
-            return {nb::steal<nb::bytes>(blob.release()), n_exact, std::move(lora),
-                    std::move(edits)};
-        n_room = n_bytes;  // the required size; the slot may change again before the next round
-        blob = bytes_of_size(n_room);
+        // The slot may change again before the next round.
+        const bool is_whole = blob.is_whole();
+        if (checkpoints.is_whole() && is_whole)
+            return {blob.take(), checkpoints.take(), n_exact, std::move(lora), std::move(edits)};
     }
 }
 
+std::span<const std::byte> bytes_in(const nb::bytes& object) {
+    return {reinterpret_cast<const std::byte*>(object.c_str()), object.size()};
+}
+
 void restore(engine& self, slot_id slot, const nb::bytes& blob, std::size_t n_exact,
-             const lora_scales& lora, const std::vector<edit_history::run>& edits) {
-    const std::span bytes(reinterpret_cast<const std::byte*>(blob.c_str()), blob.size());
-    run_on_slot(self, slot, [&](slot_cache& cache) { cache.restore(bytes, n_exact, lora, edits); });
+             const lora_scales& lora, const std::vector<edit_history::run>& edits,
+             const nb::bytes& checkpoints) {
+    const auto bytes = bytes_in(blob), kept = bytes_in(checkpoints);
+    run_on_slot(self, slot,
+                [&](slot_cache& cache) { cache.restore(bytes, n_exact, lora, edits, kept); });
 }
 
 std::vector<edit_history::run> edits_of(engine& self, slot_id slot) {
@@ -123,18 +144,19 @@ void clear(engine& self, slot_id slot) {
 void bind_state(nb::module_& module) {
     nb::class_<saved_slot>(module, "SavedSlot")
         .def_ro("blob", &saved_slot::blob)
+        .def_ro("checkpoints", &saved_slot::checkpoints, "As a state file has them.")
         .def_ro("n_exact", &saved_slot::n_exact)
         .def_ro("lora", &saved_slot::lora, "Scales of the adapters that it was computed with.")
         .def_ro("edits", &saved_slot::edits, "Edits that it was computed with.");
-    module.def("save_slot", &save, nb::arg("engine"), nb::arg("slot"),
+    module.def("save_slot", &save, nb::arg("engine"), nb::arg("slot"), nb::arg("checkpoints"),
                "Save a slot as a SES1 blob, with its number of exact tokens.");
     module.def("restore_slot", &restore, nb::arg("engine"), nb::arg("slot"), nb::arg("blob"),
-               nb::arg("n_exact"), nb::arg("lora"), nb::arg("edits"),
+               nb::arg("n_exact"), nb::arg("lora"), nb::arg("edits"), nb::arg("checkpoints"),
                "Replace the contents of a slot; a blob that is refused changes nothing.");
     module.def("slot_edits", &edits_of, nb::arg("engine"), nb::arg("slot"),
                "Edits that the cells of an idle slot were computed with.");
     module.def("truncate_slot", &truncate, nb::arg("engine"), nb::arg("slot"), nb::arg("n_keep"),
-               "Keep the first n_keep tokens; a cache that cannot drop its tail is cleared.");
+               "Keep the first n_keep tokens, or those of the last checkpoint before.");
     module.def("shift_slot", &shift, nb::arg("engine"), nb::arg("slot"), nb::arg("n_keep"),
                nb::arg("n_discard"),
                "Remove n_discard tokens after the first n_keep; later tokens move up.");

@@ -164,15 +164,23 @@ void context::copy(slot_id from, slot_id to) {
     llama_memory_seq_cp(memory, from, to, -1, -1);
 }
 
+bool context::has_what_is_seen(slot_id slot, std::int32_t n_keep) const {
+    return std::ranges::all_of(tail_parts_, [&](const memory_part& part) {
+        return kqview::has_what_is_seen(part, model_->get()->hparams, slot, n_keep);
+    });
+}
+
 bool context::truncate(slot_id slot, std::int32_t n_keep) {
     const auto memory = llama_get_memory(handle_.get());
     if (!memory) return true;
-    // A cache of the window's size has dropped the positions before it.
-    const auto n_window = llama_model_n_swa(model_->get());
-    const auto first_seen = std::max(0, n_keep - n_window + 1);
-    if (n_keep > 0 && n_window > 0 && llama_memory_seq_pos_min(memory, slot) > first_seen)
-        return false;
+    if (n_keep > 0 && !has_what_is_seen(slot, n_keep)) return false;
     return llama_memory_seq_rm(memory, slot, n_keep, -1);
+}
+
+bool context::drops_tail(slot_id slot, std::int32_t n_keep) const {
+    if (n_keep == 0) return true;
+    return std::ranges::all_of(tail_parts_, &memory_part::is_ring) &&
+           has_what_is_seen(slot, n_keep);
 }
 
 void context::synchronize() {
@@ -294,9 +302,28 @@ std::vector<memory_part> context::parts() const {
     return parts_of(has_cache() ? llama_get_memory(handle_.get()) : nullptr);
 }
 
+std::size_t context::n_ring_cells() const {
+    const auto ring = std::ranges::find_if(tail_parts_, &memory_part::is_ring);
+    return ring == tail_parts_.end() ? 0 : ring->n_cells();
+}
+
+void context::read_ring(slot_id slot, std::span<std::int32_t> positions) const {
+    const auto ring = std::ranges::find_if(tail_parts_, &memory_part::is_ring);
+    const auto& cells = ring->cache->get_cells(slot);
+    for (std::uint32_t i = 0; i < positions.size(); ++i) {
+        const bool is_own = !cells.is_empty(i) && cells.seq_has(i, slot);
+        positions[i] = is_own ? cells.pos_get(i) : -1;
+    }
+}
+
+std::uint32_t context::n_seen_least() const {
+    const auto& hparams = model_->get()->hparams;
+    return hparams.swa_type == LLAMA_SWA_TYPE_STANDARD ? std::max(2u, hparams.n_swa) - 1 : 1;
+}
+
 bool context::has_whole_cache() const {
     try {
-        return !parts().empty();
+        return std::ranges::none_of(parts(), &memory_part::is_ring);
     } catch (const error&) {
         return false;
     }
@@ -390,6 +417,8 @@ void context::write_state(slot_id slot, std::span<std::byte> out) {
 void context::read_state(slot_id slot, std::span<const std::byte> bytes, int n_tokens) {
     const llama_activity guard("restoring a slot");
     llama_synchronize(handle_.get());
+    // With the old cells goes what a memory has derived from them, which may differ for new ones.
+    llama_memory_seq_rm(llama_get_memory(handle_.get()), slot, 0, -1);
     for (const auto& part : parts()) {
         bytes = kqview::read_state(part, slot, bytes, n_tokens);
     }

@@ -70,6 +70,8 @@ public:
     // Keeps the first `n_keep` positions of a slot. Returns false, without any change, if the cache
     // cannot drop that tail, or would then lack positions that a sliding window needs.
     bool truncate(slot_id slot, std::int32_t n_keep);
+    // Whether that would drop any tail, as far as is known before: not if there is recurrent state.
+    bool drops_tail(slot_id slot, std::int32_t n_keep) const;
 
     // True if a query sees only what precedes it. Otherwise keys depend on the tokens that followed
     // them when they were computed.
@@ -87,8 +89,16 @@ public:
     // apply them.
     void flush_shifts();
 
-    // True if a slot holds all of its tokens' cells, and those of each token for itself.
+    // True if a slot always holds all of its tokens' cells, and those of each token for itself.
     bool has_whole_cache() const;
+    // How many tokens before it a query needs of a ring, if there are as many; 1 where that depends
+    // on its position.
+    std::uint32_t n_seen_least() const;
+    // Cells that a slot has in a cache that keeps only what windows see; 0: there is none.
+    std::size_t n_ring_cells() const;
+    // The position of each of them, -1 for none of the slot's. Also while a decode runs, on the
+    // thread that runs it.
+    void read_ring(slot_id slot, std::span<std::int32_t> positions) const;
     // The parts of a slot's cache. Raises unsupported_model for one that cannot be saved whole.
     std::vector<memory_part> parts() const;
     // A slot's parts as bytes (sequence_state.h): their sizes; written one after the other.
@@ -100,8 +110,8 @@ public:
     // undefined.
     void read_state(slot_id slot, std::span<const std::byte> bytes, int n_tokens);
 
-    // Snapshots of the parts that cannot drop a tail (recurrent state). They stay as they are while
-    // the context lives, and are not checked.
+    // Snapshots of the parts that cannot drop a tail, or not all of it: recurrent state, compressed
+    // keys, caches that keep only what windows see. Those of saved slots are checked before.
     bool needs_snapshots() const { return !tail_parts_.empty(); }
     // Of those parts, of all slots: what the context itself takes for them.
     std::size_t snapshot_memory_bytes() const;
@@ -133,6 +143,7 @@ private:
 
     void open_embeddings(const context_options& options);
     void set_embeds(bool embeds);
+    bool has_what_is_seen(slot_id slot, std::int32_t n_keep) const;
     int decode_until_stopped();
     static bool is_over(void* self);
 

@@ -101,6 +101,14 @@ void model::load_adapter(const lora_option& option) {
     adapter_scales_.push_back(option.scale);
 }
 
+std::vector<int> model::window_layers() const {
+    std::vector<int> layers;
+    for (int il = 0; has_window() && il < llama_model_n_layer(get()); ++il) {
+        if (get()->hparams.is_swa(static_cast<std::uint32_t>(il))) layers.push_back(il);
+    }
+    return layers;
+}
+
 bool model::can_truncate() const {
     return !llama_model_is_recurrent(get()) && !llama_model_is_hybrid(get());
 }

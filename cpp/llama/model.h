@@ -66,6 +66,8 @@ public:
     int n_vocab() const { return words_.size(); }
     // Whether there are layers whose queries do not see all tokens before them.
     bool has_window() const { return llama_model_n_swa(handle_.get()) > 0; }
+    // Those layers, in order.
+    std::vector<int> window_layers() const;
     bool has_vocab() const { return words_.exists(); }
     bool is_end_of_generation(token_id id) const {
         return has_vocab() && llama_vocab_is_eog(vocab(), id);

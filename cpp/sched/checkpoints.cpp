@@ -10,25 +10,40 @@
 namespace kqview {
 
 void checkpoints::take(slot_id slot, std::size_t n_tokens) {
-    if (!are_kept() || n_tokens == 0) return;
-    auto& mine = of(slot);
-    const auto n_held = last_of(slot, n_tokens);
-    if (n_held == n_tokens) return;
-    const auto n_bytes = model_.snapshot_bytes(slot);
+    if (!are_kept() || n_tokens == 0 || last_of(slot, n_tokens) == n_tokens) return;
+    add(slot, n_tokens, model_.snapshot_bytes(slot),
+        [&](std::span<std::byte> out) { model_.write_snapshot(slot, out); });
+}
+
+void checkpoints::put(slot_id slot, const saved_checkpoint& one) {
+    add(slot, one.n_tokens, one.parts.size(),
+        [&](std::span<std::byte> out) { std::ranges::copy(one.parts, out.begin()); });
+}
+
+template <class function>
+void checkpoints::add(slot_id slot, std::size_t n_tokens, std::size_t n_bytes, function write) {
     if (n_bytes == 0 || n_bytes > budget_bytes_) return;
     try {
         while (n_bytes_ + n_bytes > budget_bytes_) {
             if (!evict()) return;
         }
         auto bytes = std::make_shared_for_overwrite<std::byte[]>(n_bytes);
-        model_.write_snapshot(slot, {bytes.get(), n_bytes});
+        write(std::span(bytes.get(), n_bytes));
         const std::lock_guard lock(readers_);
         // Those of more tokens were dropped when the slot was cut.
-        mine.push_back({n_tokens, n_bytes, std::move(bytes), evicted_});
+        of(slot).push_back({n_tokens, n_bytes, std::move(bytes), evicted_});
         n_bytes_ += n_bytes;
     } catch (const std::bad_alloc&) {
         // Going back then costs more evaluation.
     }
+}
+
+std::vector<saved_checkpoint> checkpoints::all_of(slot_id slot) const {
+    std::vector<saved_checkpoint> all;
+    for (const auto& one : of(slot)) {
+        all.push_back({one.n_tokens, {one.bytes.get(), one.n_bytes}});
+    }
+    return all;
 }
 
 std::size_t checkpoints::last_of(slot_id slot, std::size_t n_most) const {

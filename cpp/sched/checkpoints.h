@@ -1,5 +1,6 @@
-// Snapshots of what slots' caches cannot cut back (recurrent state), within a budget of bytes. A
-// slot that has to drop its newest tokens goes back to the last snapshot before them.
+// Snapshots of what slots' caches cannot cut back (recurrent state, compressed keys, caches that
+// keep only what windows see), within a budget of bytes. A slot that has to drop its newest tokens
+// goes back to the last snapshot before them.
 // Owner:   the slot table.
 // Threads: the engine thread; counts_of(): any, under the readers' lock.
 // Which go first: each is worth what the evaluation up to it from the one before costs, counted in
@@ -14,6 +15,7 @@
 
 #include "base/ids.h"
 #include "sched/runner.h"
+#include "state/ses1.h"
 
 namespace kqview {
 
@@ -31,6 +33,10 @@ public:
 
     // Takes one of a slot that has evaluated `n_tokens` and nothing else; none if memory is short.
     void take(slot_id slot, std::size_t n_tokens);
+    // Copies one of a slot that was restored, behind those that it has.
+    void put(slot_id slot, const saved_checkpoint& one);
+    // Views, valid until the slot's change.
+    std::vector<saved_checkpoint> all_of(slot_id slot) const;
 
     // The tokens of the slot's last one that has at most `n_most`; 0: it has none.
     std::size_t last_of(slot_id slot, std::size_t n_most) const;
@@ -58,6 +64,8 @@ private:
 
     list& of(slot_id slot) { return kept_[static_cast<std::size_t>(slot)]; }
     const list& of(slot_id slot) const { return kept_[static_cast<std::size_t>(slot)]; }
+    template <class function>
+    void add(slot_id slot, std::size_t n_tokens, std::size_t n_bytes, function write);
     bool evict();
     void erase(list& from, list::iterator first, list::iterator last);
 

@@ -38,6 +38,12 @@ llama_runner::llama_runner(std::shared_ptr<model> source, const context_options&
     check_memory(*model_, options);
     const tap::scope scope(*tap_);
     context_ = std::make_unique<context>(model_, options);
+    if (const auto n_cells = context_->n_ring_cells(); n_cells > 0) {
+        tap_->read_rings(model_->window_layers(), n_cells, n_slots(),
+                         [this](slot_id slot, std::span<std::int32_t> positions) {
+                             context_->read_ring(slot, positions);
+                         });
+    }
     // Of the graphs that were reserved: it is known before the first step.
     graphs_->n_attended.store(tap_->n_attended(), std::memory_order_relaxed);
 }
@@ -216,7 +222,11 @@ std::size_t llama_runner::snapshot_bytes(slot_id slot) {
 }
 
 void llama_runner::write_snapshot(slot_id slot, std::span<std::byte> out) {
-    unbroken("taking a checkpoint", [&] { context_->write_snapshot(slot, out); });
+    unbroken("taking a checkpoint", [&] {
+        const tap::scope scope(*tap_);
+        context_->flush_shifts();  // and copies, which llama.cpp defers as well
+        context_->write_snapshot(slot, out);
+    });
 }
 
 void llama_runner::read_snapshot(slot_id slot, std::span<const std::byte> bytes, int n_tokens) {
@@ -239,6 +249,10 @@ const kv_layout& llama_runner::layout_from(slot_id slot, std::span<const std::by
         auto& one = known.parts.emplace_back();
         one.is_recurrent = part.state != nullptr;
         one.has_extra = part.has_extra();
+        one.has_window = part.has_window;
+        if (!part.is_ring) continue;
+        one.n_ring_cells = static_cast<std::uint32_t>(part.n_cells());
+        one.n_ring_least = context_->n_seen_least();
     }
     std::vector<std::span<const std::byte>> parts;
     for (const auto n_bytes : context_->part_bytes(slot)) {

@@ -82,6 +82,9 @@ public:
     bool truncate(slot_id slot, int n_keep) override;
 
     bool needs_snapshots() const override { return context_->needs_snapshots(); }
+    bool drops_tail(slot_id slot, int n_keep) const override {
+        return broken_ || context_->drops_tail(slot, n_keep);
+    }
     std::size_t snapshot_bytes(slot_id slot) override;
     void write_snapshot(slot_id slot, std::span<std::byte> out) override;
     void read_snapshot(slot_id slot, std::span<const std::byte> bytes, int n_tokens) override;

@@ -103,8 +103,11 @@ public:
     // Does not throw.
     virtual bool truncate(slot_id slot, int n_keep) = 0;
 
-    // True if caches have parts that cannot drop a tail: truncate() then needs a snapshot of them.
+    // True if caches have parts that cannot drop every tail: truncate() may then need a snapshot of
+    // them.
     virtual bool needs_snapshots() const { return false; }
+    // Of such a cache: whether truncate() needs none.
+    virtual bool drops_tail(slot_id /*slot*/, int n_keep) const { return n_keep == 0; }
     // Those parts of a slot as bytes, for this runner alone: their size, and written to `out`,
     // which is as large.
     virtual std::size_t snapshot_bytes(slot_id /*slot*/) { return 0; }

@@ -65,8 +65,9 @@ void slot_cache::truncate(std::size_t n_keep) {
 }
 
 std::size_t slot_cache::n_left_by(std::size_t n_keep) const {
-    return n_keep >= tokens_.size() || !model_.needs_snapshots() ? std::min(n_keep, tokens_.size())
-                                                                 : kept_.last_of(id_, n_keep);
+    const bool drops_tail = n_keep >= tokens_.size() || !model_.needs_snapshots() ||
+                            model_.drops_tail(id_, static_cast<int>(n_keep));
+    return drops_tail ? std::min(n_keep, tokens_.size()) : kept_.last_of(id_, n_keep);
 }
 
 // Returns how many tokens the model's cache has then.
@@ -189,6 +190,10 @@ void slot_cache::remove(std::span<const token_range> gone) {
 
 // ---- save, restore
 
+std::size_t slot_cache::save_checkpoints(std::span<std::byte> out) const {
+    return write_checkpoints(out, kept_.all_of(id_));
+}
+
 std::size_t slot_cache::save(std::span<std::byte> out) {
     const auto memory_at = ses1_header_bytes(tokens_.size());
     const auto n_bytes = memory_at + model_.state_bytes(id_);
@@ -209,10 +214,12 @@ std::size_t slot_cache::save(std::span<std::byte> out) {
 }
 
 void slot_cache::restore(std::span<const std::byte> blob, std::size_t n_exact,
-                         const lora_scales& lora, std::vector<edit_history::run> edits) {
+                         const lora_scales& lora, std::vector<edit_history::run> edits,
+                         std::span<const std::byte> checkpoints) {
     auto scales = lora;  // copied while nothing has changed
     const auto& layout = model_.layout_for(id_, tokens_.empty());
     auto view = read_ses1(blob, layout, ses1_source::foreign);
+    const auto kept = read_checkpoints(checkpoints, view.tokens, layout);
     if (view.tokens.empty()) return clear();  // llama.cpp would keep the existing cells
     // A blob that is written as this engine does is not copied.
     const bool is_plain = view.has_one_stream && view.is_in_order;
@@ -227,8 +234,11 @@ void slot_cache::restore(std::span<const std::byte> blob, std::size_t n_exact,
     kept_.drop_after(id_, 0);
     set(std::move(view.tokens), n_exact);
     edits_.set(std::move(edits));
-    const std::lock_guard lock(readers_);
-    lora_.swap(scales);
+    {
+        const std::lock_guard lock(readers_);
+        lora_.swap(scales);
+    }
+    for (const auto& one : kept) kept_.put(id_, one);
 }
 
 }  // namespace kqview

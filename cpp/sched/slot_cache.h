@@ -58,7 +58,7 @@ public:
     // After a failed step: removes all cells beyond the known ids.
     void drop_unknown();
 
-    // Keeps the first `n_keep` tokens. A cache that cannot drop the tail goes back to the last
+    // Keeps the first `n_keep` tokens. A cache that cannot drop that tail goes back to the last
     // checkpoint before it; without one it is emptied. Raises request if the slot has fewer tokens.
     void truncate(std::size_t n_keep);
     // How many tokens that would leave, as far as is known before.
@@ -89,11 +89,15 @@ public:
     // too small, writes nothing and returns the required size, a little more than the blob's.
     // Raises unsupported_model.
     std::size_t save(std::span<std::byte> out);
+    // Writes its checkpoints in the same way; no bytes if there are none.
+    std::size_t save_checkpoints(std::span<std::byte> out) const;
     // Restores the slot from a blob whose first `n_exact` tokens are known to be exact. Raises
     // state_format, state_mismatch and unsupported_model without any change; an internal error
     // leaves the slot empty. `lora` and `edits`: those that the blob was computed with.
+    // `checkpoints`: what save_checkpoints() wrote; as many are kept as the budget allows.
     void restore(std::span<const std::byte> blob, std::size_t n_exact, const lora_scales& lora = {},
-                 std::vector<edit_history::run> edits = {});
+                 std::vector<edit_history::run> edits = {},
+                 std::span<const std::byte> checkpoints = {});
 
 private:
     void set(std::vector<token_id> tokens, std::size_t n_exact);

@@ -202,12 +202,14 @@ std::size_t slot_table::cut_at(slot& source, std::size_t n) {
 }
 
 // The consumer of a steered request may take back what was generated: some of it is evaluated again
-// rather than a state copied for each token.
+// rather than a state copied for each token. A cache that keeps only what windows see has room for
+// what a step adds, and drops so much again.
 void slot_table::keep_checkpoint(slot& target) {
     const auto n_done = target.cache.size();
     const bool is_due =
         std::ranges::binary_search(target.cuts, n_done) ||
-        (target.active->is_steered && !target.is_in_prompt() && n_done % n_between_passes == 0);
+        (target.active->is_steered && !target.is_in_prompt() && n_done % n_between_passes == 0 &&
+         !model_.drops_tail(target.id(), static_cast<int>(n_done - 1)));
     if (is_due) target.cache.keep_checkpoint();
 }
 

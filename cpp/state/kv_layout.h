@@ -52,6 +52,11 @@ struct kv_block {
 struct kv_part {
     bool is_recurrent = false;  // one row for the whole sequence; else one per token
     bool has_extra = false;     // cells carry (x, y, token): M-RoPE, or n-gram embeddings
+    bool has_window = false;    // a cache of layers with a sliding window
+    // Of a ring, which keeps only what windows see: its cells, and how many of a longer sequence
+    // it cannot do without. 0: a cache with a cell for each token.
+    std::uint32_t n_ring_cells = 0;
+    std::uint32_t n_ring_least = 0;
     // Learned from bytes (learn_layout):
     bool is_transposed = false;  // of the values; true without flash attention
     std::uint32_t n_layer = 0;
@@ -59,6 +64,9 @@ struct kv_part {
     std::vector<kv_block> keys;
     // One per layer that stores values; layers whose values are their keys store none.
     std::vector<kv_block> values;
+
+    // Checkpoints have the parts that cannot drop a tail.
+    bool has_checkpoints() const { return is_recurrent || n_ring_cells > 0; }
 };
 
 struct kv_layout {

@@ -56,6 +56,7 @@ private:
 };
 
 constexpr std::array<char, 4> magic{'S', 'E', 'S', '1'};
+constexpr std::array<char, 4> checkpoint_magic{'S', 'C', 'P', '1'};
 constexpr std::uint32_t kv_magic = 0xaf143cd8;
 constexpr const char* resave = "; save the slot again";
 
@@ -85,6 +86,11 @@ void take_own(byte_reader& in, const char* field, std::uint64_t wanted) {
     const auto got = in.take<number>(field);
     if (got == wanted) return;
     fail(errc::state_mismatch, field, at, "is ", got, ", ", engine_has, " ", wanted, same_model);
+}
+
+void check_end(const byte_reader& in) {
+    if (in.n_left() == 0) return;
+    fail(errc::state_format, "the end", in.at(), "has ", in.n_left(), " bytes behind it", resave);
 }
 
 std::size_t cell_bytes(const kv_part& part) {
@@ -149,7 +155,7 @@ cell_fields read_cell(byte_reader& in, const kv_part& part) {
     return cell;
 }
 
-void check_extra(const cell_fields& cell, std::size_t at, const ses1_view& view,
+void check_extra(const cell_fields& cell, std::size_t at, std::span<const token_id> tokens,
                  const kv_layout& layout) {
     if (!cell.extra) return;
     const auto [x, y, id] = *cell.extra;
@@ -157,32 +163,36 @@ void check_extra(const cell_fields& cell, std::size_t at, const ses1_view& view,
     if (x < 0 || x >= limit || y < 0 || y >= limit) {
         fail(errc::state_format, "x, y", at + 8, "lies outside the context", resave);
     }
-    const auto expected = view.tokens[static_cast<std::size_t>(cell.position)];
+    const auto expected = tokens[static_cast<std::size_t>(cell.position)];
     if (id != expected) {
         fail(errc::state_format, "cell token", at + 16, "is ", id, ", ", ids_have, " ", expected);
     }
 }
 
-// Checks that each position from 0 to the last token's occurs exactly once.
-void read_cells(byte_reader& in, ses1_view& view, const kv_part& part, const kv_layout& layout) {
-    const auto n_tokens = view.tokens.size();
-    std::vector<bool> is_seen(n_tokens);
-    for (std::size_t i = 0; i < n_tokens; ++i) {
+// Checks that each of the last `n_cells` positions occurs exactly once. True: in their order.
+bool read_cells(byte_reader& in, std::span<const token_id> tokens, std::size_t n_cells,
+                const kv_part& part, const kv_layout& layout) {
+    const auto first = tokens.size() - n_cells;
+    std::vector<bool> is_seen(n_cells);
+    bool is_in_order = true;
+    for (std::size_t i = 0; i < n_cells; ++i) {
         const auto at = in.at();
         const auto cell = read_cell(in, part);
-        if (cell.position < 0 || static_cast<std::uint32_t>(cell.position) >= n_tokens) {
-            fail(errc::state_format, "position", at, "is ", cell.position, ", 0..", n_tokens - 1,
-                 " are needed", resave);
+        if (cell.position < static_cast<std::int64_t>(first) ||
+            cell.position >= static_cast<std::int64_t>(tokens.size())) {
+            fail(errc::state_format, "position", at, "is ", cell.position, ", ", first, "..",
+                 tokens.size() - 1, " are needed", resave);
         }
-        const auto position = static_cast<std::size_t>(cell.position);
-        if (is_seen[position]) {
-            fail(errc::state_format, "position", at, "is ", position, " for the second time",
+        const auto place = static_cast<std::size_t>(cell.position) - first;
+        if (is_seen[place]) {
+            fail(errc::state_format, "position", at, "is ", cell.position, " for the second time",
                  resave);
         }
-        is_seen[position] = true;
-        view.is_in_order = view.is_in_order && position == i;
-        check_extra(cell, at, view, layout);
+        is_seen[place] = true;
+        is_in_order = is_in_order && place == i;
+        check_extra(cell, at, tokens, layout);
     }
+    return is_in_order;
 }
 
 // ---- layers
@@ -248,24 +258,50 @@ void read_layers(byte_reader& in, std::size_t n_cells, const kv_part& part, ses1
     for (const auto& block : part.values) read_block(in, block, n_cells, names, source);
 }
 
-void read_cache(byte_reader& in, ses1_view& view, const kv_part& part, const kv_layout& layout,
-                ses1_source source) {
+// How many cells a cache of `n_tokens` tokens may have: all, or in a ring the last ones.
+void check_cell_count(std::uint32_t n_cells, std::size_t n_tokens, std::size_t at,
+                      const kv_part& part) {
+    constexpr auto other_window = "; open the engine with swa_full=";
+    const bool is_ring = part.n_ring_cells > 0;
+    const auto n_least = is_ring ? std::min<std::size_t>(n_tokens, part.n_ring_least) : n_tokens;
+    if (n_cells > n_tokens ||
+        (n_cells < n_least && (is_ring || !part.has_window || n_cells == 0))) {
+        fail(errc::state_format, "n_cells", at, "is ", n_cells, ", ", ids_have, " ", n_tokens,
+             resave);
+    }
+    if (n_cells < n_least) {
+        fail(errc::state_mismatch, "n_cells", at, "is ", n_cells, " of ", n_tokens,
+             ": the slot was saved without what its windows hide", other_window, "False");
+    }
+    if (is_ring && n_cells > part.n_ring_cells) {
+        fail(errc::state_mismatch, "n_cells", at, "is ", n_cells, ", ", engine_has, " ",
+             part.n_ring_cells, " for a window", other_window, "True");
+    }
+}
+
+struct cache_view {
+    std::span<const std::byte> payload;
+    std::uint32_t n_cells;
+    bool has_one_stream;
+    bool is_in_order;
+};
+
+cache_view read_cache(byte_reader& in, std::span<const token_id> tokens, const kv_part& part,
+                      const kv_layout& layout, ses1_source source) {
     const auto n_at = in.at();
     auto n_left = in.take<std::uint32_t>("n_stream");
     if (n_left == 0) fail(errc::state_format, "n_stream", n_at, "is 0, 1 or more are needed");
-    view.has_one_stream = view.has_one_stream && n_left == 1;
-    std::uint32_t n_cells = 0;
+    cache_view view{{}, 0, n_left == 1, true};
+    auto& n_cells = view.n_cells;
     for (; n_cells == 0 && n_left > 0; --n_left) n_cells = in.take<std::uint32_t>("n_cells");
-    if (n_cells != view.tokens.size()) {
-        fail(errc::state_format, "n_cells", in.at() - sizeof(n_cells), "is ", n_cells, ", ",
-             ids_have, " ", view.tokens.size(), resave);
-    }
+    check_cell_count(n_cells, tokens.size(), in.at() - sizeof(n_cells), part);
     const auto cells_at = in.at();
     if (n_cells > 0) {
-        read_cells(in, view, part, layout);
+        const bool is_in_order = read_cells(in, tokens, n_cells, part, layout);
+        view.is_in_order = is_in_order || part.n_ring_cells > 0;  // a ring has no order
         read_layers(in, n_cells, part, source);
     }
-    view.payloads.push_back(in.since(cells_at));
+    view.payload = in.since(cells_at);
     for (; n_left > 0; --n_left) {
         const auto at = in.at();
         if (const auto n = in.take<std::uint32_t>("n_cells"); n > 0) {
@@ -273,18 +309,20 @@ void read_cache(byte_reader& in, ses1_view& view, const kv_part& part, const kv_
                  ", a second stream with cells; one is a slot's");
         }
     }
+    return view;
 }
 
-void read_state(byte_reader& in, ses1_view& view, const kv_part& part, ses1_source source) {
-    const auto n_tokens = static_cast<std::int32_t>(view.tokens.size());
+std::span<const std::byte> read_state(byte_reader& in, std::size_t n_tokens, const kv_part& part,
+                                      ses1_source source) {
     take_only<std::uint32_t>(in, "n_cells", n_tokens == 0 ? 0 : 1, ids_have);
     const auto cell_at = in.at();
     if (n_tokens > 0) {
-        take_only<std::int32_t>(in, "position", n_tokens - 1, "the last token's is");
+        take_only<std::int32_t>(in, "position", static_cast<std::int32_t>(n_tokens) - 1,
+                                "the last token's is");
         take_only<std::uint32_t>(in, "n_seq_id", 0, blob_needs);
         read_layers(in, 1, part, source);
     }
-    view.payloads.push_back(in.since(cell_at));
+    return in.since(cell_at);
 }
 
 }  // namespace
@@ -297,16 +335,78 @@ ses1_view read_ses1(std::span<const std::byte> blob, const kv_layout& layout, se
     view.memory = blob.subspan(in.at());
     for (const auto& part : layout.parts) {
         if (part.is_recurrent) {
-            read_state(in, view, part, source);
-        } else {
-            read_cache(in, view, part, layout, source);
+            view.payloads.push_back(read_state(in, view.tokens.size(), part, source));
+            view.n_cells.push_back(view.tokens.empty() ? 0 : 1);
+            continue;
+        }
+        const auto cache = read_cache(in, view.tokens, part, layout, source);
+        view.payloads.push_back(cache.payload);
+        view.n_cells.push_back(cache.n_cells);
+        view.has_one_stream = view.has_one_stream && cache.has_one_stream;
+        view.is_in_order = view.is_in_order && cache.is_in_order;
+    }
+    check_end(in);
+    return view;
+}
+
+// ---- checkpoints
+
+namespace {
+
+std::vector<saved_checkpoint> read_all(byte_reader in, std::span<const token_id> tokens,
+                                       const kv_layout& layout) {
+    const auto start = in.skip(checkpoint_magic.size(), "magic");
+    if (std::memcmp(start.data(), checkpoint_magic.data(), start.size()) != 0) {
+        fail(errc::state_format, "magic", 0, "is not 'SCP1'", resave);
+    }
+    std::vector<saved_checkpoint> found;
+    auto n_left = in.take<std::uint32_t>("n");
+    if (n_left > 0 && std::ranges::none_of(layout.parts, &kv_part::has_checkpoints)) {
+        fail(errc::state_mismatch, "n", start.size(), "is ", n_left, ", ", engine_has,
+             " a cache that needs none", same_model);
+    }
+    for (std::size_t n_before = 0; n_left > 0; --n_left) {
+        auto at = in.at();
+        const auto n_tokens = in.take<std::uint32_t>("n_tokens");
+        if (n_tokens <= n_before || n_tokens > tokens.size()) {
+            fail(errc::state_format, "n_tokens", at, "is ", n_tokens, ", ", n_before + 1, "..",
+                 tokens.size(), " are needed", resave);
+        }
+        n_before = n_tokens;
+        at = in.at();
+        const auto n_bytes = in.take<std::uint64_t>("bytes");
+        const auto parts_at = in.at();
+        for (const auto& part : layout.parts) {
+            const auto part_at = in.at();
+            if (part.is_recurrent) {
+                read_state(in, n_tokens, part, ses1_source::foreign);
+            } else if (part.has_checkpoints() &&
+                       !read_cache(in, tokens.first(n_tokens), part, layout, ses1_source::foreign)
+                            .has_one_stream) {
+                fail(errc::state_format, "n_stream", part_at, "is not 1", resave);
+            }
+        }
+        found.push_back({n_tokens, in.since(parts_at)});
+        if (n_bytes != found.back().parts.size()) {
+            fail(errc::state_format, "bytes", at, "is ", n_bytes, ", the parts have ",
+                 found.back().parts.size(), resave);
         }
     }
-    if (in.n_left() > 0) {
-        fail(errc::state_format, "the end", in.at(), "has ", in.n_left(), " bytes behind it",
-             resave);
+    check_end(in);
+    return found;
+}
+
+}  // namespace
+
+std::vector<saved_checkpoint> read_checkpoints(std::span<const std::byte> bytes,
+                                               std::span<const token_id> tokens,
+                                               const kv_layout& layout) {
+    if (bytes.empty()) return {};
+    try {
+        return read_all(byte_reader(bytes), tokens, layout);
+    } catch (const error& failure) {
+        throw error(failure.code(), "checkpoints of a ", failure.what());
     }
-    return view;
 }
 
 // ---- learning a layout from llama.cpp's bytes
@@ -420,8 +520,24 @@ void write_ses1_header(std::span<std::byte> blob, std::span<const token_id> toke
     put(blob, slot);
 }
 
+std::size_t write_checkpoints(std::span<std::byte> out,
+                              std::span<const saved_checkpoint> checkpoints) {
+    constexpr std::size_t n_head = 8, n_each = 12;
+    std::size_t n_bytes = checkpoints.empty() ? 0 : n_head;
+    for (const auto& one : checkpoints) n_bytes += n_each + one.parts.size();
+    if (checkpoints.empty() || out.size() < n_bytes) return n_bytes;
+    for (const char letter : checkpoint_magic) out = put(out, letter);
+    out = put(out, static_cast<std::uint32_t>(checkpoints.size()));
+    for (const auto& one : checkpoints) {
+        out = put(out, static_cast<std::uint32_t>(one.n_tokens));
+        out = put(out, std::uint64_t{one.parts.size()});
+        std::ranges::copy(one.parts, out.begin());
+        out = out.subspan(one.parts.size());
+    }
+    return n_bytes;
+}
+
 std::vector<std::byte> to_plain(const ses1_view& view, const kv_layout& layout) {
-    const auto n_tokens = view.tokens.size();
     const auto head_bytes = [](const kv_part& part) { return part.is_recurrent ? 4u : 8u; };
     std::size_t n_bytes = 0;
     for (std::size_t i = 0; i < layout.parts.size(); ++i) {
@@ -433,12 +549,11 @@ std::vector<std::byte> to_plain(const ses1_view& view, const kv_layout& layout) 
         const auto& part = layout.parts[i];
         const auto& payload = view.payloads[i];
         if (!part.is_recurrent) out = put(out, std::uint32_t{1});  // streams
-        const auto n_cells = part.is_recurrent ? std::min<std::size_t>(n_tokens, 1) : n_tokens;
-        out = put(out, static_cast<std::uint32_t>(n_cells));
-        if (part.is_recurrent || view.is_in_order) {
+        out = put(out, view.n_cells[i]);
+        if (part.has_checkpoints() || view.is_in_order) {
             std::ranges::copy(payload, out.begin());
         } else {
-            copy_sorted(payload, out, n_cells, part);
+            copy_sorted(payload, out, view.n_cells[i], part);
         }
         out = out.subspan(payload.size());
     }

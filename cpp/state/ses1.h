@@ -42,8 +42,9 @@ struct ses1_view {
     std::span<const std::byte> memory;  // all parts, behind the header
     // Each part of the memory from its first cell to its last layer; empty without cells.
     std::vector<std::span<const std::byte>> payloads;
-    bool has_one_stream = true;  // each cache
-    bool is_in_order = true;     // cell i of each cache holds position i
+    std::vector<std::uint32_t> n_cells;  // of each part
+    bool has_one_stream = true;          // each cache
+    bool is_in_order = true;             // cell i of each cache holds position i, but for rings
 };
 
 // `own`: this process has just written the blob, so its values need no check.
@@ -52,6 +53,21 @@ enum class ses1_source { foreign, own };
 // Reads a blob for a context of `layout`. Raises state_format for a malformed blob and
 // state_mismatch for one from a different context; each names the field and its offset.
 ses1_view read_ses1(std::span<const std::byte> blob, const kv_layout& layout, ses1_source source);
+
+// A checkpoint of a slot: a view, valid as long as the bytes are.
+struct saved_checkpoint {
+    std::size_t n_tokens;
+    std::span<const std::byte> parts;  // one after the other; caches have one stream
+};
+
+// Reads the checkpoints of a slot with these tokens; raises as read_ses1(). No bytes: none.
+std::vector<saved_checkpoint> read_checkpoints(std::span<const std::byte> bytes,
+                                               std::span<const token_id> tokens,
+                                               const kv_layout& layout);
+
+// Writes them to the front of `out`, which may be too small, and returns their size.
+std::size_t write_checkpoints(std::span<std::byte> out,
+                              std::span<const saved_checkpoint> checkpoints);
 
 // Completes `known` by the layout of the parts that llama.cpp itself has just written for a
 // sequence with at least one cell. Raises unsupported_model if the bytes do not follow the format

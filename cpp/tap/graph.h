@@ -63,6 +63,8 @@ struct attention_site {
     int n_head_kv = 0;
     int n_stream = 1;
     int n_cells = 0;  // cells of one stream, in position order: the upper bound of a row's columns
+    // Cells are in any order, and are some of the last positions (row_table::ring_columns).
+    bool is_ring = false;
     float scale = 1.0f;
     float max_bias = 0.0f;
     float softcap = 0.0f;  // flash attention only; otherwise the nodes before `softmax` apply it

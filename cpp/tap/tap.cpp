@@ -22,6 +22,8 @@ bool can_bias(const attention_site& site) {
     return site.mask && !site.has_made_mask && !site.gathered && site.n_extra_cells == 0;
 }
 
+constexpr std::array all_kinds{row_kind::logits, row_kind::scores, row_kind::probs};
+
 // Layers share masks.
 void add_once(std::vector<ggml_tensor*>& masks, ggml_tensor* mask) {
     if (std::ranges::find(masks, mask) == masks.end()) masks.push_back(mask);
@@ -130,6 +132,9 @@ bool tap::prepare(ggml_cgraph* graph) {
     ++n_graphs_built_;
     n_nodes_added_ = 0;
     sites found{find_attention(graph), find_hidden(graph)};
+    for (auto& site : found.attention.sites) {
+        site.is_ring = std::ranges::binary_search(ring_layers_, site.il);
+    }
     if (!is_discovered_) discover(found);
     auto& mark = graphs_[graph];
     mark = std::make_unique<marked_graph>();
@@ -148,8 +153,21 @@ bool tap::prepare(ggml_cgraph* graph) {
     return true;
 }
 
+void tap::read_rings(std::vector<int> layers, std::size_t n_cells, int n_slots, ring_reader read) {
+    table_.ring_columns.assign(static_cast<std::size_t>(n_slots),
+                               std::vector<std::int32_t>(n_cells, -1));
+    ring_layers_ = std::move(layers);
+    read_ring_ = std::move(read);
+}
+
+bool tap::wants_ring(int il) const {
+    return std::ranges::binary_search(ring_layers_, il) &&
+           std::ranges::any_of(all_kinds, [&](row_kind kind) { return wanted_.wants(il, kind); });
+}
+
+// The kernel writes rows in the order of the cells.
 bool tap::attends(const attention_site& site) const {
-    return attends_ && !devices_.holds(site.il) && can_attend(site);
+    return attends_ && !devices_.holds(site.il) && can_attend(site) && !wants_ring(site.il);
 }
 
 void tap::attend_instead(const sites& found, marked_graph& mark) {
@@ -182,9 +200,8 @@ void tap::discover(const sites& found) {
 }
 
 void tap::add_nodes(ggml_cgraph* graph, sites& found, marked_graph& mark) {
-    constexpr std::array kinds{row_kind::logits, row_kind::scores, row_kind::probs};
     for (const int il : found.attention.ambiguous) {
-        for (const auto kind : kinds) {
+        for (const auto kind : all_kinds) {
             if (wanted_.wants(il, kind)) {
                 refuse_capture("two attention nodes claim layer ", il);
             }
@@ -224,7 +241,7 @@ void tap::add_nodes(ggml_cgraph* graph, sites& found, marked_graph& mark) {
     }
     for (const auto& site : found.attention.sites) {
         if (devices_.holds(site.il) || attends(site)) continue;
-        for (const auto kind : kinds) {
+        for (const auto kind : all_kinds) {
             if (!wanted_.wants(site.il, kind)) continue;
             placed.push_back(
                 {site.node_of(kind), make_row_node(mark.tensors.get(), site, kind, new_op())});
@@ -257,6 +274,13 @@ void tap::starts_compute(ggml_backend_sched_t sched, const ggml_cgraph* graph) {
     const auto mark = graphs_.find(graph);
     if (mark == graphs_.end()) return;
     for (const auto& op : mark->second->attends) op->begin();
+    // Only now does llama.cpp know in which cells the step's tokens are.
+    if (std::ranges::any_of(ring_layers_, [this](int il) { return wants_ring(il); })) {
+        for (const auto& target : table_.targets) {
+            read_ring_(first_slot_ + target.i_stream,
+                       table_.ring_columns[static_cast<std::size_t>(target.i_stream)]);
+        }
+    }
     for (auto* const mask : mark->second->masks) edit_mask(mask, edits_);
     if (mark->second->devices.shares.empty()) return;
     running_ = mark->second.get();

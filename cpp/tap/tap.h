@@ -12,6 +12,7 @@
 #include <ggml.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <span>
@@ -59,6 +60,11 @@ public:
     };
     static tap* current() noexcept;
 
+    // Layers whose caches are rings of so many cells, and what tells the position of each cell of a
+    // slot's, -1 for none, while a step runs. Call before the first step.
+    using ring_reader = std::function<void(slot_id slot, std::span<std::int32_t> positions)>;
+    void read_rings(std::vector<int> layers, std::size_t n_cells, int n_slots, ring_reader read);
+
     // What can be captured; known once llama.cpp has reserved its first graph.
     const capture_source& source() const { return source_; }
 
@@ -103,6 +109,7 @@ private:
 
     void discover(const sites& found);
     bool attends(const attention_site& site) const;
+    bool wants_ring(int il) const;
     void add_nodes(ggml_cgraph* graph, sites& found, marked_graph& mark);
     void attend_instead(const sites& found, marked_graph& mark);
 
@@ -114,6 +121,8 @@ private:
     row_table table_;
     attend_memory attend_memory_;
     edit_table edits_;
+    std::vector<int> ring_layers_;
+    ring_reader read_ring_;
     const bool attends_;
     device_tap devices_;
     // llama.cpp keeps a few graphs and reuses their addresses; the entry is replaced when it does.

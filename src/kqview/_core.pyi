@@ -78,6 +78,8 @@ class Model:
     n_ctx_train: Final[int]
     n_swa: Final[int]
     """Width of the sliding window; 0 if there is none."""
+    window_layers: Final[list[int]]
+    """Layers that have one."""
     n_params: Final[int]
     size_bytes: Final[int]
     file_type: Final[str]
@@ -547,6 +549,7 @@ class AttentionLayer:
     n_head_kv: Final[int]
     scale: Final[float]
     has_sinks: Final[bool]
+    on_device: Final[bool]
 
 class Engine:
     @staticmethod
@@ -604,13 +607,15 @@ class Engine:
 
 class SavedSlot:
     blob: Final[bytes]
+    checkpoints: Final[bytes]
+    """As a state file has them."""
     n_exact: Final[int]
     lora: Final[list[float]]
     """Scales of the adapters that it was computed with."""
     edits: Final[list[EditedCells]]
     """Edits that it was computed with."""
 
-def save_slot(engine: Engine, slot: int) -> SavedSlot:
+def save_slot(engine: Engine, slot: int, checkpoints: bool) -> SavedSlot:
     """Save a slot as a SES1 blob, with its number of exact tokens."""
 
 def restore_slot(
@@ -620,6 +625,7 @@ def restore_slot(
     n_exact: int,
     lora: Sequence[float],
     edits: Sequence[EditedCells],
+    checkpoints: bytes,
 ) -> None:
     """Replace the contents of a slot; a blob that is refused changes nothing."""
 
@@ -627,7 +633,7 @@ def slot_edits(engine: Engine, slot: int) -> list[EditedCells]:
     """Edits that the cells of an idle slot were computed with."""
 
 def truncate_slot(engine: Engine, slot: int, n_keep: int) -> None:
-    """Keep the first n_keep tokens; a cache that cannot drop its tail is cleared."""
+    """Keep the first n_keep tokens, or those of the last checkpoint before."""
 
 def shift_slot(engine: Engine, slot: int, n_keep: int, n_discard: int) -> None:
     """Remove n_discard tokens after the first n_keep; later tokens move up."""

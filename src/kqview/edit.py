@@ -47,14 +47,14 @@ class EditTarget:
         n_embd: Values of a residual stream.
         n_heads: Number of heads of each layer with attention.
         n_prompt: Number of tokens that the prompt has.
-        has_all_columns: Whether a cache keeps every position of every layer.
+        partial_layers: Layers whose cache keeps only what their sliding windows see.
     """
 
     n_layer: int
     n_embd: int
     n_heads: Mapping[int, int]
     n_prompt: int
-    has_all_columns: bool
+    partial_layers: Sequence[int] = ()
 
     def layer(self, name: str, given: int) -> int:
         """*given* counted from 0; InvalidEdit if the model has no such layer."""
@@ -410,11 +410,6 @@ class _Bias(Edit):
         return True
 
     def write(self, plan: _core.EditPlan, target: EditTarget) -> tuple[object, int]:
-        if not target.has_all_columns:
-            raise _invalid(
-                "attention cannot be edited: the model has sliding windows and swa_full is off, so "
-                "columns are not positions; open the Engine with swa_full=True"
-            )
         for name, (start, _) in (("queries", self.queries), *(("keys", one) for one in self.keys)):
             if start >= target.n_prompt:
                 raise _invalid(
@@ -423,6 +418,12 @@ class _Bias(Edit):
                 )
         layers = list(target.n_heads) if self.layers is None else list(self.layers)
         layers = [target.attention_layer("layers", one) for one in layers]
+        if refused := [one for one in target.partial_layers if one in layers]:
+            raise _invalid(
+                f"attention of layers {', '.join(map(str, refused))} cannot be edited: they have "
+                "sliding windows and swa_full is off, so columns are not positions; name other "
+                "layers, or open the Engine with swa_full=True"
+            )
         if self.heads is None:
             named = [] if self.layers is None else layers
             plan.bias_scores(self.queries, self.keys, self.bias, named, [])

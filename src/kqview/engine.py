@@ -255,6 +255,8 @@ class Engine(NamesMethods):
             of RPC servers, compute them in the graph either way; a warning is logged.
         kv_type: Type of the KV cache: "f16", "f32", "bf16", "q8_0" or another type of llama.cpp.
         swa_full: Keep the full cache of layers with a sliding window, so that every column exists.
+            False keeps what windows see: less memory, no rows of those layers from devices, and
+            `Slot.truncate` goes back to `Slot.checkpoints`.
         pooling: How `embed` turns a text into one vector: "mean", "cls" (the first token), "last",
             "none" (one vector per token), or "rank" for `classify`. None uses what the model's file
             specifies.
@@ -277,10 +279,10 @@ class Engine(NamesMethods):
             evaluated, as far as the time of steps can be told from those before; the prompt goes
             through the model in pieces of that size, and its own first token comes later. None
             keeps it near twice the text's own step, with pieces of 16 to 128 tokens.
-        checkpoint_bytes: Maximum memory of all checkpoints together, for models with recurrent
-            state (hybrid ones too), which cannot be cut back without one: see `Slot.checkpoints`.
-            None for 16 times what the context itself has for that state, at most an eighth of the
-            machine's memory; 0 keeps none.
+        checkpoint_bytes: Maximum memory of all checkpoints together, for caches that cannot be cut
+            back without one: recurrent state (hybrid models too), compressed keys, and windows
+            without *swa_full*. See `Slot.checkpoints`. None for 16 times what the context itself
+            has for these, at most an eighth of the machine's memory; 0 keeps none.
         checkpoint_every: Number of prompt tokens between two of them; 0 keeps only those at the end
             of a prompt and of its last messages.
         draft: What guesses how a text goes on, so that several tokens are evaluated in one step:
@@ -358,8 +360,8 @@ class Engine(NamesMethods):
             lora=self._lora,
             run_ahead=given["run_ahead"],
             drafts=given["draft"] is not None,
-            # Without the full cache, columns of layers with a window are not positions.
-            has_all_columns=needs.swa_full or facts.n_swa == 0,
+            # Without the full cache, the cells of layers with a window are in any order.
+            partial_layers=() if needs.swa_full else facts.window_layers,
             fingerprint=self._files.fingerprint,
             on_end=_forward_log,
         )

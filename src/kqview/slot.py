@@ -94,10 +94,12 @@ class Slot:
     def checkpoints(self) -> list[int]:
         """Numbers of tokens that the slot can go back to without evaluating them again; ascending.
 
-        Only models with recurrent state have any, because their caches cannot drop their newest
-        tokens: a checkpoint is a copy of that state. They are taken where a prompt ends, at the
+        Only caches that cannot drop all of their newest tokens have any: those with recurrent state
+        or compressed keys, and those of sliding windows with ``swa_full=False``. A checkpoint is a
+        copy of that part of the cache. They are taken where a prompt ends, at the
         ends of its last two messages, every ``checkpoint_every`` tokens of it, where a request
-        finds the slot, and every 8 tokens of a generation with mods. `truncate`, a prompt that
+        finds the slot, and every 8 tokens of a generation with mods (not for windows, which can
+        drop as much). `truncate`, a prompt that
         parts from `tokens`, a mod's `Backtrack`, a generation that is closed early or was parked,
         and copies for other slots go back to the last one before, and what follows it is evaluated
         again. Beyond ``checkpoint_bytes`` those go first that save the fewest tokens and have not
@@ -187,12 +189,11 @@ class Slot:
         Raises:
             BusyError: A generation is using this slot.
             UnsupportedModel: The cache cannot be saved completely: the model has none, or is of
-                deepseek4, glm5-next or qwen4exp; or it has sliding windows and ``swa_full`` is
-                off.
+                deepseek4 or qwen4exp.
             OutOfMemory: There is not enough memory for the blob.
             ClosedError: The engine is closed.
         """
-        return self.save_marked()[0]
+        return self.save_marked(checkpoints=False)[0]
 
     def restore(self, blob: "Buffer", *, exact: bool = False) -> int:
         """Replace the contents of the slot with those of *blob*; return the number of bytes read.
@@ -230,16 +231,24 @@ class Slot:
             marks = replace(marks, lora=self._lora.scales)
         return self.restore_marked(data, marks)
 
-    def save_marked(self) -> tuple[bytes, SlotMarks]:
+    def save_marked(self, *, checkpoints: bool = True) -> tuple[bytes, SlotMarks]:
         """Like `save`, but also return facts about the slot that the blob does not record.
 
         All are from the same moment. `restore_marked` and `kqview.state.write_state` accept them.
+
+        Args:
+            checkpoints: Copy the slot's `checkpoints` as well.
         """
-        saved = _core.save_slot(self._core, self.id)
-        return saved.blob, SlotMarks(saved.n_exact, tuple(saved.lora), _runs_of(saved.edits))
+        saved = _core.save_slot(self._core, self.id, checkpoints)
+        return saved.blob, SlotMarks(
+            saved.n_exact, tuple(saved.lora), _runs_of(saved.edits), saved.checkpoints
+        )
 
     def restore_marked(self, blob: bytes, marks: SlotMarks) -> int:
-        """Like `restore`, for a blob without a trailer whose *marks* are known."""
+        """Like `restore`, for a blob without a trailer whose *marks* are known.
+
+        Of its checkpoints as many are kept as ``checkpoint_bytes`` allows.
+        """
         n_exact = 0 if marks.n_exact is None else min(marks.n_exact, _ALL)
         lora = self._lora.opened if marks.lora is None else marks.lora
         if len(lora) != len(self._lora.opened):
@@ -251,15 +260,20 @@ class Slot:
             _core.EditedCells(start, [_core.EditKey(*key) for key in keys])
             for start, keys in marks.edits
         ]
-        _core.restore_slot(self._core, self.id, blob, n_exact, lora, edits)
+        _core.restore_slot(self._core, self.id, blob, n_exact, lora, edits, marks.checkpoints)
         return len(blob)
 
-    def save_file(self, path: str | os.PathLike[str]) -> int:
+    def save_file(self, path: str | os.PathLike[str], *, checkpoints: bool = True) -> int:
         """Save the slot to a file that `restore_file` checks; return the file's size.
 
         The file holds the blob and a trailer with a checksum, the fingerprint of the model and its
-        adapters (their files are read once), ``kv_type`` and `n_exact`. It appears atomically, and
-        only its owner can read it.
+        adapters (their files are read once), ``kv_type``, `n_exact` and the slot's `checkpoints`.
+        It appears atomically, and only its owner can read it.
+
+        Args:
+            path: The file.
+            checkpoints: Keep them. Without them the file is smaller by up to
+                ``checkpoint_bytes``, and what is restored from it can go back to its end alone.
 
         Raises:
             StateError: A file of the model changed after the engine was opened.
@@ -267,7 +281,7 @@ class Slot:
             KqviewError: As for `save`.
         """
         target = to_path("path", path)
-        blob, marks = self.save_marked()
+        blob, marks = self.save_marked(checkpoints=flag("checkpoints", checkpoints))
         return write_state(target, blob, self._state_facts(), marks)
 
     def restore_file(self, path: str | os.PathLike[str]) -> int:
@@ -287,9 +301,9 @@ class Slot:
     def truncate(self, n: int) -> None:
         """Keep the first *n* tokens.
 
-        A cache that cannot drop its tail (recurrent models) goes back to the last of `checkpoints`
-        before it, or is cleared if there is none. `tokens` then shows what is left, and the next
-        generation computes the rest again.
+        A cache that cannot drop that tail (recurrent models, ``swa_full=False``) goes back to the
+        last of `checkpoints` before it, or is cleared if there is none. `tokens` then shows what is
+        left, and the next generation computes the rest again.
 
         Raises:
             RequestError: *n* is negative or greater than `n_tokens`.

@@ -160,7 +160,7 @@ class Submission:
         lora: EngineLora,
         run_ahead: int,
         drafts: bool,
-        has_all_columns: bool,
+        partial_layers: Sequence[int],
         fingerprint: Callable[[], str],
         on_end: Callable[[], None],
     ) -> None:
@@ -171,7 +171,12 @@ class Submission:
         self._lora = lora
         self._run_ahead = run_ahead
         self._drafts = drafts
-        self._has_all_columns = has_all_columns
+        self._partial_layers = partial_layers
+        self._uncaptured_layers = [
+            one.layer
+            for one in core.attention_layers
+            if one.on_device and one.layer in partial_layers
+        ]
         self._fingerprint = fingerprint
         self._on_end = on_end
         self._consumers = Consumers()
@@ -336,7 +341,7 @@ class Submission:
         request.priority = whole_number("priority", priority, low=-(2**31))
         if capture:
             capture = capture.counted(self._info)
-            capture.check_columns(has_all=self._has_all_columns)
+            capture.check_columns(self._uncaptured_layers)
             try:
                 request.set_capture(self._core, capture)
             except InvalidCapture as error:
@@ -359,7 +364,7 @@ class Submission:
             n_embd=self._info.n_embd,
             n_heads={one.layer: one.n_head for one in self._core.attention_layers},
             n_prompt=n_tokens,
-            has_all_columns=self._has_all_columns,
+            partial_layers=self._partial_layers,
         )
         return plan_of(edits, target)
 

@@ -1,21 +1,25 @@
-"""Checkpoints of recurrent and hybrid models, and branches of a slot.
+"""Checkpoints of recurrent and hybrid models and of windows' caches, and branches of a slot.
 
-A cache with recurrent state cannot drop its newest tokens: it goes back to a checkpoint, and what
-follows is evaluated again. Texts, rows and logits must be those of a fresh evaluation, bit for bit
-where the steps are the same, and `usage.cached_tokens` and the engine's counters say what was
-evaluated.
+A cache with recurrent state cannot drop its newest tokens, one that keeps only what windows see not
+all of them: it goes back to a checkpoint, and what follows is evaluated again. Texts, rows and
+logits must be those of a fresh evaluation, bit for bit where the steps are the same, and
+`usage.cached_tokens` and the engine's counters say what was evaluated.
 """
 
 from __future__ import annotations
 
+import struct
+from dataclasses import replace
 from random import Random
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
-from kqview import Capture, errors, mod
+from kqview import Capture, Edit, errors, mod
 from kqview.mods import Added
+from kqview.state import inspect
+from kqview.state.ses1 import checkpoints_in
 from tests.support import tiny_gguf
 from tests.support.rows import random_ids
 
@@ -31,6 +35,8 @@ GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
 # A prompt that is cut into other steps gives other sums, in their last bits.
 ROUNDED = 1e-4
 WRITERS = {"hybrid": tiny_gguf.write_jamba, "recurrent": tiny_gguf.write_mamba}
+# Its windows' caches have 256 cells.
+WINDOWS: dict[str, Any] = {"swa_full": False, "n_ubatch": 16}
 
 
 @pytest.fixture(params=WRITERS)
@@ -59,6 +65,12 @@ class Fresh:
         """With rows where the model has any, and logprobs."""
         capture = {"capture": Capture("probs", vocab_logits=True)} if self._captures else {}
         return {"max_tokens": 8, "top_logprobs": 3, **capture, **GREEDY, **options}
+
+    def ids(self, prompt: Sequence[int], n: int) -> list[int]:
+        self._engine.slots[0].clear()
+        generation = self._engine.generate(list(prompt), max_tokens=n, **GREEDY)
+        generation.read()
+        return generation.tokens
 
     def check(self, tokens: Sequence[Token], prompt: Sequence[int], limit: float = ROUNDED) -> None:
         self._engine.slots[0].clear()
@@ -283,40 +295,337 @@ def test_deterministic_request_has_the_bits_of_one_without_checkpoints(
     assert [(one.id, one.logprob) for one in found] == [(one.id, one.logprob) for one in want]
 
 
+@mod
+def take_three_back(event: Any, actions: Any, _tokenizer: Any) -> Any:
+    """Take 3 of 5 tokens back, once."""
+    return actions.backtrack(3) if isinstance(event, Added) and event.step == 5 else None
+
+
 @pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("kind", [*WRITERS, "windows"])
 def test_whatever_happens_to_slots_what_follows_equals_a_fresh_evaluation(
-    make_engine: MakeEngine, model: Path, fresh: Fresh, seed: int
+    make_engine: MakeEngine, tmp_path: Path, kind: str, seed: int
 ) -> None:
+    write = WRITERS.get(kind, tiny_gguf.write_gemma4)
+    model = write(tmp_path / "model.gguf")
+    fresh = Fresh(make_engine, model)
     random = Random(seed)
     engine = make_engine(
         model,
         n_slots=3,
         checkpoint_every=random.choice([0, 40]),
         checkpoint_bytes=random.choice([None, 200_000, 60_000]),
+        **(WINDOWS if kind == "windows" else {}),
         **EXACT,
     )
-    texts = [random_ids(150), [*random_ids(80, seed=1), tiny_gguf.IM_END]]
+    n = 300 if kind == "windows" else 150  # more than the cells of a window
+    texts = [random_ids(n), [*random_ids(80, seed=1), tiny_gguf.IM_END]]
     blobs: list[bytes] = []
-    for turn in range(30):
+    saved: list[tuple[bytes, Any]] = []
+    for turn in range(40):
         slot = random.choice(engine.slots)
-        match random.randrange(8):
+        text = random.choice(texts)
+        prompt = text[: random.randint(1, min(len(text), 700))]
+        prompt = [*prompt, *random_ids(random.randint(1, 80), seed=100 + turn)]
+        chosen = {"slot": random.choice([None, slot.id])}
+        match random.randrange(14):
             case 0:
                 slot.truncate(random.randint(0, slot.n_tokens))
-            case 1:
-                engine.branch(slot, random.randint(1, 2))
+            case 1 if slot.n_tokens > 1:
+                slot.remove([(random.randint(1, slot.n_tokens - 1), slot.n_tokens)])
             case 2:
+                engine.branch(slot, random.randint(1, 2))
+            case 3:
                 blobs.append(slot.save())
-            case 3 if blobs:
+            case 4:
+                saved.append(slot.save_marked())
+            case 5 if blobs:
                 slot.restore(random.choice(blobs), exact=True)
+            case 6 | 7 if saved:
+                slot.restore_marked(*random.choice(saved))
+            case 8:
+                steered = engine.generate(
+                    prompt, max_tokens=9, mods=[take_three_back], **chosen, **GREEDY
+                )
+                steered.read()
+                assert steered.tokens == fresh.ids(prompt, 9)
+            case 9:
+                options = {"max_tokens": 12, **chosen, **GREEDY}
+                stopped = engine.generate(prompt, stop=["e", "t", "\x05"], **options)
+                stopped.read()
+                assert stopped.tokens == fresh.ids(prompt, len(stopped.tokens))
+            case 10:  # they take turns in one slot
+                prompts = [prompt, [*prompt[: len(prompt) // 2], 7, 8, 9]]
+                pair = [engine.generate(one, max_tokens=6, slot=0, **GREEDY) for one in prompts]
+                for _ in range(6):
+                    for one in pair:
+                        next(one)
+                for one, ids in zip(pair, prompts, strict=True):
+                    assert next(one, None) is None
+                    assert one.tokens == fresh.ids(ids, 6)
             case _:
-                text = random.choice(texts)
-                prompt = text[: random.randint(1, len(text))]
-                prompt = [*prompt, *random_ids(random.randint(1, 80), seed=100 + turn)]
-                options = fresh.options(slot=random.choice([None, slot.id]))
-                with engine.generate(prompt, **options) as generation:
+                with engine.generate(prompt, **fresh.options(**chosen)) as generation:
                     tokens = [next(generation) for _ in range(random.randint(1, 8))]
                 fresh.check(tokens, prompt)
                 texts.append([*prompt, *(token.id for token in tokens)])
+
+
+# ---- windows whose cache keeps only what they see
+
+
+@pytest.fixture
+def windows(tmp_path: Path) -> Path:
+    return tiny_gguf.write_gemma4(tmp_path / "windows.gguf")
+
+
+def test_window_goes_back_as_far_as_it_has_cells_or_to_a_checkpoint(
+    make_engine: MakeEngine, windows: Path
+) -> None:
+    fresh = Fresh(make_engine, windows)
+    engine = make_engine(windows, checkpoint_every=200, **WINDOWS, **EXACT)
+    prompt = random_ids(700)
+    run(engine, fresh, prompt, 0)
+    slot = engine.slots[0]
+    assert slot.checkpoints == [200, 400, 600, 699]
+    run(engine, fresh, [*prompt[:650], *random_ids(9, seed=1)], 650)
+    run(engine, fresh, [*prompt[:300], *random_ids(9, seed=2)], 200)
+    slot.truncate(201)
+    assert slot.n_tokens == 201
+    none = make_engine(windows, checkpoint_bytes=0, **WINDOWS, **EXACT)
+    run(none, fresh, prompt, 0)
+    assert none.slots[0].checkpoints == []
+    run(none, fresh, [*prompt[:650], *random_ids(9, seed=1)], 650)
+    run(none, fresh, [*prompt[:300], *random_ids(9, seed=2)], 0)
+
+
+@pytest.mark.parametrize("flash_attn", [False, True])
+@pytest.mark.parametrize("kind", ["qk", "scores", "probs"])
+def test_rows_of_windows_are_those_of_the_full_cache(
+    make_engine: MakeEngine, windows: Path, kind: Any, flash_attn: bool
+) -> None:
+    # llama.cpp's kernel for both, which rounds keys to F16.
+    options = {**EXACT, "flash_attn": flash_attn, "n_ubatch": 16, "attention_kernel": "llama.cpp"}
+    limit = 5e-3 if flash_attn else ROUNDED
+    engines = [
+        make_engine(windows, swa_full=full, n_slots=n, **options)
+        for full, n in ((True, 1), (False, 2))
+    ]
+    prompt = random_ids(600)
+    captures = [
+        Capture(kind),
+        Capture(kind, reduce="mean"),
+        Capture(kind, layers=[0, 2], top_k=5),
+    ]
+    if kind == "probs":
+        captures.append(Capture(kind, layers=[2], spans=[(0, 9), (580, None)]))
+    for capture in captures:
+        want, found = (
+            list(engine.generate(prompt, max_tokens=4, capture=capture, slot=i, **GREEDY))
+            for i, engine in enumerate(engines)
+        )
+        for one, other in zip(found, want, strict=True):
+            assert one.id == other.id
+            pairs = zip(layers_of(one), layers_of(other), strict=True)
+            for rows, expected in pairs:
+                np.testing.assert_allclose(rows, expected, rtol=0, atol=limit)
+    # Two slots in one step, the ring of each at another place.
+    texts = [random_ids(300 + 50 * i, seed=i) for i in range(2)]
+    alone = []
+    for text in texts:
+        engines[0].slots[0].clear()
+        alone.append(list(engines[0].generate(text, max_tokens=5, capture=kind, **GREEDY)))
+    pair = [engines[1].generate(text, max_tokens=5, capture=kind, slot=i, **GREEDY)
+            for i, text in enumerate(texts)]  # fmt: skip
+    for generation, expected_tokens in zip(pair, alone, strict=True):
+        for one, other in zip(generation, expected_tokens, strict=True):
+            for rows, expected in zip(layers_of(one), layers_of(other), strict=True):
+                np.testing.assert_allclose(rows, expected, rtol=0, atol=limit)
+
+
+def layers_of(token: Token) -> list[np.ndarray[Any, Any]]:
+    """What was captured, as arrays; in the order of the positions for the largest values."""
+    assert token.attention is not None
+    if token.attention_positions is not None:
+        return [
+            np.sort(np.asarray(token.attention_positions)),
+            np.sort(np.asarray(token.attention)),
+        ]
+    return [np.asarray(rows) for rows in token.attention]
+
+
+def test_prompt_rows_of_windows_are_those_of_the_full_cache(
+    make_engine: MakeEngine, windows: Path
+) -> None:
+    want, found = (
+        make_engine(windows, swa_full=full, n_ubatch=16, **EXACT).attend(random_ids(500)).array()
+        for full in (True, False)
+    )
+    for rows, expected in zip(found, want, strict=True):
+        np.testing.assert_allclose(rows, expected, rtol=0, atol=1e-4)
+
+
+def test_attention_of_windows_is_edited_in_the_full_cache_alone(
+    make_engine: MakeEngine, windows: Path
+) -> None:
+    engine = make_engine(windows, **WINDOWS, **EXACT)
+    with pytest.raises(errors.InvalidEdit, match=r"layers 0, 2, 4 cannot.*swa_full"):
+        engine.generate([1, 2, 3], edits=[Edit.attention_bias([(0, 1)], 1.0)])
+    edit = Edit.attention_bias([(0, 200)], 1.0, layers=[1, 3])
+    full = make_engine(windows, n_ubatch=16, **EXACT)
+    want, found = (
+        list(one.generate(random_ids(500), max_tokens=4, edits=[edit], top_logprobs=1, **GREEDY))
+        for one in (full, engine)
+    )
+    for one, other in zip(found, want, strict=True):
+        assert one.id == other.id
+        assert one.logprob == pytest.approx(other.logprob, abs=ROUNDED)
+
+
+@pytest.mark.parametrize("n", [9, 200, 700])
+def test_slot_of_a_window_is_saved_and_goes_on_elsewhere(
+    make_engine: MakeEngine, windows: Path, n: int
+) -> None:
+    fresh = Fresh(make_engine, windows)
+    engine = make_engine(windows, n_slots=2, **WINDOWS, **EXACT)
+    prompt = random_ids(n)
+    engine.generate(prompt, slot=1, **fresh.options()).read()
+    held = engine.slots[1].tokens
+    blob, marks = engine.slots[1].save_marked()
+    assert list(inspect(blob).tokens) == held
+    other = make_engine(windows, n_slots=3, **WINDOWS, **EXACT)
+    other.generate(random_ids(400, seed=3), slot=2, **fresh.options()).read()
+    slot = other.slots[2]
+    assert slot.restore_marked(blob, marks) == len(blob)
+    assert slot.checkpoints == engine.slots[1].checkpoints == [n - 1]
+    run(other, fresh, [*held, 3, 4], len(held))
+    run(other, fresh, prompt, n - 1)
+
+
+def test_slot_saved_with_another_swa_full_is_a_mismatch(
+    make_engine: MakeEngine, windows: Path
+) -> None:
+    engines = [make_engine(windows, swa_full=full, n_ubatch=16, **EXACT) for full in (True, False)]
+    blobs: list[bytes] = []
+    for engine in engines:
+        engine.generate(random_ids(600), max_tokens=1, **GREEDY).read()
+        blobs.append(engine.slots[0].save())
+    assert len(blobs[1]) < len(blobs[0])
+    for engine, blob, wanted in zip(engines, reversed(blobs), ("False", "True"), strict=True):
+        with pytest.raises(errors.StateMismatch, match=f"swa_full={wanted}"):
+            engine.slots[0].restore(blob)
+        assert engine.slots[0].n_tokens == 600
+
+
+# ---- state files
+
+
+def chatted(engine: Engine, fresh: Fresh, n_turns: int = 3) -> list[list[int]]:
+    """A chat; returns its text before each turn, and at the end."""
+    texts: list[list[int]] = [[]]
+    for turn in range(n_turns):
+        prompt = [*texts[-1], *random_ids(70, seed=turn), tiny_gguf.IM_END, 10]
+        generation = engine.generate(prompt, **fresh.options())
+        generation.read()
+        texts.append([*prompt, *generation.tokens])
+    return texts
+
+
+def test_file_carries_checkpoints_so_that_the_last_message_can_be_edited(
+    make_engine: MakeEngine, model: Path, fresh: Fresh, tmp_path: Path
+) -> None:
+    engine = make_engine(model, **EXACT)
+    before = chatted(engine, fresh)[-2]
+    slot = engine.slots[0]
+    paths = [tmp_path / name for name in ("with", "without")]
+    sizes = [slot.save_file(path, checkpoints=i == 0) for i, path in enumerate(paths)]
+    assert sizes == [path.stat().st_size for path in paths]
+    blob, marks = slot.save_marked()
+    n_text = sizes[0] - sizes[1] - len(marks.checkpoints)  # it says their size
+    assert 0 < n_text < 40
+    assert checkpoints_in(marks.checkpoints) == tuple(slot.checkpoints)
+    checkpoints = slot.checkpoints
+    engine.close()
+    edited = [*before, *random_ids(70, seed=9), tiny_gguf.IM_END, 10]
+    for path, n_cached in zip(paths, (len(before) - 1, 0), strict=True):
+        again = make_engine(model, n_slots=2, **EXACT)
+        assert again.slots[1].restore_file(path) == len(blob)
+        assert again.slots[1].checkpoints == (checkpoints if n_cached else [])
+        run(again, fresh, edited, n_cached)
+    # The bytes of a file do as well, and a reader of raw blobs finds one in front.
+    again.slots[0].restore(paths[0].read_bytes())
+    assert again.slots[0].checkpoints == checkpoints
+    assert paths[0].read_bytes().startswith(blob)
+
+
+def test_checkpoints_of_a_file_are_kept_within_the_budget(
+    make_engine: MakeEngine, model: Path, fresh: Fresh, tmp_path: Path
+) -> None:
+    engine = make_engine(model, checkpoint_every=20, **EXACT)
+    chatted(engine, fresh)
+    n = len(engine.slots[0].checkpoints)
+    path = tmp_path / "slot"
+    engine.slots[0].save_file(path)
+    n_bytes = (len(engine.slots[0].save_marked()[1].checkpoints) - 8) // n - 12
+    for budget, n_kept in ((0, 0), (n_bytes - 1, 0), (2 * n_bytes, 2), (n * n_bytes, n)):
+        other = make_engine(model, checkpoint_bytes=budget, **EXACT)
+        other.slots[0].restore_file(path)
+        assert len(other.slots[0].checkpoints) == n_kept
+        assert other.slots[0].tokens == engine.slots[0].tokens
+
+
+def test_checkpoints_that_are_not_sound_are_refused_and_change_nothing(
+    make_engine: MakeEngine, model: Path, fresh: Fresh, tmp_path: Path
+) -> None:
+    engine = make_engine(model, **EXACT)
+    chatted(engine, fresh)
+    slot = engine.slots[0]
+    blob, marks = slot.save_marked()
+    sound = marks.checkpoints
+    held, checkpoints = slot.tokens, slot.checkpoints
+    count = struct.unpack_from("<I", sound, 4)[0]
+    others: dict[str, bytes] = {
+        "magic": b"X" + sound[1:],
+        "n_tokens": sound[:8] + struct.pack("<I", slot.n_tokens + 1) + sound[12:],
+        "bytes": sound[:12] + struct.pack("<Q", 2**63) + sound[20:],
+        "the end": sound[:4] + struct.pack("<I", count - 1) + sound[8:],
+        "cut short": sound[:-1],
+        "behind it": sound + b"\0",
+        "not finite": sound[:-4] + struct.pack("<f", float("nan")),
+    }
+    for what, data in others.items():
+        with pytest.raises(errors.StateFormatError, match=f"checkpoints of a saved slot.*{what}"):
+            slot.restore_marked(blob, replace(marks, checkpoints=data))
+    # One changed byte in a file, which its checksum finds; a size that the file does not have.
+    path = tmp_path / "slot"
+    slot.save_file(path)
+    data = path.read_bytes()
+    at = len(blob) + len(sound) // 2
+    changed = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+    larger = data.replace(b'"checkpoint_bytes":', b'"checkpoint_bytes":9')
+    n_text = struct.unpack_from("<I", data, len(data) - 12)[0]
+    larger = larger[:-12] + struct.pack("<I", n_text + 1) + larger[-8:]
+    for altered, what in ((changed, "checksum"), (larger, "the trailer claims")):
+        with pytest.raises(errors.StateFormatError, match=what):
+            slot.restore(altered)
+    assert (slot.tokens, slot.checkpoints) == (held, checkpoints)
+    run(engine, fresh, held[:-3], max(n for n in checkpoints if n < len(held) - 3))
+
+
+def test_checkpoints_of_another_model_are_a_mismatch(
+    make_engine: MakeEngine, hybrid: Path, tiny_llama: Path, tmp_path: Path
+) -> None:
+    engine = make_engine(hybrid, **EXACT)
+    engine.generate(random_ids(40), max_tokens=3, **GREEDY).read()
+    checkpoints = engine.slots[0].save_marked()[1].checkpoints
+    wider = tiny_gguf.write_jamba(tmp_path / "wider.gguf", n_embd=128)
+    for model in (wider, tiny_llama):
+        other = make_engine(model, **EXACT)
+        other.generate(random_ids(50), max_tokens=3, **GREEDY).read()
+        slot = other.slots[0]
+        blob, marks = slot.save_marked()
+        with pytest.raises(errors.StateMismatch, match="checkpoints of a saved slot"):
+            slot.restore_marked(blob, replace(marks, checkpoints=checkpoints))
+        assert slot.n_tokens == 52
 
 
 # ---- branches

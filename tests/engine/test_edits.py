@@ -612,7 +612,7 @@ def test_patching_all_positions_equals_the_reference(make_engine: MakeEngine, mo
 
 
 def test_no_record_takes_cells_that_were_computed_for_another() -> None:
-    target = EditTarget(n_layer=1, n_embd=4, n_heads={0: 2}, n_prompt=3, has_all_columns=True)
+    target = EditTarget(n_layer=1, n_embd=4, n_heads={0: 2}, n_prompt=3)
     # Each record is gone, and its place in memory free, before the next one is made.
     keys = [HeadRecord([0]).write(_core.EditPlan(), target)[0] for _ in range(20)]
     assert len(set(keys)) == 20

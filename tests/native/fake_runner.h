@@ -52,6 +52,7 @@ struct fake_options {
     int n_outputs = 1024;
     bool can_truncate = true;
     bool has_snapshots = false;  // a cache that cannot drop its tail has snapshots
+    int n_slack = 0;             // so many of the newest tokens it drops, as a ring does
     bool can_save = true;
     bool can_split_embedding = false;
     bool can_mix_embeddings = false;
@@ -291,7 +292,7 @@ public:
         const auto n = static_cast<std::size_t>(n_keep);
         if (model_->options.keeps_records) model_->truncations_.emplace_back(slot, n_keep);
         if (n >= cache.size()) return true;
-        if (n > 0 && !model_->options.can_truncate) return false;
+        if (!drops(cache, n)) return false;
         cache.resize(n);
         return true;
     }
@@ -299,6 +300,11 @@ public:
     // A snapshot is the number of tokens and their hash.
     bool needs_snapshots() const override {
         return model_->options.has_snapshots && !model_->options.can_truncate;
+    }
+    bool drops_tail(slot_id slot, int n_keep) const override {
+        const std::lock_guard lock(model_->mutex_);
+        return drops(model_->caches_.at(static_cast<std::size_t>(slot)),
+                     static_cast<std::size_t>(n_keep));
     }
     std::size_t snapshot_bytes(slot_id) override { return snapshot_size; }
 
@@ -387,6 +393,10 @@ public:
     static constexpr std::size_t snapshot_size = 64;
 
 private:
+    bool drops(const std::vector<token_id>& cache, std::size_t n_keep) const {
+        const auto n_slack = static_cast<std::size_t>(model_->options.n_slack);
+        return n_keep == 0 || model_->options.can_truncate || n_keep + n_slack >= cache.size();
+    }
     static std::pair<std::size_t, std::size_t> snapshot_of(const std::vector<token_id>& cache) {
         return {cache.size(), static_cast<std::size_t>(hash_of(cache))};
     }

@@ -15,13 +15,25 @@ namespace {
 struct input {
     std::vector<std::byte> bytes;
     std::size_t i_layout;
+    bool is_checkpoints = false;
 };
+const std::vector<token_id> tokens{11, 12, 13};
 
 // True: it was sound.
 bool read(const input& from, const kv_layout& layout) {
     // Exactly as long, so that a read past the end is one past an allocation.
     const std::vector<std::byte> bytes(from.bytes.begin(), from.bytes.end());
     try {
+        if (from.is_checkpoints) {
+            const auto found = read_checkpoints(bytes, tokens, layout);
+            std::vector<std::byte> again(write_checkpoints({}, found));
+            write_checkpoints(again, found);
+            for (const auto& one : found) {
+                if (one.n_tokens > tokens.size()) fail_fuzz("one of more tokens", from.bytes);
+            }
+            if (!found.empty() && again != bytes) fail_fuzz("other checkpoints", from.bytes);
+            return true;
+        }
         const auto view = read_ses1(bytes, layout, ses1_source::foreign);
         if (view.tokens.size() > layout.n_ctx)
             fail_fuzz("more tokens than a slot holds", from.bytes);
@@ -75,6 +87,19 @@ int main(int n_arguments, char** arguments) {
             options.is_transposed = is_transposed;
             options.n_stream = has_window ? 2 : 1;
             corpus.push_back({build_blob(options).bytes, layouts.size()});
+            layouts.push_back(test_layout(options));
+        }
+    }
+    for (const bool has_extra : {false, true}) {
+        for (const bool has_state : {false, true}) {
+            blob_options options;
+            options.has_window = true;
+            options.n_ring = 2;
+            options.has_extra = has_extra;
+            options.has_state = has_state;
+            corpus.push_back({build_blob(options).bytes, layouts.size()});
+            corpus.push_back({build_checkpoints(options, {1, 3}).bytes, layouts.size(), true});
+            corpus.push_back({build_checkpoints(options, {2}).bytes, layouts.size(), true});
             layouts.push_back(test_layout(options));
         }
     }

@@ -1,6 +1,7 @@
 // SES1 blobs written by hand, field by field, independent of the code under test.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -23,6 +24,7 @@ struct blob_options {
     // Parts behind the first cache: the cache of a sliding window, a recurrent state.
     bool has_window = false;
     bool has_state = false;
+    std::size_t n_ring = 0;  // the window's cache has the last so many tokens alone
     // One quantised block a row, of this type and size, in place of four F32 numbers; not
     // transposed.
     kv_type type = kv_type::f32;
@@ -125,6 +127,37 @@ inline void put_state(built_blob& out, const blob_options& options) {
     }
 }
 
+inline blob_options ring_of(blob_options options) {
+    const auto n = options.tokens.size(), n_cells = std::min(n, options.n_ring);
+    options.positions.resize(n_cells);
+    std::iota(options.positions.begin(), options.positions.end(),
+              static_cast<std::int32_t>(n - n_cells));
+    std::reverse(options.positions.begin(), options.positions.end());  // it has no order
+    return options;
+}
+
+// Of slots with these numbers of the tokens.
+inline built_blob build_checkpoints(const blob_options& options,
+                                    const std::vector<std::uint32_t>& counts) {
+    built_blob out;
+    for (const char letter : {'S', 'C', 'P', '1'}) out.put("magic", letter);
+    out.put("n", static_cast<std::uint32_t>(counts.size()));
+    for (const auto n : counts) {
+        auto then = options;
+        then.tokens.resize(n);
+        then.n_stream = 1;
+        then.i_stream = 0;
+        built_blob parts;
+        if (options.n_ring > 0) put_cache(parts, ring_of(then));
+        if (options.has_state) put_state(parts, then);
+        out.put("n_tokens", n);
+        out.put("bytes", std::uint64_t{parts.bytes.size()});
+        for (const auto& [name, at] : parts.at) out.at.emplace(name, out.bytes.size() + at);
+        out.bytes.insert(out.bytes.end(), parts.bytes.begin(), parts.bytes.end());
+    }
+    return out;
+}
+
 inline built_blob build_blob(const blob_options& options = {}) {
     built_blob out;
     for (const char letter : {'S', 'E', 'S', '1'}) out.put("magic", letter);
@@ -134,7 +167,7 @@ inline built_blob build_blob(const blob_options& options = {}) {
     out.put("sequence", static_cast<std::int32_t>(options.i_stream));
     put_cache(out, options);
     out.at.emplace("second", out.bytes.size());
-    if (options.has_window) put_cache(out, options);
+    if (options.has_window) put_cache(out, options.n_ring > 0 ? ring_of(options) : options);
     out.at.emplace("third", out.bytes.size());
     if (options.has_state) put_state(out, options);
     return out;
@@ -154,7 +187,12 @@ inline kv_layout test_layout(const blob_options& options = {}) {
         cache.values.assign(n_test_layer, {kv_type::f32, 4, n_test_width});
     }
     kv_layout layout{100, 16, {cache}};
-    if (options.has_window) layout.parts.push_back(cache);
+    if (options.has_window) {
+        auto& window = layout.parts.emplace_back(cache);
+        window.has_window = true;
+        window.n_ring_cells = static_cast<std::uint32_t>(options.n_ring);
+        window.n_ring_least = window.n_ring_cells > 0 ? window.n_ring_cells - 1 : 0;
+    }
     if (options.has_state) {
         kv_part state;
         state.is_recurrent = true;
@@ -170,8 +208,8 @@ inline kv_layout unlearned(const kv_layout& layout) {
     kv_layout known{layout.n_vocab, layout.n_ctx, {}};
     for (const auto& part : layout.parts) {
         auto& one = known.parts.emplace_back();
-        one.is_recurrent = part.is_recurrent;
-        one.has_extra = part.has_extra;
+        one = {part.is_recurrent, part.has_extra, part.has_window, part.n_ring_cells,
+               part.n_ring_least};
     }
     return known;
 }

@@ -238,6 +238,23 @@ TEST_CASE("checkpoints: a slot that was restored has none of what it held before
     check_run(engine, make_prompt(1, 40) + continuation(make_prompt(1, 40), 3), 3, 42);
 }
 
+TEST_CASE("checkpoints: a cache that drops some of its newest tokens needs one beyond them alone") {
+    auto options = recurrent();
+    options.n_slack = 40;
+    test_engine engine(options, mib, 64, nullptr,
+                       pace{std::chrono::milliseconds(0),
+                            step_costs::seconds(-1),
+                            {.budget_bytes = mib, .n_between = 0}});
+    const auto prompt = make_prompt(1, 200);
+    check_run(engine, prompt, 5, 0);
+    const auto text = prompt + continuation(prompt, 4);
+    check_run(engine, first_of(text, 180) + make_prompt(2, 10), 5, 180);
+    check_run(engine, first_of(text, 120) + make_prompt(3, 90), 5, 0);
+    check_run(engine, first_of(text, 120) + make_prompt(3, 90) + make_prompt(4, 100), 5, 210);
+    engine.sched->run_on_slot(0, [](slot_cache& cache) { cache.truncate(250); });
+    CHECK(engine.sched->tokens_of(0).size() == 210);
+}
+
 TEST_CASE("checkpoints: prompts with one beginning share its evaluation") {
     auto engine = recurrent_engine(3);
     const auto beginning = make_prompt(1, 300);

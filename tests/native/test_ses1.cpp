@@ -2,6 +2,7 @@
 #include <doctest/doctest.h>
 
 #include <cmath>
+#include <cstring>
 #include <functional>
 #include <limits>
 #include <random>
@@ -116,6 +117,102 @@ TEST_CASE("ses1: a recurrent state of another token, context or number is refuse
         refused(blob.with("r_value", value), format, "state rows", "r_value");
         refused(blob.with("s_value", value), format, "state rows", "s_value");
     }
+}
+
+TEST_CASE("ses1: a ring has the last tokens, in any order, and neither too few nor too many") {
+    auto options = hybrid();
+    options.n_ring = 2;
+    options.tokens = {11, 12, 13, 14};
+    options.positions = {0, 1, 2, 3};
+    const auto blob = build_blob(options);
+    const auto layout = test_layout(options);
+    const auto view = read(blob, layout);
+    CHECK(view.is_in_order);
+    CHECK(view.n_cells == std::vector<std::uint32_t>{4, 2, 1});
+    CHECK(to_plain(view, layout) == memory_of(blob));
+    // The other cache's cells are sorted, its own are left as they are.
+    auto shuffled = options;
+    shuffled.positions = {2, 0, 1, 3};
+    CHECK(to_plain(read(build_blob(shuffled), layout), layout) == memory_of(blob));
+    const auto at = blob.at.at("second");
+    const auto with = [&](std::size_t offset, std::int32_t value) {
+        auto changed = blob;
+        std::memcpy(&changed.bytes[at + offset], &value, sizeof(value));
+        return changed;
+    };
+    check_refused(with(8, 1), errc::state_format, "position", at + 8, layout);   // hidden
+    check_refused(with(8, 2), errc::state_format, "position", at + 20, layout);  // twice
+    check_refused(with(4, 0), errc::state_format, "n_cells", at + 4, layout);
+    check_refused(with(4, 5), errc::state_format, "n_cells", at + 4, layout);
+    check_refused(with(4, 3), errc::state_mismatch, "n_cells", at + 4, layout);  // swa_full=True
+    auto least = layout;
+    least.parts[1].n_ring_least = 3;
+    check_refused(blob, errc::state_format, "n_cells", at + 4, least);
+    auto whole = options;
+    whole.n_ring = 0;
+    check_refused(blob, errc::state_mismatch, "n_cells", at + 4, test_layout(whole));
+    check_refused(build_blob(whole), errc::state_mismatch, "n_cells", at + 4, layout);
+}
+
+// ---- checkpoints
+
+TEST_CASE("ses1: checkpoints are read as they were written") {
+    auto options = hybrid();
+    options.n_ring = 2;
+    const auto layout = test_layout(options);
+    const std::vector<token_id> tokens{11, 12, 13};
+    const auto saved = build_checkpoints(options, {1, 3});
+    const auto found = read_checkpoints(saved.bytes, tokens, layout);
+    REQUIRE(found.size() == 2);
+    CHECK(found[0].n_tokens == 1);
+    CHECK(found[1].n_tokens == 3);
+    std::vector<std::byte> again(write_checkpoints({}, found));
+    CHECK(write_checkpoints(again, found) == again.size());
+    CHECK(again == saved.bytes);
+    CHECK(read_checkpoints({}, tokens, layout).empty());
+    CHECK(write_checkpoints({}, {}) == 0);
+    for (std::size_t n = 1; n < saved.bytes.size(); ++n) {
+        const std::vector<std::byte> cut(saved.bytes.begin(),
+                                         saved.bytes.begin() + static_cast<std::ptrdiff_t>(n));
+        CHECK_THROWS_AS(read_checkpoints(cut, tokens, layout), error);
+    }
+}
+
+TEST_CASE("ses1: checkpoints that are not of this slot or engine are refused by name and offset") {
+    auto options = hybrid();
+    options.n_ring = 2;
+    const auto layout = test_layout(options);
+    const std::vector<token_id> tokens{11, 12, 13};
+    const auto saved = build_checkpoints(options, {1, 3});
+    const auto refused = [&](const built_blob& changed, errc code, const char* field,
+                             const char* name, const kv_layout& wanted) {
+        CAPTURE(field);
+        try {
+            read_checkpoints(changed.bytes, tokens, wanted);
+            FAIL("they were taken");
+        } catch (const error& failure) {
+            CAPTURE(failure.what());
+            CHECK(failure.code() == code);
+            const auto expected = "checkpoints of a saved slot: " + std::string(field) +
+                                  " at byte " + std::to_string(saved.at.at(name));
+            CHECK(std::string(failure.what()).find(expected) != std::string::npos);
+        }
+    };
+    const auto format = errc::state_format;
+    refused(saved.with("magic", 'X'), format, "magic", "magic", layout);
+    refused(saved.with("n_tokens", 0u), format, "n_tokens", "n_tokens", layout);
+    refused(saved.with("n_tokens", 4u), format, "n_tokens", "n_tokens", layout);
+    refused(saved.with("bytes", std::uint64_t{1} << 60), format, "bytes", "bytes", layout);
+    refused(saved.with("n_stream", 0u), format, "n_stream", "n_stream", layout);
+    refused(saved.with("state_position", 1), format, "position", "state_position", layout);
+    refused(saved.with("r_value", std::nanf("")), format, "state rows", "r_value", layout);
+    refused(saved.with("r_type", 1), errc::state_mismatch, "state type", "r_type", layout);
+    refused(saved, errc::state_mismatch, "n", "n", test_layout());
+    CHECK_THROWS_AS(read_checkpoints(saved.with("n", 3u).bytes, tokens, layout), error);
+    CHECK_THROWS_AS(read_checkpoints(saved.with("n", 1u).bytes, tokens, layout), error);
+    // In descending order.
+    CHECK_THROWS_AS(read_checkpoints(build_checkpoints(options, {3, 1}).bytes, tokens, layout),
+                    error);
 }
 
 TEST_CASE("ses1: every prefix of a sound blob is refused") {

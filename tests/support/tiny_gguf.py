@@ -490,19 +490,38 @@ class Weights:
         self._writer.add_tensor(name, self._rand(name, shape, shape[-1] ** -0.5))
 
 
-def _gemma_writer(arch: str, n_embd: int, n_ff: int, n_layer: int) -> gguf.GGUFWriter:
+def _gemma_writer(
+    arch: str, n_embd: int, n_ff: int, n_layer: int, window: int = GEMMA_WINDOW
+) -> gguf.GGUFWriter:
     writer = gguf.GGUFWriter(None, arch)
     writer.add_context_length(2048)
     writer.add_embedding_length(n_embd)
     writer.add_block_count(n_layer)
     writer.add_feed_forward_length(n_ff)
     writer.add_layer_norm_rms_eps(1e-6)
-    writer.add_sliding_window(GEMMA_WINDOW)
+    writer.add_sliding_window(window)
     writer.add_rope_freq_base(10000.0)
     writer.add_file_type(gguf.LlamaFileType.ALL_F32)
     writer.add_vocab_size(N_VOCAB)
     add_bytes_vocab(writer, N_VOCAB, None)
     return writer
+
+
+def write_gemma3(path: Path, *, n_layer: int = 26, window: int = 512, head_size: int = 256) -> Path:
+    """The cache of Gemma 3 1B, with narrow weights: every sixth layer sees all tokens."""
+    n_head, n_embd, n_ff = 4, 64, 96
+    writer = _gemma_writer("gemma3", n_embd, n_ff, n_layer, window)
+    writer.add_head_count(n_head)
+    writer.add_head_count_kv(1)
+    writer.add_key_length(head_size)
+    writer.add_value_length(head_size)
+    add = Weights(writer)
+    add.matrix("token_embd.weight", N_VOCAB, n_embd)
+    add.norm("output_norm.weight", n_embd)
+    for il in range(n_layer):
+        _add_attention(add, f"blk.{il}.", n_embd, n_head, 1, head_size)
+        _add_feed_forward(add, f"blk.{il}.", n_embd, n_ff)
+    return finish(writer, path)
 
 
 def write_gemma3n(path: Path) -> Path:

@@ -7,6 +7,7 @@ import os
 import stat
 import struct
 from concurrent.futures import ThreadPoolExecutor
+from random import Random
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,6 +15,7 @@ import pytest
 
 from kqview import errors
 from kqview.state import (
+    files,
     fingerprint,
     inspect,
     read_state,
@@ -60,6 +62,73 @@ def test_any_changed_byte_is_found(tmp_path: Path) -> None:
         path.write_bytes(changed)
         with pytest.raises(errors.StateError):
             read_state(path, FACTS)
+
+
+CHECKPOINTS = b"SCP1" + struct.pack("<IIQ", 1, 3, 5) + b"bytes"
+
+
+def test_file_has_checkpoints_between_blob_and_json(tmp_path: Path) -> None:
+    path = tmp_path / "slot.ses1"
+    marks = SlotMarks(n_exact=3, checkpoints=CHECKPOINTS)
+    n_bytes = write_state(path, BLOB, FACTS, marks)
+    data = path.read_bytes()
+    assert data.startswith(BLOB + CHECKPOINTS + b"{")
+    assert files.read_marked(path, FACTS) == (BLOB, marks)
+    assert (len(data), files.slot_bytes(path)) == (n_bytes, len(BLOB) + len(CHECKPOINTS))
+    for at in range(len(data) - 8):
+        changed = bytearray(data)
+        changed[at] ^= 1
+        path.write_bytes(changed)
+        with pytest.raises(errors.StateError):
+            read_state(path, FACTS)
+    path.write_bytes(data[:-3])  # raw, without a trailer
+    assert files.read_marked(path, FACTS)[1] == files.NO_MARKS
+
+
+def test_files_that_were_altered_at_random_are_refused(tmp_path: Path) -> None:
+    data = (
+        BLOB + CHECKPOINTS + files.make_trailer(BLOB, FACTS, SlotMarks(3, checkpoints=CHECKPOINTS))
+    )
+    random = Random(1)
+    for _ in range(20_000):
+        changed = bytearray(data)
+        at = random.randrange(len(data) - 8)  # the mark at the end stays
+        match random.randrange(4):
+            case 0:
+                changed[at] ^= 1 << random.randrange(8)
+            case 1:
+                del changed[at]
+            case 2:
+                changed[at:at] = random.randbytes(random.randint(1, 9))
+            case _:
+                struct.pack_into("<I", changed, len(data) - 12, random.randrange(2**32))
+        if changed == data:
+            continue
+        with pytest.raises(errors.StateFormatError):
+            files.check_trailer(*files.split(bytes(changed)), FACTS)
+
+
+@pytest.mark.parametrize("n_bytes", [-1, True, 1.5, "5", 2**64])
+def test_size_of_checkpoints_that_is_none_is_refused(tmp_path: Path, n_bytes: object) -> None:
+    content = {"version": 3, "model": "model", "kv_type": "f16", "checkpoint_bytes": n_bytes}
+    path = tmp_path / "slot"
+    path.write_bytes(BLOB + trailer_of({**content, "sha256": "0" * 64}))
+    with pytest.raises(errors.StateFormatError, match=r"checksum|the trailer claims"):
+        read_state(path)
+
+
+@pytest.mark.parametrize(
+    "data", [b"SCP", CHECKPOINTS[:-1], CHECKPOINTS + b"\0", b"X" + CHECKPOINTS[1:], CHECKPOINTS[:9]]
+)
+def test_checkpoints_without_their_structure_are_found_by_a_check(
+    tmp_path: Path, data: bytes
+) -> None:
+    path = tmp_path / "slot"
+    for given, is_sound in ((CHECKPOINTS, True), (data, False)):
+        write_state(path, made().encode(), FACTS, SlotMarks(checkpoints=given))
+        report = files.check_file(path)
+        assert bool(report.problems) is not is_sound
+        assert (report.trailer is not None) is is_sound
 
 
 @pytest.mark.parametrize("facts", [StateFacts("other", "f16"), StateFacts("model", "f32")])

@@ -62,6 +62,21 @@ def test_session_is_saved_restored_listed_and_removed() -> None:
             call()
 
 
+def test_checkpoints_count_towards_the_size_and_stay_with_their_blob(tmp_path: Path) -> None:
+    marks = SlotMarks(3, checkpoints=b"SCP1" + b"\0" * 96)
+    store = SessionStore(tmp_path, max_bytes=250)
+    infos = [store.save(name, FakeSlot(marks=marks)) for name in "ab"]
+    assert [info.n_bytes for info in infos] == [204, 204]
+    assert [info.path is None for info in store.sessions()] == [False, True]
+    store.flush()
+    for again in (store, SessionStore(tmp_path)):
+        assert [info.n_bytes for info in again.sessions()] == [204, 204]
+        for name in "ab":
+            slot = FakeSlot()
+            assert again.restore(name, slot) == 104
+            assert slot.marks == marks
+
+
 @pytest.mark.parametrize("limits", [{"max_sessions": 2}, {"max_bytes": 250}])
 def test_full_store_without_a_folder_refuses(limits: dict[str, int]) -> None:
     store = SessionStore(**limits)

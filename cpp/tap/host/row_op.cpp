@@ -99,15 +99,16 @@ std::optional<float> sink_of(const row_op& op, const ggml_tensor* node, const se
     return largest + static_cast<float>(std::log(sum));
 }
 
-// Scatters a row over gathered keys to columns; keys that were not gathered count as masked.
-void scatter(const attention_site& site, const seen_keys& seen, row_kind kind, const float* from,
-             float* to, int n_columns) {
+// Scatters a row over cells to columns; what no cell has counts as masked.
+template <class function>
+void scatter(int n_cells, row_kind kind, const float* from, float* to, int n_columns,
+             function column_of) {
     const float hidden = unseen_value(kind);
     std::fill_n(to, n_columns, hidden);
-    for (int i = 0; i < site.n_cells; ++i) {
-        if (from[i] == hidden) continue;  // the index of a masked place is arbitrary
-        const int column = seen.gathered[i] / site.rows_per_cell % site.n_cells_max;
-        if (column < n_columns) to[column] = from[i];
+    for (int i = 0; i < n_cells; ++i) {
+        if (from[i] == hidden) continue;  // the column of a masked cell is arbitrary
+        const int column = column_of(static_cast<std::size_t>(i));
+        if (column >= 0 && column < n_columns) to[column] = from[i];
     }
 }
 
@@ -129,6 +130,14 @@ struct query_view {
     int n_visible;  // columns it sees
 };
 
+// The columns of a ring's cells; null where the site is none.
+const std::vector<std::int32_t>* ring_of(const row_op& op, query_place query) {
+    return op.site.is_ring ? &op.table->ring_columns[zu(query.stream)] : nullptr;
+}
+
+// Whether cells are not in the order of their columns.
+bool has_other_columns(const row_op& op) { return op.i_gathered >= 0 || op.site.is_ring; }
+
 // Columns after the query: positions that it does not attend to.
 void fill_unseen(const query_view& query, row_kind kind, float* row) {
     std::fill(row + query.n_visible, row + query.target.layout.n_columns, unseen_value(kind));
@@ -142,7 +151,7 @@ void write_flash_rows(const query_view& query, int begin, int end, row_sink& sin
     const auto& heads = query.rows.heads;
     const auto kind = query.target.plan->kind();
     const int n_group = site.n_head / site.n_head_kv;
-    const bool is_gathered = op.i_gathered >= 0;
+    const bool is_gathered = has_other_columns(op);
     const int n_cells = is_gathered ? site.n_cells : query.n_visible;
     const auto n_gathered = static_cast<std::size_t>(is_gathered ? n_cells : 0);
     if (scratch.gathered.size() < n_gathered * max_heads_at_once) {
@@ -190,7 +199,11 @@ void write_flash_rows(const query_view& query, int begin, int end, row_sink& sin
             float* row = out[j];
             if (is_gathered) {
                 row = sink.place(i + j, j);
-                scatter(site, seen, kind, out[j], row, query.n_visible);
+                const auto* const ring = ring_of(op, query.place);
+                scatter(n_cells, kind, out[j], row, query.n_visible, [&](std::size_t cell) {
+                    return ring ? (*ring)[cell]
+                                : seen.gathered[cell] / site.rows_per_cell % site.n_cells_max;
+                });
             }
             fill_unseen(query, kind, row);
             sink.finish(i + j, row);
@@ -200,8 +213,12 @@ void write_flash_rows(const query_view& query, int begin, int end, row_sink& sin
 }
 
 // Copies wanted heads [begin, end) from the node's source.
-void write_plain_rows(const query_view& query, int begin, int end, row_sink& sink) {
+void write_plain_rows(const query_view& query, int begin, int end, row_sink& sink,
+                      row_scratch& scratch) {
     const auto& op = query.op;
+    const auto* const ring = ring_of(op, query.place);
+    const int n_cells = ring ? op.site.n_cells : query.n_visible;
+    if (ring) scratch.gathered.resize(std::max(scratch.gathered.size(), zu(n_cells)));
     const ggml_tensor* const source = query.node->src[0];
     const auto* const base = bytes_of(source) +
                              static_cast<std::size_t>(query.place.stream) * source->nb[3] +
@@ -212,16 +229,21 @@ void write_plain_rows(const query_view& query, int begin, int end, row_sink& sin
         const int head = query.rows.heads[static_cast<std::size_t>(i)];
         if (i == begin || op.site.mask_of_head(head) != i_mask) {
             i_mask = op.site.mask_of_head(head);
-            mask = mask_of(op, query.node, query.place, i_mask, 0, query.n_visible);
+            mask = mask_of(op, query.node, query.place, i_mask, 0, n_cells);
         }
         const auto* const from =
             reinterpret_cast<const float*>(base + static_cast<std::size_t>(head) * source->nb[2]);
         float* const row = sink.place(i, 0);
-        std::memcpy(row, from, static_cast<std::size_t>(query.n_visible) * sizeof(float));
-        if (op.kind == row_kind::logits) hide_masked(row, query.n_visible, mask);
+        float* const cells = ring ? scratch.gathered.data() : row;
+        std::memcpy(cells, from, zu(n_cells) * sizeof(float));
+        if (op.kind == row_kind::logits) hide_masked(cells, n_cells, mask);
         if (op.kind == row_kind::scores) {
             const float slope = alibi_slope(op.site.max_bias, op.site.n_head, head);
-            logits_to_scores(row, query.n_visible, {op.site.scale, 0.0f, slope}, mask);
+            logits_to_scores(cells, n_cells, {op.site.scale, 0.0f, slope}, mask);
+        }
+        if (ring) {
+            scatter(n_cells, op.kind, cells, row, query.n_visible,
+                    [&](std::size_t cell) { return (*ring)[cell]; });
         }
         fill_unseen(query, op.kind, row);
         sink.finish(i, row);
@@ -237,7 +259,7 @@ void write_query(const row_op& op, const ggml_tensor* node, const row_target& ta
     if (op.site.flash) {
         write_flash_rows(query, begin, end, sink, scratch);
     } else {
-        write_plain_rows(query, begin, end, sink);
+        write_plain_rows(query, begin, end, sink, scratch);
     }
 }
 
@@ -245,7 +267,9 @@ void write_target(const row_op& op, const ggml_tensor* node, std::size_t i_targe
                   const capture_plan::layer_rows& rows, int ith, int nth) {
     auto& table = *op.table;
     const auto& target = table.targets[i_target];
-    const int n_cells_max = op.i_gathered >= 0 ? op.site.n_cells_max : op.site.n_cells;
+    const int n_cells_max = op.site.is_ring      ? target.layout.n_columns
+                            : op.i_gathered >= 0 ? op.site.n_cells_max
+                                                 : op.site.n_cells;
     const auto last =
         place_of(op.site, target.i_query + target.layout.n_queries - 1, target.i_stream);
     const int n_seen =

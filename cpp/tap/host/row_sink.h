@@ -47,6 +47,8 @@ struct row_table {
     std::atomic<int> n_rows_written{0};
     std::atomic<const std::byte*> first_write{nullptr};  // where the kernel wrote row 0 of target 0
     std::vector<row_scratch> scratch;                    // one per compute thread
+    // By stream of the graph: the column of each cell of a ring, -1 if it has none.
+    std::vector<std::vector<std::int32_t>> ring_columns;
 
     // Call before a step: allocates the reduction state of `targets`.
     void prepare_reductions();

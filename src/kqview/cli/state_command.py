@@ -119,6 +119,7 @@ def _facts(report: "StateReport") -> str:
         rows += [
             ("checksum", "correct"),
             ("exact tokens", "unknown" if n_exact is None else f"{n_exact:,}"),
+            ("checkpoints", _checkpoints(trailer.marks.checkpoints)),
             ("model", trailer.facts.model),
         ]
     elif not report.has_trailer and report.state:
@@ -126,7 +127,16 @@ def _facts(report: "StateReport") -> str:
     return "\n".join(f"{name:<16} {value}" for name, value in rows)
 
 
+def _checkpoints(data: bytes) -> str:
+    from kqview.state.ses1 import checkpoints_in
+
+    counts = checkpoints_in(data)
+    return f"at {', '.join(map(str, counts))} tokens, {len(data):,} bytes" if counts else "none"
+
+
 def _to_json(report: "StateReport") -> dict[str, Any]:
+    from kqview.state.ses1 import checkpoints_in
+
     content: dict[str, Any] = {
         "path": report.path,
         "problems": list(report.problems),
@@ -141,4 +151,6 @@ def _to_json(report: "StateReport") -> dict[str, Any]:
     if report.trailer:
         content["model"] = report.trailer.facts.model
         content["n_exact"] = report.trailer.marks.n_exact
+        content["checkpoints"] = checkpoints_in(report.trailer.marks.checkpoints)
+        content["checkpoint_bytes"] = len(report.trailer.marks.checkpoints)
     return content

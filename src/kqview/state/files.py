@@ -1,13 +1,14 @@
 """State files: a SES1 blob followed by a trailer that names its model.
 
-    SES1 blob | JSON | u32 bytes of the JSON | "KQVIEW01"
+    SES1 blob | checkpoints | JSON | u32 bytes of the JSON | "KQVIEW01"
 
 The blob comes first, so any reader of SES1 can read the file. The chance that a blob itself ends
 like a trailer is one in 2**64.
 
 The JSON is one flat object: ``version``, ``model``, ``kv_type``, the known fields of `SlotMarks`,
-and ``sha256`` over the blob and all other fields. A reader ignores fields that it does not know,
-except for the checksum; a field that must not be ignored needs a new version.
+and ``sha256`` over the blob, the checkpoints and all other fields. ``checkpoint_bytes`` is the size
+of the checkpoints (``cpp/state/ses1.h``); without it there are none. A reader ignores fields that
+it does not know, except for the checksum; a field that must not be ignored needs a new version.
 """
 
 import contextlib
@@ -19,7 +20,7 @@ import re
 import stat
 import struct
 from collections.abc import Generator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, BinaryIO, Final, cast
 
 import numpy as np
@@ -30,12 +31,13 @@ from kqview.durable import FileIdentity, write_whole
 from kqview.errors import StateFormatError, StateMismatch, shown
 from kqview.state import ses1
 from kqview.state.fingerprint import ModelFiles
-from kqview.state.ses1 import SavedState, inspect
+from kqview.state.ses1 import SavedState, checkpoints_in, inspect
 
 MAGIC: Final = b"KQVIEW01"
-_VERSION: Final = 2
+_VERSION: Final = 3
 FOOTER_BYTES: Final = 4 + len(MAGIC)
 _JSON_BYTES_MAX: Final = 1 << 16
+_END_BYTES: Final = _JSON_BYTES_MAX + FOOTER_BYTES
 _EDITS_BYTES_MAX: Final = 1 << 15
 _RUN: Final = r"\d{1,10}:(?:[\w ]{1,64}@\d{1,10}(?:,[\w ]{1,64}@\d{1,10})*)?"
 _EDITS: Final = re.compile(rf"{_RUN}(?:;{_RUN})*", re.ASCII)
@@ -71,44 +73,65 @@ class SlotMarks:
             the engine was opened.
         edits: The edits that the cells were computed with, as runs: the first cell of each, and the
             (hash, first position) of the edits in force there. Empty: without edits.
+        checkpoints: The slot's checkpoints, as the core writes them; empty if it has none.
     """
 
     n_exact: int | None = None
     lora: tuple[float, ...] | None = None
     edits: tuple[EditedRun, ...] = ()
+    checkpoints: bytes = field(default=b"", repr=False)
 
 
 NO_MARKS: Final = SlotMarks()
 
 
 def make_trailer(blob: bytes, facts: StateFacts, marks: SlotMarks = NO_MARKS) -> bytes:
-    """The trailer for *blob*."""
+    """The trailer for *blob*, all but the checkpoints of *marks*, which come before it."""
     known: dict[str, object] = {} if marks.n_exact is None else {"n_exact": marks.n_exact}
     if marks.lora:
         known["lora"] = " ".join(map(repr, marks.lora))
     if marks.edits:
         known["edits"] = _text_of_edits(marks.edits)
+    if marks.checkpoints:
+        known["checkpoint_bytes"] = len(marks.checkpoints)
     content = {"version": _VERSION, "model": facts.model, "kv_type": facts.kv_type, **known}
-    content["sha256"] = _checksum(blob, content)
+    content["sha256"] = _checksum(blob, marks.checkpoints, content)
     text = _to_json(content)
     return text + struct.pack("<I", len(text)) + MAGIC
 
 
-def trailer_bytes(end: bytes, n_bytes: int) -> int:
-    """Size of the trailer of a file of *n_bytes* that ends with *end*; 0 if it has none.
+def _trailer_bytes(end: bytes, n_bytes: int) -> tuple[int, int]:
+    """Bytes of the checkpoints and of what follows them, in a file of *n_bytes*; 0 if it has none.
+
+    Args:
+        end: The last bytes of the file, `_END_BYTES` if it has as many.
+        n_bytes: Its size.
 
     Raises:
         StateFormatError: The trailer gives an impossible size.
     """
     footer = end[-FOOTER_BYTES:]
     if len(footer) < FOOTER_BYTES or not footer.endswith(MAGIC):
-        return 0
+        return 0, 0
     n_text = struct.unpack_from("<I", footer)[0]
-    if n_text > min(_JSON_BYTES_MAX, n_bytes - FOOTER_BYTES):
+    n_checkpoints = 0
+    if n_text <= _JSON_BYTES_MAX:
+        n_checkpoints = _checkpoint_bytes(end[-FOOTER_BYTES - n_text : -FOOTER_BYTES])
+    if n_text > _JSON_BYTES_MAX or n_checkpoints + n_text + FOOTER_BYTES > n_bytes:
         raise StateFormatError(
-            f"the trailer claims {n_text} bytes in a file of {n_bytes} bytes; the file was altered"
+            f"the trailer claims {n_checkpoints + n_text} bytes in a file of {n_bytes} bytes; the "
+            "file was altered"
         )
-    return n_text + FOOTER_BYTES
+    return n_checkpoints, n_text + FOOTER_BYTES
+
+
+def _checkpoint_bytes(text: bytes) -> int:
+    """What the JSON of a trailer says; 0 if it is damaged, which its checksum will show."""
+    try:
+        n_bytes = _content(text).get("checkpoint_bytes", 0)
+    except StateFormatError:
+        return 0
+    return n_bytes if type(n_bytes) is int and n_bytes > 0 else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +148,9 @@ def read_trailer(blob: bytes, trailer: bytes) -> Trailer:
     Raises:
         StateFormatError: The file was altered, or the version is unknown.
     """
-    content = _content(trailer[:-FOOTER_BYTES])
+    n_text = struct.unpack_from("<I", trailer[-FOOTER_BYTES:])[0]
+    text_at = len(trailer) - FOOTER_BYTES - n_text
+    checkpoints, content = trailer[:text_at], _content(trailer[text_at:-FOOTER_BYTES])
     version = content.get("version")
     if version != _VERSION:
         raise StateFormatError(
@@ -133,12 +158,12 @@ def read_trailer(blob: bytes, trailer: bytes) -> Trailer:
             "that wrote it"
         )
     signed = {k: v for k, v in content.items() if k != "sha256"}
-    if content.get("sha256") != _checksum(blob, signed):
+    if content.get("sha256") != _checksum(blob, checkpoints, signed):
         raise StateFormatError(
             "the checksum of the state file does not match; the file was altered"
         )
     facts = StateFacts(str(content.get("model")), str(content.get("kv_type")))
-    return Trailer(facts, _marks(content))
+    return Trailer(facts, _marks(content, checkpoints))
 
 
 def check_trailer(blob: bytes, trailer: bytes, facts: StateFacts | None) -> SlotMarks:
@@ -170,17 +195,18 @@ def check_facts(saved: StateFacts, own: StateFacts) -> None:
 
 def split(data: bytes) -> tuple[bytes, bytes]:
     """*data* as (blob, trailer); the trailer is b"" if there is none."""
-    n = trailer_bytes(data[-FOOTER_BYTES:], len(data))
+    n = sum(_trailer_bytes(data[-_END_BYTES:], len(data)))
     return (data[:-n], data[-n:]) if n else (data, b"")
 
 
-def _marks(content: Mapping[str, Any]) -> SlotMarks:
+def _marks(content: Mapping[str, Any], checkpoints: bytes) -> SlotMarks:
     n_exact = content.get("n_exact")
     if n_exact is not None and (type(n_exact) is not int or n_exact < 0):
         raise StateFormatError(
             f"n_exact in the trailer is {n_exact!r}, but must be a whole number from 0"
         )
-    return SlotMarks(n_exact, _scales(content.get("lora")), _edits(content.get("edits")))
+    lora, edits = _scales(content.get("lora")), _edits(content.get("edits"))
+    return SlotMarks(n_exact, lora, edits, checkpoints)
 
 
 def _text_of_edits(runs: tuple[EditedRun, ...]) -> str:
@@ -227,8 +253,9 @@ def _scales(text: object) -> tuple[float, ...] | None:
     return scales
 
 
-def _checksum(blob: bytes, signed: Mapping[str, Any]) -> str:
+def _checksum(blob: bytes, checkpoints: bytes, signed: Mapping[str, Any]) -> str:
     digest = hashlib.sha256(blob)
+    digest.update(checkpoints)
     digest.update(_to_json(signed))
     return digest.hexdigest()
 
@@ -282,8 +309,8 @@ def write_marked(
     """Like `write_state`, but return the identity of the file; *follows* is `WholeFile`'s."""
     if blob[: len(ses1.MAGIC)] != ses1.MAGIC:
         raise StateFormatError("blob does not start with 'SES1'; pass what Slot.save() returned")
-    trailer = make_trailer(blob, facts, marks) if facts else b""
-    return write_whole(path, blob, trailer, is_private=True, follows=follows)
+    trailer = (marks.checkpoints, make_trailer(blob, facts, marks)) if facts else ()
+    return write_whole(path, blob, *trailer, is_private=True, follows=follows)
 
 
 def read_state(path: str | os.PathLike[str], facts: StateFacts | None = None) -> bytes:
@@ -308,12 +335,14 @@ def read_marked(
 def read_parts(path: str | os.PathLike[str], *, follows: bool = True) -> tuple[bytes, bytes]:
     """(blob, trailer) of a state file, unchecked; the trailer is b"" if there is none.
 
+    The checkpoints are the first part of the trailer.
+
     Raises:
         StateFormatError: It is not a regular file, or the trailer gives an impossible size.
         OSError: The file cannot be read.
     """
     with _opened(path, follows=follows) as (stream, status):
-        n_trailer = _trailer_bytes(stream, status.st_size)
+        n_trailer = sum(_sizes_in(stream, status.st_size))
         stream.seek(0)
         blob = stream.read(status.st_size - n_trailer)
         return blob, stream.read(n_trailer)
@@ -332,8 +361,8 @@ def read_ids(path: str | os.PathLike[str], *, follows: bool = True) -> NDArray[n
         return ses1.ids_in(head + stream.read(min(n_bytes, status.st_size)))
 
 
-def blob_bytes(path: str | os.PathLike[str]) -> int:
-    """Size of the blob in a state file, or of the whole file if its trailer is damaged.
+def slot_bytes(path: str | os.PathLike[str]) -> int:
+    """Size of blob and checkpoints in a state file, or of the file if its trailer is damaged.
 
     Reads only the end of the file.
 
@@ -342,7 +371,7 @@ def blob_bytes(path: str | os.PathLike[str]) -> int:
     """
     with _opened(path) as (stream, status):
         try:
-            return status.st_size - _trailer_bytes(stream, status.st_size)
+            return status.st_size - _sizes_in(stream, status.st_size)[1]
         except StateFormatError:
             return status.st_size
 
@@ -362,9 +391,9 @@ def _opened(
         yield stream, status
 
 
-def _trailer_bytes(stream: BinaryIO, n_bytes: int) -> int:
-    stream.seek(max(n_bytes - FOOTER_BYTES, 0))
-    return trailer_bytes(stream.read(FOOTER_BYTES), n_bytes)
+def _sizes_in(stream: BinaryIO, n_bytes: int) -> tuple[int, int]:
+    stream.seek(max(n_bytes - _END_BYTES, 0))
+    return _trailer_bytes(stream.read(_END_BYTES), n_bytes)
 
 
 # ---- checking without an engine
@@ -415,7 +444,9 @@ def check_file(path: str | os.PathLike[str], model: ModelFiles | None = None) ->
         problems.append(str(error))
     if trailer_text:
         try:
-            trailer = read_trailer(blob, trailer_text)
+            read = read_trailer(blob, trailer_text)
+            checkpoints_in(read.marks.checkpoints)
+            trailer = read
         except StateFormatError as error:
             problems.append(str(error))
     if model is not None:

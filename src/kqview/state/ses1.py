@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from kqview.errors import StateFormatError
 
 MAGIC: Final = b"SES1"
+CHECKPOINT_MAGIC: Final = b"SCP1"
 KV_MAGIC: Final = 0xAF143CD8
 HEADER_BYTES: Final = 8
 
@@ -102,6 +103,25 @@ def inspect(blob: bytes) -> SavedState:
     )
 
 
+def checkpoints_in(data: bytes) -> tuple[int, ...]:
+    """How many tokens each checkpoint in the trailer of a state file has; ascending.
+
+    Raises:
+        StateFormatError: *data* does not have the structure of checkpoints (``cpp/state/ses1.h``).
+    """
+    if not data:
+        return ()
+    counts: list[int] = []
+    at = HEADER_BYTES
+    if data[: len(CHECKPOINT_MAGIC)] == CHECKPOINT_MAGIC:
+        for _ in range(_take("<I", data, len(CHECKPOINT_MAGIC), "n", of="checkpoints")):
+            counts.append(_take("<I", data, at, "n_tokens", of="checkpoints"))
+            at += 12 + _take("<Q", data, at + 4, "bytes", of="checkpoints")
+    if at != len(data) or counts != sorted(set(counts)):
+        raise StateFormatError(f"the {len(data)} bytes of checkpoints are none")
+    return tuple(counts)
+
+
 class _Part(NamedTuple):
     """What one cache, or the recurrent state, of a memory says, and where it ends."""
 
@@ -116,7 +136,7 @@ def _first_part(blob: bytes, at: int, n_tokens: int) -> _Part:
     # Neither the size of a cell nor the number of layers with values is in the blob: only with the
     # right ones do the parts end where the blob does.
     _take("<I", blob, at, "n_stream")
-    left = [(0, part, part.end) for part in _parts(blob, at, n_tokens)]
+    left = [(0, part, part.end) for part in _parts(blob, at, n_tokens, is_first=True)]
     seen: set[int] = set()
     while left:
         n_before, first, end = left.pop()
@@ -129,10 +149,10 @@ def _first_part(blob: bytes, at: int, n_tokens: int) -> _Part:
     raise StateFormatError(f"the cache at byte {at} of blob is not one of {n_tokens} tokens")
 
 
-def _parts(blob: bytes, at: int, n_tokens: int) -> Iterator[_Part]:
+def _parts(blob: bytes, at: int, n_tokens: int, *, is_first: bool = False) -> Iterator[_Part]:
     """Every way in which the bytes from *at* on can be a cache or a recurrent state."""
     with suppress(StateFormatError):
-        yield from _caches(blob, at, n_tokens)
+        yield from _caches(blob, at, n_tokens, is_whole=is_first)
     with suppress(StateFormatError):
         n_cells = _take("<I", blob, at, "n_cells")
         if n_cells == 0 and n_tokens == 0:
@@ -142,7 +162,8 @@ def _parts(blob: bytes, at: int, n_tokens: int) -> Iterator[_Part]:
                 yield part._replace(flash_attn=None)
 
 
-def _caches(blob: bytes, at: int, n_tokens: int) -> Iterator[_Part]:
+def _caches(blob: bytes, at: int, n_tokens: int, *, is_whole: bool) -> Iterator[_Part]:
+    """One that is not whole may be of a window, and have the last tokens alone."""
     n_stream = _take("<I", blob, at, "n_stream")
     at += 4
     n_cells, n_left = 0, n_stream
@@ -150,7 +171,7 @@ def _caches(blob: bytes, at: int, n_tokens: int) -> Iterator[_Part]:
         n_cells = _take("<I", blob, at, "n_cells")
         n_left -= 1
         at += 4
-    if n_cells != n_tokens or n_stream == 0:
+    if n_stream == 0 or not (n_tokens if is_whole else min(n_tokens, 1)) <= n_cells <= n_tokens:
         return
     if n_cells == 0:
         yield _Part(at, n_stream)
@@ -183,10 +204,10 @@ def _layers(blob: bytes, at: int, n_cells: int, *, is_recurrent: bool = False) -
             yield _Part(at, 1, n_layer, _TYPE_NAMES[first], not transposed)
 
 
-def _take(form: str, blob: bytes, at: int, field: str) -> int:
+def _take(form: str, blob: bytes, at: int, field: str, of: str = "blob") -> int:
     try:
         return struct.unpack_from(form, blob, at)[0]
     except struct.error:
         raise StateFormatError(
-            f"{field} at byte {at} lies beyond the {len(blob)} bytes of blob"
+            f"{field} at byte {at} lies beyond the {len(blob)} bytes of {of}"
         ) from None

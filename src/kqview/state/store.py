@@ -13,9 +13,9 @@ from kqview.errors import CapacityError, RequestError, StateFormatError
 from kqview.state.files import (
     SlotMarks,
     StateFacts,
-    blob_bytes,
     check_facts,
     read_marked,
+    slot_bytes,
     write_marked,
 )
 
@@ -43,7 +43,7 @@ class SessionInfo:
 
     Attributes:
         name: Name of the session.
-        n_bytes: Size of its blob.
+        n_bytes: Size of its blob and its checkpoints.
         created_s: Time when the name was first saved, in seconds since 1970.
         updated_s: Time when it was last saved.
         path: File with the latest version; None while only memory holds it.
@@ -69,6 +69,11 @@ class SavedSlot:
         """*slot* as it is; raises as `Slot.save`."""
         facts = slot.state_facts()
         return cls(*slot.save_marked(), facts)
+
+    @property
+    def n_bytes(self) -> int:
+        """What it takes in memory."""
+        return len(self.blob) + len(self.marks.checkpoints)
 
     def save_marked(self) -> tuple[bytes, SlotMarks]:
         """As of `Slot`."""
@@ -109,7 +114,7 @@ class SessionStore:
         directory: Existing folder for the files; None to use memory only. Temporary files of dead
             processes are removed from it.
         max_sessions: Maximum number of sessions in memory.
-        max_bytes: Maximum size of all blobs in memory.
+        max_bytes: Maximum size of all blobs and checkpoints in memory.
     """
 
     def __init__(
@@ -149,7 +154,7 @@ class SessionStore:
         """
         _check_name(name)
         held = SavedSlot.of(slot)
-        n_bytes = len(held.blob)
+        n_bytes = held.n_bytes
         with self._lock:
             old = self._find(name)
             now = time.time()
@@ -266,12 +271,12 @@ class SessionStore:
         written = session.written if session else None
         if session is None or written is None or not file.has_content_of(written):
             written_s = file.modified_ns / 1e9
-            info = SessionInfo(name, _blob_bytes(path, file), written_s, written_s, path)
+            info = SessionInfo(name, _slot_bytes(path, file), written_s, written_s, path)
             session = self._sessions[name] = _Session(info, written=file)
         return session
 
     def _fits(self, name: str, n_bytes: int) -> bool:
-        others = [len(held.blob) for other, held in self._in_memory() if other != name]
+        others = [held.n_bytes for other, held in self._in_memory() if other != name]
         return len(others) < self._max_sessions and sum(others) + n_bytes <= self._max_bytes
 
     def _in_memory(self) -> list[tuple[str, SavedSlot]]:
@@ -317,9 +322,9 @@ def _unknown(name: str) -> RequestError:
     return RequestError(f"there is no session {name!r}; sessions() lists all")
 
 
-def _blob_bytes(path: Path, file: FileIdentity) -> int:
+def _slot_bytes(path: Path, file: FileIdentity) -> int:
     try:
-        return blob_bytes(path)
+        return slot_bytes(path)
     except (OSError, StateFormatError):  # restoring it reports why
         return file.n_bytes
 

@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import islice
@@ -252,21 +252,23 @@ class Capture:
             )
         return replace(self, prompt=True)
 
-    def check_columns(self, *, has_all: bool) -> None:
-        """Refuse to capture attention if columns would not be positions.
+    def check_columns(self, unordered: Collection[int]) -> None:
+        """Refuse to capture attention whose columns would not be positions.
 
         Args:
-            has_all: Whether the cache keeps every position of every layer.
+            unordered: Layers on devices whose cache keeps only what their sliding windows see.
 
         Raises:
-            InvalidCapture: *has_all* is false, or *prompt* is true but *layers* and *hidden* are
-                empty.
+            InvalidCapture: One of them is captured, or *prompt* is true but *layers* and *hidden*
+                are empty.
         """
         has_attention = self.layers is None or len(self.layers) > 0
-        if not has_all and has_attention:
+        refused = [one for one in unordered if self.layers is None or one in self.layers]
+        if refused:
             raise InvalidCapture(
-                "attention cannot be captured: the model has sliding windows and swa_full is off, "
-                "so columns are not positions; open the Engine with swa_full=True",
+                f"attention of layers {', '.join(map(str, refused))} cannot be captured: they have "
+                "sliding windows and are on a device, and swa_full is off, so columns are not "
+                "positions; capture other layers, or open the Engine with swa_full=True",
                 parameter="capture",
             )
         if self.prompt and not has_attention and not self.hidden:

@@ -13,7 +13,7 @@ have in common ends with the last answer if its text is tokenized in another way
 generated, or if the template or the server drops its reasoning: that answer is evaluated again,
 what precedes it is not. After another system prompt, or once turns have left the prompt, all that
 follows is evaluated. A model whose cache cannot drop its tail (recurrent ones) goes on from the
-slot's last checkpoint before the first id that differs; a copy has none.
+slot's last checkpoint before the first id that differs; copies and files have them too.
 
 A turn has a seat while it is generated and until its slot has been copied. There are as many seats
 as slots, so that turns wait for each other here: of requests that wait in the engine, the next one
@@ -271,7 +271,7 @@ class ConversationStates:
         if not np.array_equal(ids_in(blob)[: len(ids)], np.asarray(ids, "<i4")):
             return  # of a request that used the slot in between
         hold = self._budget.hold(_CLIENT)
-        hold.take(len(blob))
+        hold.take(len(blob) + len(marks.checkpoints))
         with self._lock:
             older = self._copies.pop(key, None)
             self._copies[key] = _Copy(slot, blob, marks, hold)
@@ -287,7 +287,7 @@ class ConversationStates:
             return
         name = _name_of(key)
         try:
-            if self._make_room(name, len(copy.blob)):
+            if self._make_room(name, len(copy.blob) + len(copy.marks.checkpoints)):
                 facts = copy.slot.state_facts()
                 file = write_marked(self._path(key), copy.blob, facts, copy.marks, follows=False)
                 with self._lock:

@@ -62,12 +62,12 @@ class Sessions:
         key = _key(caller.owner, session_id)
         try:
             with self._saving:
-                self._check_share(caller.owner, key, len(saved.blob))
+                self._check_share(caller.owner, key, saved.n_bytes)
                 return self._store.save(key, saved)
         except CapacityError:
             s = self._live.settings
             raise StorageFull(
-                f"no room for a session of {len(saved.blob)} bytes: the server keeps up to "
+                f"no room for a session of {saved.n_bytes} bytes: the server keeps up to "
                 f"{s.max_sessions} sessions (max_sessions) and {s.max_session_bytes} bytes "
                 "(max_session_bytes) in memory; remove a session, or move one to a file"
             ) from None
@@ -191,7 +191,7 @@ class StateFiles:
             StorageFull: The disk is full, or the files would have more than ``max_saved_bytes``.
             StorageFailed: It cannot be written for another reason.
         """
-        with self.place(caller, name, len(saved.blob)) as path:
+        with self.place(caller, name, saved.n_bytes) as path:
             write_marked(path, saved.blob, saved.facts, saved.marks, follows=False)
         return len(saved.blob)
 

@@ -201,7 +201,7 @@ class Slots:
 
     def save(self, slot: Slot) -> bytes:
         """The slot as a blob, which `restore` will know again; any thread."""
-        blob, marks = slot.save_marked()
+        blob, marks = slot.save_marked(checkpoints=False)
         self._known[sha256(blob).digest()] = marks
         while len(self._known) > _MOST_KNOWN:
             self._known.popitem(last=False)
