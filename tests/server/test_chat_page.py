@@ -237,7 +237,140 @@ def test_reasoning_folds_out_and_streams_before_the_answer(page: Any, served: Se
     expect(answer.locator(".reasoning .text")).to_have_text("At once.")
 
 
+# ---- what can be done with a turn
+
+
+def test_answer_is_regenerated_and_a_message_edited(page: Any, served: Served):
+    show(page, served)
+    ask(page, "Tom found a red ball.")
+    ask(page, "And then?")
+    served.wait_until(lambda: len(kept_messages(page, served)) == 4)
+    answer = page.locator(".answer").last
+    with page.expect_request("**/generate") as sent:
+        answer.hover()
+        answer.get_by_role("button", name="Regenerate").click()
+    assert sent.value.post_data_json["replaces"] == 2
+    assert sent.value.post_data_json["prompt"] == "And then?"
+    expect(page.locator(".usage:visible")).to_have_count(2)
+    served.wait_until(lambda: len(kept_messages(page, served)) == 4)
+    first = page.locator(".user").first
+    first.hover()
+    first.get_by_role("button", name="Edit").click()
+    message = page.get_by_role("textbox", name="Message")
+    expect(message).to_have_value("Tom found a red ball.")
+    page.keyboard.press("Escape")  # leaves it
+    expect(message).to_have_value("")
+    first.get_by_role("button", name="Edit").click()
+    message.fill("Anna found a key.")
+    page.keyboard.press("Enter")
+    expect(page.locator(".user")).to_have_text(["Anna found a key."])
+    expect(page.locator(".usage:visible")).to_have_count(1)
+    served.wait_until(lambda: len(kept_messages(page, served)) == 2)
+    kept = kept_messages(page, served)
+    assert kept[0]["content"] == "Anna found a key."
+    expect(page.locator("#sessions [aria-current]")).to_have_text("Anna found a key.")
+    page.reload()
+    expect(page.locator(".answer > .text")).to_have_text(kept[1]["content"])
+
+
+def test_answer_is_copied_and_a_conversation_exported(page: Any, served: Served):
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    show(page, served)
+    answer = ask(page)
+    text = answer.locator("> .text").inner_text()
+    answer.hover()
+    answer.get_by_role("button", name="Copy").click()
+    expect(page.get_by_role("status").last).to_have_text("Copied.")
+    assert page.evaluate("navigator.clipboard.readText()") == text
+    served.wait_until(lambda: len(kept_messages(page, served)) == 2)
+    panel = toggle(page, "Settings")
+    with page.expect_download() as got:
+        panel.get_by_role("button", name="Export as Markdown").click()
+    assert got.value.suggested_filename == "Tom-found-a-red-ball.md"
+    lines = got.value.path().read_text("utf-8").splitlines()
+    assert lines == [
+        "# Tom found a red ball.", "", "## You", "", "Tom found a red ball.", "", "## Answer", "",
+        *text.splitlines(),
+    ]  # fmt: skip
+
+
+def test_system_prompt_of_the_settings_is_the_models(page: Any, served: Served):
+    show(page, served)
+    toggle(page, "Settings").get_by_label("System prompt").fill("Be a pirate.")
+    panel = toggle(page, "Attention")
+    with page.expect_request("**/generate") as sent:
+        ask(page)
+    assert sent.value.post_data_json["system"] == "Be a pirate."
+    prompt = panel.get_by_role("region", name="Prompt as the model saw it")
+    shown = prompt.text_content().replace("↵\n", "\n")
+    assert "system\nBe a pirate.<|im_end|>" in shown
+    assert SYSTEM not in shown
+
+
+def test_sentences_open_the_passage_of_their_source(page: Any, served: Served):
+    show(page, served, tokens=40)
+    panel = toggle(page, "Sources")
+    text = panel.get_by_label("Text")
+    texts = ["Anna 🎈 has a red ball. Her dog is old.", "Tom found a silver key."]
+    for one in texts:
+        text.fill(one)
+        panel.get_by_role("button", name="Add").click()
+    with page.expect_response("**/generate") as got:
+        answer = ask(page)
+    frames = [
+        json.loads(line[6:]) for line in got.value.text().splitlines() if "cited_text" in line
+    ]
+    assert frames
+    signs = answer.locator(".cite")
+    expect(signs).to_have_text([str(1 + one["document_index"]) for one in frames])
+    for i, one in enumerate(frames):
+        signs.nth(i).click()
+        expect(panel.locator("mark")).to_have_text(one["cited_text"])
+        shown = panel.get_by_role("region", name="Source")
+        expect(shown).to_have_text(texts[one["document_index"]])
+    panel.get_by_role("button", name="Remove").first.click()
+    panel.get_by_role("button", name="Remove").click()
+    with page.expect_request("**/generate") as sent:
+        ask(page)
+    assert "documents" not in sent.value.post_data_json
+
+
 # ---- attention
+
+
+def test_grid_of_heads_chooses_one(page: Any, served: Served):
+    show(page, served)
+    panel = toggle(page, "Attention")
+    with page.expect_request("**/generate") as sent:
+        ask(page)
+    expect(panel.locator(".what .note")).to_have_text("mean of 12 tokens")
+    name = sent.value.headers["x-request-id"]
+    peaks = np.mean([row_of(served, name, n)[:, :, 1:].max(axis=-1) for n in range(12)], axis=0)
+    cells = panel.locator(".heads span")
+    expect(cells).to_have_count(peaks.size)
+    want = [int(one) for one in np.floor(10 * np.sqrt(peaks.ravel()) + 0.5)]
+    served.wait_until(lambda: heats(page, "#panel .heads span") == want)
+    cells.nth(8 + 3).click()
+    expect(page.get_by_role("combobox", name="Layer")).to_have_value("1")
+    expect(page.get_by_role("combobox", name="Head")).to_have_value("3")
+    expect(cells.nth(8 + 3)).to_have_class(re.compile("chosen"))
+
+
+def test_marks_of_the_template_are_left_out(page: Any, served: Served):
+    show(page, served)
+    panel = toggle(page, "Attention")
+    ask(page)
+    expect(panel.locator(".what .note")).to_have_text("mean of 12 tokens")
+    prompt = panel.locator(".prompt .token")
+    marks = panel.locator(".prompt .special")
+    served.wait_until(lambda: sum(heats(page, "#panel .prompt .special")) > 0)
+    page.get_by_label("Leave out the template's marks").check()
+    served.wait_until(lambda: sum(heats(page, "#panel .prompt .special")) == 0)
+    assert marks.count() > 3
+    shown = zip(prompt.all_text_contents(), heats(page, "#panel .prompt .token"), strict=True)
+    hot = {text for text, heat in shown if heat}
+    assert hot
+    assert not hot & {"user", "system", "assistant", "↵\n"}
 
 
 def test_prompt_is_coloured_by_what_the_answer_looked_at(page: Any, served: Served):

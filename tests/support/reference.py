@@ -91,7 +91,7 @@ class Reference:
         self.head_size = int(value("attention.key_length", self.n_embd // self.n_head))
         self.rms_eps = float(value("attention.layer_norm_rms_epsilon"))
         self.rope_base = float(value("rope.freq_base", 10000.0))
-        self._weights = weights
+        self.weights = weights
 
     @classmethod
     def load(cls, path: Path) -> Reference:
@@ -164,7 +164,7 @@ class Reference:
             raise ValueError(
                 f"reference.forward: ids have shape {tokens.shape}; pass a flat list of 1 or more"
             )
-        n_tokens, w = tokens.size, self._weights
+        n_tokens, w = tokens.size, self.weights
         future = np.triu(np.ones((n_tokens, n_tokens), bool), 1)
         cos, sin = self._angles(n_tokens, angle_type)
         x = w["token_embd.weight"][tokens]
@@ -217,11 +217,11 @@ class Reference:
 
     def _norm(self, x: F64, name: str) -> F64:
         mean_square = np.mean(x * x, -1, keepdims=True)
-        return x / np.sqrt(mean_square + self.rms_eps) * self._weights[name + ".weight"]
+        return x / np.sqrt(mean_square + self.rms_eps) * self.weights[name + ".weight"]
 
     def _heads(self, h: F64, name: str, n_head: int) -> F64:
         """Project (n_tokens, n_embd) to (n_head, n_tokens, head_size)."""
-        out = h @ self._weights[name + ".weight"].T + self._weights.get(name + ".bias", 0.0)
+        out = h @ self.weights[name + ".weight"].T + self.weights.get(name + ".bias", 0.0)
         return out.reshape(len(h), n_head, self.head_size).transpose(1, 0, 2)
 
     def _angles(self, n_tokens: int, angle_type: str) -> tuple[F64, F64]:
@@ -232,7 +232,7 @@ class Reference:
         angle[:, 0] = np.arange(n_tokens)
         for pair in range(1, angle.shape[1]):
             angle[:, pair] = angle[:, pair - 1] * ratio
-        angle = angle / self._weights.get("rope_freqs.weight", np.ones(1)).astype(of)
+        angle = angle / self.weights.get("rope_freqs.weight", np.ones(1)).astype(of)
         return np.cos(angle).astype(np.float64), np.sin(angle).astype(np.float64)
 
     def _rotate(self, t: F64, cos: F64, sin: F64) -> F64:
@@ -299,7 +299,7 @@ class CachedReference:
     def decode(self, token: int) -> Result:
         """Append one token; its rows are (n_layer, n_head, 1, n_tokens)."""
         m = self._model
-        w = m._weights
+        w = m.weights
         x = w["token_embd.weight"][np.asarray([token])]
         n = self.n_tokens + 1
         cos, sin = m._angles(n, "f32")
@@ -374,7 +374,7 @@ class BertReference:
         self.n_layer = int(value["block_count"])
         self.n_head = int(value["attention.head_count"])
         self.epsilon = float(value["attention.layer_norm_epsilon"])
-        self._weights: dict[str, F64] = {
+        self.weights: dict[str, F64] = {
             tensor.name: np.asarray(quants.dequantize(tensor.data, tensor.tensor_type), np.float64)
             for tensor in reader.tensors
         }
@@ -385,7 +385,7 @@ class BertReference:
 
     def forward(self, ids: Sequence[int]) -> tuple[F64, F64]:
         """`rows`, and the probabilities of all layers, (n_layer, n_head, n_tokens, n_tokens)."""
-        w = self._weights
+        w = self.weights
         probs: list[F64] = []
         n_tokens = len(ids)
         x = w["token_embd.weight"][np.asarray(ids)] + w["position_embd.weight"][:n_tokens]
@@ -408,7 +408,7 @@ class BertReference:
         return self._linear(pooled, "cls.output")
 
     def _linear(self, x: F64, name: str) -> F64:
-        return x @ self._weights[name + ".weight"].T + self._weights.get(name + ".bias", 0.0)
+        return x @ self.weights[name + ".weight"].T + self.weights.get(name + ".bias", 0.0)
 
     def _heads(self, x: F64, name: str) -> F64:
         """Project (n_tokens, n_embd) to (n_head, n_tokens, head_size)."""
@@ -417,7 +417,7 @@ class BertReference:
     def _norm(self, x: F64, name: str) -> F64:
         centred = x - x.mean(-1, keepdims=True)
         scale = np.sqrt((centred * centred).mean(-1, keepdims=True) + self.epsilon)
-        return centred / scale * self._weights[name + ".weight"] + self._weights[name + ".bias"]
+        return centred / scale * self.weights[name + ".weight"] + self.weights[name + ".bias"]
 
 
 def gelu_tanh(x: F64) -> F64:

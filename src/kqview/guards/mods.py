@@ -266,8 +266,7 @@ class AlignAttByHeads(AlignAtt):
         layers = checked_layers(heads, "align", engine) or ()
         self.capture = Capture(layers=layers)
         pairs = [(layer, head) for layer in layers for head in range(engine.model.n_head)]
-        weights = {(one.layer, one.head): one.weight for one in heads.heads}
-        self._weights = np.array([weights.get(pair, 0.0) for pair in pairs], np.float32)
+        self._weights = heads.weights(pairs).astype(np.float32)
 
     def handle_rows(
         self, rows: Row, event: ForwardPass, actions: ActionBuilder, tokenizer: ModTokenizer

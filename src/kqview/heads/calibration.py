@@ -79,8 +79,8 @@ def calibrate(
 ) -> HeadFile:
     """Choose the heads of a model that do *task*, and weigh them.
 
-    Each example costs one or two prompts ("cite": 16 more, without some of the sources), with as
-    many examples at a time as the engine has slots. Only sums over spans are captured.
+    Each example costs one or two prompts ("cite": up to 16 more, with some of the sources hidden),
+    with as many examples at a time as the engine has slots. Only sums over spans are captured.
 
     Args:
         engine: An engine whose model generates text.

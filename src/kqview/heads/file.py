@@ -196,10 +196,16 @@ class HeadFile:
         Returns:
             Scores, float64 of shape ``(...)``.
         """
-        places = {pair: i for i, pair in enumerate(pairs)}
-        found = [places[one.layer, one.head] for one in self.heads]
-        raw = self.bias + measures[..., found] @ np.array([one.weight for one in self.heads])
+        raw = self.bias + measures @ self.weights(pairs)
         return np.asarray(logistic(raw) if self.link == "logistic" else raw)
+
+    def weights(self, pairs: Sequence[Pair]) -> Floats:
+        """Weight of each of *pairs*, which have all heads of the file; 0.0 for others."""
+        weights = np.zeros(len(pairs))
+        places = {pair: i for i, pair in enumerate(pairs)}
+        for one in self.heads:
+            weights[places[one.layer, one.head]] = one.weight
+        return weights
 
     # ---- the file
 
@@ -281,6 +287,12 @@ def even_weights(task: str, pairs: Sequence[Pair]) -> tuple[tuple[Head, ...], fl
     """
     sign, bias = (-1.0, 1.0) if task == "injection" else (1.0, 0.0)
     return tuple(Head(*pair, sign / len(pairs)) for pair in sorted(pairs)), bias
+
+
+def even_heads(task: str, pairs: Sequence[Pair]) -> HeadFile:
+    """A file of no model with *pairs*, all alike."""
+    heads, bias = even_weights(task, pairs)
+    return HeadFile(task=task, model=ModelKey(), heads=heads, bias=bias)
 
 
 def _warn(text: str) -> None:
@@ -384,7 +396,4 @@ def checked_layers(
 
 def weighed(heads: HeadFile | None, task: str, measures: Floats, pairs: Sequence[Pair]) -> Floats:
     """Scores of measures, as `HeadFile.score`; those of all heads alike without a file."""
-    if heads is None:
-        even, bias = even_weights(task, pairs)
-        heads = HeadFile(task=task, model=ModelKey(), heads=even, bias=bias)
-    return heads.score(measures, pairs)
+    return (heads or even_heads(task, pairs)).score(measures, pairs)

@@ -18,12 +18,14 @@ Sources of the measures, which `kqview.guards` names again where it applies them
 import logging
 import re
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
 import numpy as np
 
 from kqview.arguments import checked_ids, invalid
+from kqview.edit import Edit
 from kqview.engine import Engine
 from kqview.errors import PromptTooLong, RequestError, shown
 from kqview.heads.file import Floats, Pair
@@ -125,22 +127,44 @@ def find_parts(engine: Engine, ids: Sequence[int], parts: Iterable[str]) -> list
     Raises:
         RequestError: One is not there.
     """
+    return [
+        one for (one,) in find_pieces(engine, ids, ((text, [(0, len(text))]) for text in parts))
+    ]
+
+
+def find_pieces(
+    engine: Engine, ids: Sequence[int], parts: Iterable[tuple[str, Sequence[Span]]]
+) -> list[list[Span]]:
+    """As `find_parts`, but of pieces of each part: ascending ranges of its characters.
+
+    Raises:
+        RequestError: A part is not there.
+    """
     pieces = [engine.token_bytes(one) for one in ids]
     ends = np.cumsum([len(piece) for piece in pieces])
     data, at = b"".join(pieces), 0
-    spans: list[Span] = []
-    for part in parts:
-        wanted = part.encode()
-        start = data.find(wanted, at)
-        if start < 0:
+    found: list[list[Span]] = []
+    for part, ranges in parts:
+        at = data.find(part.encode(), at)
+        if at < 0:
             raise RequestError(
                 f"{shown(part)} is not in the prompt: the chat template or the vocabulary changes "
                 "it; normalise the text, or use another template"
             )
-        at = start + len(wanted)
-        first = int(np.searchsorted(ends, start, side="right"))
-        spans.append((first, int(np.searchsorted(ends, at)) + 1))
-    return spans
+        spans: list[Span] = []
+        n_before = 0  # characters that `at` is behind of
+        for start, stop in ranges:
+            begin = at + len(part[n_before:start].encode())
+            at, n_before = begin + len(part[start:stop].encode()), stop
+            first = int(np.searchsorted(ends, begin, side="right"))
+            spans.append((first, int(np.searchsorted(ends, at)) + 1))
+        found.append(spans)
+    return found
+
+
+def sentences_of(text: str) -> list[Span]:
+    """The characters of each sentence of *text*: up to a mark of its end, or to the line's."""
+    return [one.span() for one in _SENTENCE.finditer(text)]
 
 
 # ---- spans to sums, a row for each head
@@ -396,7 +420,7 @@ def answered(engine: Engine, sources: Sequence[str], question: str, answer: str 
     while ids and ids[-1] in ends:
         ids.pop()
     text = engine.detokenize(ids)
-    texts = [one[0] for one in _SENTENCE.finditer(text)]
+    texts = [text[start:stop] for start, stop in sentences_of(text)]
     if not texts:
         raise invalid("answer", "a text that is not empty", shown(text))
     places = find_parts(engine, ids, texts)
@@ -470,10 +494,10 @@ def cite(engine: Engine, given: Answered, layers: Sequence[int] | None = None) -
 
 @dataclass(frozen=True, slots=True)
 class Ablations:
-    """How likely sentences are when sources are left out.
+    """How likely sentences are when sources are hidden.
 
     Attributes:
-        kept: ``(n_ablations, n_sources)`` float64: 1 for a source that was there.
+        kept: ``(n_ablations, n_sources)`` float64: 1 for a source that could be seen.
         logprobs: ``(n_ablations, n_sentences)`` float64: natural, summed over each sentence.
     """
 
@@ -484,24 +508,34 @@ class Ablations:
 def ablate(
     engine: Engine, sources: Sequence[str], question: str, answer: str | Ids, kept: Floats
 ) -> Ablations:
-    """Score an answer with some of its sources, all subsets batched over the slots.
+    """Score an answer with some of its sources hidden from all that follows them.
+
+    The attention masks of AT2 (`Edit.block`): positions stay, and of each set of sources only what
+    is behind the first hidden one is evaluated again. As many sets at a time as there are slots.
 
     Args:
-        engine: The engine.
+        engine: The engine; with sliding windows, one with ``swa_full=True``.
         sources: Texts.
         question: What is asked about them.
         answer: Its answer.
-        kept: ``(n_ablations, n_sources)``, 0 for what to leave out.
+        kept: ``(n_ablations, n_sources)``, 0 for what to hide, up to 256 in a row.
+
+    Raises:
+        InvalidEdit: The model's attention cannot be edited, or too much is hidden.
     """
     given = answered(engine, sources, question, answer)
-    prompts = [
-        source_prompt(
-            engine, [one for one, is_kept in zip(sources, row, strict=True) if is_kept], question
-        )
-        for row in kept
-    ]
     n_answer = len(given.answer)
-    scores = engine.score([[*one.ids, *given.answer] for one in prompts], last=n_answer)
-    logprobs = np.stack([one.logprobs[-n_answer:].astype(np.float64) for one in scores])
+
+    def scored(row: Floats) -> Floats:
+        hidden = [
+            Edit.block((stop, None), (start, stop))
+            for (start, stop), is_kept in zip(given.prompt.spans, row, strict=True)
+            if not is_kept
+        ]
+        score = engine.score(given.ids, last=n_answer, edits=hidden)
+        return score.logprobs[-n_answer:].astype(np.float64)
+
+    with ThreadPoolExecutor(len(engine.slots), "kqview-ablate") as pool:
+        logprobs = np.stack([*pool.map(scored, kept)])
     sums = [logprobs[:, one.start : one.stop].sum(axis=1) for one in given.sentences]
     return Ablations(np.asarray(kept, np.float64), np.stack(sums, axis=1))

@@ -176,6 +176,7 @@ class ConversationStore:
         *,
         model: str,
         n_skipped: int = 0,
+        n_replaced: int = 0,
         in_use: Collection[Key] = (),
     ) -> set[Key]:
         """Add a turn to a conversation, or begin one with it; it is synced when this returns.
@@ -191,6 +192,7 @@ class ConversationStore:
             answer: What the model answered, without dropped reasoning.
             model: Id of the model.
             n_skipped: As of `History`: messages of what `read` returned that prompts leave out.
+            n_replaced: So many of the last messages leave first; even.
             in_use: Conversations that do not expire yet.
 
         Returns:
@@ -213,6 +215,13 @@ class ConversationStore:
         with self._transaction() as db:
             gone = self._sweep({*in_use, key})
             session, first, oldest, number = self._session(key, _title(prompt), now_s)
+            if n_replaced:
+                number = max(oldest, number - n_replaced // 2)
+                db.execute("DELETE FROM turns WHERE session = ? AND number >= ?", (session, number))
+                first = min(first, number)
+                if number == oldest:
+                    title = _title(prompt)
+                    db.execute("UPDATE sessions SET title = ? WHERE id = ?", (title, session))
             first = max(first, min(oldest + n_skipped // 2, number))
             db.execute(
                 "INSERT INTO turns VALUES (?, ?, ?, ?, ?)",

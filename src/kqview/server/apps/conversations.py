@@ -69,8 +69,24 @@ class ConversationTurn:
         self.key = key
         self.messages = history.messages
         self.n_left_out = history.n_skipped
+        self._n_replaced = 0
         self._copies = copies
         self._owner = owner
+
+    def replace(self, n: int) -> None:
+        """Leave the last *n* messages out, or all; `append` removes them.
+
+        Raises:
+            RequestError: They are no whole turns.
+        """
+        if n % 2:
+            raise RequestError(
+                f"replaces is {n}; send an even number, as a turn is two messages",
+                parameter="replaces",
+            )
+        self._n_replaced = n
+        self.messages = self.messages[: max(0, len(self.messages) - n)]
+        self.n_left_out = min(self.n_left_out, len(self.messages))
 
     def fit(self, count: Callable[[Sequence[Message]], int], n_most: int) -> Sequence[Message]:
         """The messages for the prompt: all of `messages`, or those at their end that fit.
@@ -133,7 +149,13 @@ class ConversationTurn:
         """
         appending = self._owner.change(
             lambda store, in_use: store.append(
-                self.key, prompt, answer, model=model, n_skipped=self.n_left_out, in_use=in_use
+                self.key,
+                prompt,
+                answer,
+                model=model,
+                n_skipped=self.n_left_out,
+                n_replaced=self._n_replaced,
+                in_use=in_use,
             )
         )
         # Work that waits for its thread is dropped with the task that waits for it.

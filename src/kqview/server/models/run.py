@@ -176,6 +176,7 @@ class GenerateRequest:
         shares_name: Whether others of its owner may have that name; the run then gets another one,
             and `Run.label` is what its client calls it.
         attention: What attention to send, None for none.
+        capture: What the dialect reads of each token itself, where nothing is sent.
         n_samples: Texts to generate from each prompt, which is evaluated once.
         key: A second name, for several runs of one owner (KoboldAI's ``genkey``).
         max_context: Longest prompt that the client allows, besides the server's own limit.
@@ -204,6 +205,7 @@ class GenerateRequest:
     request_id: str
     shares_name: bool = False
     attention: AttentionWanted | None = None
+    capture: Capture | None = None
     n_samples: int = 1
     key: str = ""
     max_context: int | None = None

@@ -354,7 +354,7 @@ class Service(SocketHost):
     ) -> list[Generation]:
         """Any thread; once *is_gone* is set, nobody waits for the result any more."""
         wanted = request.attention
-        capture = wanted.capture(engine.model) if wanted is not None else None
+        capture = wanted.capture(engine.model) if wanted is not None else request.capture
         generations: list[Generation] = []
         try:
             for i in range(len(prompts) * request.n_samples):

@@ -34,6 +34,19 @@ export class Row {
     }
     return sum;
   }
+
+  // The largest share that each head of each layer gives to one token, but for the first one.
+  peaks() {
+    const { nColumns, values } = this;
+    const toNumber = values instanceof Uint16Array ? float16s() : undefined;
+    return Float32Array.from({ length: this.nLayers * this.nHeads }, (_, at) => {
+      let most = 0;
+      for (let i = at * nColumns + 1; i < (at + 1) * nColumns; i++) {
+        most = Math.max(most, toNumber ? toNumber[values[i]] : values[i]);
+      }
+      return most;
+    });
+  }
 }
 
 const range = (n) => Array.from({ length: n }, (_, i) => i);

@@ -1,13 +1,17 @@
 """Anthropic's requests as neutral chat requests. Pure."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate
 from typing import Final, Literal
 
+from kqview.chat.tool_format import object_of
 from kqview.engine import Engine
 from kqview.errors import RequestError
 from kqview.server.api.anthropic import schema
 from kqview.server.api.anthropic.schema import Object
 from kqview.server.api.wire.chat import ChatRequest, with_fields
+from kqview.server.api.wire.citations import Document, heads_of, shown_document
 from kqview.server.api.wire.fields import most_tokens_of
 from kqview.server.settings import Settings
 
@@ -76,9 +80,56 @@ def _content(where: str, content: str | Sequence[schema.Block]) -> str | list[Ob
 
 
 def _text(where: str, block: schema.Block) -> schema.Block:
+    if block.type == "document":
+        text = shown_document(_document(where, block, 0).text, block.title, block.context)
+        return schema.Block(type="text", text=text)
     if block.type != "text":
         raise RequestError(f"{where}: type is {block.type!r}, but the model reads text only")
     return block
+
+
+def _document(where: str, block: schema.Block, index: int) -> Document:
+    source, title = block.source, block.title or ""
+    if source is None or source.type not in ("text", "content"):
+        kind = "nothing" if source is None else repr(source.type)
+        raise RequestError(
+            f"{where}: the source of the document is {kind}; the model reads text only, send a "
+            "source of type text or content"
+        )
+    if source.type == "text":
+        texts = [source.data]
+    elif isinstance(source.content, str):
+        texts = [source.content]
+    else:
+        blocks = enumerate(source.content or ())
+        texts = [_text(f"{where}.source.content[{i}]", one).text for i, one in blocks]
+    if not texts or not all(map(str.strip, texts)):
+        raise RequestError(f"{where}: the document has an empty text; leave it out")
+    if source.type == "text":
+        return Document(texts[0], title, index=index)
+    ends = [*accumulate(len(one) + 1 for one in texts)]  # with the line end behind each
+    places = [(end - 1 - len(one), end - 1) for end, one in zip(ends, texts, strict=True)]
+    return Document("\n".join(texts), title, index=index, blocks=places)
+
+
+def documents_of(body: schema.CountBody) -> list[Document]:
+    """Documents of the user that may be cited, in their order.
+
+    Raises:
+        RequestError: One is no text.
+    """
+    blocks = [
+        (f"messages[{i}].content[{j}]", block)
+        for i, message in enumerate(body.messages)
+        if not isinstance(message.content, str)
+        for j, block in enumerate(message.content)
+        if block.type == "document"
+    ]
+    return [
+        _document(where, block, i)
+        for i, (where, block) in enumerate(blocks)
+        if object_of(block.citations).get("enabled") is True
+    ]
 
 
 def tools_of(body: schema.CountBody) -> list[Object]:
@@ -162,7 +213,10 @@ def request_of(
     names = {"stop": "stop_sequences", "json_schema": "output_config.format"}
     if most_tokens_of(body, "reasoning_budget") is None:
         names["reasoning_budget"] = "thinking.budget_tokens"
+    chat = chat_of(body, request_id=request_id)
+    if documents := documents_of(body):
+        chat = replace(chat, documents=documents, citation_heads=heads_of(body.citation_heads))
     return with_fields(
-        chat_of(body, request_id=request_id), body, body.attention, engine=engine,
+        chat, body, body.attention, engine=engine,
         settings=settings, names=names, stop=body.stop_sequences,
     )  # fmt: skip

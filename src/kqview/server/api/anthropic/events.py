@@ -1,13 +1,15 @@
 """Anthropic's messages: the events of a stream as they are sent, and who writes them. Pure."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final
 
 import msgspec
-from msgspec import Struct
+from msgspec import UNSET, Struct
 
 from kqview.chat.tool_format import CallDelta
 from kqview.server.api.anthropic.schema import (
+    BlockLocation,
+    CharLocation,
     Message,
     Object,
     TextBlock,
@@ -16,6 +18,7 @@ from kqview.server.api.anthropic.schema import (
     Usage,
 )
 from kqview.server.api.wire.chat import AnswerWriter, ChatRemoved, Part
+from kqview.server.api.wire.citations import Cited
 from kqview.server.api.wire.event_parts import PromptAttention, TokenAttention
 from kqview.server.errors import Answer
 from kqview.server.models.run import Run
@@ -78,12 +81,19 @@ class JsonDelta(Struct, tag_field="type", tag="input_json_delta"):
     partial_json: Annotated[str, about('The piece, such as "{\\"city\\": ".', '{"city": ')]
 
 
+class CitationsDelta(Struct, tag_field="type", tag="citations_delta"):
+    """What the text of the block is from."""
+
+    citation: Annotated[CharLocation | BlockLocation, about("The passage of a document.")]
+
+
 class BlockDelta(Struct, tag_field="type", tag="content_block_delta"):
     """A block goes on."""
 
     index: Annotated[int, about("Of the block, from 0.", 0)]
     delta: Annotated[
-        TextDelta | ThinkingDelta | SignatureDelta | JsonDelta, about("What is new in it.")
+        TextDelta | CitationsDelta | ThinkingDelta | SignatureDelta | JsonDelta,
+        about("What is new in it."),
     ]
 
 
@@ -146,7 +156,10 @@ _DELTAS: Final = {"text": TextDelta, "reasoning": ThinkingDelta, "call": JsonDel
 
 
 class MessageWriter(AnswerWriter):
-    """Writes the message of one answer; its parts are blocks."""
+    """Writes the message of one answer; its parts are blocks, one a sentence with citations."""
+
+    _ends_with_citation = True
+    _citations: Sequence[CharLocation | BlockLocation] = ()  # of the open block
 
     def _started(self, run: Run | None) -> list[Struct]:
         assert run is not None
@@ -167,11 +180,27 @@ class MessageWriter(AnswerWriter):
         i, block = len(self._parts) - 1, self._parts[-1]
         match kind:
             case "text":
-                return TextBlock(text), [BlockStop(i)]
+                citations = UNSET if self.citing is None else [*self._citations]
+                self._citations = ()
+                return TextBlock(text, citations), [BlockStop(i)]
             case "reasoning":
                 return ThinkingBlock(text), [BlockDelta(i, SignatureDelta()), BlockStop(i)]
             case "call":
                 return msgspec.structs.replace(block, input=_input(text)), [BlockStop(i)]
+
+    def _cited(self, cited: Cited) -> list[Struct]:
+        passage, document = cited.passage, cited.passage.document
+        facts: dict[str, Any] = {
+            "cited_text": passage.text, "document_index": document.index,
+            "document_title": document.title or None, "score": cited.score,
+        }  # fmt: skip
+        if document.blocks:
+            end = passage.block + passage.n_blocks
+            one = BlockLocation(start_block_index=passage.block, end_block_index=end, **facts)
+        else:
+            one = CharLocation(start_char_index=passage.start, end_char_index=passage.stop, **facts)
+        self._citations = [one]
+        return [BlockDelta(len(self._parts) - 1, CitationsDelta(one))]
 
     def _row(self, fields: Any, *, is_prompt: bool) -> Struct:
         return PromptAttentionEvent(fields) if is_prompt else AttentionEvent(fields)

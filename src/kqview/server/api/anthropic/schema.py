@@ -1,8 +1,8 @@
 """Bodies of Anthropic's Messages API: typed requests and replies, field for field.
 
 Unknown fields are ignored, as are those that only Anthropic's own servers can act on:
-``cache_control``, ``citations``, ``metadata``, ``service_tier``, ``container``. ``attention`` is
-ours.
+``cache_control``, ``metadata``, ``service_tier``, ``container``. ``attention`` and
+``citation_heads`` are ours.
 """
 
 from typing import Annotated, Any, Literal
@@ -11,6 +11,7 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from kqview.server.api.wire.attention import Attention
+from kqview.server.api.wire.citations import HeadsField
 from kqview.server.api.wire.event_parts import PromptAttention, TokenAttention
 from kqview.server.api.wire.fields import LlamaFields, Stops
 from kqview.server.web.described import about
@@ -20,18 +21,41 @@ Object = dict[str, Any]
 # ---- requests
 
 
+class Source(Struct, kw_only=True):
+    """Where a document's text is: here."""
+
+    type: Annotated[str, about('"text", or "content" for blocks of text.', "text")]
+    data: Annotated[str, about('Of "text": the text.', "Anna is a teacher.")] = ""
+    content: Annotated[
+        "str | list[Block] | None", about('Of "content": the blocks, or the only one.', None)
+    ] = None
+
+
 class Block(Struct, kw_only=True):
     """A block of a message's content; ``type`` says which of the other fields belong to it."""
 
     type: Annotated[
         str,
         about(
-            'Kind of the block: "text", "thinking", "redacted_thinking", "tool_use" or '
-            '"tool_result".',
+            'Kind of the block: "text", "document", "thinking", "redacted_thinking", "tool_use" '
+            'or "tool_result".',
             "text",
         ),
     ]
     text: Annotated[str, about('Of "text": the text.', "Who is Anna?")] = ""
+    source: Annotated[Source | None, about('Of "document": its text.')] = None
+    title: Annotated[str | None, about('Of "document": its title.', "People")] = None
+    context: Annotated[
+        str | None, about('Of "document": what the model is told of it, and cannot be cited.', None)
+    ] = None
+    citations: Annotated[
+        Any,
+        about(
+            'Of "document": whether the answer says which sentences are from it, true in '
+            "``enabled``; of other blocks not read.",
+            {"enabled": True},
+        ),
+    ] = None
     thinking: Annotated[
         str, about('Of "thinking": what the model thought.', "The user asks for a name.")
     ] = ""
@@ -147,6 +171,7 @@ class CountBody(LlamaFields, kw_only=True):
 class MessagesBody(CountBody, kw_only=True):
     """A conversation to continue; llama.cpp's sampling fields work too."""
 
+    citation_heads: HeadsField = None
     stop_sequences: Annotated[Stops | None, about("Texts that end the answer.", ["\n\n"])] = None
     attention: Annotated[
         Attention | bool | None,
@@ -157,10 +182,39 @@ class MessagesBody(CountBody, kw_only=True):
 # ---- replies
 
 
+class Citation(Struct, kw_only=True):
+    """A passage of a document that a sentence is from."""
+
+    cited_text: Annotated[str, about("The passage.", "Anna is a teacher.")]
+    document_index: Annotated[int, about("Of the document among those of the request, from 0.", 0)]
+    document_title: Annotated[str | None, about("Its title.", "People")]
+    score: Annotated[
+        float, about("Attention that the passage got, the mean over the sentence's tokens.", 0.4)
+    ]
+
+
+class CharLocation(Citation, kw_only=True, tag_field="type", tag="char_location"):
+    """The same by characters."""
+
+    start_char_index: Annotated[int, about("Its first character.", 0)]
+    end_char_index: Annotated[int, about("The character behind its last one.", 18)]
+
+
+class BlockLocation(Citation, kw_only=True, tag_field="type", tag="content_block_location"):
+    """The same by blocks of the document."""
+
+    start_block_index: Annotated[int, about("Its first block.", 0)]
+    end_block_index: Annotated[int, about("The block behind its last one.", 1)]
+
+
 class TextBlock(Struct, tag_field="type", tag="text"):
     """Text of the answer."""
 
     text: Annotated[str, about("The text.", "Anna is a teacher.")]
+    citations: Annotated[
+        list[CharLocation | BlockLocation] | UnsetType,
+        about("What it is from, if a document can be cited.", []),
+    ] = UNSET
 
 
 class ThinkingBlock(Struct, tag_field="type", tag="thinking"):

@@ -38,6 +38,7 @@ from kqview.server.api.wire.chat import (
     prepare,
     with_fields,
 )
+from kqview.server.api.wire.citations import heads_of, with_documents
 from kqview.server.api.wire.event_parts import PROMPT_ROWS, TOKEN_ROW
 from kqview.server.api.wire.failures import FailureBody, error_body
 from kqview.server.api.wire.fields import (
@@ -87,7 +88,7 @@ def chat_plan(
         prompt = engine.detokenize(cast("list[int]", work.request.prompt))
     return CompletionPlan(
         body=body, request=work.request, model=body.model or model,
-        is_prefill=is_prefill, reading=work.reading, shown_prompt=prompt,
+        is_prefill=is_prefill, reading=work.reading, shown_prompt=prompt, sources=work.sources,
     )  # fmt: skip
 
 
@@ -135,6 +136,10 @@ def chat_of(
         continues=continues,
         n_samples=first(body.n_cmpl, body.n, 1),
     )
+    if body.documents:
+        messages, documents = with_documents(body.messages, body.documents)
+        heads = heads_of(body.citation_heads)
+        chat = replace(chat, messages=messages, documents=documents, citation_heads=heads)
     return with_fields(
         chat, body, body.attention, engine=engine, settings=settings,
         names={"prompt": "prompt", "json_schema": "response_format"},

@@ -19,6 +19,7 @@ from kqview.server.api.openai import schema
 from kqview.server.api.openai.schema import ChoiceLogprobs, TextLogprobs, ToolCall, Usage
 from kqview.server.api.wire.attention import AttentionWriter, ReplyLists, event_pieces
 from kqview.server.api.wire.chat import ChatRemoved, taken_back, written_calls
+from kqview.server.api.wire.citations import Annotation, Cited, Citing, Sources, UrlFacts
 from kqview.server.api.wire.event_parts import (
     ModCall,
     PromptAttention,
@@ -57,6 +58,10 @@ class AnswerDelta(Struct, kw_only=True):
     )
     tool_calls: Annotated[
         list[ToolCall] | UnsetType, about("Calls that begin, and pieces of their arguments.")
+    ] = UNSET
+    annotations: Annotated[
+        list[Annotation] | UnsetType,
+        about("What a sentence that has ended is from, in a chunk of its own."),
     ] = UNSET
 
 
@@ -210,6 +215,7 @@ class CompletionPlan:
         reading: How answers of a chat are read; None for completions.
         shown_prompt: Text of the prompt for ``__verbose``; None without.
         echoes: Text of each prompt, which precedes the generated one; () without ``echo``.
+        sources: What answers of a chat may cite; None if nobody asks.
         echo_logprobs: Number of most probable tokens to show with those of the prompt; None if it
             is not shown, or without logprobs.
     """
@@ -220,6 +226,7 @@ class CompletionPlan:
     is_prefill: bool
     reading: Reading | None = None
     shown_prompt: str | None = None
+    sources: Sources | None = None
     echoes: Sequence[str] = ()
     echo_logprobs: int | None = None
 
@@ -242,7 +249,41 @@ class _Choice:
         if plan.echoes:
             self.n_text = len(plan.echo(index))
         self.nothing: New = "" if plan.reading is None else AnswerDelta()
+        self.citing = None if plan.sources is None else Citing(plan.sources)
+        self.annotations: list[Annotation] = []
         self._plan = plan
+
+    def feed(self, run: Run, token: Token) -> list[AnswerDelta]:
+        """What a token adds to the answer of a chat."""
+        assert self.reader is not None
+        deltas = self.reader.feed(token.text)
+        if self.citing is None:
+            return [*map(_delta, deltas)]
+        run.hold.take(self.citing.bytes_per_token)
+        self.citing.add(token, self.reader.n_content)
+        return self.cited(deltas)
+
+    def cited(self, deltas: Sequence[Delta], *, is_end: bool = False) -> list[AnswerDelta]:
+        """*deltas*, and the citations of sentences that end in them."""
+        new: list[AnswerDelta] = []
+        if self.citing is None:
+            return [*map(_delta, deltas)]
+        for delta in deltas:
+            if not delta.content:
+                new.append(_delta(delta))
+                continue
+            for piece, cited in self.citing.feed(delta.content):
+                if piece:
+                    new.append(AnswerDelta(content=piece))
+                new += self._annotated(cited)
+        return [*new, *self._annotated(self.citing.finish())] if is_end else new
+
+    def _annotated(self, cited: Cited | None) -> list[AnswerDelta]:
+        if cited is None:
+            return []
+        one = Annotation(url_citation=cited.facts(UrlFacts))
+        self.annotations.append(one)
+        return [AnswerDelta(annotations=[one])]
 
     @cached_property
     def clock(self) -> Clock:
@@ -314,7 +355,7 @@ class CompletionWriter:
                     chunks[-1].timings = spent
         new: list[New] = []
         if choice.reader is not None:
-            new += map(_delta, choice.reader.feed(token.text))
+            new += choice.feed(run, token)
         elif text := choice.shown.feed(token.text):
             new.append(text)
         logprobs = self._logprobs(choice, token)
@@ -344,6 +385,10 @@ class CompletionWriter:
         if choice.reader is not None:
             taken = taken_back(choice.reader, removal)
             choice.reader, lost = taken.reader, taken.removed
+            if choice.citing is not None:
+                choice.citing.take_back(removal.n_left)
+                choice.annotations.clear()
+                choice.cited(taken.deltas)  # which the client has
             again = [delta for delta in taken.deltas if delta.call is not None]
         else:
             lost = removed(removal, choice.shown.take_back(removal.text))
@@ -367,7 +412,8 @@ class CompletionWriter:
                 if generation.tool_calls is not None:
                     deltas += reader.call(written_calls(generation.tool_calls))
                 has_calls = reader.has_calls
-                chunks += [self._chunk(run, choice, _delta(delta)) for delta in deltas]
+                new = choice.cited(deltas, is_end=True)
+                chunks += [self._chunk(run, choice, one) for one in new]
             else:
                 more = tool_calls_of(generation)
                 rest = "" if self._plan.is_prefill else choice.shown.rest(generation.text)
@@ -422,6 +468,8 @@ class CompletionWriter:
         if self._plan.is_prefill:
             return
         logprobs = None
+        if self._plan.sources is not None:
+            self._choices[step.sample].feed(run, step.token)
         if self._plan.request.sampling.top_logprobs is not None:
             logprobs = self._logprobs(self._choices[step.sample], step.token)
         if logprobs is not None:
@@ -473,6 +521,11 @@ class CompletionWriter:
             reasoning_content=answer.reasoning or UNSET,
             tool_calls=UNSET,
         )
+        if self._plan.sources is not None:
+            choice = self._choices[i]
+            assert choice.reader is not None
+            choice.cited(choice.reader.finish(text), is_end=True)
+            message.annotations = choice.annotations
         if answer.calls:
             message.tool_calls = [
                 ToolCall(

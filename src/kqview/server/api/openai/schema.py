@@ -10,6 +10,7 @@ from msgspec import UNSET, Struct, UnsetType
 
 from kqview.server.api.wire.attention import Attention
 from kqview.server.api.wire.chat_message import MessageObject, ToolObject
+from kqview.server.api.wire.citations import Annotation, DocumentsField, HeadsField
 from kqview.server.api.wire.event_parts import ModCall, PromptAttention, TokenAttention
 from kqview.server.api.wire.fields import LlamaFields, Timings
 from kqview.server.api.wire.logprobs import TokenLogprob
@@ -141,6 +142,8 @@ class ChatBody(GenerateFields, kw_only=True):
     chat_template_kwargs: Annotated[
         Object | None, about("Variables for the model's chat template.", {"enable_thinking": False})
     ] = None
+    documents: DocumentsField = None
+    citation_heads: HeadsField = None
     add_generation_prompt: Annotated[
         bool | None,
         about(
@@ -258,6 +261,10 @@ class Message(Struct, kw_only=True):
         str | UnsetType, about("What the model thought first.", "The user asks for a name.")
     ] = UNSET
     tool_calls: Annotated[list[ToolCall] | UnsetType, about("Functions that it calls.")] = UNSET
+    annotations: Annotated[
+        list[Annotation] | UnsetType,
+        about("What its sentences are from, if there are ``documents``."),
+    ] = UNSET
 
 
 class ChoiceLogprobs(Struct):

@@ -9,6 +9,7 @@ from kqview.errors import RequestError
 from kqview.server.api.responses import schema
 from kqview.server.api.responses.schema import Object
 from kqview.server.api.wire.chat import ChatRequest, with_fields
+from kqview.server.api.wire.citations import heads_of, with_documents
 from kqview.server.settings import Settings
 
 _ROLES: Final = ("user", "assistant", "system", "developer")
@@ -204,8 +205,10 @@ def chat_of(body: schema.InputBody, *, request_id: str = "") -> ChatRequest:
     """
     check_stateless(body)
     choice, name, allowed = tool_choice_of(body)
+    messages, documents = with_documents(messages_of(body), body.documents or ())
     return ChatRequest(
-        messages=messages_of(body),
+        messages=messages,
+        documents=documents,
         request_id=request_id,
         tools=tools_of(body),
         tool_choice=choice,
@@ -241,8 +244,11 @@ def request_of(
         n_top = 0
     if n_top is not None and n_top > _MOST_TOP:
         raise RequestError(f"top_logprobs is {n_top}, the limit is {_MOST_TOP}; ask for fewer")
+    chat = chat_of(body, request_id=request_id)
+    if chat.documents:
+        chat = replace(chat, citation_heads=heads_of(body.citation_heads))
     chat = with_fields(
-        chat_of(body, request_id=request_id), body, body.attention, engine=engine,
+        chat, body, body.attention, engine=engine,
         settings=settings, names={"top_logprobs": "top_logprobs", "json_schema": "text.format"},
         top_logprobs=n_top,
     )  # fmt: skip

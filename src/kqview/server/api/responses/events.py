@@ -22,6 +22,7 @@ from kqview.server.api.responses.schema import (
     Response,
 )
 from kqview.server.api.wire.chat import AnswerWriter, ChatRemoved, Part
+from kqview.server.api.wire.citations import Cited, UrlCitation
 from kqview.server.api.wire.event_parts import PromptAttention, TokenAttention
 from kqview.server.api.wire.fields import Clock, Progress, Timings, prompt_progress, timings
 from kqview.server.api.wire.logprobs import LOGPROB_BYTES
@@ -109,6 +110,15 @@ class TextDone(OfPart, kw_only=True, tag_field="type", tag="response.output_text
     logprobs: Annotated[list[OutputLogprob], about("Those of its tokens, if asked for.", [])]
 
 
+class AnnotationAdded(
+    OfPart, kw_only=True, tag_field="type", tag="response.output_text.annotation.added"
+):
+    """What a sentence that has ended is from."""
+
+    annotation_index: Annotated[int, about("Of the annotation in its text, from 0.", 0)]
+    annotation: Annotated[UrlCitation, about("The sentence, and where it is from.")]
+
+
 class ReasoningDelta(OfPart, kw_only=True, tag_field="type", tag="response.reasoning_text.delta"):
     """Reasoning that is new."""
 
@@ -175,6 +185,7 @@ class ResponseWriter(AnswerWriter):
         self._created_at = int(time.time())
         self._logprobs: list[OutputLogprob] = []  # of tokens whose text is held back
         self._text_logprobs: list[OutputLogprob] = []  # of the open item
+        self._annotations: list[UrlCitation] = []  # of the open item
         self._n_events = 0
 
     def _encoded(self, events: Sequence[Any], data: bytes | None = None) -> list[bytes]:
@@ -259,13 +270,20 @@ class ResponseWriter(AnswerWriter):
                 events = [ReasoningDone(text=text, **of)]
                 events.append(PartEvent(type="response.content_part.done", part=part, **of))
             case "text":
-                part = OutputText(text, logprobs=logprobs)
+                part = OutputText(text, self._annotations, logprobs)
+                self._annotations = []
                 item = msgspec.structs.replace(item, status=status, content=[part])
                 events = [TextDone(text=text, logprobs=logprobs, **of)]
                 events.append(PartEvent(type="response.content_part.done", part=part, **of))
         index = of["output_index"]
         done = ItemEvent(type="response.output_item.done", output_index=index, item=item)
         return item, [*events, done]
+
+    def _cited(self, cited: Cited) -> list[Struct]:
+        one = cited.facts(UrlCitation)
+        self._annotations.append(one)
+        index = len(self._annotations) - 1
+        return [AnnotationAdded(annotation_index=index, annotation=one, **self._of())]
 
     def _of(self) -> dict[str, Any]:
         return {"output_index": len(self._parts) - 1, "item_id": self._parts[-1].id}
@@ -275,7 +293,7 @@ class ResponseWriter(AnswerWriter):
         return kind(attention=fields)
 
     def _removed(self, lost: Mapping[str, int]) -> Struct:
-        self._logprobs, self._text_logprobs = [], []
+        self._logprobs, self._text_logprobs, self._annotations = [], [], []
         return RemovedEvent(**lost)
 
     def _ended(self, run: Run) -> list[Struct]:

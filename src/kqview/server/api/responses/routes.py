@@ -26,6 +26,7 @@ _EVENTS: Final = (
     ),
     named_sample("A part of it begins", events.PartEvent, "response.content_part.added"),
     named_sample("Text that is new", events.TextDelta),
+    named_sample("With documents: what a sentence is from", events.AnnotationAdded),
     named_sample("Reasoning that is new, in an item of its own", events.ReasoningDelta),
     named_sample("A piece of a call's arguments, in an item of its own", events.ArgumentsDelta),
     named_sample("With attention: that of each token", events.AttentionEvent, attention=TOKEN_ROW),

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from msgspec import UNSET, Struct, UnsetType
 
 from kqview.server.api.wire.attention import Attention
+from kqview.server.api.wire.citations import DocumentsField, HeadsField, UrlCitation
 from kqview.server.api.wire.event_parts import PromptAttention, TokenAttention
 from kqview.server.api.wire.fields import LlamaFields
 from kqview.server.web.described import about
@@ -162,6 +163,7 @@ class InputBody(LlamaFields, kw_only=True):
     ] = None
     text: Annotated[TextConfig | None, about("How the text is written.")] = None
     reasoning: Annotated[Reasoning | None, about("How much the model thinks.")] = None
+    documents: DocumentsField = None
     previous_response_id: Annotated[
         str | None,
         about(
@@ -181,6 +183,7 @@ class InputBody(LlamaFields, kw_only=True):
 class ResponsesBody(InputBody, kw_only=True):
     """A conversation to continue; llama.cpp's sampling fields work too."""
 
+    citation_heads: HeadsField = None
     max_output_tokens: Annotated[
         int | None, about("Most tokens to generate; as many as fit the context if not given.", 128)
     ] = None
@@ -264,7 +267,9 @@ class OutputText(Struct, tag_field="type", tag="output_text"):
     """Text of an answer."""
 
     text: Annotated[str, about("The text.", "Anna is a teacher.")]
-    annotations: Annotated[list[Object], about("Always [].", [])] = []
+    annotations: Annotated[
+        list[UrlCitation], about("What its sentences are from, if there are ``documents``.", [])
+    ] = []
     logprobs: Annotated[list[OutputLogprob], about("Those of its tokens, if asked for.", [])] = []
 
 

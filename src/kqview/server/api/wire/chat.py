@@ -8,11 +8,11 @@ all of that for one request.
 
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Annotated, Any, Final, Literal, NamedTuple, Protocol
+from typing import Annotated, Any, ClassVar, Final, Literal, NamedTuple, Protocol, cast
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
@@ -23,6 +23,7 @@ from kqview.chat.tool_format import CallDelta, Reasoning, Tool
 from kqview.chat.turn import AnswerReader, Delta, Reading
 from kqview.engine import Engine
 from kqview.errors import RequestError
+from kqview.heads import HeadFile
 from kqview.mods.events import Dialogue
 from kqview.server.api.wire.attention import (
     ATTENTION_NAMES,
@@ -32,6 +33,7 @@ from kqview.server.api.wire.attention import (
     attention_of,
     event_pieces,
 )
+from kqview.server.api.wire.citations import Cited, Citing, Document, Sources
 from kqview.server.api.wire.event_parts import Removed
 from kqview.server.api.wire.fields import (
     LlamaFields,
@@ -98,6 +100,8 @@ class ChatRequest:
         continues: Whether the last message, the assistant's, is continued; None if it is one.
         n_samples: Answers to generate.
         attention: As in GenerateRequest.
+        documents: Documents of the messages, of which the answer says what is from them.
+        citation_heads: The heads that tell; None for all alike.
         names: As in GenerateRequest.
         options: Further fields of the GenerateRequest, such as ``slot``.
     """
@@ -121,6 +125,8 @@ class ChatRequest:
     continues: bool | None = None
     n_samples: int = 1
     attention: AttentionWanted | None = None
+    documents: Sequence[Document] = ()
+    citation_heads: HeadFile | None = None
     names: Mapping[str, str] = field(default_factory=dict[str, str])
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
@@ -247,6 +253,7 @@ class ChatWork:
 
     request: GenerateRequest
     reading: Reading
+    sources: Sources | None = None
 
 
 def prepare(engine: Engine, chat: ChatRequest) -> ChatWork:
@@ -295,10 +302,28 @@ def prepare(engine: Engine, chat: ChatRequest) -> ChatWork:
         forcing=forcing,
         **chat.options,
     )
+    sources = None
+    if chat.documents:
+        sources, request = _citing(engine, chat, request)
     stops = (sampling.stop,) if isinstance(sampling.stop, str) else tuple(sampling.stop)
     if chat.reasoning == "none" and not (is_harmony and tools):
         split = Split(mode="none")
-    return ChatWork(request, replace(reading, split=split, stops=stops))
+    return ChatWork(request, replace(reading, split=split, stops=stops), sources)
+
+
+def _citing(
+    engine: Engine, chat: ChatRequest, request: GenerateRequest
+) -> tuple[Sources, GenerateRequest]:
+    """What the answers may cite, and *request* with the capture that tells."""
+    if chat.attention is not None:
+        raise RequestError(
+            "attention and citations are asked for, but a request has one capture; leave one out",
+            parameter="attention",
+        )
+    ids = cast("list[int]", request.prompt)
+    sources = Sources.of(engine, ids, chat.documents, chat.citation_heads)
+    # Documents stay where they are.
+    return sources, replace(request, capture=sources.capture, context_shift=False)
 
 
 def _constrained(
@@ -401,6 +426,8 @@ async def answered(
         id_, body, body.model or call.model.name, work.reading, attention, engine.token_bytes
     )
     writer.n_bytes = call.n_body_bytes if repeats else 0
+    if work.sources is not None:
+        writer.citing = Citing(work.sources)
     if body.stream:
         return Events(run, writer, NAMED_HEAD, writer.n_bytes)
     lists = ReplyLists(call.hold, settings.max_reply_bytes)
@@ -469,6 +496,9 @@ class AnswerWriter(ABC):
     its parts says a dialect. As of `Renderer` and `ReplyWriter`.
     """
 
+    _ends_with_citation: ClassVar = False
+    """Whether a part of text ends with its first citation."""
+
     def __init__(
         self,
         id_: str,
@@ -490,6 +520,8 @@ class AnswerWriter(ABC):
         """
         self.attention = attention
         self.n_bytes = 0
+        self.citing: Citing | None = None
+        """Tells what sentences are from; None if nobody asks."""
         self._id = id_
         self._body = body
         self._model = model
@@ -517,6 +549,10 @@ class AnswerWriter(ABC):
     @abstractmethod
     def _closed(self, kind: Part, text: str, *, is_cut: bool) -> tuple[Struct, list[Struct]]:
         """The open part is whole, with this *text*: it as it is now, and the events of that."""
+
+    @abstractmethod
+    def _cited(self, cited: Cited) -> list[Struct]:
+        """A sentence of the open part is whole: note where it is from, for `_closed`."""
 
     @abstractmethod
     def _row(self, fields: Any, *, is_prompt: bool) -> Struct:
@@ -559,6 +595,8 @@ class AnswerWriter(ABC):
         self._reader, self._open = taken.reader, None
         self._parts.clear()
         self._pieces.clear()
+        if self.citing is not None:
+            self.citing.take_back(removal.n_left)
         events = [*self._begun(run), self._removed(taken.removed)]
         for delta in taken.deltas:
             again = self._written([delta])
@@ -606,7 +644,11 @@ class AnswerWriter(ABC):
 
     def feed(self, run: Run, token: Token) -> list[Struct]:
         """Add a token; returns the events of it."""
-        return self._written(self._reader.feed(token.text))
+        deltas = self._reader.feed(token.text)
+        if self.citing is not None:
+            run.hold.take(self.citing.bytes_per_token)
+            self.citing.add(token, self._reader.n_content)
+        return self._written(deltas)
 
     def finish(self, run: Run) -> list[Struct]:
         """End the answer; returns the last events."""
@@ -626,18 +668,34 @@ class AnswerWriter(ABC):
                 kind, text = "call", call.arguments
             elif not text:
                 continue
-            if kind != self._open or (call is not None and call.id is not None):
-                events += self._close()
-                self._open = kind
-                events += self._opened(kind, call)
-            if text:
-                self._pieces.append(text)
-                events += self._added(kind, text)
+            pieces: Iterable[tuple[str, Cited | None]] = [(text, None)]
+            if self.citing is not None and kind == "text":
+                pieces = self.citing.feed(text)
+            for piece, cited in pieces:
+                if kind != self._open or (call is not None and call.id is not None):
+                    events += self._close()
+                    self._open = kind
+                    events += self._opened(kind, call)
+                if piece:
+                    self._pieces.append(piece)
+                    events += self._added(kind, piece)
+                if cited is not None:
+                    events += self._cited(cited)
+                    if self._ends_with_citation:
+                        events += self._end_part()
         return events
 
     def _close(self, *, is_cut: bool = False) -> list[Struct]:
         if self._open is None:
             return []
+        cited = None
+        if self.citing is not None and self._open == "text":
+            cited = self.citing.finish()
+        events = [] if cited is None else self._cited(cited)
+        return events + self._end_part(is_cut=is_cut)
+
+    def _end_part(self, *, is_cut: bool = False) -> list[Struct]:
+        assert self._open is not None
         kind, text = self._open, "".join(self._pieces)
         self._open = None
         self._pieces.clear()

@@ -13,6 +13,7 @@ from kqview.engine import Engine
 from kqview.errors import RequestError
 from kqview.server.api.wire.attention import ATTENTION_NAMES, Attention, attention_of
 from kqview.server.api.wire.chat import ChatRequest, prepare, prompt_of
+from kqview.server.api.wire.citations import Sources, heads_of, with_documents
 from kqview.server.api.wire.mods_field import mods_of
 from kqview.server.apps.conversation_store import Message
 from kqview.server.apps.mia4 import schema
@@ -53,6 +54,7 @@ class TurnPlan:
         drops_reasoning: Whether reasoning is neither sent nor stored.
         identity: Hashes and versions of the model's passport, its system prompt and the persona, as
             `GenerationStarted` has them.
+        sources: What the answer may cite; None without documents.
         prompt_text: The prompt, with the text of each id, if attention is wanted.
     """
 
@@ -63,6 +65,7 @@ class TurnPlan:
     preset: str | None
     drops_reasoning: bool
     identity: Mapping[str, Any]
+    sources: Sources | None
     prompt_text: PromptText | None
 
 
@@ -110,13 +113,18 @@ def plan_of(
         raise Unprocessable(f"{_OVERRIDES}.{error}", parameter=name) from None
     most = min(settings.max_tokens, merged.max_tokens or settings.max_tokens)
     merged = replace(merged, max_tokens=most, values=merged.values | {MAX_TOKENS: most})
-    texts = (model.system_prompt and model.system_prompt.text, persona and persona.text)
+    own = model.system_prompt and model.system_prompt.text
+    texts = (own if body.system is None else body.system, persona and persona.text)
     system = "\n\n".join(text for text in texts if text)
 
     def chat_with(history: Sequence[Message]) -> ChatRequest:
         head = [{"role": "system", "content": system}] if system else []
         said = [{"role": one.role, "content": one.content} for one in history]
-        return replace(chat, messages=[*head, *said, {"role": "user", "content": body.prompt}])
+        messages = [*head, *said, {"role": "user", "content": body.prompt}]
+        if not body.documents:
+            return replace(chat, messages=messages)
+        messages, documents = with_documents(messages, body.documents)
+        return replace(chat, messages=messages, documents=documents)
 
     chat = ChatRequest(
         messages=(),
@@ -126,6 +134,7 @@ def plan_of(
         reasoning_budget=merged.reasoning_max_tokens,
         split=partial(split_for, llm, model.passport, f"{system}\n{body.prompt}"),
         attention=attention,
+        citation_heads=heads_of(body.citation_heads) if body.documents else None,
         names=_NAMES,
         continues=False,
         options={"mods": mods_of(body.mods)} if body.mods else {},
@@ -140,7 +149,7 @@ def plan_of(
     assert not isinstance(ids, str)  # a chat's prompt is tokenized
     known = {
         "passport": passport_of(model.passport),
-        "system_prompt": system_prompt_of(model),
+        "system_prompt": system_prompt_of(model) if body.system is None else None,
         "app_persona": persona and persona.known,
     }
     return TurnPlan(
@@ -156,6 +165,7 @@ def plan_of(
             if one is not None
             for part in ("hash", "version")
         },
+        sources=work.sources,
         prompt_text=None if attention is None else _prompt_text(engine, ids),
     )
 

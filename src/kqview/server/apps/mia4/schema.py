@@ -5,6 +5,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal, TypeAlias, get_args
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
+from kqview.server.api.wire.citations import DocumentsField, HeadsField, UrlFacts
 from kqview.server.api.wire.event_parts import Removed
 from kqview.server.api.wire.mods_field import ModsField
 from kqview.server.apps.conversation_store import ConversationInfo, Message
@@ -55,6 +56,22 @@ class GenerateBody(Struct, kw_only=True):
             "Mods of the server's folder that steer the answer, or objects with a ``name`` and "
             "that mod's options.",
             ["stop_early"],
+        ),
+    ] = None
+    system: Annotated[
+        str | None,
+        about(
+            'System prompt of this turn, in place of the model\'s own; "" for none.', "Be brief."
+        ),
+    ] = None
+    documents: DocumentsField = None
+    citation_heads: HeadsField = None
+    replaces: Annotated[
+        Annotated[int, Meta(ge=0)] | None,
+        about(
+            "Up to so many of the conversation's last messages are not in the prompt, and this "
+            "turn replaces them once there is an answer: 2 to ask the last question again.",
+            2,
         ),
     ] = None
     request_id: Annotated[
@@ -198,6 +215,14 @@ class TokenFrame(Struct, kw_only=True):
     model_id: _ModelId
 
 
+class CitationFrame(UrlFacts, kw_only=True):
+    """What a sentence of the answer that has ended is from, if there are ``documents``."""
+
+    event: ClassVar = "citation"
+    request_id: _RequestName
+    model_id: _ModelId
+
+
 class RemovedFrame(Removed, kw_only=True):
     """Tokens that a mod took back, which a client drops."""
 
@@ -250,7 +275,14 @@ class EndFrame(Struct, kw_only=True):
 
 
 Frame: TypeAlias = (
-    AnalysisFrame | ReasoningFrame | TokenFrame | RemovedFrame | UsageFrame | ErrorFrame | EndFrame
+    AnalysisFrame
+    | ReasoningFrame
+    | TokenFrame
+    | CitationFrame
+    | RemovedFrame
+    | UsageFrame
+    | ErrorFrame
+    | EndFrame
 )
 FRAMES: Final = get_args(Frame)
 """Every frame, in the order in which they come."""

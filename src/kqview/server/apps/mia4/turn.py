@@ -20,10 +20,12 @@ from kqview.chat.reasoning import Piece, TokenCounter
 from kqview.chat.turn import Reading
 from kqview.errors import InternalError, KqviewError
 from kqview.server.api.wire.attention import AttentionWriter
+from kqview.server.api.wire.citations import Cited, Citing
 from kqview.server.apps.conversations import Call, ChatService, ConversationTurn
 from kqview.server.apps.mia4 import request, schema
 from kqview.server.apps.mia4.schema import (
     AnalysisFrame,
+    CitationFrame,
     EndFrame,
     ErrorFrame,
     ReasoningFrame,
@@ -44,7 +46,7 @@ from kqview.server.models.run import Cancelled, Removal, Run, Step
 from kqview.server.models.service import OFFLOAD_BYTES
 from kqview.server.web.endpoint import EVENT_TAIL, Feed, Frames
 from kqview.stop_strings import ShownText
-from kqview.types import Usage
+from kqview.types import Token, Usage
 
 # Templates may take seconds: their work is large enough for another thread.
 _LARGE: Final = 2**20
@@ -94,6 +96,8 @@ async def _begun(
         talk = await resources.enter_async_context(
             service.conversations.turn(caller.owner, body.session_id, call.hold)
         )
+        if body.replaces:
+            talk.replace(body.replaces)
     model = await resources.enter_async_context(service.pool.using(body.model))
     persona, file = None, service.persona.value
     if file is not None:
@@ -228,6 +232,8 @@ class StreamedTurn:
             request_id, model_id, plan.reading, drops_reasoning=plan.drops_reasoning,
             has_attention=self._attention is not None, hidden=hidden,
         )  # fmt: skip
+        if plan.sources is not None:
+            self._writer.citing = Citing(plan.sources)
         if plan.preset is not None:
             most = plan.merged.reasoning_max_tokens
             self._publish(
@@ -260,7 +266,9 @@ class StreamedTurn:
         """Frames of the next token; any thread, because its row may be large."""
         self.run.hold.take(_TOKEN_BYTES)
         sent = [] if step.removal is None else self._take_back(step.removal)
-        sent += self._writer.feed(step.token.text, step.token.index)
+        if self._writer.citing is not None:
+            self.run.hold.take(self._writer.citing.bytes_per_token)
+        sent += self._writer.feed(step.token.text, step.token.index, step.token)
         if self._attention is not None:  # only then, so that `hidden` knows the token
             self._attention.token(self.run, step)
         return sent
@@ -400,20 +408,32 @@ class FrameWriter:
         self._reasoned_s: float | None = None  # when the mark came that ended the reasoning
         self._is_reasoning_sent = False
         self._n_tokens = 0
+        self.citing: Citing | None = None
+        """Tells what sentences are from; None if nobody asks."""
         self.tokens = TokenCounter()
         """How many tokens of each kind there are, whole after `finish`."""
 
     # ---- while it comes
 
-    def feed(self, text: str, index: int) -> list[bytes]:
-        """Frames of the next token, and of those before it whose text is certain now."""
+    def feed(self, text: str, index: int, token: Token | None = None) -> list[bytes]:
+        """Frames of the next token, and of those before it whose text is certain now.
+
+        Args:
+            text: Its text.
+            index: Its place.
+            token: It itself, for `citing`.
+        """
         self._n_tokens += 1
         self.tokens.add(text)
         if self._waiting is not None:
             self._waiting.append(_Waiting(index, len(text)))
             if self._drops:
                 self._hidden.add(index)
-        return self._frames(self._splitter.feed(self._shown.feed(text)))
+        pieces = self._splitter.feed(self._shown.feed(text))
+        if self.citing is not None and token is not None:
+            n_new = sum(len(one.text) for one in pieces if one.kind == "content")
+            self.citing.add(token, len(self.answer) + n_new)
+        return self._frames(pieces)
 
     def take_back(self, removal: Removal) -> tuple["FrameWriter", list[bytes]]:
         """Mods took tokens back: the writer of what follows, and a frame ``removed``.
@@ -429,6 +449,10 @@ class FrameWriter:
             left.feed(text, i)
         left._n_answer, left._n_analysis = self._n_answer, self._n_analysis
         left._is_reasoning_sent = self._is_reasoning_sent
+        if self.citing is not None:
+            left.citing = self.citing
+            left.citing.take_back(removal.n_left)
+            deque(left.citing.feed(left.answer), maxlen=0)  # which the client has
         n_reasoning = len(self._reasoned) - len(left._reasoned)
         is_told = n_reasoning and self._streams and not self._drops
         lost = RemovedFrame(
@@ -446,6 +470,8 @@ class FrameWriter:
         self.tokens.end()
         for token in self._waiting or ():  # such as those of a stop sequence
             self._show(token)
+        if self.citing is not None and (cited := self.citing.finish()) is not None:
+            frames.append(self._citation(cited))
         return [*frames, *self._reasoning()]
 
     def _frames(self, pieces: Sequence[Piece]) -> list[bytes]:
@@ -462,9 +488,17 @@ class FrameWriter:
                 if self._reasoned_s is None and self._parts["reasoning"]:
                     self._reasoned_s = time.monotonic()
                 frames += self._reasoning()
-            if not is_reasoning or (self._streams and not self._drops):
+            if not is_reasoning and self.citing is not None:
+                for text, cited in self.citing.feed(piece.text):
+                    frames += self._written([(text, None)] if text else (), is_reasoning=False)
+                    if cited is not None:
+                        frames.append(self._citation(cited))
+            elif not is_reasoning or (self._streams and not self._drops):
                 frames += self._written(texts, is_reasoning=is_reasoning)
         return frames
+
+    def _citation(self, cited: Cited) -> bytes:
+        return encoded(cited.facts(CitationFrame, **self._names))
 
     def _by_token(self, text: str, *, is_reasoning: bool) -> list[tuple[str, int | None]]:
         """*text* in parts by token, each with the token's index; whole where nobody asks."""

@@ -1,4 +1,5 @@
-// One answer as it arrives: reasoning to unfold, the text, and what it cost. It is drawn once per
+// One answer as it arrives: reasoning to unfold, the text, what its sentences are from, and what it
+// cost. It is drawn once per
 // animation frame, however many tokens arrived in between.
 
 import { count, element, html, milliseconds } from "../dom.js";
@@ -17,8 +18,9 @@ export class Answer {
     this.summary = html`<summary>Reasoning</summary>`;
     this.fold = html`<details class="reasoning" hidden>${this.summary}${this.reasoning}</details>`;
     this.usage = html`<p class="usage note" hidden></p>`;
+    this.foot = html`<div class="foot"></div>`;
     this.node = html`<article class="turn answer" aria-label="Answer">
-      ${this.fold}${this.body}${this.state}${this.usage}
+      ${this.fold}${this.body}${this.state}${this.usage}${this.foot}
     </article>`;
     this.writers = {
       token: new Writer(this.body, (mark) => this.tokenNode(mark)),
@@ -44,8 +46,17 @@ export class Answer {
   write(channel, { text, attention }) {
     const mark = attention && { channel, text, path: attention, index: indexOf(attention), nodes: [] };
     if (mark) this.marks.push(mark);
+    this.later(channel, text, mark);
+  }
+
+  // An element behind what was written of the answer.
+  append(node) {
+    this.later("token", node);
+  }
+
+  later(...piece) {
     if (this.waiting.length === 0) this.drawing = requestAnimationFrame(() => this.draw());
-    this.waiting.push([channel, text, mark]);
+    this.waiting.push(piece);
   }
 
   draw() {
@@ -57,7 +68,8 @@ export class Answer {
         this.fold.hidden = false;
         this.summary.textContent = "Reasoning …";
       }
-      this.writers[channel].write(text, mark);
+      if (text instanceof Node) this.writers[channel].append(text);
+      else this.writers[channel].write(text, mark);
       if (mark) this.onmark(mark);
     }
     this.waiting = [];

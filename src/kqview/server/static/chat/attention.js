@@ -4,11 +4,13 @@
 
 import { Coloured, RowChoice, colourAndList, visible } from "../coloured.js";
 import { element, field, html, quoted } from "../dom.js";
+import { heats } from "../rows.js";
 import { Looked } from "./looked.js";
 
 export class Attention {
   constructor() {
     this.columns = []; // elements of the prompt's tokens
+    this.isMark = []; // of each, whether it is the template's
     this.texts = [];
     this.coloured = new Coloured((column) => this.nodesOf(column));
     this.choice = new RowChoice(() => this.mix());
@@ -16,6 +18,9 @@ export class Attention {
     this.prompt = html`<div class="prompt" tabindex="0" role="region" aria-label="Prompt as the model saw it">
     </div>`;
     this.listed = html`<ol class="bars"></ol>`;
+    this.marks = html`<input type="checkbox" @change=${() => this.later()}>`;
+    this.heads = html`<div class="heads" role="img" aria-label="Grid of heads, layer by layer"
+      @click=${({ target }) => target.head && this.choice.choose(...target.head)}></div>`;
     this.slider = html`<input type="range" min="0" max="0" value="0"
       @input=${() => this.choose(this.looked.marks[this.slider.value - 1])}>`;
     this.legend = html`<span class="legend note" aria-hidden="true"></span>`;
@@ -25,6 +30,10 @@ export class Attention {
       <div class="over"><h3>Prompt</h3>${this.legend}</div>
       ${this.prompt}
       ${this.choice.nodes}
+      <label class="inline">${this.marks}Leave out the template's marks</label>
+      <h3>Heads</h3>
+      <p class="note">A row for each layer: the largest share that each head gives to one token.</p>
+      ${this.heads}
       <h3>Looked at most</h3>
       ${this.listed}
     </div>`;
@@ -55,6 +64,7 @@ export class Attention {
       const texts = await looked.prompt();
       if (looked !== this.looked) return;
       this.texts = texts;
+      this.isMark = marksIn(texts);
       this.columns = texts.map((text) => element("span", { class: kindOf(text) }, visible(text)));
       this.prompt.replaceChildren(...this.columns);
       this.coloured.clear();
@@ -114,13 +124,14 @@ export class Attention {
     const { looked } = this;
     const mark = this.pointed ?? this.chosen;
     this.tell(mark);
-    let weights;
+    let weights, peaks;
     if (mark) {
       try {
         const row = await looked.row(mark);
         if (looked !== this.looked || mark !== (this.pointed ?? this.chosen)) return;
         if (this.choice.offer(row)) this.mix();
         weights = row.mean(looked.layer, looked.head);
+        peaks = row.peaks();
       } catch (error) {
         this.what.textContent = error.message;
         weights = new Float32Array(0);
@@ -129,8 +140,28 @@ export class Attention {
       const some = looked.rows.values().next().value;
       if (some?.nLayers && this.choice.offer(some)) this.mix();
       weights = looked.mean();
+      peaks = looked.peaks();
     }
+    if (peaks) this.drawHeads(peaks);
+    if (this.marks.checked) weights = weights.map((one, i) => (this.isMark[i] ? 0 : one));
     colourAndList(this, weights, (column) => this.nameOf(column));
+  }
+
+  // Colours the grid of heads by *peaks*.
+  drawHeads(peaks) {
+    const { nLayers = 0, nHeads = 0, layer, head } = this.choice;
+    if (this.heads.childElementCount !== nLayers * nHeads) {
+      this.heads.style.setProperty("--n", nHeads);
+      const cells = Array.from({ length: nLayers * nHeads }, () => element("span"));
+      this.heads.replaceChildren(...cells);
+    }
+    const shown = heats(peaks, 1);
+    [...this.heads.children].forEach((cell, i) => {
+      const [l, h] = (cell.head = [Math.floor(i / nHeads), i % nHeads]);
+      const isChosen = l === layer && h === head;
+      cell.className = `heat${shown[i] ?? 0}${isChosen ? " chosen" : ""}`;
+      cell.title = `Layer ${l}, head ${h}: ${Math.round(100 * (peaks[i] ?? 0))} %`;
+    });
   }
 
   // Says what is shown, and keeps the slider at it.
@@ -162,6 +193,21 @@ export class Attention {
     const text = column < nPrompt ? this.texts[column] : byIndex.get(column - nPrompt)?.text;
     return text === undefined ? `token ${column}` : quoted(text);
   }
+}
+
+const ROLE = /^(system|developer|user|assistant|model|tool)?\n+$/;
+const N_ROLE = 8; // tokens of a role, at most
+
+// Which tokens are marks of the template: special ones, and a role behind one with its line end.
+function marksIn(texts) {
+  const found = texts.map((text) => kindOf(text) !== "token");
+  texts.forEach((_, i) => {
+    if (!found[i]) return;
+    for (let end = i + 2; end <= i + 1 + N_ROLE; end++) {
+      if (ROLE.test(texts.slice(i + 1, end).join(""))) found.fill(true, i, end);
+    }
+  });
+  return found;
 }
 
 const kindOf = (text) => (/^<[|｜].*[|｜]>$/.test(text) ? "token special" : "token");

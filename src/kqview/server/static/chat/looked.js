@@ -15,6 +15,8 @@ export class Looked {
     this.onchange = onchange;
     this.marks = []; // of tokens, in their order
     this.byIndex = new Map();
+    this.peakSum = []; // over all rows that came
+    this.nPeaks = 0;
     this.rows = new Map(); // index -> Row, or a promise of one
     this.nBytes = 0;
     this.layer = this.head = undefined;
@@ -70,6 +72,11 @@ export class Looked {
     return this.sum.subarray(0, this.nPrompt ?? 0).map((value) => value / this.counted.size);
   }
 
+  // As of a row, in the mean of those that came.
+  peaks() {
+    return Float32Array.from(this.peakSum, (sum) => sum / this.nPeaks);
+  }
+
   // The row of a token, fetched if need be.
   row(mark) {
     const known = this.rows.get(mark.index);
@@ -95,6 +102,8 @@ export class Looked {
       this.rows.delete(index);
       this.nBytes -= old.nBytes;
     }
+    row.peaks().forEach((peak, i) => (this.peakSum[i] = (this.peakSum[i] ?? 0) + peak));
+    this.nPeaks += 1;
     this.count(mark.index, row);
     this.onchange();
     return row;

@@ -11,6 +11,7 @@ import { icon } from "./icons.js";
 import { Models } from "./models.js";
 import { Sessions } from "./sessions.js";
 import { Settings } from "./settings.js";
+import { Sources } from "./sources.js";
 
 const ENDS_WITHIN_MS = 3000; // after a cancel; then the connection is dropped
 const POLL_MS = 500;
@@ -26,6 +27,7 @@ const isNarrow = matchMedia("(max-width: 60rem)");
 
 const attention = new Attention();
 const settings = new Settings();
+const sources = new Sources();
 const models = new Models({ change: () => modelChanged(), problem: (error) => report(error) });
 const sessions = new Sessions($("sessions"), {
   open: (id) => go(id),
@@ -33,6 +35,7 @@ const sessions = new Sessions($("sessions"), {
 });
 
 let session; // id of the conversation that is shown; undefined for a new one
+let edited; // the message of the user that the next one replaces, with all that follows
 let running; // the answer that comes: {answer, requestId, abort, and what its frames said}
 
 // ---- the frame of the page
@@ -40,8 +43,9 @@ let running; // the answer that comes: {answer, requestId, abort, and what its f
 const menu = $("menu");
 menu.append(icon("menu"));
 menu.addEventListener("click", () => toggleMenu());
-const toggles = { attention: $("toggle-attention"), settings: $("toggle-settings") };
-for (const [name, drawing] of [["attention", "eye"], ["settings", "settings"]]) {
+const toggles = {};
+for (const [name, drawing] of [["sources", "book"], ["attention", "eye"], ["settings", "settings"]]) {
+  toggles[name] = $(`toggle-${name}`);
   toggles[name].prepend(icon(drawing));
   toggles[name].addEventListener("click", () => showPanel(name));
 }
@@ -88,14 +92,14 @@ function showPanel(name) {
     if (before) toggles[before]?.focus();
     return;
   }
-  const title = { attention: "Attention", settings: "Settings" }[shows];
+  const title = toggles[shows].textContent;
   panel.setAttribute("aria-label", title);
   panel.replaceChildren(
     html`<div class="over">
       <h2>${title}</h2>
       ${quietButton(icon("close"), () => showPanel(undefined), { "aria-label": `Close ${title}` })}
     </div>`,
-    shows === "attention" ? attention.node : settingsParts(),
+    { sources, attention }[shows]?.node ?? settingsParts(),
   );
   if (shows === "attention") attention.later();
 }
@@ -104,6 +108,8 @@ function settingsParts() {
   return html`
     <h3>Answers</h3>
     ${settings.node}
+    <h3>Conversation</h3>
+    ${quietButton([icon("download"), "Export as Markdown"], exportChat, { class: "quiet new" })}
     <h3>Models</h3>
     ${models.list}
     <h3>Access</h3>
@@ -152,8 +158,13 @@ function addTurn(node) {
   toEnd();
 }
 
-function userTurn(text) {
-  return html`<article class="turn user" aria-label="You"><div class="text">${text}</div></article>`;
+// A message of the user. `isKept` says whether the server has it, with an answer.
+function userTurn(text, isKept = false) {
+  const node = html`<article class="turn user" aria-label="You">
+    <div class="text">${text}</div>
+    <div class="foot">${act("copy", "Copy", () => copy(text))}${act("edit", "Edit", () => edit(node))}</div>
+  </article>`;
+  return Object.assign(node, { text, isKept });
 }
 
 // An answer of a conversation that was opened.
@@ -162,7 +173,74 @@ function oldAnswer({ content, reasoning }) {
   if (reasoning) answer.reason(reasoning);
   answer.writers.token.write(content);
   answer.end();
+  offerActs(answer);
   return answer.node;
+}
+
+// What can be done with an answer that has ended.
+function offerActs(answer) {
+  answer.foot.append(
+    act("copy", "Copy", () => copy(answer.text)),
+    act("again", "Regenerate", () => regenerate(answer.node)),
+  );
+}
+
+const act = (drawing, title, onclick) =>
+  quietButton(icon(drawing), onclick, { "aria-label": title, title, class: "quiet act" });
+
+async function copy(text) {
+  try {
+    await navigator.clipboard.writeText(text);
+    say("Copied.");
+  } catch {
+    say("The browser does not allow to copy.");
+  }
+}
+
+const userTurns = () => [...$("turns").querySelectorAll(".user")];
+
+// Removes *node* and what follows it from the page.
+function removeFrom(node) {
+  while (node.nextSibling) node.nextSibling.remove();
+  node.remove();
+}
+
+// How many messages the server has of *turn* and those after it.
+function countKept(turn) {
+  const turns = userTurns();
+  return 2 * turns.slice(turns.indexOf(turn)).filter(({ isKept }) => isKept).length;
+}
+
+// Asks the question of an answer again; what followed it is replaced.
+function regenerate(node) {
+  const turn = userTurns().findLast((one) => one.compareDocumentPosition(node) & Node.DOCUMENT_POSITION_FOLLOWING);
+  if (running || !turn) return;
+  edited = turn;
+  send(turn.text);
+}
+
+// Puts a message of the user into the box; the one that is sent replaces it and what follows.
+function edit(turn) {
+  if (running) return;
+  edited = turn;
+  prompt.value = turn.text;
+  prompt.focus();
+  showKeys();
+}
+
+const keys = $("keys").textContent;
+const showKeys = () =>
+  ($("keys").textContent = edited ? "Enter sends in place of that message and of what follows, Esc leaves it." : keys);
+
+async function exportChat() {
+  const { messages } = session ? await fetchSession(session) : { messages: [] };
+  const parts = messages.map(({ role, content }) => `## ${role === "user" ? "You" : "Answer"}\n\n${content}\n`);
+  const title = $("title").textContent;
+  const file = new Blob([`# ${title}\n\n${parts.join("\n")}`], { type: "text/markdown" });
+  const href = URL.createObjectURL(file);
+  const name = `${title.replace(/[^\p{L}\p{N}]+/gu, "-").replace(/^-|-$/g, "") || "chat"}.md`;
+  html`<a href=${href} download=${name}></a>`.click();
+  setTimeout(() => URL.revokeObjectURL(href));
 }
 
 let isAtEnd = true;
@@ -192,18 +270,26 @@ function report(error, again) {
 
 // ---- a message and its answer
 
-async function send(text = prompt.value.trim(), isAgain = false) {
+// *tried* is the turn that the transcript has already, and how many messages are replaced by it.
+async function send(text = prompt.value.trim(), tried) {
   if (running || !text || !models.chosen) return;
+  const replaces = tried?.replaces ?? (edited ? countKept(edited) : 0);
+  if (edited) {
+    removeFrom(edited);
+    edited = undefined;
+    showKeys();
+  }
   const requestId = newId();
   if (!session) {
     session = newId();
     history.replaceState(null, "", `#/${session}`);
   }
-  if (!isAgain) {
+  const turn = tried?.turn ?? userTurn(text);
+  if (!tried) {
     prompt.value = "";
-    addTurn(userTurn(text));
+    addTurn(turn);
   }
-  const here = { requestId, abort: new AbortController() };
+  const here = { requestId, abort: new AbortController(), documents: sources.documents };
   const answer = (here.answer = new Answer({
     onmark: (mark) => {
       here.looked ??= attention.begin(requestId);
@@ -219,7 +305,7 @@ async function send(text = prompt.value.trim(), isAgain = false) {
   toEnd(true);
   setSending(true);
   say("The model is answering.");
-  const request = { session_id: session, model: models.chosen.id, prompt: text, overrides: overrides() };
+  const request = { session_id: session, model: models.chosen.id, prompt: text, ...fields(here), replaces };
   let problem;
   try {
     await generate(request, requestId, here.abort.signal, (event, data) => frame(here, event, data));
@@ -234,7 +320,16 @@ async function send(text = prompt.value.trim(), isAgain = false) {
   here.looked?.end();
   makeFocusable(here.looked);
   if (!answer.text && !here.usage) answer.node.remove();
-  if (problem) report(problem, () => send(text, true));
+  if (answer.text) {
+    offerActs(answer);
+    turn.isKept = true;
+  }
+  const again = () => {
+    const isKept = Boolean(answer.text); // what came of it is replaced
+    answer.node.remove();
+    send(text, { turn, replaces: isKept ? 2 : replaces });
+  };
+  if (problem) report(problem, again);
   else say(answer.text ? `Answer: ${answer.text.slice(0, SAID_CHARACTERS)}` : "The answer is empty.");
   toEnd();
   sessions.load().then(showTitle, () => {});
@@ -251,12 +346,14 @@ async function watchLoading(here) {
 
 const lost = () => new ApiError("CONNECTION_LOST", "The connection was lost during the answer.");
 
-function overrides() {
-  const found = settings.overrides();
-  if ($("panel").dataset.shows !== "attention") return found;
+// Fields of a request: settings, sources, and the attention that is wanted.
+function fields({ documents }) {
+  const { system, overrides } = settings.fields();
+  if (documents || $("panel").dataset.shows !== "attention") return { system, overrides, documents };
   const hasLongContext = (models.chosen.context_length ?? 0) > LONG_CONTEXT;
   const rows = hasLongContext ? { reduce: "mean_heads" } : { format: "per_layer" };
-  return { ...found, attention: { values: "probs", dtype: "float16", ...rows } };
+  const attention = { values: "probs", dtype: "float16", ...rows };
+  return { system, overrides: { ...overrides, attention } };
 }
 
 function frame(here, event, data) {
@@ -264,9 +361,14 @@ function frame(here, event, data) {
     here.hasBegun = true;
     here.answer.write(event, data);
   } else if (event === "reasoning") here.answer.reason(data.reasoning);
+  else if (event === "citation") here.answer.append(sources.sign(here.documents, data, openSources));
   else if (event === "usage") here.usage = data;
   else if (event === "error") here.error = ApiError.of(data);
   else if (event === "end") here.end = data;
+}
+
+function openSources() {
+  if ($("panel").dataset.shows !== "sources") showPanel("sources");
 }
 
 // Ends the answer; what was produced stays.
@@ -323,7 +425,11 @@ $("turns").addEventListener("keydown", (event) => {
 document.addEventListener("keydown", (event) => {
   if (event.key !== "Escape" || document.querySelector("dialog[open]")) return;
   if (running) stop();
-  else if (document.body.dataset.menu === "open") {
+  else if (edited) {
+    edited = undefined;
+    prompt.value = "";
+    showKeys();
+  } else if (document.body.dataset.menu === "open") {
     toggleMenu(false);
     menu.focus();
   } else if (attention.chosen) attention.choose(undefined);
@@ -353,6 +459,8 @@ async function show() {
   if (id && id === session && $("turns").childElementCount > 0) return;
   running?.abort.abort();
   session = id;
+  edited = undefined;
+  showKeys();
   toggleMenu(false);
   attention.close();
   sessions.show(id);
@@ -365,7 +473,7 @@ async function show() {
     if (session !== id || running) return;
     models.choose(model);
     const shown = messages.filter(({ role }) => role === "user" || role === "assistant");
-    for (const one of shown) addTurn(one.role === "user" ? userTurn(one.content) : oldAnswer(one));
+    for (const one of shown) addTurn(one.role === "user" ? userTurn(one.content, true) : oldAnswer(one));
     toEnd(true);
   } catch (error) {
     if (session === id) report(error);

@@ -51,6 +51,12 @@ export class Writer {
     if (endsLine) this.endLine();
   }
 
+  // An element that is no part of the text, behind what was written.
+  append(node) {
+    if (this.line !== undefined && !this.isCode) this.release();
+    (this.block ?? this.root).append(node);
+  }
+
   isFence(line) {
     return (this.isCode ? CLOSES : OPENS).test(line);
   }

@@ -1,10 +1,11 @@
-"""The model of lm-evaluation-harness, against a float64 reference and generations of the engine."""
+"""The model of lm-evaluation-harness, beside a float64 reference, transformers and llama.cpp."""
 
 # lm-eval has no types, and need not be installed.
 # pyright: basic, reportMissingImports=false
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ import pytest
 
 from kqview import Engine
 from kqview.errors import RequestError
+from tests.support import stock
 from tests.support.reference import Reference
 
 if TYPE_CHECKING:
@@ -79,6 +81,70 @@ def test_rolling_sums_windows_that_do_not_overlap(lm: KqviewLM, reference: Refer
     assert found[0] == pytest.approx(first + second, abs=2e-3)
     short = [lm.prefix_token_id, *lm.tok_encode("x y", add_special_tokens=False)]
     assert found[1] == pytest.approx(logprobs(reference, short).sum(), abs=1e-3)
+
+
+@pytest.mark.needs("transformers")
+def test_log_probabilities_are_those_of_transformers(lm: KqviewLM, tiny_llama: Path):
+    import torch
+
+    from tests.support.hf_llama import hf_llama
+
+    model = hf_llama(tiny_llama)
+    pairs = [([1, 70, 80, 90], [100, 110]), ([1], [97, 98, 99, 32])]
+    found = lm._loglikelihood_tokens([(("", ""), *pair) for pair in pairs])
+    for (context, rest), (value, is_greedy) in zip(pairs, found, strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([[*context, *rest]])).logits[0, len(context) - 1 : -1]
+        want = logits.log_softmax(-1)[range(len(rest)), rest]
+        assert value == pytest.approx(float(want.sum()), abs=1e-3)
+        assert is_greedy == (logits.argmax(-1).tolist() == rest)
+
+
+@pytest.mark.needs("peers")
+def test_perplexity_is_that_of_llama_cpp(lm: KqviewLM, tiny_llama: Path):
+    text = "a dog ran and the cat sat"
+    ids = lm.tok_encode(text, add_special_tokens=False)
+    assert len(ids) < lm.max_length
+    run = stock.read_rows(
+        tiny_llama, [lm.prefix_token_id], n_predict=len(ids), forced_ids=ids, kv_type="f32"
+    )
+    logits = run.logits.astype(np.float64)
+    logprobs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    want = logprobs[np.arange(len(ids)), ids].sum()
+    (found,) = lm.loglikelihood_rolling([asked(text)])
+    assert np.exp(-found / len(ids)) == pytest.approx(np.exp(-want / len(ids)), rel=1e-4)
+
+
+def test_a_task_made_on_the_spot_is_evaluated(lm: KqviewLM, tmp_path: Path):
+    import lm_eval
+    from lm_eval.api.task import ConfigurableTask
+
+    docs = [
+        {"text": f"the {one}", "choices": [" sat", " ran", " x"], "label": i % 3}
+        for i, one in enumerate(("cat", "dog", "mat", "ball"))
+    ]
+    file = tmp_path / "docs.jsonl"
+    file.write_text("".join(f"{json.dumps(one)}\n" for one in docs))
+    task = ConfigurableTask(
+        config={
+            "task": "made",
+            "dataset_path": "json",
+            "dataset_kwargs": {"data_files": str(file), "cache_dir": str(tmp_path / "cache")},
+            "test_split": "train",
+            "output_type": "multiple_choice",
+            "doc_to_text": "text",
+            "doc_to_choice": "choices",
+            "doc_to_target": "label",
+            "target_delimiter": "",
+        }
+    )
+    results = lm_eval.simple_evaluate(model=lm, tasks=[task], bootstrap_iters=0)
+    best = [
+        int(np.argmax([lm.loglikelihood([asked(one["text"], c)])[0][0] for c in one["choices"]]))
+        for one in docs
+    ]
+    want = np.mean([i == one["label"] for i, one in zip(best, docs, strict=True)])
+    assert results["results"]["made"]["acc,none"] == pytest.approx(want)
 
 
 def test_answers_are_greedy_and_end_at_until(lm: KqviewLM):
