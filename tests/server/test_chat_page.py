@@ -323,6 +323,17 @@ def test_sentences_open_the_passage_of_their_source(page: Any, served: Served):
     assert frames
     signs = answer.locator(".cite")
     expect(signs).to_have_text([str(1 + one["document_index"]) for one in frames])
+    shown = answer.locator("> .text").evaluate(
+        """node => [...node.querySelectorAll(".cite")].map((sign) => {
+            const range = document.createRange();
+            range.setStart(node, 0);
+            range.setEndBefore(sign);
+            const copy = range.cloneContents();
+            copy.querySelectorAll(".cite").forEach((one) => one.remove());
+            return [...copy.textContent.trimEnd()].length;
+        })"""
+    )
+    assert shown == [one["end_index"] for one in frames]  # each behind its sentence
     for i, one in enumerate(frames):
         signs.nth(i).click()
         expect(panel.locator("mark")).to_have_text(one["cited_text"])

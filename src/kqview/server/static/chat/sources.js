@@ -81,7 +81,9 @@ export class Sources {
       onopen();
       this.show(from, cited.start_char_index, cited.end_char_index, what);
     };
-    const label = { class: "cite", title: `${what}\n${cited.cited_text}`, "aria-label": what };
+    const share = `${Math.round(100 * cited.score)} % of the attention`;
+    const title = `${what}\n${cited.cited_text}\n${share}`;
+    const label = { class: "cite", title, "aria-label": `${what}, ${share}` };
     return button(cited.document_index + 1, show, label);
   }
 }

@@ -55,6 +55,7 @@ export class Writer {
   append(node) {
     if (this.line !== undefined && !this.isCode) this.release();
     (this.block ?? this.root).append(node);
+    if (this.block) this.addNode(document.createTextNode("")); // text that follows goes behind it
   }
 
   isFence(line) {
