@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import importlib.util
 import json
+import re
 import struct
 import subprocess
 import sys
@@ -113,3 +114,51 @@ def test_notebook_is_stored_without_outputs(path: Path) -> None:
     cells = cells_of(path)
     assert all(not cell.get("outputs") and not cell.get("execution_count") for cell in cells)
     assert "kqview" in code_of(cells[0]) + code_of(cells[1])
+
+
+# ---- the gallery, on a model that can talk
+
+# Words of a notebook's output whose numbers tell that it shows what its text says, and pictures.
+PICTURES = {"alignment": 2, "citations": 1, "grounding": 1, "induction": 2, "injection": 2}
+
+
+def shows_induction(text: str) -> bool:
+    best = [*map(float, re.findall(r"head \d+: ([\d.]+), all", text))]
+    mean = [*map(float, re.findall(r"all heads: ([\d.]+)", text))]
+    return len(best) == 2 and min(best) > 0.7 and max(mean) < 0.1 and "(18, 6)" in text
+
+
+def shows_citations(text: str) -> bool:
+    (found,) = re.findall(r"(\d) of (\d) sentences", text)
+    return int(found[0]) >= 2 and len(set(re.findall(r"^\[(\d)\]", text, re.M))) > 1
+
+
+def shows_injection(text: str) -> bool:
+    return re.findall(r"(\w+): [\d.]+, injected: (\w+)", text) == [
+        ("benign", "False"), ("injected", "True"),
+    ]  # fmt: skip
+
+
+def shows_grounding(text: str) -> bool:
+    said, made_up = map(float, re.findall(r"^(0\.\d+) ", text, re.M))
+    (n_back,) = re.findall(r"(\d+) tokens taken back", text)
+    return said > made_up + 0.1 and int(n_back) > 5
+
+
+def shows_alignment(text: str) -> bool:
+    steps = [(int(a), int(b)) for a, b in re.findall(r"(\d+) words heard, +(\d+) written", text)]
+    never_ahead = all(written <= heard for heard, written in steps)
+    return len(steps) == 6 and never_ahead and steps[-1] == (17, 17) and steps[2][1] >= 6
+
+
+@pytest.mark.needs("smollm2")
+@pytest.mark.parametrize("path", GALLERY, ids=lambda path: path.stem)
+def test_notebook_of_the_gallery_shows_what_it_says(path: Path, tmp_path: Path) -> None:
+    cells = run(path, tmp_path)
+    kinds = {one["output_type"] for cell in cells for one in cell["outputs"]}
+    assert kinds <= {"execute_result", "stream", "display_data"}
+    pictures = outputs(cells, "image/png")
+    check_pictures(pictures)
+    assert len(pictures) == PICTURES[path.stem]
+    text = "".join("".join(one.get("text", "")) for cell in cells for one in cell["outputs"])
+    assert globals()[f"shows_{path.stem}"](text), text
