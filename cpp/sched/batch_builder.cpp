@@ -39,17 +39,18 @@ bool needs_outputs(const request& active) {
 // of another.
 bool can_mix_prompts(const runner& model) { return !model.has_cache() || model.can_truncate(); }
 
-// Not where rows are captured: a tap reads either one run or one token of each slot.
+// Nodes of a device that read rows are for one run, or for one token of each slot.
 bool can_share_prompts(const runner& model, const slot_table& slots) {
     return can_mix_prompts(model) && model.has_cache() && model.is_causal() &&
-           std::none_of(slots.begin(), slots.end(),
-                        [](const slot& one) { return one.active && one.active->capture; });
+           (model.reads_on_host() ||
+            std::none_of(slots.begin(), slots.end(),
+                         [](const slot& one) { return one.active && one.active->capture; }));
 }
 
-// Whether its prompt may go through the model together with others.
+// Whether its prompt may go through the model together with others: not if it has rows itself.
 bool may_share(const slot& one) {
     return one.is_in_prompt() && !one.fork && one.text.empty() && !one.active->embeds &&
-           !one.active->is_alone && one.active->n_scores == 0;
+           !one.active->is_alone && one.active->n_scores == 0 && one.n_prompt_rows == 0;
 }
 
 // True if another slot generates, and so waits for this one's prompt.
@@ -321,7 +322,7 @@ bool batch_builder::add_token(slot& target) {
 void batch_builder::add_draft(slot& target) {
     const auto& active = *target.active;
     if (active.n_draft_max == 0 || target.usage.completion_tokens == 0 || !target.text.empty() ||
-        (active.capture && !(target.rows.block && model_.can_draft_rows()))) {
+        (active.capture && !(target.rows.block && model_.reads_on_host()))) {
         return;
     }
     const auto n_done = static_cast<int>(target.cache.size());

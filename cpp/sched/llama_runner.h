@@ -52,7 +52,7 @@ public:
     bool can_take_back() const override {
         return model_->can_truncate() && context_->has_whole_cache();
     }
-    bool can_draft_rows() const override { return !tap_->devices().device(); }
+    bool reads_on_host() const override { return !tap_->devices().device(); }
     bool is_causal() const override { return context_->is_causal(); }
     bool has_cache() const override { return context_->has_cache(); }
     bool can_split_embedding() const override {

@@ -52,8 +52,8 @@ public:
     virtual bool can_truncate() const = 0;
     // True if a slot can always drop the tokens of its last step.
     virtual bool can_take_back() const { return can_truncate(); }
-    // True if a step of several tokens of one slot can give the rows of each as a token's.
-    virtual bool can_draft_rows() const { return true; }
+    // False: nodes of a device read rows, those of one run or of one token of each slot.
+    virtual bool reads_on_host() const { return true; }
     // False: the cached keys and values of a prompt depend on all of its tokens.
     virtual bool is_causal() const { return true; }
     // Without a cache, a prompt is one step, every query sees all of it, and nothing is kept.

@@ -244,18 +244,21 @@ std::vector<std::size_t> steps_of_prompts(const std::vector<int>& lengths,
     REQUIRE(engine.model->wait_held());
     std::vector<consumer> takers;
     std::vector<lora_scales> scales(lengths.size());
+    std::vector<bool> has_rows(lengths.size());
     for (std::size_t i = 0; i < lengths.size(); ++i) {
         const auto prompt = make_prompt(static_cast<token_id>(i) + 1, lengths[i]);
         takers.emplace_back(engine.submit(prompt, 3, [&](request& r) {
             r.wanted_slot = static_cast<slot_id>(i);
             change(i, r);
             scales[i] = r.lora;
+            has_rows[i] = r.n_prompt_rows > 0;
         }));
     }
     engine.model->allow_all();
     CHECK(blocker.rest().size() == 1);
     for (std::size_t i = 0; i < lengths.size(); ++i) {
         const auto prompt = make_prompt(static_cast<token_id>(i) + 1, lengths[i]);
+        if (has_rows[i]) CHECK(takers[i].next_prompt());
         CHECK(takers[i].rest() == continuation(prompt, 3, scales[i]));
     }
     std::vector<std::size_t> sizes;
@@ -278,9 +281,16 @@ TEST_CASE("scheduler: prompts that arrive together go through the model together
     const auto steps = steps_of_prompts({1501, 1501}, plain, 2048);
     CHECK(steps.at(0) == 1500);
     CHECK(steps.at(1) == 128);
-    CHECK(steps_of_prompts({21, 21}, [](std::size_t i, request& r) {
-              if (i == 1) r.capture = make_plan();
-          }) == sizes{20, 20});
+    const auto captured = [](int n_prompt_rows) {
+        return [n_prompt_rows](std::size_t i, request& r) {
+            if (i == 0) return;
+            r.capture = make_plan();
+            r.n_prompt_rows = n_prompt_rows;
+        };
+    };
+    CHECK(steps_of_prompts({21, 21}, captured(0)) == sizes{40});
+    // Rows of a prompt come from a step of its own.
+    CHECK(steps_of_prompts({21, 21}, captured(1)) == sizes{20, 21});
     CHECK(steps_of_prompts({21, 21}, [](std::size_t i, request& r) {
               r.lora = {i == 0 ? 1.0f : 0.5f};
           }) == sizes{20, 20});
