@@ -33,9 +33,19 @@ column_range range_of(const std::pair<int, int>& range) {
 void edit_outputs(edit_plan& self, const std::vector<int>& layers, const nb::object& values,
                   std::vector<int> positions, bool replaces) {
     const auto [read, owner] = values_of("values", values);
-    residual_edit edit{replaces, std::move(positions),
-                       std::make_shared<const std::vector<float>>(read.begin(), read.end())};
-    for (const int il : layers) self.layers[il].residual.push_back(edit);
+    output_edit edit{replaces, std::move(positions),
+                     std::make_shared<const std::vector<float>>(read.begin(), read.end())};
+    for (const int il : layers) self.layers[il].outputs[edit_point::residual].push_back(edit);
+}
+
+std::shared_ptr<hook_channel> add_hook(edit_plan& self, const std::vector<int>& layers,
+                                       const std::string& at, double limit_s) {
+    const auto point = *std::ranges::find(edit_points, at, name_of);
+    auto channel = std::make_shared<hook_channel>(std::chrono::duration<double>(limit_s));
+    output_edit edit;
+    edit.hook = std::make_shared<const hook_lease>(channel);
+    for (const int il : layers) self.layers[il].outputs[point].push_back(edit);
+    return channel;
 }
 
 void bias_scores(edit_plan& self, const std::pair<int, int>& queries,
@@ -131,6 +141,7 @@ void bind_edits(nb::module_& module) {
              "A copy of the values of one head, (n_tokens, n_values).");
     nb::class_<edit_plan>(module, "EditPlan", "All edits of a request; see cpp/tap/edits.h.")
         .def(nb::init<>())
+        .def_ro("keys", &edit_plan::keys)
         .def(
             "add_key", [](edit_plan& self, const edit_key& key) { self.keys.push_back(key); },
             nb::arg("key"))
@@ -143,20 +154,8 @@ void bind_edits(nb::module_& module) {
                 self.layers[layer].heads.push_back({head, factor});
             },
             nb::arg("layer"), nb::arg("head"), nb::arg("factor"))
-        .def(
-            "hook",
-            [](edit_plan& self, const std::vector<int>& layers, double limit_s) {
-                auto channel =
-                    std::make_shared<hook_channel>(std::chrono::duration<double>(limit_s));
-                const auto lease = std::make_shared<const hook_lease>(channel);
-                for (const int il : layers) {
-                    residual_edit edit;
-                    edit.hook = lease;
-                    self.layers[il].residual.push_back(std::move(edit));
-                }
-                return channel;
-            },
-            nb::arg("layers"), nb::arg("limit_s"), "Ask a function about outputs of layers.")
+        .def("hook", &add_hook, nb::arg("layers"), nb::arg("at"), nb::arg("limit_s"),
+             "Ask a function about what layers have there.")
         .def(
             "set_head",
             [](edit_plan& self, int layer, int head, const nb::object& values,

@@ -137,6 +137,7 @@ void bind_request(nb::module_& module) {
             },
             nb::arg("engine"), nb::arg("plan"),
             "Carry out these edits; raises UnsupportedModel for layers that cannot be edited.")
+        .def_prop_ro("edits", &request_options::keys_of_edits)
         .def_rw("prompt", &request_options::prompt)
         .def_rw("sampling", &request_options::sampling)
         .def_rw("constraint_command", &request_options::constraint_command,

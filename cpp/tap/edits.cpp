@@ -23,18 +23,21 @@ void check_layer(const char* what, int il, const std::vector<int>& known) {
 
 std::optional<error> edit_plan::failure() const {
     for (const auto& [il, edits] : layers) {
-        for (const auto& one : edits.residual) {
-            const auto why = one.hook ? one.hook->channel->failure() : std::nullopt;
-            if (why) return error(errc::request, "edits: a hook ", *why);
+        for (const auto point : edit_points) {
+            for (const auto& one : edits.outputs[point]) {
+                const auto why = one.hook ? one.hook->channel->failure() : std::nullopt;
+                if (why) return error(errc::request, "edits: a hook ", *why);
+            }
         }
     }
     return {};
 }
 
 edit_plan plan_for(const capture_source& source, edit_plan plan) {
-    std::vector<int> with_heads, with_scores, with_own_scores;
+    std::vector<int> with_heads, with_kept_heads, with_scores, with_own_scores;
     for (const auto& layer : source.attention) {
         if (layer.edits_heads) with_heads.push_back(layer.il);
+        if (layer.edits_heads && !layer.is_on_device) with_kept_heads.push_back(layer.il);
         if (layer.edits_scores) with_scores.push_back(layer.il);
         if (layer.edits_scores && !layer.is_on_device) with_own_scores.push_back(layer.il);
     }
@@ -51,8 +54,20 @@ edit_plan plan_for(const capture_source& source, edit_plan plan) {
         plan.biases.clear();
     }
     for (const auto& [il, edits] : plan.layers) {
-        if (!edits.residual.empty()) check_layer("the output", il, source.edited_outputs);
+        for (const auto point : edit_points) {
+            if (edits.outputs[point].empty()) continue;
+            auto known = source.edited_layers[point];
+            const bool has_hook = edits.has_hook(point);
+            if (point == edit_point::residual && !has_hook) {
+                known.insert(known.end(), source.edited_on_device.begin(),
+                             source.edited_on_device.end());
+                std::ranges::sort(known);
+            }
+            const auto* const what = point == edit_point::residual ? "the output" : name_of(point);
+            check_layer(text_of(what, has_hook ? " by a hook" : "").c_str(), il, known);
+        }
         if (plan.acts_on_heads(il)) check_layer("heads", il, with_heads);
+        if (plan.records_heads(il)) check_layer("kept heads", il, with_kept_heads);
         if (!edits.biases.empty()) check_layer("scores", il, with_own_scores);
     }
     return plan;

@@ -27,13 +27,23 @@ struct edit_key {
 };
 using edit_keys = std::vector<edit_key>;  // in the order in which they act
 
-// Of the output of a layer.
-struct residual_edit {
+// Of what a layer has at an edit_point.
+struct output_edit {
     bool replaces = false;       // else `values` are added
     std::vector<int> positions;  // of tokens, ascending; empty: every token
     // F32 ne=[n_embd, n]: one for each of `positions`, or one for all. Layers may share them.
     std::shared_ptr<const std::vector<float>> values;
     std::shared_ptr<const hook_lease> hook{};  // it decides instead of `values`
+
+    // Which of the vectors is for a token; null: none.
+    const float* at(int position, std::size_t n_embd) const {
+        if (positions.empty()) return values->data();
+        const auto found = std::ranges::lower_bound(positions, position);
+        if (found == positions.end() || *found != position) return nullptr;
+        const bool is_one = values->size() == n_embd;
+        const auto i = is_one ? 0 : static_cast<std::size_t>(found - positions.begin());
+        return values->data() + i * n_embd;
+    }
 };
 
 // Put in place of what a head gives out.
@@ -41,6 +51,13 @@ struct head_values {
     int head;
     std::vector<int> positions;                        // of tokens, ascending
     std::shared_ptr<const std::vector<float>> values;  // F32 ne=[n_value, n], one for each
+
+    const float* at(int position, std::size_t n_value) const {
+        const auto found = std::ranges::lower_bound(positions, position);
+        if (found == positions.end() || *found != position) return nullptr;
+        const auto i = static_cast<std::size_t>(found - positions.begin());
+        return (i + 1) * n_value > values->size() ? nullptr : values->data() + i * n_value;
+    }
 };
 
 // What the heads of some layers gave out, as a request ran. The engine's compute threads write it,
@@ -69,13 +86,14 @@ struct score_bias {
 };
 
 struct layer_edits {
-    std::vector<residual_edit> residual;
+    by_point<std::vector<output_edit>> outputs;
     std::vector<head_values> set_heads;
     std::vector<head_factor> heads;
     std::vector<score_bias> biases;
 
-    bool has_hook() const {
-        return std::ranges::any_of(residual, [](const auto& one) { return one.hook != nullptr; });
+    bool has_hook(edit_point point) const {
+        return std::ranges::any_of(outputs[point],
+                                   [](const auto& one) { return one.hook != nullptr; });
     }
     bool acts_on_heads() const { return !heads.empty() || !set_heads.empty(); }
 };
@@ -89,10 +107,11 @@ struct edit_plan {
 
     // Why a hook did not do its part; empty if all did.
     std::optional<error> failure() const;
-    // Whether a layer needs the node at the outputs of its heads.
+    bool records_heads(int il) const { return record && record->layers.contains(il); }
+    // Whether anything happens at the outputs of a layer's heads.
     bool acts_on_heads(int il) const {
         const auto* const edits = find(il);
-        return (edits && edits->acts_on_heads()) || (record && record->layers.contains(il));
+        return (edits && edits->acts_on_heads()) || records_heads(il);
     }
 
     const layer_edits* find(int il) const {

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <charconv>
+#include <cstdint>
 #include <cstring>
 #include <map>
 #include <optional>
@@ -290,6 +291,102 @@ std::vector<hidden_site> find_hidden(ggml_cgraph* graph) {
     std::vector<hidden_site> sites;
     for (const auto& [il, output] : found) sites.push_back({il, output});
     return sites;
+}
+
+namespace {
+
+bool is_product(const ggml_tensor* node) {
+    return node->op == GGML_OP_MUL_MAT || node->op == GGML_OP_MUL_MAT_ID;
+}
+
+// Whether a product is one with weights of a layer's feed-forward part, of any layer if il < 0.
+bool is_feed_forward(const ggml_tensor* product, int il) {
+    std::string_view name = product->src[0]->name;
+    constexpr std::string_view block = "blk.";
+    if (!name.starts_with(block)) return false;
+    name.remove_prefix(block.size());
+    const auto dot = name.find('.');
+    if (dot == std::string_view::npos || !name.substr(dot + 1).starts_with("ffn_")) return false;
+    return il < 0 || name.substr(0, dot) == text_of(il);
+}
+
+enum class ancestor : std::uint8_t { wanted, beyond, between };
+
+// Whether a tensor is computed from a wanted one, on ways that lead through no others beyond it.
+template <typename Kind>
+bool comes_from(const ggml_tensor* tensor, const Kind& kind_of,
+                std::unordered_set<const ggml_tensor*>& seen) {
+    if (!tensor || !seen.insert(tensor).second) return false;
+    const auto kind = kind_of(tensor);
+    if (kind != ancestor::between) return kind == ancestor::wanted;
+    return std::ranges::any_of(tensor->src, [&](const ggml_tensor* source) {
+        return comes_from(source, kind_of, seen);
+    });
+}
+
+// The sum of two parts of the residual stream that this one is, behind norms, factors and a choice
+// of tokens; null if it is none.
+ggml_tensor* sum_behind(ggml_tensor* node) {
+    for (;; node = node->src[0]) {
+        const auto* const other = node->src[1];
+        switch (node->op) {
+            case GGML_OP_ADD:
+                if (ggml_are_same_shape(node->src[0], other)) return node;
+                [[fallthrough]];
+            case GGML_OP_MUL:
+                if (other->ne[1] != 1) return nullptr;
+                break;
+            case GGML_OP_NORM:
+            case GGML_OP_RMS_NORM:
+            case GGML_OP_SCALE:
+            case GGML_OP_GET_ROWS: break;
+            default: return nullptr;
+        }
+    }
+}
+
+// Follows the wanted part back from a layer's output through the sums that it is one term of.
+template <typename Kind>
+ggml_tensor* addend(const hidden_site& layer, const Kind& kind_of) {
+    ggml_tensor* found = nullptr;
+    for (auto* sum = sum_behind(layer.output); sum; sum = sum_behind(found)) {
+        const auto has_part = [&](const ggml_tensor* term) {
+            std::unordered_set<const ggml_tensor*> seen;
+            return comes_from(term, kind_of, seen);
+        };
+        const bool is_first = has_part(sum->src[0]);
+        if (is_first == has_part(sum->src[1])) break;
+        found = sum->src[is_first ? 0 : 1];
+    }
+    const bool is_matrix = found && found->type == GGML_TYPE_F32 && found->ne[2] == 1 &&
+                           found->nb[0] == sizeof(float) && found->ne[0] == layer.output->ne[0];
+    return is_matrix ? found : nullptr;
+}
+
+}  // namespace
+
+ggml_tensor* attention_addend(const hidden_site& layer, const attention_site& attention) {
+    return addend(layer, [&](const ggml_tensor* node) {
+        if (node == attention.flash || node == attention.softmax) return ancestor::wanted;
+        const bool is_other = node != layer.output && has_stem(node, "l_out");
+        const bool is_beyond = is_other || (is_product(node) && is_feed_forward(node, -1));
+        return is_beyond ? ancestor::beyond : ancestor::between;
+    });
+}
+
+ggml_tensor* mlp_addend(const hidden_site& layer) {
+    return addend(layer, [&](const ggml_tensor* node) {
+        if (!is_product(node)) return ancestor::between;
+        return is_feed_forward(node, layer.il) ? ancestor::wanted : ancestor::beyond;
+    });
+}
+
+void replace_for_readers(ggml_cgraph* graph, const ggml_tensor* before, ggml_tensor* after) {
+    for (int i = 0; i < ggml_graph_n_nodes(graph); ++i) {
+        ggml_tensor* const node = ggml_graph_node(graph, i);
+        std::ranges::replace(node->src, const_cast<ggml_tensor*>(before), after);
+        if (node->view_src == before) node->view_src = after;
+    }
 }
 
 bool insert_nodes(ggml_cgraph* graph, const std::vector<placed_node>& placed) {

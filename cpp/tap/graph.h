@@ -132,6 +132,14 @@ struct hidden_site {
 // In layer order; omits layers whose output llama.cpp does not name.
 std::vector<hidden_site> find_hidden(ggml_cgraph* graph);
 
+// What a part of a layer adds to the residual stream, behind its norm if it has one: of the shape
+// of the layer's output. Null where a model adds no such thing.
+ggml_tensor* attention_addend(const hidden_site& layer, const attention_site& attention);
+ggml_tensor* mlp_addend(const hidden_site& layer);
+
+// What reads `before` reads `after` from then on, which is not in the graph yet.
+void replace_for_readers(ggml_cgraph* graph, const ggml_tensor* before, ggml_tensor* after);
+
 // Adds each node to the graph directly after its anchor, so that the anchor's inputs do not have to
 // stay alive longer; or after its last source, if that comes later. Every source of a node must
 // already be in the graph.

@@ -220,8 +220,10 @@ void graph_plan::add(const capture_plan& plan, bool with_prompt, int slot) {
 void graph_plan::add(const edit_plan& edits) {
     for (const auto& [il, of_layer] : edits.layers) {
         auto& one = wanted_by_layer_[il];
-        one.edits_output |= !of_layer.residual.empty();
+        for (const auto point : edit_points) one.edits[point] |= !of_layer.outputs[point].empty();
         one.edits_heads |= edits.acts_on_heads(il);
+        one.sets_heads |= !of_layer.set_heads.empty();
+        one.records_heads |= edits.records_heads(il);
         for (const auto& bias : of_layer.biases) {
             const auto needed = bias.heads.empty() ? score_edit::all_heads : score_edit::by_head;
             one.edits_scores = std::max(one.edits_scores, needed);

@@ -2,6 +2,7 @@
 // plans that a graph must serve. Pure values; no ggml, no threads.
 #pragma once
 
+#include <array>
 #include <compare>
 #include <cstddef>
 #include <cstdint>
@@ -13,6 +14,32 @@
 #include <vector>
 
 namespace kqview {
+
+// Where in a layer values of its tokens can be edited.
+enum class edit_point : std::uint8_t {
+    residual,       // the output of the layer
+    attention_out,  // what its attention adds to the residual stream
+    mlp_out,        // what its feed-forward part adds
+};
+constexpr std::array edit_points{edit_point::residual, edit_point::attention_out,
+                                 edit_point::mlp_out};
+constexpr const char* name_of(edit_point point) {
+    constexpr std::array names{"residual", "attention_out", "mlp_out"};
+    return names[static_cast<std::size_t>(point)];
+}
+
+template <typename Value>
+class by_point {
+public:
+    Value& operator[](edit_point point) { return values_[static_cast<std::size_t>(point)]; }
+    const Value& operator[](edit_point point) const {
+        return values_[static_cast<std::size_t>(point)];
+    }
+    bool operator==(const by_point&) const = default;
+
+private:
+    std::array<Value, edit_points.size()> values_{};
+};
 
 // A layer of the model that has attention, as found in llama.cpp's own graph.
 struct attention_layer {
@@ -35,8 +62,10 @@ struct capture_source {
     std::vector<attention_layer> attention;  // ascending
     std::vector<int> hidden_layers;          // layers whose output is in the graph, ascending
     int n_embd = 0;                          // of a hidden state
-    std::vector<int> edited_outputs{};       // those of them whose output can be edited
     bool has_device_hidden = false;          // some of these layers are on a device
+    // Layers that functions of the host can edit there.
+    by_point<std::vector<int>> edited_layers{};
+    std::vector<int> edited_on_device{};  // layers to whose output nodes of a device can add
 };
 
 enum class row_kind : std::uint8_t {
@@ -253,8 +282,10 @@ public:
     bool wants(int il, row_kind kind) const;
     const std::set<device_want>& device_wants(int il) const { return of(il).on_device; }
     bool wants_hidden(int il) const { return of(il).hidden; }
-    bool edits_output(int il) const { return of(il).edits_output; }
+    bool edits(int il, edit_point point) const { return of(il).edits[point]; }
     bool edits_heads(int il) const { return of(il).edits_heads; }
+    bool sets_heads(int il) const { return of(il).sets_heads; }
+    bool records_heads(int il) const { return of(il).records_heads; }
     score_edit edits_scores(int il) const { return of(il).edits_scores; }
     bool wants_prompt() const { return wants_prompt_; }
     bool is_empty() const { return wanted_by_layer_.empty(); }
@@ -264,8 +295,10 @@ private:
     struct layer {
         std::set<row_kind> host_kinds;
         bool hidden = false;
-        bool edits_output = false;
-        bool edits_heads = false;
+        by_point<bool> edits{};
+        bool edits_heads = false;    // in any of these ways
+        bool sets_heads = false;     // values in place of theirs
+        bool records_heads = false;  // keeps what they give out
         score_edit edits_scores = score_edit::none;
         std::set<device_want> on_device;
         bool operator==(const layer&) const = default;

@@ -9,6 +9,7 @@
 
 #include "base/error.h"
 #include "tap/device/device_copies.h"
+#include "tap/device/edit_nodes.h"
 #include "tap/graph.h"
 
 namespace kqview {
@@ -41,6 +42,8 @@ struct tap::marked_graph {
     std::vector<std::unique_ptr<row_op>> ops;
     std::vector<std::unique_ptr<attend_op>> attends;
     std::vector<std::unique_ptr<edit_op>> edits;
+    std::vector<ggml_tensor*> edited;  // by functions of the host, in place
+    std::vector<device_edit> device_edits;
     std::vector<ggml_tensor*> masks;  // inputs
     device_part devices;
 };
@@ -49,6 +52,14 @@ struct tap::marked_graph {
 struct tap::sites {
     attention_sites attention;
     std::vector<hidden_site> hidden;
+
+    // What a layer has there; null if it has nothing.
+    ggml_tensor* at(edit_point point, const hidden_site& layer) const {
+        if (point == edit_point::residual) return layer.output;
+        if (point == edit_point::mlp_out) return mlp_addend(layer);
+        const auto site = std::ranges::find(attention.sites, layer.il, &attention_site::il);
+        return site == attention.sites.end() ? nullptr : attention_addend(layer, *site);
+    }
 };
 
 tap::tap(const tap_options& options)
@@ -175,6 +186,11 @@ void tap::attend_instead(const sites& found, marked_graph& mark) {
         if (!attends(site)) continue;
         auto& op =
             mark.attends.emplace_back(std::make_unique<attend_op>(site, table_, attend_memory_));
+        if (wanted_.edits_heads(site.il) && !wanted_.records_heads(site.il)) {
+            auto& edit = new_edit(mark, site.il);
+            edit.site = site;
+            op->edits = &edit;
+        }
         replace_flash(*op, static_cast<int>(table_.scratch.size()));
     }
     n_attended_ = std::max(n_attended_, static_cast<int>(mark.attends.size()));
@@ -186,7 +202,7 @@ void tap::discover(const sites& found) {
         devices_.learn(site);
         source_.attention.push_back({site.il, site.n_head, site.n_head_kv, site.scale,
                                      devices_.holds(site.il), devices_.reduces(site.il),
-                                     site.sinks != nullptr, site.output && !devices_.holds(site.il),
+                                     site.sinks != nullptr, site.output != nullptr,
                                      can_bias(site), site.max_bias > 0.0f});
     }
     for (const auto& site : found.hidden) {
@@ -195,7 +211,11 @@ void tap::discover(const sites& found) {
         source_.hidden_layers.push_back(site.il);
         const bool is_on_device = devices_.holds_hidden(site.il);
         source_.has_device_hidden |= is_on_device;
-        if (!is_on_device) source_.edited_outputs.push_back(site.il);
+        if (is_on_device) source_.edited_on_device.push_back(site.il);
+        for (const auto point : edit_points) {
+            const auto* const output = is_on_device ? nullptr : found.at(point, site);
+            if (output && !device_of(output)) source_.edited_layers[point].push_back(site.il);
+        }
     }
 }
 
@@ -208,8 +228,10 @@ void tap::add_nodes(ggml_cgraph* graph, sites& found, marked_graph& mark) {
         }
     }
     auto n_nodes_max = found.attention.sites.size() * 5 + found.hidden.size() * 2;
+    n_nodes_max += found.hidden.size() * (edit_points.size() - 1);
     if (devices_.has_devices()) {
-        n_nodes_max += devices_.n_tensors_max(wanted_);
+        const auto n_edits_max = found.attention.sites.size() + found.hidden.size();
+        n_nodes_max += devices_.n_tensors_max(wanted_) + n_edits_max * device_edit::n_tensors_max;
     }
     mark.tensors.reset(ggml_init({n_nodes_max * ggml_tensor_overhead() + 1, nullptr, true}));
     std::vector<placed_node> placed;
@@ -218,27 +240,8 @@ void tap::add_nodes(ggml_cgraph* graph, sites& found, marked_graph& mark) {
         mark.ops.back()->table = &table_;
         return *mark.ops.back();
     };
-    const auto new_edit = [&]() -> edit_op& {
-        mark.edits.push_back(std::make_unique<edit_op>());
-        mark.edits.back()->table = &edits_;
-        return *mark.edits.back();
-    };
     // Before the nodes that read: what is captured is what was edited.
-    for (auto& site : found.attention.sites) {
-        const auto edit = wanted_.edits_scores(site.il);
-        if (edit == score_edit::none || !can_bias(site)) continue;
-        auto* const before = site.flash ? site.flash->src[0] : site.softmax->src[0];
-        const bool by_head = edit == score_edit::by_head || site.max_bias > 0.0f;
-        placed.push_back({before, make_mask_edit(mark.tensors.get(), site, by_head, new_edit())});
-    }
-    for (const auto& site : found.attention.sites) {
-        if (!wanted_.edits_heads(site.il) || !site.output) continue;
-        placed.push_back({site.output, make_head_edit(mark.tensors.get(), site, new_edit())});
-    }
-    for (const auto& site : found.hidden) {
-        if (!wanted_.edits_output(site.il)) continue;
-        placed.push_back({site.output, make_residual_edit(mark.tensors.get(), site, new_edit())});
-    }
+    add_edits(graph, found, mark, placed);
     for (const auto& site : found.attention.sites) {
         if (devices_.holds(site.il) || attends(site)) continue;
         for (const auto kind : all_kinds) {
@@ -259,6 +262,59 @@ void tap::add_nodes(ggml_cgraph* graph, sites& found, marked_graph& mark) {
                        " more nodes; capture fewer layers");
     }
     n_nodes_added_ = static_cast<int>(placed.size());
+}
+
+void tap::add_edits(ggml_cgraph* graph, sites& found, marked_graph& mark,
+                    std::vector<placed_node>& placed) {
+    auto* const tensors = mark.tensors.get();
+    for (auto& site : found.attention.sites) {
+        const auto edit = wanted_.edits_scores(site.il);
+        if (edit == score_edit::none || !can_bias(site)) continue;
+        auto* const before = site.flash ? site.flash->src[0] : site.softmax->src[0];
+        const bool by_head = edit == score_edit::by_head || site.max_bias > 0.0f;
+        placed.push_back({before, make_mask_edit(tensors, site, by_head, new_edit(mark, site.il))});
+    }
+    for (auto& site : found.attention.sites) {
+        if (!wanted_.edits_heads(site.il) || !site.output) continue;
+        if (devices_.holds(site.il)) {
+            mark.device_edits.emplace_back(graph, tensors, site, wanted_.sets_heads(site.il),
+                                           placed);
+        } else if (!attends(site) || wanted_.records_heads(site.il)) {
+            placed.push_back(
+                {site.output, make_head_edit(tensors, site, new_edit(mark, site.il))});
+            mark.edited.push_back(site.output);
+        }
+    }
+    for (auto& layer : found.hidden) {
+        for (const auto point : edit_points) {
+            auto* const output = wanted_.edits(layer.il, point) ? found.at(point, layer) : nullptr;
+            if (!output) continue;
+            if (devices_.holds_hidden(layer.il)) {
+                mark.device_edits.emplace_back(graph, tensors, layer, placed);
+                continue;
+            }
+            auto& op = new_edit(mark, layer.il);
+            op.point = point;
+            placed.push_back({output, make_output_edit(tensors, output, op)});
+            mark.edited.push_back(output);
+        }
+    }
+}
+
+edit_op& tap::new_edit(marked_graph& mark, int il) {
+    auto& op = *mark.edits.emplace_back(std::make_unique<edit_op>());
+    op.table = &edits_;
+    op.il = il;
+    return op;
+}
+
+void tap::keep_on_host(ggml_backend_sched_t sched, const ggml_cgraph* graph) const {
+    const auto mark = graphs_.find(graph);
+    if (mark == graphs_.end() || !devices_.has_devices()) return;
+    auto* const cpu =
+        ggml_backend_sched_get_backend(sched, ggml_backend_sched_get_n_backends(sched) - 1);
+    for (auto* const tensor : mark->second->edited)
+        ggml_backend_sched_set_tensor_backend(sched, tensor, cpu);
 }
 
 bool tap::may_compute(const ggml_cgraph* graph) {
@@ -282,6 +338,7 @@ void tap::starts_compute(ggml_backend_sched_t sched, const ggml_cgraph* graph) {
         }
     }
     for (auto* const mask : mark->second->masks) edit_mask(mask, edits_);
+    for (const auto& edit : mark->second->device_edits) edit.fill(edits_);
     if (mark->second->devices.shares.empty()) return;
     running_ = mark->second.get();
     device_tap::find_backends(sched, running_->devices);
@@ -299,12 +356,14 @@ extern "C" {
 bool kqview_sched_alloc_graph(ggml_backend_sched_t sched, ggml_cgraph* graph) {
     auto* const tap = kqview::tap::current();
     if (tap && !tap->prepare(graph)) return false;
+    if (tap) tap->keep_on_host(sched, graph);
     return ggml_backend_sched_alloc_graph(sched, graph);
 }
 
 bool kqview_sched_reserve(ggml_backend_sched_t sched, ggml_cgraph* graph) {
     auto* const tap = kqview::tap::current();
     if (tap && !tap->prepare(graph)) return false;
+    if (tap) tap->keep_on_host(sched, graph);
     return ggml_backend_sched_reserve(sched, graph);
 }
 

@@ -92,6 +92,8 @@ public:
     // Called by the hooks. `prepare` adds the nodes; if it returns false, see take_failure.
     bool prepare(ggml_cgraph* graph);
     bool may_compute(const ggml_cgraph* graph);
+    // Has the CPU compute what functions of the host change there.
+    void keep_on_host(ggml_backend_sched_t sched, const ggml_cgraph* graph) const;
     void starts_compute(ggml_backend_sched_t sched, const ggml_cgraph* graph);
     // Why a hook refused; none if none did.
     std::optional<error> take_failure();
@@ -111,6 +113,9 @@ private:
     bool attends(const attention_site& site) const;
     bool wants_ring(int il) const;
     void add_nodes(ggml_cgraph* graph, sites& found, marked_graph& mark);
+    void add_edits(ggml_cgraph* graph, sites& found, marked_graph& mark,
+                   std::vector<placed_node>& placed);
+    edit_op& new_edit(marked_graph& mark, int il);
     void attend_instead(const sites& found, marked_graph& mark);
 
     graph_plan wanted_;

@@ -189,6 +189,7 @@ class EditPlan:
     """All edits of a request; see cpp/tap/edits.h."""
 
     def __init__(self) -> None: ...
+    keys: Final[list[EditKey]]
     def add_key(self, key: EditKey) -> None: ...
     def edit_outputs(
         self, layers: Sequence[int], values: object, positions: Sequence[int], replaces: bool
@@ -196,8 +197,8 @@ class EditPlan:
         """One vector for all tokens, or one for each position, one after the other."""
 
     def scale_head(self, layer: int, head: int, factor: float) -> None: ...
-    def hook(self, layers: Sequence[int], limit_s: float) -> HookChannel:
-        """Ask a function about outputs of layers."""
+    def hook(self, layers: Sequence[int], at: str, limit_s: float) -> HookChannel:
+        """Ask a function about what layers have there."""
 
     def set_head(self, layer: int, head: int, values: object, positions: Sequence[int]) -> None:
         """Values for each position, one after the other."""
@@ -241,6 +242,7 @@ class RequestOptions:
     def set_edits(self, engine: Engine, plan: EditPlan) -> None:
         """Carry out these edits; raises UnsupportedModel for layers that cannot be edited."""
 
+    edits: Final[list[EditKey]]
     prompt: list[int]
     sampling: SamplingParams
     constraint_command: list[str]

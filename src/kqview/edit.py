@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from kqview import _core
-from kqview.arguments import INT32_MAX, to_index, to_number, to_path
+from kqview.arguments import INT32_MAX, choice, to_index, to_number, to_path
 from kqview.errors import InvalidEdit, shown
 
 MOST_EDITS: Final = 256
@@ -36,6 +36,7 @@ VALUE_MAX: Final = 1e6
 """Of a vector's value, after its scale, and of a head's factor."""
 
 Span = tuple[int, int | None]
+HookPoint = Literal["residual", "attention_out", "mlp_out"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,7 +288,7 @@ class Edit(ABC):
     def hook(
         cls,
         fn: Callable[[NDArray[np.float32]], ArrayLike | None],
-        at: Literal["residual"] = "residual",
+        at: HookPoint = "residual",
         layers: int | Iterable[int] = (),
         time_limit_s: float = HOOK_LIMIT_S,
     ) -> "Edit":
@@ -302,17 +303,18 @@ class Edit(ABC):
             fn: Gets a float32 array of its own, ``(n_tokens, n_embd)``: the tokens of one step, of
                 the last layer only those whose logits are wanted. Returns values of the same shape,
                 or None to leave them as they are.
-            at: "residual", the output of a layer.
+            at: "residual", the output of a layer; "attention_out" or "mlp_out", what its attention
+                or its feed-forward part adds to the residual stream, behind its norm if it has one.
             layers: Layers, negative ones counted from the last.
             time_limit_s: Most seconds of one call.
 
         Raises:
-            InvalidEdit: *fn* cannot be called, or an argument is invalid.
+            InvalidEdit: *fn* cannot be called, or an argument is invalid. The engine raises
+                UnsupportedModel for a layer that has no such point, or is on a device.
         """
         if not callable(fn):
             raise _invalid(f"fn must be a function, got {shown(fn)}")
-        if at != "residual":
-            raise _invalid(f"at must be 'residual', the output of layers, got {shown(at)}")
+        choice("at", at, HookPoint, InvalidEdit)
         limit = to_number(time_limit_s)
         if limit is None or not 0 < limit <= HOOK_LIMIT_MAX_S:
             raise _invalid(
@@ -320,7 +322,7 @@ class Edit(ABC):
                 f"{shown(time_limit_s)}"
             )
         named = _indices("layers", [layers] if to_index(layers) is not None else layers)
-        return _Hook(fn, named, limit)
+        return _Hook(fn, at, named, limit)
 
     @property
     @abstractmethod
@@ -439,6 +441,7 @@ class _Bias(Edit):
 @dataclass(frozen=True, eq=False)
 class _Hook(Edit):
     fn: Callable[[NDArray[np.float32]], ArrayLike | None]
+    at: HookPoint
     layers: tuple[int, ...]
     limit_s: float
 
@@ -447,7 +450,8 @@ class _Hook(Edit):
         return False
 
     def write(self, plan: _core.EditPlan, target: EditTarget) -> tuple[object, int]:
-        channel = plan.hook([target.layer("layers", one) for one in self.layers], self.limit_s)
+        layers = [target.layer("layers", one) for one in self.layers]
+        channel = plan.hook(layers, self.at, self.limit_s)
         # The channel is closed when the plan and the request are gone.
         threading.Thread(
             target=_answer, args=(channel, self.fn), name="kqview-hook", daemon=True

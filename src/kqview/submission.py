@@ -599,6 +599,8 @@ class Submission:
             )
             text_of = self._vocabulary.token_text
             recorder = TraceRecorder(about, text_of=text_of, on_finish=steering.on_trace)
+            if request.edits:
+                recorder.edited(0, [(one.hash, one.first) for one in request.edits])
         constraints = (sampling.grammar, sampling.json_schema, sampling.regex)
         plain = self._source(None, request_id, request, prompt, capture, sampling.stop)
         text = plain.transcript.text

@@ -24,7 +24,10 @@ if TYPE_CHECKING:
 
 ANSWERS_WITHIN_S = 30.0
 FREE_WITHIN_S = 20.0
-FLAGS = ("--memory-budget-bytes", str(256 * 2**20), "--slots", "4", "--request-timeout-s", "20")
+FLAGS = (
+    "--memory-budget-bytes", str(256 * 2**20), "--slots", "4", "--request-timeout-s", "20",
+    "--edits", "all",
+)  # fmt: skip
 PATHS = (
     "/api/v1/generate", "/api/v1/generate", "/api/extra/generate/stream", "/api/v1/tokenize",
     "/api/v1/detokenize", "/api/extra/tokencount", "/api/extra/detokenize", "/api/extra/abort",
@@ -40,7 +43,7 @@ FIELDS = (
     "prompt_attention", "attention_values", "attention_format", "aggregation_mode",
     "layer_weights", "sparse_top_k", "attention_layers", "attention_heads", "dtype", "sentences",
     "prune_below", "encoding", "compression", "text", "content", "token_ids", "ids", "tokens",
-    "special", "model", "n_ctx",
+    "special", "model", "n_ctx", "edits",
 )  # fmt: skip
 SCALARS = (
     None, True, False, 0, 1, -1, 2, 17, 255, 2**31, -(2**31), 2**63, 2**64, 10**40, 0.0, -0.0, 0.5,
@@ -63,6 +66,26 @@ def value(rng: random.Random) -> Any:
     if kind == 8:
         return {str(rng.randrange(-1, 1000)): rng.uniform(-9, 9) for _ in range(n)}
     return "".join(chr(rng.choice([32, 97, 10, 233, 0x4E2D, 0x1F600])) for _ in range(n))
+
+
+def edit(rng: random.Random) -> dict[str, Any]:
+    """Nearly an edit."""
+    kind = rng.choice(["add", "set", "scale_heads", "attention_bias", "block", "hook", "x"])
+    given: dict[str, Any] = {
+        "vector": [rng.uniform(-9, 9)] * rng.choice([1, 128]), "layers": [rng.randrange(5)],
+        "vectors": [[0.5] * 128], "layer": 1, "positions": [0, rng.randrange(9)],
+        "factors": [[1, rng.randrange(10), rng.choice([0, 1e9])]], "spans": [[0, 3]],
+        "log_factor": rng.choice([1, 1e9]), "queries": [2, None], "keys": [0, 1], "name": "../x",
+    }  # fmt: skip
+    names = {
+        "add": ("vector", "layers"), "set": ("vectors", "layer", "positions"),
+        "scale_heads": ("factors",), "attention_bias": ("spans", "log_factor"),
+        "block": ("queries", "keys"),
+    }.get(kind, ("name",))  # fmt: skip
+    found = {"type": kind, **{name: given[name] for name in names}}
+    if rng.random() < 0.3:
+        found[rng.choice([*given])] = value(rng)
+    return found
 
 
 def likely(rng: random.Random) -> dict[str, Any]:
@@ -97,6 +120,8 @@ def body(rng: random.Random) -> bytes:
     fields = likely(rng)
     if rng.random() < 0.02:
         fields |= {"n_predict": 3, **random_constraint(rng)}
+    if rng.random() < 0.1:
+        fields["edits"] = [edit(rng) for _ in range(rng.choice([1, 2, 256, 300]))]
     for _ in range(rng.choice([0, 1, 1, 2, 3, 8])):
         fields[rng.choice(FIELDS)] = value(rng)
     data = json.dumps(fields, ensure_ascii=rng.random() < 0.5).encode("utf-8", "surrogatepass")

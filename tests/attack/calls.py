@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kqview import Capture, Engine, Sampling, errors
+from kqview import Capture, Edit, Engine, Sampling, errors
 from tests.attack.summary import Summary, main
 
 if TYPE_CHECKING:
@@ -142,6 +142,56 @@ def options_of(rng: random.Random) -> dict[str, Any]:
     return options
 
 
+_KEPT: list[Any] = []  # views that hooks did not give back
+
+
+def hooks(engine: Engine, rng: random.Random) -> Edit:
+    """A function of the caller's that raises, hangs, keeps, lies, or uses the engine."""
+
+    def fail(rows: Any) -> Any:
+        raise OwnError("a hook")
+
+    def hang(rows: Any) -> Any:
+        time.sleep(0.05)
+
+    def keep(rows: Any) -> Any:
+        _KEPT.append(rows)
+        del _KEPT[:-9]
+        rows *= 0.5
+        return rows
+
+    fn = rng.choice(
+        [fail, hang, keep, lambda rows: values(rng), lambda rows: rows[:, :1],
+         lambda rows: engine.generate(PROMPT, max_tokens=1).read(), lambda rows: engine.close]
+    )  # fmt: skip
+    at: Any = rng.choice(["residual", "attention_out", "mlp_out"])
+    return Edit.hook(fn, at, rng.choice([[0], [1, -1], range(4)]), time_limit_s=0.02)
+
+
+def edits_of(engine: Engine, rng: random.Random) -> Any:
+    """Edits, right ones, wrong ones and many of them."""
+    n_embd = engine.model.n_embd
+    pick = rng.choice
+    head = (rng.randrange(-5, 6), rng.randrange(-9, 10))
+    kinds: list[Callable[[], Any]] = [
+        lambda: Edit.add(np.full(n_embd, pick([0.0, 1e-30, 3.0, 1e6])), pick([0, [1, -1]])),
+        lambda: Edit.add(values(rng), values(rng), numbers(rng), values(rng)),
+        lambda: Edit.set(np.zeros((2, n_embd)), -1, pick([[0, 5], [-1, 0], [4, 9], [3, 3]])),
+        lambda: Edit.scale_heads({head: pick([0, -1e6, 2])}),
+        lambda: Edit.scale_heads({(numbers(rng), 0): numbers(rng)}),
+        lambda: Edit.attention_bias(
+            [(0, pick([1, 3, None]))], pick([-100, 2, 100]), heads=pick([None, [0], [7, -8]])
+        ),
+        lambda: Edit.attention_bias(values(rng), numbers(rng)),
+        lambda: Edit.block((0, None), (0, None), layers=pick([None, [0], [3]])),
+        lambda: Edit.block(values(rng), values(rng), values(rng), values(rng)),
+        lambda: hooks(engine, rng),
+    ]
+    if rng.random() < 0.1:
+        return rng.choice([values(rng), [kinds[0]()] * rng.choice([255, 256, 257, 5000])])
+    return [rng.choice(kinds)() for _ in range(rng.randrange(1, 4))]
+
+
 def take(generation: Any, rng: random.Random) -> None:
     """Take a few tokens, then leave it in one of the ways there are."""
     for _ in range(rng.randrange(N_TAKEN_MOST)):
@@ -161,6 +211,11 @@ def calls_of(engine: Engine, rng: random.Random) -> dict[str, Callable[[], objec
     return {
         "generate": lambda: take(engine.generate(values(rng), max_tokens=3), rng),
         "generate options": lambda: take(engine.generate(PROMPT, **options_of(rng)), rng),
+        "generate edits": lambda: take(
+            engine.generate(PROMPT, max_tokens=3, edits=edits_of(engine, rng)), rng
+        ),
+        "attend edits": lambda: engine.attend(PROMPT, "probs", edits=edits_of(engine, rng)).array(),
+        "score edits": lambda: engine.score(PROMPT, edits=edits_of(engine, rng)),
         "attend": lambda: engine.attend(values(rng), values(rng), last=numbers(rng)).array(),
         "attend ids": lambda: engine.attend(PROMPT, Capture("probs"), last=numbers(rng)).array(),
         "chat": lambda: take(engine.chat(rng.choice(MESSAGES), max_tokens=3), rng),

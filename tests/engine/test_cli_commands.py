@@ -17,7 +17,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 import kqview
-from kqview import Capture, Engine
+from kqview import Capture, Edit, Engine
 from kqview.cli.main import app
 from tests.support import tiny_gguf
 
@@ -454,3 +454,56 @@ def test_reader_that_has_gone_ends_every_command_quietly(
 ) -> None:
     assert status_without_reader(monkeypatch, *words) == 141
     assert "rror" not in capfd.readouterr().err
+
+
+# ---- edits
+
+
+def test_edits_of_files_act_on_each_command(demo: Engine, tmp_path: Path) -> None:
+    n_embd = demo.model.n_embd
+    rng = np.random.default_rng(0)
+    directions = np.float32(rng.normal(size=(2, n_embd)))
+    kqview.ControlVector((1, 2), directions, "llama").save(tmp_path / "v.gguf")
+    objects = [
+        {"type": "scale_heads", "factors": [[1, 1, 0.0]]},
+        {"type": "control_vector", "name": "v.gguf", "scale": 0.5},
+    ]
+    (tmp_path / "edits.json").write_text(json.dumps(objects))
+    edits = [
+        Edit.scale_heads({(1, 1): 0.0}),
+        Edit.add(directions, [1, 2], 0.5),
+        Edit.add(directions, [1, 2], 2.0),
+    ]
+    given = ("--edits", tmp_path / "edits.json", "--control-vector", f"{tmp_path}/v.gguf=2")
+    found = json_of("attend", TEXT, *given)["attention"]
+    np.testing.assert_allclose(found, demo.attend(TEXT, edits=edits).array(), atol=1e-5)
+    found = json_of("score", TEXT, *given)[0]["logprob"]
+    assert found == pytest.approx(demo.score(TEXT, edits=edits).total, abs=1e-3)
+    assert found != pytest.approx(demo.score(TEXT).total, abs=1e-1)
+    greedy = ("--max-tokens", "8", "--temperature", "0")
+    want = demo.generate(TEXT, max_tokens=8, temperature=0.0, edits=edits).read()
+    assert json_of("generate", TEXT, *greedy, *given)["text"] == want
+    assert want != demo.generate(TEXT, max_tokens=8, temperature=0.0).read()
+    want = demo.chat(
+        [{"role": "user", "content": TEXT}], max_tokens=8, temperature=0.0, edits=edits
+    )
+    assert run("chat", TEXT, *greedy, *given).stdout.strip() == want.read().strip()
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("[", "is not JSON"),
+        ("3", "list of objects"),
+        ('[{"type": "hook"}]', r"edits[0].type is 'hook'"),
+        ('[{"type": "control_vector", "name": "../v.gguf"}]', "control vectors are none"),
+        ('[{"type": "scale_heads", "factors": [[99, 0, 1]]}]', "layer 99"),
+    ],
+)
+def test_a_file_without_edits_is_refused_by_name(tmp_path: Path, content: str, says: str) -> None:
+    (tmp_path / "edits.json").write_text(content)
+    result = CliRunner().invoke(
+        app, ["generate", "--demo", "a", "--edits", str(tmp_path / "edits.json")]
+    )
+    assert result.exit_code != 0
+    assert says in result.output + str(result.exception)

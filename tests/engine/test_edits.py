@@ -20,12 +20,12 @@ from hypothesis import strategies as st
 import kqview
 from kqview import Capture, ControlVector, Edit, Engine, _core, errors, mod
 from kqview.demo import MODEL_PATH as DEMO
-from kqview.edit import EditTarget, HeadRecord
+from kqview.edit import EditTarget, HeadRecord, SetHead
 from kqview.mods import Added
 from tests.attack.calls import OwnError, values
-from tests.engine.conftest import fake_devices
-from tests.support import tiny_gguf
-from tests.support.reference import relative_error
+from tests.engine.conftest import FAKE_DEVICE, fake_devices
+from tests.support import stock, tiny_gguf
+from tests.support.reference import BertReference, relative_error
 from tests.support.rows import forward_ids, random_ids, reference_of, run, sequence_of
 
 if TYPE_CHECKING:
@@ -173,6 +173,36 @@ def test_edits_equal_the_reference(
 
 
 @pytest.mark.parametrize("name", CASES)
+def test_edits_of_a_model_with_biases_and_other_rotation_equal_the_reference(
+    make_engine: MakeEngine, tmp_path: Path, name: str
+) -> None:
+    path = tiny_gguf.write_model(tmp_path / "qwen2.gguf", arch="qwen2", n_embd=N_EMBD, rms_eps=1e-5)
+    tokens = run(
+        make_engine(path, **EXACT), random_ids(20), 5, capture=ALL, edits=CASES[name].edits
+    )
+    assert error_of(path, random_ids(20), tokens, CASES[name]) <= 1e-5
+
+
+def test_edits_of_an_encoder_equal_the_reference(make_engine: MakeEngine, bert: Path) -> None:
+    engine, ids, reference = make_engine(bert, **EXACT), random_ids(24), BertReference(bert)
+    bias, factors = np.zeros((N_HEAD, 24, 24)), np.array([1.0, 0.0, 1.0, 2.0])
+    bias[..., 2:7] += 1.5
+    bias[:, 6:, 10:14] = -np.inf
+    bias[:, range(10, 14), range(10, 14)] = 0.0  # a token sees itself
+    edits = [
+        Edit.attention_bias([(2, 7)], 1.5),
+        Edit.block((6, None), (10, 14)),
+        Edit.scale_heads({(il, h): float(factors[h]) for il in range(N_LAYER) for h in (1, 3)}),
+    ]
+    found = engine.attend(ids, "probs", edits=edits).array()
+    assert relative_error(found, reference.forward(ids, bias, factors)[1]) <= 1e-4
+    assert relative_error(found, reference.forward(ids)[1]) > 1e-2
+    # llama.cpp does not name the outputs of its layers.
+    with pytest.raises(errors.UnsupportedModel, match="edits: the output of layer"):
+        engine.attend(ids, "probs", edits=Edit.add(np.ones(engine.model.n_embd), 0))
+
+
+@pytest.mark.parametrize("name", CASES)
 def test_rows_of_a_prompt_are_those_after_the_edits(
     make_engine: MakeEngine, model: Path, name: str
 ) -> None:
@@ -222,33 +252,35 @@ def test_slots_have_edits_of_their_own(make_engine: MakeEngine, model: Path) -> 
 def test_a_request_beside_edited_ones_is_itself(
     make_engine: MakeEngine, model: Path, way: str
 ) -> None:
+    """Bit for bit. Rounding depends on which tokens share a step, so both begin with one step."""
+
     def beside(edits: Any) -> tuple[int, list[Any]]:
         """Steps of both requests together, and what the first one, without edits, has got."""
-        engine = make_engine(model, n_slots=2, run_ahead=16, **WAYS[way])
+        engine = make_engine(model, n_slots=3, run_ahead=16, **WAYS[way])
+        is_held, may_go = threading.Event(), threading.Event()
+
+        def hold(rows: Any) -> None:  # the engine waits for it
+            is_held.set()
+            may_go.wait(60)
+
+        held = Edit.hook(hold, layers=[0], time_limit_s=60)
+        before = engine.generate([1], slot=2, max_tokens=1, edits=held)
+        assert is_held.wait(60)
         shared = {"max_tokens": 12, "temperature": 0.0, "ignore_eos": True, "capture": ALL}
         first = engine.generate(random_ids(17, 5), slot=0, **shared)
         second = engine.generate(random_ids(17, 6), slot=1, edits=edits, **shared)
-        tokens, _ = list(first), list(second)
+        may_go.set()
+        tokens, _, _ = list(first), list(second), list(before)
         n_steps = engine.stats().n_decodes
         engine.close()
         return n_steps, [(t.id, np.array(t.attention), np.array(t.hidden)) for t in tokens]
 
-    def is_same(ours: list[Any], theirs: list[Any]) -> bool:
-        pairs = zip(ours, theirs, strict=True)
-        return all(
-            np.array_equal(a, b) for one, other in pairs for a, b in zip(one, other, strict=True)
-        )
-
-    # Rounding depends on which tokens share a step, and that on when the requests arrive. What an
-    # edited neighbour changed would be changed in every run.
-    plain = [beside(None) for _ in range(3)]
-    for name in ("several", "block", "bias of heads"):
-        assert any(
-            is_same(found, rows)
-            for n_steps, found in (beside(CASES[name].edits) for _ in range(8))
-            for n, rows in plain
-            if n == n_steps
-        )
+    n_steps, plain = beside(None)
+    for name in ("add", "heads", "several", "block", "bias of heads"):
+        n, found = beside(CASES[name].edits)
+        assert n == n_steps
+        for ours, theirs in zip(found, plain, strict=True):
+            assert all(np.array_equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 # ---- no cost without edits
@@ -266,6 +298,9 @@ def test_a_graph_without_edits_has_no_node(make_engine: MakeEngine, model: Path)
     assert nodes_of(edits=[]) == 0
     assert nodes_of(edits=CASES["add"].edits) == 2
     assert nodes_of(edits=CASES["heads"].edits) == 2
+    ours = make_engine(model, flash_attn=True, attention_kernel="kqview")
+    run(ours, prompt, 2, edits=CASES["heads"].edits)
+    assert ours.stats().graph_nodes_added == 0  # our attention scales what it gives out
     # Biases of all layers and heads are part of the mask that llama.cpp hands in.
     assert nodes_of(edits=[Edit.attention_bias([(0, 3)], 1.0), Edit.block((4, None), (0, 2))]) == 0
     assert nodes_of(edits=CASES["bias of layers"].edits) == 2
@@ -547,6 +582,29 @@ def test_a_control_vector_is_the_sum_of_its_directions(
     assert cached(engine, prompt, edits=only) == 19
 
 
+@pytest.mark.needs("stock server")
+def test_a_control_vector_does_what_it_does_in_llama_server(
+    make_engine: MakeEngine, model: Path, tmp_path: Path
+) -> None:
+    """The same file, there for the whole context: the same tokens and logprobs."""
+    path, prompt = tmp_path / "v.gguf", random_ids(20)
+    ControlVector((1, 2), np.float32(vector(4, 2)), "llama").save(path)
+    body = {"prompt": prompt, "n_predict": 8, "temperature": 0, "n_probs": 3, "ignore_eos": True}
+    options = ("-fa", "off", "-ctk", "f32", "-ctv", "f32")
+    with stock.server(model, *options, "--control-vector-scaled", f"{path}:1.5") as ask:
+        want = ask("POST", "/completion", body)["completion_probabilities"]
+    edit = Edit.control_vector(path, scale=1.5)
+    engine = make_engine(model, **EXACT)
+    asked: dict[str, Any] = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True}
+    tokens = list(engine.generate(prompt, edits=edit, top_logprobs=3, **asked))
+    assert [one.id for one in tokens] == [one["id"] for one in want]
+    for ours, theirs in zip(tokens, want, strict=True):
+        top = [one["logprob"] for one in theirs["top_logprobs"]]
+        np.testing.assert_allclose([p for _, p in ours.top_logprobs or ()], top, atol=1e-5)
+    plain = [one.id for one in engine.generate(prompt, **asked)]
+    assert plain != [one.id for one in tokens]
+
+
 def test_files_that_are_no_control_vector_are_refused(model: Path, tmp_path: Path) -> None:
     with pytest.raises(errors.ModelLoadError, match="no tensor direction"):
         Edit.control_vector(model)
@@ -646,6 +704,22 @@ def test_a_hook_sees_and_changes_the_tokens_of_its_request(
     assert cached(engine, prompt, edits=Edit.hook(lambda rows: None, layers=[0])) == 0
 
 
+@pytest.mark.parametrize("at", ["attention_out", "mlp_out"])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_hook_changes_what_a_part_of_a_layer_adds(
+    make_engine: MakeEngine, model: Path, way: str, at: Any
+) -> None:
+    engine, prompt = make_engine(model, **WAYS[way]), random_ids(20)
+    edits = Edit.hook(lambda rows: 2.0 * rows, at=at, layers=[0, 2])
+    tokens = run(engine, prompt, 4, capture=ALL, edits=edits)
+
+    def behind(part: str, il: int, x: Any) -> Any:
+        return 2.0 * x if part == at and il != 1 else x
+
+    assert error_of(model, prompt, tokens, Case([], behind_part=behind)) <= LIMITS[way]
+    assert error_of(model, prompt, tokens, PLAIN) > 2 * LIMITS[way]
+
+
 def test_edits_before_and_behind_a_hook_act_in_order(make_engine: MakeEngine, model: Path) -> None:
     engine, prompt = make_engine(model, **EXACT), random_ids(20)
     edits = [
@@ -687,7 +761,7 @@ def test_a_hook_that_fails_ends_its_request_alone(make_engine: MakeEngine, model
             run(engine, prompt, 4, slot=0, edits=edits)
         assert error_of(model, random_ids(9, seed=4), list(other), PLAIN) <= 1e-5
     is_over.set()
-    for arguments in ({"fn": 3}, {"at": "mlp_out"}, {"layers": []}, {"time_limit_s": 0}):
+    for arguments in ({"fn": 3}, {"at": "mlp_in"}, {"layers": []}, {"time_limit_s": 0}):
         with pytest.raises(errors.InvalidEdit):
             Edit.hook(**{"fn": raises, "layers": [1], **arguments})  # type: ignore[arg-type]
 
@@ -708,18 +782,68 @@ def test_threads_of_hooks_end_with_their_requests(make_engine: MakeEngine, model
 
 @pytest.mark.needs("developer build")
 @pytest.mark.parametrize("flash_attn", [False, True])
-def test_layers_on_a_device_take_biases_of_all_heads(
+def test_layers_on_a_device_are_edited_by_its_own_nodes(
     fake_device: None, make_engine: MakeEngine, model: Path, flash_attn: bool
 ) -> None:
     options: dict[str, Any] = {"kv_type": "f32", "flash_attn": flash_attn}
-    engine = make_engine(model, n_gpu_layers=-1, **options)
-    for name in ("bias", "block"):
-        tokens = run(engine, random_ids(20), 5, capture=ALL, edits=CASES[name].edits)
-        limit = LIMITS["llama.cpp"] if flash_attn else 2e-5
-        assert error_of(model, random_ids(20), tokens, CASES[name]) <= limit
-    for name, what in (("add", "the output"), ("heads", "heads"), ("bias of layers", "scores")):
+    engine = make_engine(model, n_gpu_layers=-1, n_slots=2, **options)
+    limit = LIMITS["llama.cpp"] if flash_attn else 2e-5
+    for name, case in CASES.items():
+        if name in ("bias of layers", "bias of heads"):
+            continue
+        for n_prompt in (20, 100):
+            tokens = run(engine, random_ids(n_prompt), 5, capture=ALL, edits=case.edits)
+            assert error_of(model, random_ids(n_prompt), tokens, case) <= limit
+            assert error_of(model, random_ids(n_prompt), tokens, PLAIN) > 2 * limit
+    # Two slots, each with its own.
+    wanted = [(random_ids(12, seed=1), CASES["several"]), (random_ids(15, seed=2), CASES["add"])]
+    running = [
+        engine.generate(
+            prompt, slot=i, max_tokens=6, temperature=1.0, seed=i, ignore_eos=True, capture=ALL,
+            edits=case.edits,
+        )
+        for i, (prompt, case) in enumerate(wanted)
+    ]  # fmt: skip
+    for one, (prompt, case) in zip(running, wanted, strict=True):
+        assert error_of(model, prompt, list(one), case) <= limit
+    effects = SetHead(1, 2, np.ones((9, N_EMBD // N_HEAD), np.float32), range(9))
+    tokens = run(engine, random_ids(9), 3, capture=ALL, edits=effects)
+    cpu = make_engine(model, n_gpu_layers=0, **options)
+    for one, other in zip(
+        tokens, run(cpu, random_ids(9), 3, capture=ALL, edits=effects), strict=True
+    ):
+        assert relative_error(np.asarray(one.hidden), np.asarray(other.hidden)) <= limit
+
+
+@pytest.mark.needs("developer build")
+def test_edits_of_a_device_that_need_the_host_are_refused_by_name(
+    fake_device: None, make_engine: MakeEngine, model: Path
+) -> None:
+    engine = make_engine(model, n_gpu_layers=-1)
+    for edit, what in (
+        (CASES["bias of layers"].edits, "scores"),
+        (CASES["bias of heads"].edits, "scores"),
+        (HeadRecord([1]), "kept heads"),
+        (Edit.hook(print, layers=[1]), "the output by a hook"),
+        (Edit.hook(print, at="mlp_out", layers=[1]), "mlp_out by a hook"),
+    ):
         with pytest.raises(errors.UnsupportedModel, match=f"edits: {what} of layer"):
-            engine.generate(random_ids(20), edits=CASES[name].edits)
+            engine.generate(random_ids(20), edits=edit)
+
+
+@pytest.mark.needs("developer build")
+def test_layers_of_the_host_are_edited_there_though_products_of_a_prompt_are_not(
+    fake_device: None, make_engine: MakeEngine, model: Path
+) -> None:
+    FAKE_DEVICE.set(offload_tokens=32)
+    try:
+        engine = make_engine(model, n_gpu_layers=1, kv_type="f32", flash_attn=False)
+        for name in ("add", "set", "heads", "several"):
+            prompt = random_ids(100)
+            tokens = run(engine, prompt, 3, capture=ALL, edits=CASES[name].edits)
+            assert error_of(model, prompt, tokens, CASES[name]) <= 2e-5
+    finally:
+        FAKE_DEVICE.set()
 
 
 @pytest.fixture
@@ -848,3 +972,37 @@ def test_patching_finds_the_heads_that_copy(make_engine: MakeEngine) -> None:
     plain = logprob([])
     assert logprob(best) < plain - 1.0
     assert abs(logprob(least) - plain) < (plain - logprob(best)) / 2
+
+
+# ---- traces
+
+
+def test_a_trace_says_which_edits_were_in_force_but_not_their_values(
+    make_engine: MakeEngine, model: Path
+) -> None:
+    engine, prompt = make_engine(model, **EXACT), random_ids(20)
+
+    @mod
+    def changing(event: Any, actions: Any, tokenizer: Any) -> Any:
+        is_third = isinstance(event, Added) and event.step == 3
+        return actions.clear_edits() if is_third else None
+
+    edits = [Edit.add(vector(1), 0), Edit.block((10, None), (0, 4))]
+    generation = engine.generate(
+        prompt, max_tokens=5, temperature=0.0, ignore_eos=True, mods=[changing], edits=edits,
+        trace=True,
+    )  # fmt: skip
+    generation.read()
+    assert generation.trace is not None
+    stats = generation.trace.request.inference_stats
+    assert stats is not None
+    begun, ended = stats["edits"]
+    kept = engine.slots[0].edits
+    assert begun["start"] == 0
+    assert [(one["hash"], one["first"]) for one in begun["edits"]] == list(kept[0][1])
+    assert ended == {"start": kept[1][0], "edits": []}
+    assert len(generation.trace.to_payload()) > 0
+    plain = engine.generate(prompt, max_tokens=2, trace=True)
+    plain.read()
+    assert plain.trace is not None
+    assert "edits" not in (plain.trace.request.inference_stats or {})

@@ -33,9 +33,9 @@ def postgres_program(name: str) -> str | None:
     return max(map(str, found), default=None, key=lambda path: float(Path(path).parts[4]))
 
 
-def _has_peers() -> bool:
+def _has_stock(*names: str) -> bool:
     try:
-        for name in ("kq-eval-rows", "test-llama-archs", "ggml-rpc-server"):
+        for name in names:
             stock.find_binary(name)
     except stock.PeersMissing:
         return False
@@ -63,7 +63,9 @@ def _program(*names: str) -> Callable[[], bool]:
 
 
 NEEDS: dict[str, Callable[[], bool]] = {
-    "peers": _has_peers,  # python bench/peers/build.py kq-eval-rows test-llama-archs rpc-server
+    # python bench/peers/build.py kq-eval-rows test-llama-archs rpc-server
+    "peers": lambda: _has_stock("kq-eval-rows", "test-llama-archs", "ggml-rpc-server"),
+    "stock server": lambda: _has_stock("llama-server"),  # python bench/peers/build.py llama-server
     "developer build": _has_developer_build,  # CONTRIBUTING.md
     "json suite": json_suite.is_here,  # python -m tests.support.json_suite
     "chromium": _program("chromium", "chromium-browser"),

@@ -131,6 +131,7 @@ class Reference:
         bias: F64 | None = None,
         head_factors: F64 | None = None,
         behind_layer: Callable[[int, F64], F64] | None = None,
+        behind_part: Callable[[str, int, F64], F64] | None = None,
         patched_heads: Mapping[tuple[int, int], F64] | None = None,
         heads_out: list[F64] | None = None,
     ) -> Result:
@@ -152,6 +153,7 @@ class Reference:
             head_factors: ``(n_layer, n_head)``, factors of what heads give out.
             behind_layer: Called with a layer and its output, ``(n_tokens, n_embd)``; returns
                 what goes on in its place.
+            behind_part: As behind_layer, with what "attention_out" or "mlp_out" adds to the stream.
             patched_heads: By (layer, head), ``(n_tokens, head_size)`` in place of its output.
             heads_out: Filled with what the heads of each layer give out,
                 ``(n_head, n_tokens, head_size)``.
@@ -199,11 +201,12 @@ class Reference:
             if heads_out is not None:
                 heads_out.append(mixed)
             mixed = mixed.transpose(1, 0, 2).reshape(n_tokens, -1)
-            x = x + mixed @ w[b + "attn_output.weight"].T
+            part = behind_part or (lambda _at, _il, x: x)
+            x = x + part("attention_out", il, mixed @ w[b + "attn_output.weight"].T)
             h = self._norm(x, b + "ffn_norm")
             gate = h @ w[b + "ffn_gate.weight"].T
-            up = h @ w[b + "ffn_up.weight"].T
-            x = x + (gate / (1 + np.exp(-gate)) * up) @ w[b + "ffn_down.weight"].T
+            inner = gate / (1 + np.exp(-gate)) * (h @ w[b + "ffn_up.weight"].T)
+            x = x + part("mlp_out", il, inner @ w[b + "ffn_down.weight"].T)
             hidden[il] = x = x if behind_layer is None else behind_layer(il, x)
         output = w.get("output.weight", w["token_embd.weight"])
         final = self._norm(x, "output_norm")
@@ -383,8 +386,13 @@ class BertReference:
         """The last layer's output of every token, (n_tokens, n_embd)."""
         return self.forward(ids)[0]
 
-    def forward(self, ids: Sequence[int]) -> tuple[F64, F64]:
-        """`rows`, and the probabilities of all layers, (n_layer, n_head, n_tokens, n_tokens)."""
+    def forward(
+        self, ids: Sequence[int], bias: F64 | float = 0.0, head_factors: F64 | None = None
+    ) -> tuple[F64, F64]:
+        """`rows`, and the probabilities of all layers, (n_layer, n_head, n_tokens, n_tokens).
+
+        *bias* and *head_factors*: as of `Reference.forward`, for layers alike.
+        """
         w = self.weights
         probs: list[F64] = []
         n_tokens = len(ids)
@@ -395,8 +403,11 @@ class BertReference:
         for il in range(self.n_layer):
             b = f"blk.{il}."
             q, k, v = (self._heads(x, b + name) for name in ("attn_q", "attn_k", "attn_v"))
-            probs.append(_softmax(q @ k.transpose(0, 2, 1) / np.sqrt(q.shape[-1])))
-            mixed = (probs[-1] @ v).transpose(1, 0, 2).reshape(n_tokens, -1)
+            probs.append(_softmax(q @ k.transpose(0, 2, 1) / np.sqrt(q.shape[-1]) + bias))
+            heads = probs[-1] @ v
+            if head_factors is not None:
+                heads = heads * head_factors[:, None, None]
+            mixed = heads.transpose(1, 0, 2).reshape(n_tokens, -1)
             x = self._norm(x + self._linear(mixed, b + "attn_output"), b + "attn_output_norm")
             inner = self._gelu(self._linear(x, b + "ffn_up"))
             x = self._norm(x + self._linear(inner, b + "ffn_down"), b + "layer_output_norm")

@@ -7,11 +7,15 @@ is shared with the code under test.
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,9 +24,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 F32 = NDArray[np.float32]
+SERVER_STARTS_WITHIN_S = 60
 KvType = Literal["f16", "f32", "q8_0", "q4_0"]
 BUILD = Path(__file__).resolve().parents[2] / "bench" / "peers" / "build.py"
 
@@ -177,6 +182,50 @@ def read_generation(model: Path, prompt: Sequence[int], ids: Sequence[int], **op
     forced = [prompt[-1], *ids]
     run = read_rows(model, prompt[:-1], n_predict=len(forced), forced_ids=forced, **options)
     return Run(run.steps[1:], run.tokens[1:], run.logits[1:], run.meta)
+
+
+@contextlib.contextmanager
+def server(model: Path, *options: str | Path) -> Iterator[Callable[..., Any]]:
+    """The stock llama-server with one slot of 256 tokens, and what asks it.
+
+    It is called with a method, a path and a body, and returns what is answered; None for an error.
+
+    Raises:
+        PeersMissing: It is not built.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [
+        str(find_binary("llama-server")), "--model", str(model), "--ctx-size", "256",
+        "--parallel", "1", "--threads", "1", "--no-warmup", "--host", "127.0.0.1",
+        "--port", str(port), *map(str, options),
+    ]  # fmt: skip
+
+    def ask(method: str, path: str, body: object = None) -> Any:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        try:
+            connection.request(method, path, json.dumps(body), {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            data = response.read()
+            return json.loads(data) if response.status == http.HTTPStatus.OK else None
+        except OSError:
+            return None
+        finally:
+            connection.close()
+
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+        try:
+            until = time.monotonic() + SERVER_STARTS_WITHIN_S
+            while ask("GET", "/health") is None and process.poll() is None:
+                if time.monotonic() > until:
+                    break
+                time.sleep(0.05)
+            yield ask
+        finally:
+            process.kill()
+            process.wait()
 
 
 def _parse(out: Path) -> Run:

@@ -9,13 +9,9 @@ argument it also writes the prompts themselves there, to be read.
 from __future__ import annotations
 
 import hashlib
-import http.client
 import json
-import socket
-import subprocess
 import sys
 import tempfile
-import time
 from datetime import datetime, timedelta
 from itertools import product
 from pathlib import Path
@@ -25,7 +21,6 @@ from tests.support import stock, tiny_gguf
 
 STORED = Path(__file__).with_suffix(".json")
 REFUSED = "refused"
-_START_S = 60
 _DATES = ("%Y-%m-%d", "%d %b %Y", "%b %d %Y", "%B %d, %Y", "%d %B %Y", "%d.%m.%Y")
 
 _SYSTEM = {"role": "system", "content": "You know the weather."}
@@ -120,43 +115,12 @@ def stored() -> dict[str, dict[str, str]]:
 
 def _prompts(model: Path, template: Path) -> dict[str, str | None]:
     """The prompts of the stock server, None where it refuses."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [
-        str(stock.find_binary("llama-server")), "--model", str(model), "--ctx-size", "256",
-        "--parallel", "1", "--threads", "1", "--no-warmup", "--host", "127.0.0.1",
-        "--port", str(port), "--chat-template-file", str(template),
-    ]  # fmt: skip
-    with tempfile.TemporaryFile() as log:
-        server = subprocess.Popen(command, stdout=log, stderr=log)
-        try:
-            until = time.monotonic() + _START_S
-            while _asked(port, "GET", "/health") is None and server.poll() is None:
-                if time.monotonic() > until:
-                    break
-                time.sleep(0.05)
-            return {
-                name: found and found["prompt"]
-                for name, body in CHATS.items()
-                for found in [_asked(port, "POST", "/apply-template", body)]
-            }
-        finally:
-            server.kill()
-            server.wait()
-
-
-def _asked(port: int, method: str, path: str, body: object = None) -> Any:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-    try:
-        connection.request(method, path, json.dumps(body), {"Content-Type": "application/json"})
-        response = connection.getresponse()
-        data = response.read()
-        return json.loads(data) if response.status == http.HTTPStatus.OK else None
-    except OSError:
-        return None
-    finally:
-        connection.close()
+    with stock.server(model, "--chat-template-file", template) as ask:
+        return {
+            name: found and found["prompt"]
+            for name, body in CHATS.items()
+            for found in [ask("POST", "/apply-template", body)]
+        }
 
 
 def main(templates: Path, shown: Path | None) -> None:

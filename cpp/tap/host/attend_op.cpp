@@ -370,6 +370,7 @@ void finish_group(const attend_op& op, ggml_tensor* node, const division& work,
                                        head, reinterpret_cast<float*>(to)));
         }
     }
+    if (op.edits) edit_heads(*op.edits, node, item.stream, item.token_begin, item.token_end);
     static thread_local stream_rows rows;
     find_rows(op, work, item.stream, rows);
     for (const auto& wanted : rows) finish_rows(op, work, item, rows, wanted, sums, ith);

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "tap/graph.h"
+#include "tap/host/edit_op.h"
 #include "tap/host/row_sink.h"
 
 namespace kqview {
@@ -41,6 +42,7 @@ struct attend_op {
     operand_strides v_strides;
     row_table& table;
     attend_memory& memory;
+    const edit_op* edits = nullptr;  // of what its heads give out
     std::atomic<int> next_item{0};
     std::vector<std::atomic<int>> n_done;  // items, by stream and run of queries
 

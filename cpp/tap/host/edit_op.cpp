@@ -20,27 +20,10 @@ namespace {
 
 std::size_t zu(std::int64_t n) { return static_cast<std::size_t>(n); }
 
-// ---- the residual stream
+// ---- what a layer has of each token
 
-// The row of a layer's output that belongs to a token; -1: it has none, because the last layer
-// keeps only the tokens whose logits are wanted.
-std::int64_t row_of(const edit_table& table, const ggml_tensor* output, int i_token) {
-    if (output->ne[1] == table.n_tokens) return i_token;
-    return table.output_of[zu(i_token)];
-}
-
-// Which of an edit's vectors is for a token at `position`; null: none.
-const float* vector_of(const residual_edit& edit, int position, std::size_t n_embd) {
-    const auto* const values = edit.values->data();
-    if (edit.positions.empty()) return values;
-    const auto found = std::ranges::lower_bound(edit.positions, position);
-    if (found == edit.positions.end() || *found != position) return nullptr;
-    const bool is_one = edit.values->size() == n_embd;
-    return values + (is_one ? 0 : zu(found - edit.positions.begin()) * n_embd);
-}
-
-void apply(const residual_edit& edit, int position, float* row, std::size_t n_embd) {
-    const auto* const values = vector_of(edit, position, n_embd);
+void apply(const output_edit& edit, int position, float* row, std::size_t n_embd) {
+    const auto* const values = edit.at(position, n_embd);
     if (!values) return;
     if (edit.replaces) {
         std::copy_n(values, n_embd, row);
@@ -67,9 +50,9 @@ void ask_hook(const hook_lease& hook, int il, std::span<const edited_row> rows,
         std::copy_n(all.data() + i * n_embd, n_embd, rows[i].values);
 }
 
-void edit_with_hooks(const layer_edits& edits, int il, std::span<const edited_row> rows,
-                     std::size_t n_embd) {
-    for (const auto& edit : edits.residual) {
+void edit_with_hooks(const std::vector<output_edit>& edits, int il,
+                     std::span<const edited_row> rows, std::size_t n_embd) {
+    for (const auto& edit : edits) {
         if (edit.hook) {
             ask_hook(*edit.hook, il, rows, n_embd);
         } else {
@@ -78,26 +61,27 @@ void edit_with_hooks(const layer_edits& edits, int il, std::span<const edited_ro
     }
 }
 
-void run_residual_edit(ggml_tensor* node, int ith, int nth, void* data) {
+void run_output_edit(ggml_tensor* node, int ith, int nth, void* data) {
     const auto& op = *static_cast<const edit_op*>(data);
     const ggml_tensor* const output = node->src[0];
     const auto n_embd = zu(output->ne[0]);
     for (const auto& run : op.table->runs) {
-        const auto* const edits = run.plan->find(op.il);
-        if (!edits || edits->residual.empty()) continue;
+        const auto* const of_layer = run.plan->find(op.il);
+        if (!of_layer || of_layer->outputs[op.point].empty()) continue;
+        const auto& edits = of_layer->outputs[op.point];
         // end_step reports what was not edited
         if (output->ne[1] != op.table->n_tokens && output->ne[1] != op.table->n_outputs) continue;
         const auto for_rows = [&](int first, int step, const auto& use) {
             for (int i = first; i < run.n_tokens; i += step) {
-                const auto i_row = row_of(*op.table, output, run.i_token + i);
+                const auto i_row = op.table->row_of(output, run.i_token + i);
                 if (i_row < 0) continue;
                 auto* const row = static_cast<std::byte*>(output->data) + zu(i_row) * output->nb[1];
                 use(edited_row{reinterpret_cast<float*>(row), run.position + i});
             }
         };
-        if (!edits->has_hook()) {
+        if (!of_layer->has_hook(op.point)) {
             for_rows(ith, nth, [&](const edited_row& row) {
-                for (const auto& edit : edits->residual)
+                for (const auto& edit : edits)
                     apply(edit, row.position, row.values, n_embd);
             });
         } else if (ith == 0) {
@@ -105,7 +89,7 @@ void run_residual_edit(ggml_tensor* node, int ith, int nth, void* data) {
             try {
                 std::vector<edited_row> rows;
                 for_rows(0, 1, [&](const edited_row& row) { rows.push_back(row); });
-                edit_with_hooks(*edits, op.il, rows, n_embd);
+                edit_with_hooks(edits, op.il, rows, n_embd);
             } catch (const std::bad_alloc&) {  // must not cross ggml
                 continue;
             }
@@ -133,14 +117,11 @@ struct head_outputs {
     }
 };
 
-void edit_heads(const layer_edits& edits, const head_outputs& outputs, int i_token) {
+void edit_heads_of(const layer_edits& edits, const head_outputs& outputs, int i_token) {
     const auto n = zu(outputs.n_values());
     for (const auto& one : edits.set_heads) {
-        const auto found = std::ranges::lower_bound(one.positions, outputs.run.position + i_token);
-        if (found == one.positions.end() || *found != outputs.run.position + i_token) continue;
-        const auto i = zu(found - one.positions.begin());
-        if ((i + 1) * n > one.values->size()) continue;
-        std::copy_n(one.values->data() + i * n, n, outputs.of(i_token, one.head));
+        if (const auto* const values = one.at(outputs.run.position + i_token, n))
+            std::copy_n(values, n, outputs.of(i_token, one.head));
     }
     for (const auto& one : edits.heads) {
         auto* const values = outputs.of(i_token, one.head);
@@ -172,7 +153,7 @@ void run_head_edit(ggml_tensor* node, int ith, int nth, void* data) {
         const bool is_recorded = record && record->layers.contains(op.il);
         if (is_recorded && ith != 0) continue;
         for (int i = ith; edits && i < run.n_tokens; i += is_recorded ? 1 : nth)
-            edit_heads(*edits, outputs, i);
+            edit_heads_of(*edits, outputs, i);
         if (ith != 0) continue;
         try {
             if (is_recorded) record_heads(record->layers.at(op.il), outputs);
@@ -307,14 +288,34 @@ int edit_table::n_due() const {
     int n = 0;
     for (const auto& run : runs) {
         for (const auto& [il, edits] : run.plan->layers)
-            n += !edits.residual.empty() + run.plan->acts_on_heads(il) + !edits.biases.empty();
+            {
+            for (const auto point : edit_points) n += !edits.outputs[point].empty();
+            n += run.plan->acts_on_heads(il) + !edits.biases.empty();
+        }
     }
     return n;
 }
 
-ggml_tensor* make_residual_edit(ggml_context* tensors, const hidden_site& site, edit_op& op) {
-    op.il = site.il;
-    return make_node(tensors, site.output, run_residual_edit, op);
+// The last layer keeps only the tokens whose logits are wanted.
+std::int64_t edit_table::row_of(const ggml_tensor* output, int i_token) const {
+    return output->ne[1] == n_tokens ? i_token : output_of[zu(i_token)];
+}
+
+ggml_tensor* make_output_edit(ggml_context* tensors, ggml_tensor* output, edit_op& op) {
+    return make_node(tensors, output, run_output_edit, op);
+}
+
+void edit_heads(const edit_op& op, ggml_tensor* outputs, int stream, int first, int end) {
+    for (const auto& run : op.table->runs) {
+        if (run.i_stream != stream || !run.plan->acts_on_heads(op.il)) continue;
+        const head_outputs of_run{op, outputs, run};
+        const auto& edits = *run.plan->find(op.il);
+        const int run_end = run.i_query + run.n_tokens;
+        for (int i = std::max(first, run.i_query); i < std::min(end, run_end); ++i)
+            edit_heads_of(edits, of_run, i - run.i_query);
+        if (first < run_end && run_end <= end)
+            op.table->n_done.fetch_add(1, std::memory_order_relaxed);
+    }
 }
 
 ggml_tensor* make_head_edit(ggml_context* tensors, const attention_site& site, edit_op& op) {

@@ -1,5 +1,6 @@
-// The custom ops that change activations while a graph runs: one node behind a layer's output, one
-// behind the outputs of its heads. They write into the tensor that llama.cpp computed, in place, so
+// The custom ops that change activations while a graph runs: a node behind each point of a layer
+// that is edited, one behind the outputs of its heads, unless our own attention gives them out and
+// changes them itself. They write into the tensor that llama.cpp computed, in place, so
 // that all that reads it sees the change; nothing but the tokens of edited requests is touched.
 // Biases of all layers and heads go into the masks, which are inputs, and need no node; those of
 // one layer are added by a node that makes the layer a mask of its own.
@@ -10,6 +11,7 @@
 #include <ggml.h>
 
 #include <atomic>
+#include <cstdint>
 #include <span>
 #include <vector>
 
@@ -39,6 +41,8 @@ struct edit_table {
 
     void begin(std::span<const step_token> tokens);
     void end() noexcept { runs.clear(); }
+    // The row of what a layer has that belongs to a token; -1: it has none.
+    std::int64_t row_of(const ggml_tensor* output, int i_token) const;
     // How often a node has to have worked on a run when the step has ended.
     int n_due() const;
 };
@@ -47,14 +51,19 @@ struct edit_table {
 struct edit_op {
     edit_table* table = nullptr;
     int il = 0;
+    edit_point point{};
     attention_site site{};  // its numbers
 };
 
-// Creates a node that changes a layer's output for the edited tokens.
-ggml_tensor* make_residual_edit(ggml_context* tensors, const hidden_site& site, edit_op& op);
+// Creates a node that changes what a layer has at op.point, F32 ne=[n_embd, n_tokens], for the
+// edited tokens.
+ggml_tensor* make_output_edit(ggml_context* tensors, ggml_tensor* output, edit_op& op);
 
-// Creates a node that scales what heads give out. Requires site.output.
+// Creates a node that changes, and keeps, what heads give out. Requires site.output.
 ggml_tensor* make_head_edit(ggml_context* tensors, const attention_site& site, edit_op& op);
+// The same without a node, and without keeping it, for queries [first, end) of a stream, as soon as
+// they are computed. Each query is in one call, which any thread makes.
+void edit_heads(const edit_op& op, ggml_tensor* outputs, int stream, int first, int end);
 
 // Creates a node in place of the mask that a layer reads, with the biases of that layer added; for
 // each head, or for all alike. The site reads it from then on.

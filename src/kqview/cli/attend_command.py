@@ -12,7 +12,14 @@ from numpy.typing import NDArray
 from rich.console import Console
 
 from kqview.cli.option_groups import option, with_groups
-from kqview.cli.options import ADD_SPECIAL, JSON, CaptureChoice, EngineChoice, PromptChoice
+from kqview.cli.options import (
+    ADD_SPECIAL,
+    JSON,
+    CaptureChoice,
+    EditsChoice,
+    EngineChoice,
+    PromptChoice,
+)
 from kqview.cli.outputs import ARRAYS, PAGE, PICTURES, check_drawn, check_output, output_to
 from kqview.errors import RequestError
 from kqview.saved import save_prompt, write_arrays
@@ -46,6 +53,7 @@ def attend(
         "(a page), .npz, .npy or .safetensors."
     ),
     capture: CaptureChoice,
+    edits: EditsChoice,
     add_special: bool = ADD_SPECIAL,
     as_json: bool = JSON,
 ) -> None:
@@ -64,15 +72,17 @@ def attend(
     """
     check_output("--output", output, _SUFFIXES)
     plan = capture.plan()
+    changes = edits.read()
     check_drawn(output, plan)
     model, words = source.resolve(prompt.text)
     text = prompt.read(words)
     if not text:  # as `kqview score` says it
         raise RequestError("the text is missing: text 1 is empty")
     with source.open(model) as engine:
-        shown = _Shown(engine, text, plan, add_special=add_special, last=last)
+        asked: dict[str, Any] = {"last": last, "add_special": add_special, "edits": changes}
+        shown = _Shown(engine, text, plan, asked)
         if output is not None and output.suffix.lower() == PAGE:
-            to_html(output, engine.attend(text, plan, last=last, add_special=add_special))
+            to_html(output, engine.attend(text, plan, **asked))
         elif output is not None:
             shown.write(output, layer, head)
         if output is not None:
@@ -97,10 +107,8 @@ class _Head:
 class _Shown:
     """The attention of a text, in memory."""
 
-    def __init__(
-        self, engine: "Engine", text: str, plan: "Capture", *, add_special: bool, last: int | None
-    ) -> None:
-        self._found = found = engine.attend(text, plan, last=last, add_special=add_special)
+    def __init__(self, engine: "Engine", text: str, plan: "Capture", asked: dict[str, Any]) -> None:
+        self._found = found = engine.attend(text, plan, **asked)
         assert found.capture is not None
         self._model = engine.model
         self._capture = found.capture

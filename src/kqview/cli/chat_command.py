@@ -22,7 +22,13 @@ from kqview import json_input
 from kqview.chat import CHATML
 from kqview.chat.turn import checked_messages
 from kqview.cli.option_groups import argument, option, with_groups
-from kqview.cli.options import CaptureChoice, EngineChoice, SamplingChoice, text_or_file
+from kqview.cli.options import (
+    CaptureChoice,
+    EditsChoice,
+    EngineChoice,
+    SamplingChoice,
+    text_or_file,
+)
 from kqview.cli.terminal import argument_text, decoded, read_stdin, read_text, show_delta, shown
 from kqview.durable import write_whole
 from kqview.errors import KqviewError, PromptTooLong, RequestError, UnsupportedModel
@@ -32,7 +38,7 @@ from kqview.viz.terminal import label
 if TYPE_CHECKING:
     from types import FrameType
 
-    from kqview import Capture, Engine, Generation, Sampling, Token
+    from kqview import Capture, Edit, Engine, Generation, Sampling, Token
 
 _PROMPT: Final = "> "
 _MORE: Final = ". "
@@ -89,11 +95,13 @@ class Chat:
         *,
         max_tokens: int | None,
         capture: "Capture | None",
+        edits: "list[Edit] | None",
     ) -> None:
         self._engine = engine
         self._sampling = sampling
         self._max_tokens = max_tokens
         self._capture = capture
+        self._edits = edits
         self._messages: list[dict[str, Any]] = []
         self._last: tuple[Generation, list[Token]] | None = None
         self._is_terminal = sys.stdin.isatty()
@@ -216,6 +224,7 @@ class Chat:
                 max_tokens=n_ctx if self._max_tokens is None else self._max_tokens,
                 sampling=self._sampling,
                 capture=self._capture,
+                edits=self._edits,
             )
         except PromptTooLong as error:
             raise PromptTooLong(
@@ -354,7 +363,9 @@ class Chat:
         ids = [*generation.prompt_ids, *generation.tokens]
         n_answer, n_prompt = len(tokens), len(generation.prompt_ids)
         # The query that chose a token is the one before it.
-        found = self._engine.attend(ids[:-1], Capture("probs", reduce="mean"), last=n_answer)
+        found = self._engine.attend(
+            ids[:-1], Capture("probs", reduce="mean"), last=n_answer, edits=self._edits
+        )
         texts = found.column_texts
         mass = np.asarray(found.array()).mean(axis=0, dtype=np.float64)
         total = mass.sum() or 1.0
@@ -431,6 +442,7 @@ def chat(
     ),
     capture: CaptureChoice,
     sampling: SamplingChoice,
+    edits: EditsChoice,
 ) -> None:
     """Chat with a model.
 
@@ -449,7 +461,7 @@ def chat(
     - `printf 'Who are you?\\n/attention\\n' | kqview chat --demo`
     """
     plan = capture.plan() if capture.is_asked else None
-    options = sampling.sampling()
+    options, changes = sampling.sampling(), edits.read()
     instructions = text_or_file(system)
     messages = load_messages(load) if load is not None else []
     template = CHATML if chat_template == "chatml" else text_or_file(chat_template)
@@ -472,7 +484,7 @@ def chat(
                 f"{engine.model.name or 'this model'} has no chat template; pass --chat-template "
                 "chatml or @FILE, or use kqview generate"
             )
-        talk = Chat(engine, options, max_tokens=max_tokens, capture=plan)
+        talk = Chat(engine, options, max_tokens=max_tokens, capture=plan, edits=changes)
         talk.begin(messages, system=instructions)
         if question is not None:
             talk.ask(question)

@@ -14,7 +14,14 @@ from numpy.lib import format as npy_format
 from rich.console import Console
 
 from kqview.cli.option_groups import option, with_groups
-from kqview.cli.options import JSON, CaptureChoice, EngineChoice, PromptChoice, SamplingChoice
+from kqview.cli.options import (
+    JSON,
+    CaptureChoice,
+    EditsChoice,
+    EngineChoice,
+    PromptChoice,
+    SamplingChoice,
+)
 from kqview.cli.outputs import PAGE, check_drawn, check_output, output_to
 from kqview.cli.terminal import show_delta
 from kqview.durable import WholeFile, remove_leftovers
@@ -43,6 +50,7 @@ def generate(
     ),
     capture: CaptureChoice,
     sampling: SamplingChoice,
+    edits: EditsChoice,
     as_json: bool = JSON,
 ) -> None:
     """Continue a text; with --capture or --output, capture its attention.
@@ -56,17 +64,21 @@ def generate(
     - `kqview generate --demo "Anna has" --layers 0,3 --output rows.npz`
     - `echo "Once upon a time" | kqview generate model.gguf`
     - `kqview generate model.gguf "A cat as JSON: " --json-schema @cat.schema.json`
+    - `kqview generate model.gguf "The cat" --control-vector happy.gguf=1.2`
     - `kqview generate model.gguf "Yes or no?" --regex "yes|no" --json --top-logprobs 3`
     """
     check_output("--output", output, _SUFFIXES)
     plan = capture.plan() if output is not None or capture.is_asked else None
     check_drawn(output, plan)
     options = sampling.sampling()
+    changes = edits.read()
     model, words = source.resolve(prompt.text)
     text = prompt.read(words)
     with source.open(model) as engine:
         ids = engine.tokenize(text, add_special=True, parse_special=True)
-        generation = engine.generate(ids, max_tokens=max_tokens, sampling=options, capture=plan)
+        generation = engine.generate(
+            ids, max_tokens=max_tokens, sampling=options, capture=plan, edits=changes
+        )
         with _writing(output, engine, plan, generation) as write, generation:
             tokens: list[dict[str, Any]] = []
             n_bytes = 0

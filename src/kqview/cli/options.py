@@ -24,7 +24,7 @@ from kqview.types.sampling import OPTIONS
 if TYPE_CHECKING:
     import inspect
 
-    from kqview import Capture, Engine, Sampling
+    from kqview import Capture, Edit, Engine, Sampling
 
 
 _FLAGS: Final[Mapping[str, str]] = {
@@ -342,6 +342,53 @@ class CaptureChoice(OptionGroup):
                 spans=parse_spans(self.spans),
                 dtype=self.dtype,
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EditsChoice(OptionGroup):
+    """What is changed in the model."""
+
+    panel = "Edits"
+
+    edits: Path | None = option(
+        None,
+        "JSON list of edits, such as "
+        '[{"type": "scale_heads", "factors": [[3, 1, 0]]}]; a control_vector has the name of a '
+        "file beside it.",
+        "--edits",
+        metavar="FILE",
+    )
+    control_vector: list[str] | None = option(
+        None,
+        "Add the directions of a GGUF control vector; repeatable.",
+        "--control-vector",
+        metavar="FILE[=SCALE]",
+    )
+
+    def read(self) -> "list[Edit] | None":
+        """The edits, those of the file first; None if there are none."""
+        from kqview import Edit
+        from kqview.edits.objects import edits_of
+
+        found: list[Edit] = []
+        if self.edits is not None:
+            try:
+                objects = json_input.loads(read_text(self.edits))
+            except ValueError as error:
+                raise RequestError(f"--edits: {self.edits} is not JSON: {error}") from None
+            found += edits_of(objects, self.edits.absolute().parent)
+        for path, scale in map(scaled_file, self.control_vector or ()):
+            found.append(Edit.control_vector(path, scale))
+        return found or None
+
+
+def scaled_file(text: str) -> tuple[str, float]:
+    """Parse ``FILE[=SCALE]``; the scale is 1 if it is left out."""
+    path, equals, scale = text.rpartition("=")
+    try:
+        return (path, float(scale)) if equals else (text, 1.0)
+    except ValueError:
+        return text, 1.0  # a file name with "="
 
 
 def parse_indices(name: str, text: str | None) -> list[int] | None:

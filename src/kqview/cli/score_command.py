@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any, Final
 import typer
 
 from kqview.cli.option_groups import option, with_groups
-from kqview.cli.options import ADD_SPECIAL, JSON, EngineChoice, TextsChoice
+from kqview.cli.options import ADD_SPECIAL, JSON, EditsChoice, EngineChoice, TextsChoice
+from kqview.errors import RequestError
 from kqview.viz.terminal import label
 
 if TYPE_CHECKING:
-    from kqview import Engine, Score
+    from kqview import Edit, Engine, Score
 
 _CELLS: Final = 20
 
@@ -24,6 +25,7 @@ def score(
     source: EngineChoice,
     texts: TextsChoice,
     top: int = option(0, "Also show the K likeliest tokens.", min=0, max=100, metavar="K"),
+    edits: EditsChoice,
     summary: bool = option(False, "Print only the totals of each text.", "--summary"),
     add_special: bool = ADD_SPECIAL,
     as_json: bool = JSON,
@@ -44,10 +46,11 @@ def score(
     """
     model, words = source.resolve(*(texts.texts or ()))
     given = texts.read(words)
+    changes = edits.read()
     found: list[dict[str, Any]] = []
     with source.open(model) as engine:
         for name, text in given:
-            scored = _score(engine, text, top, add_special=add_special)
+            scored = _score(engine, text, top, add_special=add_special, edits=changes)
             if as_json:
                 found.append({"name": name, **scored.to_json(engine, summary=summary)})
                 continue
@@ -117,12 +120,19 @@ def _percent(logprob: float) -> str:
     return f"{share:>7.1%}" if share >= 0.001 else f"{'<0.1%':>7}"
 
 
-def _score(engine: "Engine", text: str, n_top: int, *, add_special: bool) -> _Scored:
+def _score(
+    engine: "Engine", text: str, n_top: int, *, add_special: bool, edits: "list[Edit] | None"
+) -> _Scored:
     """Score *text*, in windows that overlap by half if it is longer than the context."""
     from kqview import Score
 
     ids = engine.tokenize(text, add_special=add_special)
     size = engine.n_ctx
+    if edits and len(ids) > size:
+        raise RequestError(
+            f"the text has {len(ids)} tokens, more than the context of {size}, and edits count "
+            "positions from its start; raise --ctx or shorten it"
+        )
     score = Score.empty(ids, has_top=n_top > 0)
     n_windows = 1 if len(ids) <= size else 1 + math.ceil((len(ids) - size) / (size - size // 2))
     done = 1  # nothing precedes the first token
@@ -131,7 +141,10 @@ def _score(engine: "Engine", text: str, n_top: int, *, add_special: bool) -> _Sc
         if end <= done:
             break
         one = engine.score(
-            ids[max(0, end - size) : end], last=end - done, top_logprobs=n_top or None
+            ids[max(0, end - size) : end],
+            last=end - done,
+            top_logprobs=n_top or None,
+            edits=edits,
         )
         new, at = slice(done - end, None), slice(done, end)
         score.logprobs[at], score.ranks[at] = one.logprobs[new], one.ranks[new]

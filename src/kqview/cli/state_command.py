@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from kqview.cli.option_groups import argument, option
+from kqview.cli.options import scaled_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,7 +51,7 @@ def check(
 
     if lora and model is None:
         raise typer.BadParameter("--lora needs --model; name the model of the adapters")
-    adapters = [_adapter(text) for text in lora or ()]
+    adapters = [scaled_file(text) for text in lora or ()]
     owner = None if model is None else ModelFiles(str(model), adapters)
     _report(files, owner, None if as_json else _line)
 
@@ -80,16 +81,6 @@ def _report(
             typer.echo(write(report))
     if any(report.problems for report in reports):
         raise typer.Exit(1)
-
-
-def _adapter(text: str) -> tuple[str, float]:
-    path, equals, scale = text.rpartition("=")
-    if not equals:
-        return text, 1.0
-    try:
-        return path, float(scale)
-    except ValueError:
-        return text, 1.0  # a file name with "="
 
 
 def _line(report: "StateReport") -> str:

@@ -482,8 +482,12 @@ class Steering:
         return len(self._prompt) + len(self.ids)
 
     def _set_edits(self, decision: Decision, step: _Step) -> None:
-        if step.edits is not None:
-            decision.edits = self.plan_edits(step.edits, self._n_tokens)
+        if step.edits is None:
+            return
+        decision.edits = plan = self.plan_edits(step.edits, self._n_tokens)
+        if self.recorder is not None:
+            start = self._n_tokens - decision.n_removed if self._n_steps else 0
+            self.recorder.edited(start, [(one.hash, one.first) for one in plan.keys])
 
     def _record(self, action: Action, called: int | None, is_applied: bool) -> TraceAction | None:
         if self.recorder is None:

@@ -37,6 +37,7 @@ Pooling = Literal["none", "mean", "cls", "last", "rank"]
 Reasoning = Literal["auto", "on", "off"]
 ReasoningFormat = Literal["auto", "none", "deepseek", "deepseek-legacy"]
 TracedRequests = Literal["mods", "all"]
+EditRights = Literal["off", "admin", "all"]
 Duration = Annotated[float, Meta(ge=0.001, le=sys.float_info.max)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
 
@@ -274,8 +275,10 @@ class Settings:
     mods_dir: str | None = setting(
         None, "folder of the mods that requests may name; without it, none", place="folder"
     )
-    edits: bool = setting(
-        False, "let requests change activations and attention, with the field edits"
+    edits: EditRights = setting(
+        "off",
+        "whose requests may change activations and attention, with the field edits: off (nobody's),"
+        " admin (those with an admin key) or all",
     )
     control_vectors_dir: str | None = setting(
         None, "folder of the control vectors that edits may name; without it, none", place="folder"

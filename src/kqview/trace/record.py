@@ -72,8 +72,9 @@ class TraceRequest:
         user_prompt_token_ids: Its ids.
         final_token_ids: Ids of the output.
         final_text: Text of the output.
-        inference_stats: ``finish_reason``, ``error``, the fields of `kqview.Usage`, and
-            ``trace``: limits of this trace and what they cut off.
+        inference_stats: ``finish_reason``, ``error``, the fields of `kqview.Usage`, ``edits``: by
+            hash, those in force from a ``start`` of the text on, and ``trace``: limits of this
+            trace and what they cut off.
     """
 
     request_id: str

@@ -86,6 +86,19 @@ class TraceRecorder:
         else:
             self._note_cut()
 
+    def edited(self, start: int, keys: Sequence[tuple[str, int]]) -> None:
+        """Note the edits in force from token *start* of the text on, by hash, never their values.
+
+        *keys*: The hash of each, and the first position at which it acts.
+        """
+        if not self._takes(_RECORD_BYTES * (1 + len(keys))):
+            self._note_cut()
+            return
+        stats = self.trace.request.inference_stats or {}
+        edits = [{"hash": digest, "first": first} for digest, first in keys]
+        stats.setdefault("edits", []).append({"start": start, "edits": edits})
+        self.trace.request.inference_stats = stats
+
     # ---- events
 
     def prefilled(self, *, prompt_length: int, max_steps: int) -> int | None:

@@ -189,7 +189,7 @@ class GenerateRequest:
         n_reuse_min: Least tokens in a row to reuse by moving them, 0 for none.
         cache_prompt: False evaluates the whole prompt; further samples share that evaluation.
         lora: Scale of each LoRA adapter by its id, None for the engine's.
-        edits: What it changes in the model.
+        edits: Makes what it changes in the model; None for nothing.
         mods: Mods that steer it, in their order.
         banned_phrases: Texts that it must not generate.
         dialogue: The chat that its prompt was made of, for its mods; None without either.
@@ -218,7 +218,7 @@ class GenerateRequest:
     n_reuse_min: int = 0
     cache_prompt: bool = True
     lora: Mapping[int | str, float] | None = None
-    edits: Sequence[Edit] = ()
+    edits: Callable[[], Sequence[Edit]] | None = None
     mods: Sequence[ModWanted] = ()
     banned_phrases: Sequence[str] = ()
     dialogue: Dialogue | None = None

@@ -208,7 +208,7 @@ class Service(SocketHost):
         limit = asyncio.timeout(limit_s or None)
         name = label = request.request_id
         try:
-            self._check_limits(request, model)
+            self._check_limits(request, model, caller)
             if request.mods:
                 self.mod_runs.check(request.mods)
             while (caller.owner, name) in self.runs or (caller.owner, name) in self._starting:
@@ -265,7 +265,7 @@ class Service(SocketHost):
             RequestError: As `start`, like the other errors.
         """
         try:
-            self._check_limits(request, model)
+            self._check_limits(request, model, caller)
             self._check_room(model, caller)
             ids = [
                 await _ids_of(model, one, hold) if isinstance(one, str) else one
@@ -273,8 +273,13 @@ class Service(SocketHost):
             ]
             _check_prompts(ids, request, model.max_context)
             hold.take((1 + top_logprobs) * _SCORE_BYTES * sum(map(len, ids)))
+            edits = None
+            if request.edits is not None:
+                edits = await self._builders.run(hold.client, request.edits)
             async with self.working(model, caller) as engine:
-                return await engine.ascore(ids, top_logprobs=top_logprobs, lora=request.lora)
+                return await engine.ascore(
+                    ids, top_logprobs=top_logprobs, lora=request.lora, edits=edits
+                )
         except RequestError as error:
             raise renamed(error, {"texts": "prompt", **request.names}) from None
 
@@ -309,8 +314,9 @@ class Service(SocketHost):
             n_items = sum(map(len, lists)) * len(prompts) + sum(map(len, prompts))
             n_items *= request.n_samples
             given = (sampling.grammar, sampling.json_schema, sampling.regex)
-            # Mods are loaded first, and see the prompt.
-            if n_items < OFFLOAD_ITEMS and not request.mods and all(one is None for one in given):
+            # Mods are loaded first, and see the prompt; edits may be files.
+            has_work = bool(request.mods) or request.edits is not None
+            if n_items < OFFLOAD_ITEMS and not has_work and all(one is None for one in given):
                 return build(is_gone), n_truncated  # which takes about a millisecond
             try:
                 generations = await self._builders.run(hold.client, build, is_gone)
@@ -356,6 +362,7 @@ class Service(SocketHost):
         wanted = request.attention
         capture = wanted.capture(engine.model) if wanted is not None else request.capture
         generations: list[Generation] = []
+        edits = None if request.edits is None else request.edits()
         try:
             for i in range(len(prompts) * request.n_samples):
                 if is_gone.is_set():
@@ -392,7 +399,7 @@ class Service(SocketHost):
                         slot=request.slot if i == 0 else None,
                         cache_prompt=request.cache_prompt or i_sample > 0,
                         lora=request.lora,
-                        edits=request.edits or None,
+                        edits=edits,
                         forcing=forcing,
                         request_id=request.request_id if i == 0 else f"{request.request_id}/{i}",
                         **options,
@@ -410,8 +417,10 @@ class Service(SocketHost):
                 generation.cancel()
         return generations
 
-    def _check_limits(self, request: GenerateRequest, model: ModelEntry) -> None:
+    def _check_limits(self, request: GenerateRequest, model: ModelEntry, caller: Caller) -> None:
         settings = self.settings
+        if request.edits is not None:
+            caller.check_edits(settings)
         if not 1 <= request.n_samples <= settings.max_samples:
             raise RequestError(
                 f"n_samples is {request.n_samples}, allowed are 1 to {settings.max_samples}",

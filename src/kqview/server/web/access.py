@@ -22,6 +22,7 @@ from typing import Final, Literal
 from starlette.datastructures import Headers, QueryParams
 from starlette.types import Scope
 
+from kqview.errors import RequestError
 from kqview.server.errors import Forbidden, RateLimited, Unauthorized
 from kqview.server.live_config import LiveConfig
 from kqview.server.settings import Settings
@@ -66,6 +67,16 @@ class Caller:
         """Raise Forbidden if the server has admin keys and none of them was sent."""
         if settings.admin_keys and not self.is_admin:
             raise Forbidden(f"an admin key is needed to {to_do}")
+
+    def check_edits(self, settings: Settings) -> None:
+        """Raise if *settings* let nobody, or only admin keys, change what a model computes."""
+        if settings.edits == "off":
+            raise RequestError(
+                "edits are off on this server; start it with --edits all, or leave them out",
+                parameter="edits",
+            )
+        if settings.edits == "admin" and not self.is_admin:
+            raise Forbidden("edits need an admin key on this server (--edits admin)")
 
 
 ANYONE: Final = Caller("anyone")

@@ -25,7 +25,7 @@ import msgspec
 from msgspec import Struct
 
 from kqview.errors import InvalidSampling, InvalidToken, RequestError
-from kqview.server.api.wire.edits_field import EditsField, edits_of
+from kqview.server.api.wire.edits_field import EditsField, wanted_edits
 from kqview.server.api.wire.mods_field import ModsField, mods_of_model
 from kqview.server.errors import NotSupported, renamed
 from kqview.server.models.run import Run
@@ -508,7 +508,7 @@ def options_of(fields: LlamaFields, settings: Settings) -> dict[str, Any]:
         "n_reuse_min": first(fields.n_cache_reuse, 0),
         "cache_prompt": fields.cache_prompt is not False,
         "mods": mods,
-        "edits": edits_of(fields.edits, settings) if fields.edits else (),
+        "edits": wanted_edits(fields.edits, settings),
     }
 
 
