@@ -319,9 +319,8 @@ bool comes_from(const ggml_tensor* tensor, const Kind& kind_of,
     if (!tensor || !seen.insert(tensor).second) return false;
     const auto kind = kind_of(tensor);
     if (kind != ancestor::between) return kind == ancestor::wanted;
-    return std::ranges::any_of(tensor->src, [&](const ggml_tensor* source) {
-        return comes_from(source, kind_of, seen);
-    });
+    return std::ranges::any_of(
+        tensor->src, [&](const ggml_tensor* source) { return comes_from(source, kind_of, seen); });
 }
 
 // The sum of two parts of the residual stream that this one is, behind norms, factors and a choice
@@ -331,11 +330,11 @@ ggml_tensor* sum_behind(ggml_tensor* node) {
         const auto* const other = node->src[1];
         switch (node->op) {
             case GGML_OP_ADD:
-                if (ggml_are_same_shape(node->src[0], other)) return node;
-                [[fallthrough]];
             case GGML_OP_MUL:
-                if (other->ne[1] != 1) return nullptr;
-                break;
+                if (other->op == GGML_OP_NONE) break;  // weights
+                return node->op == GGML_OP_ADD && ggml_are_same_shape(node->src[0], other)
+                           ? node
+                           : nullptr;
             case GGML_OP_NORM:
             case GGML_OP_RMS_NORM:
             case GGML_OP_SCALE:

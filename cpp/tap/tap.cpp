@@ -202,8 +202,8 @@ void tap::discover(const sites& found) {
         devices_.learn(site);
         source_.attention.push_back({site.il, site.n_head, site.n_head_kv, site.scale,
                                      devices_.holds(site.il), devices_.reduces(site.il),
-                                     site.sinks != nullptr, site.output != nullptr,
-                                     can_bias(site), site.max_bias > 0.0f});
+                                     site.sinks != nullptr, site.output != nullptr, can_bias(site),
+                                     site.max_bias > 0.0f});
     }
     for (const auto& site : found.hidden) {
         devices_.learn(site);
@@ -280,8 +280,7 @@ void tap::add_edits(ggml_cgraph* graph, sites& found, marked_graph& mark,
             mark.device_edits.emplace_back(graph, tensors, site, wanted_.sets_heads(site.il),
                                            placed);
         } else if (!attends(site) || wanted_.records_heads(site.il)) {
-            placed.push_back(
-                {site.output, make_head_edit(tensors, site, new_edit(mark, site.il))});
+            placed.push_back({site.output, make_head_edit(tensors, site, new_edit(mark, site.il))});
             mark.edited.push_back(site.output);
         }
     }

@@ -20,16 +20,15 @@ from hypothesis import strategies as st
 import kqview
 from kqview import Capture, ControlVector, Edit, Engine, _core, errors, mod
 from kqview.demo import MODEL_PATH as DEMO
-from kqview.edit import EditTarget, HeadRecord, SetHead
+from kqview.edit import EditTarget, HeadRecord
 from kqview.mods import Added
 from tests.attack.calls import OwnError, values
-from tests.engine.conftest import FAKE_DEVICE, fake_devices
 from tests.support import stock, tiny_gguf
 from tests.support.reference import BertReference, relative_error
 from tests.support.rows import forward_ids, random_ids, reference_of, run, sequence_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
     from .conftest import MakeEngine
@@ -402,7 +401,7 @@ POOL = {
     st.lists(
         st.tuples(
             st.sampled_from([*POOL]),
-            st.sampled_from(["generate", "truncate", "save", "restore", "shift"]),
+            st.sampled_from(["generate", "other", "truncate", "save", "restore", "shift"]),
             st.integers(0, 20),
         ),
         max_size=8,
@@ -424,7 +423,9 @@ def test_no_sequence_of_operations_mixes_edits_up(
             slot.restore_marked(*saved)
         elif operation == "shift" and slot.n_tokens > n + 1:
             slot.shift(n, 1)
-        tokens = run(engine, prompt, 2, capture=ALL, edits=POOL[name])
+        # The other slot takes what it can from this one, and this one from the other.
+        into = 1 if operation == "other" else 0
+        tokens = run(engine, prompt, 2, capture=ALL, edits=POOL[name], slot=into)
         case = Case(POOL[name], **reference_for(name))
         assert error_of(engine_path(engine), prompt, tokens, case) <= 1e-5
 
@@ -455,7 +456,7 @@ def engine_path(engine: Engine) -> Path:
 def edited_engine(model: Path) -> Any:
     from tests.support.engines import open_engine
 
-    with open_engine(model, n_threads=1, n_ctx=512, **EXACT) as engine:
+    with open_engine(model, n_threads=1, n_ctx=512, n_slots=2, **EXACT) as engine:
         _paths[id(engine)] = model
         yield engine
 
@@ -775,81 +776,6 @@ def test_threads_of_hooks_end_with_their_requests(make_engine: MakeEngine, model
     for one in hooks:
         one.join(10)
         assert not one.is_alive()
-
-
-# ---- devices
-
-
-@pytest.mark.needs("developer build")
-@pytest.mark.parametrize("flash_attn", [False, True])
-def test_layers_on_a_device_are_edited_by_its_own_nodes(
-    fake_device: None, make_engine: MakeEngine, model: Path, flash_attn: bool
-) -> None:
-    options: dict[str, Any] = {"kv_type": "f32", "flash_attn": flash_attn}
-    engine = make_engine(model, n_gpu_layers=-1, n_slots=2, **options)
-    limit = LIMITS["llama.cpp"] if flash_attn else 2e-5
-    for name, case in CASES.items():
-        if name in ("bias of layers", "bias of heads"):
-            continue
-        for n_prompt in (20, 100):
-            tokens = run(engine, random_ids(n_prompt), 5, capture=ALL, edits=case.edits)
-            assert error_of(model, random_ids(n_prompt), tokens, case) <= limit
-            assert error_of(model, random_ids(n_prompt), tokens, PLAIN) > 2 * limit
-    # Two slots, each with its own.
-    wanted = [(random_ids(12, seed=1), CASES["several"]), (random_ids(15, seed=2), CASES["add"])]
-    running = [
-        engine.generate(
-            prompt, slot=i, max_tokens=6, temperature=1.0, seed=i, ignore_eos=True, capture=ALL,
-            edits=case.edits,
-        )
-        for i, (prompt, case) in enumerate(wanted)
-    ]  # fmt: skip
-    for one, (prompt, case) in zip(running, wanted, strict=True):
-        assert error_of(model, prompt, list(one), case) <= limit
-    effects = SetHead(1, 2, np.ones((9, N_EMBD // N_HEAD), np.float32), range(9))
-    tokens = run(engine, random_ids(9), 3, capture=ALL, edits=effects)
-    cpu = make_engine(model, n_gpu_layers=0, **options)
-    for one, other in zip(
-        tokens, run(cpu, random_ids(9), 3, capture=ALL, edits=effects), strict=True
-    ):
-        assert relative_error(np.asarray(one.hidden), np.asarray(other.hidden)) <= limit
-
-
-@pytest.mark.needs("developer build")
-def test_edits_of_a_device_that_need_the_host_are_refused_by_name(
-    fake_device: None, make_engine: MakeEngine, model: Path
-) -> None:
-    engine = make_engine(model, n_gpu_layers=-1)
-    for edit, what in (
-        (CASES["bias of layers"].edits, "scores"),
-        (CASES["bias of heads"].edits, "scores"),
-        (HeadRecord([1]), "kept heads"),
-        (Edit.hook(print, layers=[1]), "the output by a hook"),
-        (Edit.hook(print, at="mlp_out", layers=[1]), "mlp_out by a hook"),
-    ):
-        with pytest.raises(errors.UnsupportedModel, match=f"edits: {what} of layer"):
-            engine.generate(random_ids(20), edits=edit)
-
-
-@pytest.mark.needs("developer build")
-def test_layers_of_the_host_are_edited_there_though_products_of_a_prompt_are_not(
-    fake_device: None, make_engine: MakeEngine, model: Path
-) -> None:
-    FAKE_DEVICE.set(offload_tokens=32)
-    try:
-        engine = make_engine(model, n_gpu_layers=1, kv_type="f32", flash_attn=False)
-        for name in ("add", "set", "heads", "several"):
-            prompt = random_ids(100)
-            tokens = run(engine, prompt, 3, capture=ALL, edits=CASES[name].edits)
-            assert error_of(model, prompt, tokens, CASES[name]) <= 2e-5
-    finally:
-        FAKE_DEVICE.set()
-
-
-@pytest.fixture
-def fake_device() -> Iterator[None]:
-    with fake_devices():
-        yield
 
 
 # ---- what is refused

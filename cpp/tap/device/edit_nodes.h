@@ -6,6 +6,7 @@
 
 #include <ggml.h>
 
+#include <cstddef>
 #include <vector>
 
 #include "tap/graph.h"

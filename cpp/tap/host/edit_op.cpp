@@ -81,8 +81,7 @@ void run_output_edit(ggml_tensor* node, int ith, int nth, void* data) {
         };
         if (!of_layer->has_hook(op.point)) {
             for_rows(ith, nth, [&](const edited_row& row) {
-                for (const auto& edit : edits)
-                    apply(edit, row.position, row.values, n_embd);
+                for (const auto& edit : edits) apply(edit, row.position, row.values, n_embd);
             });
         } else if (ith == 0) {
             // A hook sees all rows at once, with the edits before it, so one thread does the work.
@@ -287,8 +286,7 @@ void edit_table::begin(std::span<const step_token> tokens) {
 int edit_table::n_due() const {
     int n = 0;
     for (const auto& run : runs) {
-        for (const auto& [il, edits] : run.plan->layers)
-            {
+        for (const auto& [il, edits] : run.plan->layers) {
             for (const auto point : edit_points) n += !edits.outputs[point].empty();
             n += run.plan->acts_on_heads(il) + !edits.biases.empty();
         }
