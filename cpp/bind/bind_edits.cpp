@@ -40,7 +40,8 @@ void edit_outputs(edit_plan& self, const std::vector<int>& layers, const nb::obj
 
 std::shared_ptr<hook_channel> add_hook(edit_plan& self, const std::vector<int>& layers,
                                        const std::string& at, double limit_s) {
-    const auto point = *std::ranges::find(edit_points, at, name_of);
+    const auto point =
+        *std::ranges::find_if(edit_points, [&](edit_point one) { return at == name_of(one); });
     auto channel = std::make_shared<hook_channel>(std::chrono::duration<double>(limit_s));
     output_edit edit;
     edit.hook = std::make_shared<const hook_lease>(channel);

@@ -309,7 +309,7 @@ edit_op& tap::new_edit(marked_graph& mark, int il) {
 
 void tap::keep_on_host(ggml_backend_sched_t sched, const ggml_cgraph* graph) const {
     const auto mark = graphs_.find(graph);
-    if (mark == graphs_.end() || !devices_.has_devices()) return;
+    if (mark == graphs_.end() || ggml_backend_sched_get_n_backends(sched) == 1) return;
     auto* const cpu =
         ggml_backend_sched_get_backend(sched, ggml_backend_sched_get_n_backends(sched) - 1);
     for (auto* const tensor : mark->second->edited)

@@ -189,6 +189,7 @@ class EditPlan:
     """All edits of a request; see cpp/tap/edits.h."""
 
     def __init__(self) -> None: ...
+
     keys: Final[list[EditKey]]
     def add_key(self, key: EditKey) -> None: ...
     def edit_outputs(
