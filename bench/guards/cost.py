@@ -2,14 +2,16 @@
 
 CPU time of the whole process with one compute thread, which other work on the machine does not
 change much; medians of runs with and without the guard, in turn; head files of 4 heads in 4 layers
-unless the row says "all heads". "after an answer": `cite` and `grounding` are asked when the slot
-still holds the prompt, so only the answer is evaluated again.
+unless the row says "all heads". Generations with a mod record a trace unless ``trace=False`` is
+given, as here but for the row that says so. "after an answer": `cite` and `grounding` are asked
+when the slot still holds the prompt, so only the answer is evaluated again.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
+from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -27,10 +29,17 @@ def cpu_s(call: Callable[[], object]) -> float:
     return time.process_time() - begun
 
 
-def compare(
-    name: str, n_context: int, n: int, without: Callable[[], object], guarded: Callable[[], object]
+def compare_if(
+    only: str,
+    name: str,
+    n_context: int,
+    n: int,
+    without: Callable[[], object],
+    guarded: Callable[[], object],
 ) -> None:
-    """Print a row of the table."""
+    """Print a row of the table, if *only* is in its name."""
+    if only not in name:
+        return
     pairs = [(cpu_s(without), cpu_s(guarded)) for _ in range(n)]
     old, new = (median(times) for times in zip(*pairs, strict=True))
     ratios = [one[1] / one[0] for one in pairs]
@@ -54,7 +63,8 @@ def texts_of(engine: Engine, n_context: int) -> list[str]:
     return found
 
 
-def measure(engine: Engine, n_context: int, n: int) -> None:
+def measure(engine: Engine, n_context: int, n: int, only: str) -> None:
+    compare = partial(compare_if, only)
     texts = texts_of(engine, n_context)
     question = "Who makes bread and cakes?"
     options: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
@@ -84,10 +94,15 @@ def measure(engine: Engine, n_context: int, n: int) -> None:
         return engine.generate(asked.ids, max_tokens=N_TOKENS, **options, **more).read()
 
     text = answer()  # the slot has the prompt from here on
-    for name, mod in (("4 heads", of_few), ("all heads", of_all)):
+    ways = {
+        "4 heads": (of_few, False),
+        "all heads": (of_all, False),
+        "with a trace": (of_few, True),
+    }
+    for name, (mod, trace) in ways.items():
         compare(
             f"TakeBackUngrounded, {N_TOKENS} tokens, {name}", n_context, n, answer,
-            lambda mod=mod: answer(mods=[mod], capture=mod.capture),
+            lambda mod=mod, trace=trace: answer(mods=[mod], capture=mod.capture, trace=trace),
         )  # fmt: skip
     sources = texts[:500]
     compare(
@@ -114,11 +129,12 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--contexts", type=int, nargs="*", default=[1024, 4096])
     parser.add_argument("--n", type=int, default=5, help="pairs")
+    parser.add_argument("--only", default="", help="only rows with this word")
     given = parser.parse_args()
     print("| guard | context | without, ms | added, ms | ratio |\n|---|---|---|---|---|")
     with Engine.demo("smollm2", n_ctx=8192, n_threads=1) as engine:
         for n_context in given.contexts:
-            measure(engine, n_context, given.n)
+            measure(engine, n_context, given.n, given.only)
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ def test_scores_are_those_of_at2(tiny_llama: Path):
         weights = np.random.default_rng(0).random(shape)
         heads = HeadFile(
             task="cite", model=ModelKey.of(model, engine.fingerprint()),
-            heads=tuple(Head(*at, weights[at]) for at in np.ndindex(shape)),
+            heads=tuple(Head(i, j, weights[i, j]) for i, j in np.ndindex(shape)),
         )  # fmt: skip
         given = measures.answered(engine, SOURCES, QUESTION, ANSWER)
         found = guards.cite(engine, SOURCES, QUESTION, ANSWER, heads)

@@ -82,7 +82,7 @@ def test_each_sentence_is_a_block_with_the_passage_that_it_is_from(served: Serve
     assert len(blocks) > 1
     for one in blocks:
         (citation,) = one["citations"]
-        document = TEXTS[citation["document_index"]]
+        document: str = TEXTS[citation["document_index"]]
         span = slice(citation["start_char_index"], citation["end_char_index"])
         assert citation["type"] == "char_location"
         assert citation["cited_text"] == document[span]
@@ -194,7 +194,7 @@ def check(text: str, citations: list[dict[str, Any]]) -> None:
     for one in citations:
         i = one["document_index"]
         assert (one["title"], one["url"]) == (f"T{i}", f"document:{i}")
-        passage = TEXTS[i][one["start_char_index"] : one["end_char_index"]]
+        passage: str = TEXTS[i][one["start_char_index"] : one["end_char_index"]]
         assert one["cited_text"] == passage != ""
 
 
@@ -210,7 +210,8 @@ def test_chat_completion_has_annotations(served: Served):
 
 def test_streamed_annotations_follow_their_sentences(served: Served):
     message = whole(served, "/v1/chat/completions", ASKED)["choices"][0]["message"]
-    text, seen = "", []
+    text = ""
+    seen: list[dict[str, Any]] = []
     for chunk in events(served, "/v1/chat/completions", ASKED):
         for choice in chunk["choices"]:
             text += choice["delta"].get("content") or ""

@@ -44,6 +44,7 @@ class _SpanMod(Mod):
         self._prompt = prompt
         self._layers = layers
         self._n_spans = len(spans)
+        self._pairs: tuple[Pair, ...] = ()  # layer and head of each row, once there was one
 
     @classmethod
     def check_capture(cls, capture: Capture | None) -> None:
@@ -65,15 +66,17 @@ class _SpanMod(Mod):
             "ids of that Prompt"
         )
 
-    def _sums(self, event: ForwardPass) -> tuple[Floats, tuple[Pair, ...]]:
-        """Sums over the spans, ``(n_pairs, n_spans)``, and the layer and head of the first axis."""
+    def _rows(self, event: ForwardPass) -> Floats:
+        """Sums over the spans, ``(n_pairs, n_spans)``."""
         rows: list[Any] = [] if event.attention is None else list(event.attention)
         if len(rows) != len(self._layers) or rows[0].shape[-1] != self._n_spans:
             raise InvalidCapture(
                 f"{self.name}: the captured rows are not those of its own capture; pass "
                 "capture=guard.capture to generate"
             )
-        return joined(rows).astype(np.float64), pairs_of(self._layers, rows)
+        if not self._pairs:
+            self._pairs = pairs_of(self._layers, rows)
+        return joined(rows)
 
 
 def _layers(engine: Engine, heads: HeadFile | None, task: str) -> tuple[int, ...]:
@@ -136,8 +139,8 @@ class StopOnInjection(_SpanMod):
         """Judge the prompt in the first step."""
         if event.step > 1:
             return None
-        sums, pairs = self._sums(event)
-        found = judged_injection(self._heads, Measures(sums.sum(axis=1)[None], pairs))
+        sums = self._rows(event).astype(np.float64).sum(axis=1)
+        found = judged_injection(self._heads, Measures(sums[None], self._pairs))
         self.result = InjectionScore(found.score, self._threshold)
         if not self.result.is_injected:
             return None
@@ -191,8 +194,9 @@ class TakeBackUngrounded(_SpanMod):
         self.n_taken_back = 0
         """Number of tokens taken back."""
         self._ids: list[int] = []
-        self._ratios: dict[int, Floats] = {}  # of heads, by the place of a token in the answer
-        self._pairs: tuple[Pair, ...] = ()
+        # Sums over the sources and over the answer, of heads, by the place of a token in the
+        # answer. What is made of them waits for the end of the sentence: this is between tokens.
+        self._sums: dict[int, tuple[Floats, Floats]] = {}
         self._start = 0  # of the sentence
         self._attempts: list[tuple[float, list[int]]] = []  # score and ids
 
@@ -201,9 +205,8 @@ class TakeBackUngrounded(_SpanMod):
     ) -> Action | None:
         """Measure a token; keep another attempt from beginning as those before it."""
         place = event.n_tokens - len(self._prompt.ids)
-        sums, self._pairs = self._sums(event)
-        back = sums[:, :-1].sum(axis=1)
-        self._ratios[place] = lookback_ratios(back, sums[:, -1], self._prompt.n_marked, place)
+        rows = self._rows(event)
+        self._sums[place] = rows[:, :-1].sum(axis=1), rows[:, -1].copy()
         if place != self._start or not self._attempts:
             return None
         logits = event.logits.copy()
@@ -218,11 +221,9 @@ class TakeBackUngrounded(_SpanMod):
         if event.forced:  # by another mod, or the best attempt that this one chose
             self._begin_sentence()
             return None
-        ids = self._ids[self._start :]
-        if not tokenizer.decode(ids).rstrip(" ").endswith(_ENDS):
+        if not tokenizer.decode(event.added_tokens).rstrip(" ").endswith(_ENDS):
             return None
-        rows = [self._ratios[i] for i in range(self._start, len(self._ids)) if i in self._ratios]
-        score = float(weighed(self._heads, "grounding", np.mean(rows, axis=0), self._pairs))
+        score, ids = self._score(), self._ids[self._start :]
         self._attempts.append((score, ids))
         best, kept = max(self._attempts, key=lambda one: one[0])
         if score >= self._threshold or (len(self._attempts) > self._retries and best == score):
@@ -235,6 +236,15 @@ class TakeBackUngrounded(_SpanMod):
             return actions.backtrack(len(ids))
         self.scores.append(best)
         return actions.backtrack(len(ids), kept)
+
+    def _score(self) -> float:
+        """That of the sentence that has ended."""
+        places = [i for i in range(self._start, len(self._ids)) if i in self._sums]
+        back = np.stack([self._sums[i][0] for i in places], axis=1)
+        new = np.stack([self._sums[i][1] for i in places], axis=1)
+        n_new = np.array(places, np.float64)
+        ratios = lookback_ratios(back, new, self._prompt.n_marked, n_new).mean(axis=1)
+        return float(weighed(self._heads, "grounding", ratios, self._pairs))
 
     def _begin_sentence(self) -> None:
         self._start = len(self._ids)
