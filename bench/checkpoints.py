@@ -7,7 +7,7 @@ same commit) has one slot, its own checkpoints, and no cache of other prompts in
 the last column. Then the memory of sliding windows without ``swa_full``, and what a branch costs.
 Counts of tokens and bytes are the same on every machine; the seconds are one run each.
 
-    python bench/checkpoints.py [--turns N] [--threads N] [--no-peer]
+    python bench/checkpoints.py [--turns N] [--threads N] [--columns NAME ...]
 """
 
 from __future__ import annotations
@@ -194,21 +194,22 @@ CASES: dict[str, Callable[[Chat, int], None]] = {
 }
 
 
-def chats(model: Path, n_turns: int, n_threads: int, *, has_peer: bool) -> None:
+COLUMNS: dict[str, Callable[[Path, int], Ours | Theirs]] = {
+    "without": lambda model, n_threads: Ours(model, n_threads, 0),
+    "with": Ours,
+    "llama-server": lambda model, n_threads: Theirs(model, n_threads, 0),
+    "and its prompt cache": lambda model, n_threads: Theirs(model, n_threads, 8192),
+}
+
+
+def chats(model: Path, n_turns: int, n_threads: int, columns: list[str]) -> None:
     """The table of the cases: tokens evaluated, seconds."""
-    columns: dict[str, Callable[[], Ours | Theirs]] = {
-        "without": lambda: Ours(model, n_threads, 0),
-        "with": lambda: Ours(model, n_threads),
-    }
-    if has_peer:
-        columns["llama-server"] = lambda: Theirs(model, n_threads, 0)
-        columns["and its prompt cache"] = lambda: Theirs(model, n_threads, 8192)
     print(f"| chat of {n_turns} turns |", *(f"{name}: tokens, s |" for name in columns))
     print("| --- |", *("--- |" for _ in columns))
     for case, run in CASES.items():
         print(f"| {case} |", end="", flush=True)
-        for make in columns.values():
-            with make() as chat:
+        for name in columns:
+            with COLUMNS[name](model, n_threads) as chat:
                 begun = time.monotonic()
                 run(chat, n_turns)
                 print(
@@ -284,20 +285,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--turns", type=int, default=20)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--no-peer", action="store_true", help="without llama-server")
+    parser.add_argument("--columns", nargs="+", choices=COLUMNS, default=[*COLUMNS])
     given = parser.parse_args()
     sys.path.insert(0, str(ROOT))
     from tests.support.tiny_gguf import write_jamba
 
-    has_peer = not given.no_peer
     try:
         peer("llama-server")
     except NotHere as error:
-        has_peer = False
+        given.columns = [name for name in given.columns if name in ("without", "with")]
         print(f"without llama-server: {error}", file=sys.stderr)
     with tempfile.TemporaryDirectory() as folder:
         model = write_jamba(Path(folder) / "hybrid.gguf", n_layer=24, n_embd=256)
-        chats(model, given.turns, given.threads, has_peer=has_peer)
+        chats(model, given.turns, given.threads, given.columns)
         windows(Path(folder), given.threads)
         branches(model, given.threads)
 

@@ -187,6 +187,16 @@ bool memory_part::has_extra() const { return cache && cache->has_cell_ext(); }
 
 std::size_t memory_part::n_cells() const { return cache ? cache->get_size() : 0; }
 
+std::vector<std::size_t> memory_part::untyped() const {
+    std::vector<std::size_t> blocks;
+    std::size_t n_blocks = 0;
+    for (std::size_t il = 0; state && il < state->r_l.size(); ++il) {
+        n_blocks += state->r_l[il] != nullptr;
+        if (state->r_l[il] && state->p_l[il]) blocks.push_back(n_blocks++);
+    }
+    return blocks;
+}
+
 std::size_t write_state(const memory_part& part, slot_id slot, std::span<std::byte> out) {
     if (part.cache) {
         cache_writer writer(part, slot, out);

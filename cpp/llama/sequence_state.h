@@ -33,6 +33,8 @@ struct memory_part {
 
     bool has_extra() const;       // cells carry more than a position
     std::size_t n_cells() const;  // that a cache has for a sequence
+    // Of a recurrent state's blocks, those that llama.cpp writes without their type.
+    std::vector<std::size_t> untyped() const;
 };
 
 // The parts of a memory, in the order of their bytes. Raises unsupported_model for a memory that

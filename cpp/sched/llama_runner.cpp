@@ -250,6 +250,7 @@ const kv_layout& llama_runner::layout_from(slot_id slot, std::span<const std::by
         one.is_recurrent = part.state != nullptr;
         one.has_extra = part.has_extra();
         one.has_window = part.has_window;
+        one.untyped = part.untyped();
         if (!part.is_ring) continue;
         one.n_ring_cells = static_cast<std::uint32_t>(part.n_cells());
         one.n_ring_least = context_->n_seen_least();

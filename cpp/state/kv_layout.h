@@ -40,6 +40,7 @@ struct kv_block {
     kv_type type = kv_type::f32;
     std::uint64_t unit_bytes = 0;
     std::uint32_t n_columns = 0;  // 0: rows
+    bool has_type = true;         // it says its type; else it has that of the block before
 
     std::uint64_t bytes_of(std::uint64_t n_cells) const {
         return n_cells * unit_bytes * (n_columns == 0 ? 1 : n_columns);
@@ -57,6 +58,7 @@ struct kv_part {
     // it cannot do without. 0: a cache with a cell for each token.
     std::uint32_t n_ring_cells = 0;
     std::uint32_t n_ring_least = 0;
+    std::vector<std::size_t> untyped{};  // of a recurrent state: its blocks that do not say theirs
     // Learned from bytes (learn_layout):
     bool is_transposed = false;  // of the values; true without flash attention
     std::uint32_t n_layer = 0;

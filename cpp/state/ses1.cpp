@@ -210,8 +210,9 @@ constexpr block_names state_names{"state type", "state row size", "state rows"};
 void read_block(byte_reader& in, const kv_block& wanted, std::size_t n_cells,
                 const block_names& names, ses1_source source, float largest = kv_largest) {
     auto at = in.at();
-    const auto type = in.take<std::int32_t>(names.type);
-    if (type != static_cast<std::int32_t>(wanted.type)) {
+    const auto own = static_cast<std::int32_t>(wanted.type);
+    const auto type = wanted.has_type ? in.take<std::int32_t>(names.type) : own;
+    if (type != own) {
         fail(errc::state_mismatch, names.type, at, "is ", name_of(static_cast<kv_type>(type)), ", ",
              engine_has, " ", name_of(wanted.type), "; open the engine with kv_type=\"",
              name_of(static_cast<kv_type>(type)), "\"");
@@ -416,7 +417,9 @@ namespace {
 // Some recurrent models have an R or an S of no size.
 kv_block learn_block(byte_reader& in, std::uint64_t n_cells, const kv_part& part, bool is_column) {
     kv_block block;
-    block.type = static_cast<kv_type>(in.take<std::int32_t>("type"));
+    block.has_type = !std::ranges::binary_search(part.untyped, part.keys.size());
+    block.type = block.has_type ? static_cast<kv_type>(in.take<std::int32_t>("type"))
+                                : part.keys.back().type;
     if (!is_known(block.type)) throw error(errc::state_format, "a type that is not known");
     if (is_column) {
         block.unit_bytes = in.take<std::uint32_t>("element size");
@@ -438,7 +441,8 @@ void learn(byte_reader in, kv_part& part) {
     in.skip(std::uint64_t{n_cells} * cell_bytes(part), "cells");
     part.is_transposed = in.take<std::uint32_t>("V transposed") != 0;
     part.n_layer = in.take<std::uint32_t>("n_layer");
-    const auto n_keys = part.is_recurrent ? 2 * std::uint64_t{part.n_layer} : part.n_layer;
+    const auto n_keys =
+        part.is_recurrent ? 2 * std::uint64_t{part.n_layer} + part.untyped.size() : part.n_layer;
     while (in.n_left() > 0 && part.keys.size() < n_keys) {
         part.keys.push_back(learn_block(in, n_cells, part, false));
     }

@@ -9,6 +9,7 @@
 //     transposed:  i32 type | u32 element bytes | u32 n_columns | n_columns x n_cells elements
 //   a recurrent state:  u32 n_cells and, unless that is 0: i32 last position | u32 0 | u32 0
 //   u32 n_layer | each layer that has them:  i32 type | u64 row bytes | row of R;  then those of S
+//     qwen4exp, behind a row of R:  u64 row bytes | row of the same type
 // This is what llama_state_seq_get_data writes, with two exceptions. A cache is written with one
 // stream, however many the context has, and any number is accepted if at most one has cells: so
 // saved slots move between engines with different numbers of slots. And every cache has a cell for

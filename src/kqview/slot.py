@@ -189,7 +189,7 @@ class Slot:
         Raises:
             BusyError: A generation is using this slot.
             UnsupportedModel: The cache cannot be saved completely: the model has none, or is of
-                deepseek4 or qwen4exp.
+                deepseek4.
             OutOfMemory: There is not enough memory for the blob.
             ClosedError: The engine is closed.
         """

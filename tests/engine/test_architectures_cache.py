@@ -367,7 +367,6 @@ def test_recurrent_slot_that_is_truncated_is_empty(make_engine: MakeEngine, tmp_
 # The others are saved exactly.
 REFUSED = {
     "deepseek4-moe": "compresses over several tokens",
-    "qwen4exp-moe": "unknown form",
     **dict.fromkeys(WITHOUT_CACHE, "no KV cache"),
 }
 

@@ -97,6 +97,7 @@ int main(int n_arguments, char** arguments) {
             options.n_ring = 2;
             options.has_extra = has_extra;
             options.has_state = has_state;
+            options.has_untyped = has_extra;
             corpus.push_back({build_blob(options).bytes, layouts.size()});
             corpus.push_back({build_checkpoints(options, {1, 3}).bytes, layouts.size(), true});
             corpus.push_back({build_checkpoints(options, {2}).bytes, layouts.size(), true});

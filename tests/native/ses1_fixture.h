@@ -24,7 +24,8 @@ struct blob_options {
     // Parts behind the first cache: the cache of a sliding window, a recurrent state.
     bool has_window = false;
     bool has_state = false;
-    std::size_t n_ring = 0;  // the window's cache has the last so many tokens alone
+    bool has_untyped = false;  // a block behind the state's R that does not say its type
+    std::size_t n_ring = 0;    // the window's cache has the last so many tokens alone
     // One quantised block a row, of this type and size, in place of four F32 numbers; not
     // transposed.
     kv_type type = kv_type::f32;
@@ -124,6 +125,9 @@ inline void put_state(built_blob& out, const blob_options& options) {
         out.put(name + std::string("_type"), static_cast<std::int32_t>(kv_type::f32));
         out.put(name + std::string("_row_bytes"), std::uint64_t{4});
         out.put(name + std::string("_value"), 1e30f);
+        if (!options.has_untyped || *name == 's') continue;
+        out.put("p_row_bytes", std::uint64_t{8});
+        for (int i = 0; i < 2; ++i) out.put("p_value", 1e30f);
     }
 }
 
@@ -198,6 +202,10 @@ inline kv_layout test_layout(const blob_options& options = {}) {
         state.is_recurrent = true;
         state.n_layer = n_test_layer;
         state.keys.assign(2, {kv_type::f32, 4, 0});
+        if (options.has_untyped) {
+            state.keys.insert(state.keys.begin() + 1, {kv_type::f32, 8, 0, false});
+            state.untyped = {1};
+        }
         layout.parts.push_back(state);
     }
     return layout;
@@ -207,9 +215,11 @@ inline kv_layout test_layout(const blob_options& options = {}) {
 inline kv_layout unlearned(const kv_layout& layout) {
     kv_layout known{layout.n_vocab, layout.n_ctx, {}};
     for (const auto& part : layout.parts) {
-        auto& one = known.parts.emplace_back();
-        one = {part.is_recurrent, part.has_extra, part.has_window, part.n_ring_cells,
-               part.n_ring_least};
+        auto& one = known.parts.emplace_back(part);
+        one.keys.clear();
+        one.values.clear();
+        one.is_transposed = false;
+        one.n_layer = 0;
     }
     return known;
 }

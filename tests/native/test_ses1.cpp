@@ -119,6 +119,26 @@ TEST_CASE("ses1: a recurrent state of another token, context or number is refuse
     }
 }
 
+TEST_CASE("ses1: a block without a type has that of the one before") {
+    auto options = hybrid();
+    options.has_untyped = true;
+    const auto blob = build_blob(options);
+    const auto layout = test_layout(options);
+    const auto view = read(blob, layout);
+    CHECK(to_plain(view, layout) == memory_of(blob));
+    const auto state = std::span(blob.bytes).subspan(blob.at.at("n_states"));
+    auto known = unlearned(layout);
+    known.parts.erase(known.parts.begin(), known.parts.end() - 1);
+    const auto learned = learn_layout({&state, 1}, known);
+    CHECK(learned.parts[0].keys == layout.parts.back().keys);
+    check_refused(blob.with("p_row_bytes", std::uint64_t{4}), errc::state_mismatch,
+                  "state row size", blob.at.at("p_row_bytes"), layout);
+    check_refused(blob.with("p_value", std::nanf("")), errc::state_format, "state rows",
+                  blob.at.at("p_value"), layout);
+    check_refused(blob, errc::state_mismatch, "state type", blob.at.at("p_row_bytes"),
+                  test_layout(hybrid()));
+}
+
 TEST_CASE("ses1: a ring has the last tokens, in any order, and neither too few nor too many") {
     auto options = hybrid();
     options.n_ring = 2;

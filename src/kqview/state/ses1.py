@@ -191,7 +191,10 @@ def _layers(blob: bytes, at: int, n_cells: int, *, is_recurrent: bool = False) -
     first = _take("<i", blob, at, "K type")
     if transposed > 1 or first not in _TYPE_NAMES:
         return
-    for i_block in range(2 * n_layer):
+    for i_block in range(3 * n_layer if is_recurrent else 2 * n_layer):
+        # qwen4exp has blocks of a recurrent state that do not say their type.
+        if is_recurrent and _take("<i", blob, at, "state type") not in _TYPE_NAMES:
+            at -= 4
         if transposed and i_block >= n_layer:
             unit = _take("<I", blob, at + 4, "V element size")
             width = _take("<I", blob, at + 8, "V width")
