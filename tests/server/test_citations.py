@@ -82,7 +82,7 @@ def test_each_sentence_is_a_block_with_the_passage_that_it_is_from(served: Serve
     assert len(blocks) > 1
     for one in blocks:
         (citation,) = one["citations"]
-        document: str = TEXTS[citation["document_index"]]
+        document: str = TEXTS[int(citation["document_index"])]
         span = slice(citation["start_char_index"], citation["end_char_index"])
         assert citation["type"] == "char_location"
         assert citation["cited_text"] == document[span]
@@ -192,7 +192,7 @@ def check(text: str, citations: list[dict[str, Any]]) -> None:
     assert [text[one["start_index"] : one["end_index"]] for one in citations] == sentences(text)
     assert len(citations) > 1
     for one in citations:
-        i = one["document_index"]
+        i = int(one["document_index"])
         assert (one["title"], one["url"]) == (f"T{i}", f"document:{i}")
         passage: str = TEXTS[i][one["start_char_index"] : one["end_char_index"]]
         assert one["cited_text"] == passage != ""

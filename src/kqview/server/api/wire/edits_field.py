@@ -14,7 +14,7 @@ EditsField = Annotated[list[dict[str, Any]], msgspec.Meta(max_length=256)]
 
 
 def wanted_edits(
-    field: Sequence[dict[str, Any]] | None, settings: Settings
-) -> Callable[[], Sequence[Edit]] | None:
-    """What makes the edits of a request, which may read files; None if it has none."""
-    return partial(edits_of, field, settings.control_vectors_dir) if field else None
+    field: Sequence[dict[str, Any]], settings: Settings
+) -> Callable[[], Sequence[Edit]]:
+    """What makes the edits of a request that has some; it may read files."""
+    return partial(edits_of, field, settings.control_vectors_dir)

@@ -508,7 +508,7 @@ def options_of(fields: LlamaFields, settings: Settings) -> dict[str, Any]:
         "n_reuse_min": first(fields.n_cache_reuse, 0),
         "cache_prompt": fields.cache_prompt is not False,
         "mods": mods,
-        "edits": wanted_edits(fields.edits, settings),
+        "edits": wanted_edits(fields.edits, settings) if fields.edits else None,
     }
 
 
