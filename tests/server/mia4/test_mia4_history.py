@@ -67,3 +67,44 @@ def test_session_of_any_name_is_shown_and_forgotten(demo: Served, name: str):
         assert client.get(path).json()["session_id"] == name
         assert client.delete(path).status_code == 204
         assert client.get(path).status_code == 404
+
+
+def test_a_turn_replaces_the_last_ones_once_it_has_an_answer():
+    with serving(mia4.config()) as served:
+        for prompt in ("Who is Anna?", "And Tom?", "And then?"):
+            mia4.generate(served, session_id="s", prompt=prompt)
+        with served.client() as client:
+            body = {"session_id": "s", "prompt": "Why?"}
+            odd = client.post("/generate", json={**body, "replaces": 3})
+            assert (odd.status_code, odd.json()["field"]) == (400, "replaces")
+            bad = {**body, "replaces": 2, "overrides": {"top_p": 2}}
+            assert client.post("/generate", json=bad).status_code == 422
+        assert len(history(served, "s")) == 6
+        mia4.generate(served, session_id="s", prompt="Why?", replaces=4)
+        said = [one["content"] for one in history(served, "s")[::2]]
+        assert said == ["Who is Anna?", "Why?"]
+        mia4.generate(served, session_id="s", prompt="Who is Tom?", replaces=100)
+        assert [one["content"] for one in history(served, "s")[::2]] == ["Who is Tom?"]
+        with served.client() as client:
+            (listed,) = client.get("/chat/sessions").json()["sessions"]
+        assert (listed["title"], listed["n_messages"]) == ("Who is Tom?", 2)
+
+
+def test_citations_come_behind_their_sentences():
+    documents = [{"text": "Anna has a red ball. Tom found a key.", "title": "People"}]
+    with serving(mia4.config()) as served:
+        frames = mia4.generate(
+            served, prompt="Who is Anna?", documents=documents,
+            overrides={"temperature": 0, "max_output_tokens": 30},
+        )  # fmt: skip
+    mia4.check_end(frames)
+    text, n = "", 0
+    for name, data in frames:
+        if name == "token":
+            text += data["text"]
+        elif name == "citation":
+            n += 1
+            assert data["end_index"] == len(text.rstrip())
+            passage = documents[0]["text"][data["start_char_index"] : data["end_char_index"]]
+            assert (data["cited_text"], data["title"]) == (passage, "People")
+    assert n > 0
