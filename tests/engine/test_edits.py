@@ -870,34 +870,41 @@ def test_positions_that_move_are_refused(make_engine: MakeEngine, model: Path) -
 
 
 def test_patching_finds_the_heads_that_copy(make_engine: MakeEngine) -> None:
-    """Without the two heads that patching ranks highest, the demo model no longer copies."""
+    """Without those that patching ranks highest, the demo model copies no better than by chance."""
     engine = make_engine(DEMO, n_slots=2)
     rng = np.random.default_rng(3)
     words = engine.tokenize(" red blue green dog cat house tree river stone", add_special=False)
     effects = np.zeros((len(engine.model.attention_layers), engine.model.n_head))
     copied: list[tuple[list[int], int]] = []
-    for _ in range(4):
+    for i in range(12):
         ids = rng.choice(words, 8, replace=False).tolist()
         other = next(word for word in words if word not in ids)
         # The token behind the repeated one is to be copied; in the corrupted prompt it is another.
         clean, corrupted = [*ids, *ids[:4]], [*ids[:4], other, *ids[5:], *ids[:4]]
-        effects += kqview.patch(engine, clean, corrupted, (ids[4], other))
-        copied.append((clean, ids[4]))
-    ranked = np.argsort(effects, axis=None)
-    layers = engine.model.attention_layers
+        if i < 4:
+            effects += kqview.patch(engine, clean, corrupted, (ids[4], other))
+        copied.append((clean, words.index(ids[4])))
+    ranked = np.argsort(-effects, axis=None).tolist()
+    layers, n_head = engine.model.attention_layers, engine.model.n_head
 
-    def logprob(heads: Any) -> float:
-        chosen = {(layers[i], int(head)): 0.0 for i, head in heads}
-        edits = [Edit.scale_heads(chosen)] if chosen else None
-        scores = engine.score([[*clean, id_] for clean, id_ in copied], last=1, edits=edits)
-        return float(np.mean([score.logprobs[-1] for score in scores]))
+    def probability(heads: list[int]) -> float:
+        """Of the token to copy, among the nine words; by chance it is 0.11."""
+        chosen = {(layers[head // n_head], head % n_head): 0.0 for head in heads}
+        capture = Capture("probs", layers=[], vocab_logits=True)
+        found: list[float] = []
+        for clean, i in copied:
+            edits = [Edit.scale_heads(chosen)] if chosen else None
+            options: dict[str, Any] = {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True}
+            token = next(engine.generate(clean, capture=capture, edits=edits, **options))
+            logits = np.asarray(token.logits, np.float64)[words]
+            found.append(float(np.exp(logits[i]) / np.exp(logits).sum()))
+        return float(np.mean(found))
 
-    best, least = (
-        [np.unravel_index(i, effects.shape) for i in some] for some in (ranked[-2:], ranked[:2])
-    )
-    plain = logprob([])
-    assert logprob(best) < plain - 1.0
-    assert abs(logprob(least) - plain) < (plain - logprob(best)) / 2
+    assert probability([]) > 0.9
+    assert probability(ranked[:2]) < 0.25
+    assert probability(ranked[:3]) < 0.15
+    for _ in range(3):
+        assert probability(rng.permutation(ranked[3:])[:2].tolist()) > 0.9
 
 
 # ---- traces
