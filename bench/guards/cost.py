@@ -82,7 +82,7 @@ def measure(engine: Engine, n_context: int, n: int, only: str) -> None:
 
     compare(
         "StopOnInjection, first token", n_context, n, first_token,
-        lambda: first_token(mods=[stop], capture=stop.capture),
+        lambda: first_token(mods=[stop], capture=stop.capture, trace=False),
     )  # fmt: skip
 
     asked = guards.source_prompt(engine, texts[:500], question)
