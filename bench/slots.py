@@ -27,6 +27,7 @@ from kqview.bench.sweep import prompt_ids
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
 
     from console import ProgressLine
     from settings import Settings
@@ -81,6 +82,7 @@ class ServerRuns(Started):
         n_tokens: int,
         *,
         flash_attn: bool = True,
+        model: Path | None = None,
         more_flags: Sequence[object] = (),
     ) -> None:
         self._prompts = prompts
@@ -88,7 +90,7 @@ class ServerRuns(Started):
         self._port = free_port()
         n_ctx = (len(prompts[0]) + n_tokens + 255) // 256 * 256
         flags: dict[str, object] = {
-            "--model": model_path(settings),
+            "--model": model or model_path(settings),
             "--threads": settings.n_threads,
             "--parallel": len(prompts),
             "--ctx-size": n_ctx * len(prompts),

@@ -37,6 +37,7 @@ import server_peers
 import session_return
 import slots
 import slow_readers
+import speculation
 import state
 import state_http
 import wheel
@@ -71,6 +72,7 @@ BENCHMARKS = {
         opening,
         wheel,
         gaps,
+        speculation,
         mods,
         embed,
         engines,

@@ -89,6 +89,8 @@ void bind_options(nb::module_& module) {
         .def_rw("checkpoint_bytes", &engine_options::checkpoint_bytes,
                 nb::for_setter(nb::arg().none()), "None: 16 checkpoints a slot.")
         .def_rw("checkpoint_every", &engine_options::checkpoint_every)
+        .def_rw("draft", &engine_options::draft, nb::for_setter(nb::arg().none()),
+                "A model that guesses how texts go on.")
         .def_rw("aborted_decodes", &engine_options::aborted_decodes,
                 "For tests: decodes, counted from 1, that are aborted.")
         .def_rw("poisons_blocks", &engine_options::poisons_blocks,
@@ -167,6 +169,10 @@ void bind_stats(nb::module_& module) {
         .def_prop_ro("n_parkings", &count<&engine_counters::n_parkings>)
         .def_prop_ro("attention_bytes", &count<&engine_counters::n_attention_bytes>)
         .def_prop_ro("copied_bytes", [](const reading& now) { return now.pool.copied_bytes; })
+        .def_prop_ro("n_drafts", &count<&engine_counters::n_drafts>)
+        .def_prop_ro("draft_tokens", &count<&engine_counters::n_draft_tokens>)
+        .def_prop_ro("accepted_tokens", &count<&engine_counters::n_accepted_tokens>)
+        .def_prop_ro("draft_ties", &count<&engine_counters::n_ties>)
         .def_prop_ro("dropped_rows", &count<&engine_counters::n_dropped_rows>)
         .def_prop_ro("captured_steps", &count<&engine_counters::n_captured_steps>)
         .def_prop_ro("step_to_view_s", &seconds<&engine_counters::step_to_view_ns>)

@@ -160,6 +160,8 @@ void bind_request(nb::module_& module) {
                 "Whether the consumer gets a ForwardEvent for each forward pass, and answers it.")
         .def_rw("run_ahead", &request_options::run_ahead)
         .def_rw("n_draft_max", &request_options::n_draft_max)
+        .def_rw("prediction", &request_options::prediction,
+                "Ids that the text may consist of; guesses are made of them too.")
         .def_rw("priority", &request_options::priority)
         .def_rw("owner", &request_options::owner, "Requests of equal priority take turns by owner.")
         .def_rw("cache_prompt", &request_options::cache_prompt,

@@ -5,6 +5,7 @@
 #include <exception>
 #include <limits>
 #include <new>
+#include <numeric>
 #include <random>
 #include <string>
 
@@ -269,6 +270,34 @@ picked_token sampler::pick(float* logits) {
     return token;
 }
 
+// The logits as they are chosen from: themselves, or a copy.
+std::span<const float> sampler::edited(std::span<const float> logits) {
+    if (!editor_.has_edits()) return logits;
+    edited_.assign(logits.begin(), logits.end());
+    // One of the two counts: what is steered has a history.
+    editor_.edit(edited_, n_picked_ + history_.size() - n_prompt_);
+    return edited_;
+}
+
+bool sampler::is_tied(std::span<const float> logits, float tolerance) {
+    if (!is_greedy()) return false;
+    const double sum = std::accumulate(logits.begin(), logits.end(), 0.0);
+    const auto best = static_cast<double>(*std::ranges::max_element(logits));
+    const double spread = best - sum / static_cast<double>(logits.size());
+    const auto row = edited(logits);
+    scan_.read(row.data(), n_vocab_);
+    if (scan_.max() == minus_inf) return false;  // as pick() will say
+    if (filter_) {
+        limit_.restart();
+        fill_top_allowed(row, 2);
+        limit_.pause();
+    } else {
+        fill_top(2);
+    }
+    if (candidates_.size() < 2) return false;
+    return static_cast<double>(candidates_[0].logit - candidates_[1].logit) <= tolerance * spread;
+}
+
 // The model's own log-probabilities, before anything is changed.
 void sampler::read_logprobs(const float* logits) {
     if (params_.top_logprobs && !params_.post_sampling_probs)
@@ -452,12 +481,7 @@ picked_token sampler::propose(std::span<const float> logits, std::optional<float
     try {
         if (filter_) limit_.restart();
         read_logprobs(logits.data());
-        if (editor_.has_edits()) {
-            edited_.assign(logits.begin(), logits.end());
-            editor_.edit(edited_, history_.size() - n_prompt_);
-            logits = edited_;
-        }
-        auto token = choose_from(logits);
+        auto token = choose_from(edited(logits));
         if (is_greedy()) skip_choice();
         if (filter_) limit_.pause();
         proposed_ = token.id;

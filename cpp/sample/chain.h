@@ -100,6 +100,7 @@ public:
     // or if nothing is left to choose; invalid_sampling if the filter takes too much time or
     // memory.
     picked_token pick(float* logits) override;
+    bool is_tied(std::span<const float> logits, float tolerance) override;
     picked_token propose(std::span<const float> logits, std::optional<float> temperature) override;
     void revise(std::size_t n_removed, std::span<const token_id> ids) override;
     bool is_slow() const override { return filter_ != nullptr; }
@@ -111,6 +112,7 @@ private:
         return params_.temperature == 0.0F && params_.dynatemp_range == 0.0F;
     }
     bool has_mirostat() const { return params_.mirostat != 0; }
+    std::span<const float> edited(std::span<const float> logits);
     void read_logprobs(const float* logits);
     void build_choice();
     picked_token choose_from(std::span<const float> row);

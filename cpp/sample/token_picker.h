@@ -27,6 +27,11 @@ public:
     // F32 ne=[n_vocab]; pick() may change them in place.
     virtual picked_token pick(float* logits) = 0;
 
+    // True if the choice from these logits may have been made by rounding: it is that of the best
+    // one, and another one is as good within `tolerance`, a share of what the best logit is above
+    // their mean. Changes nothing.
+    virtual bool is_tied(std::span<const float> /*logits*/, float /*tolerance*/) { return false; }
+
     // ---- of a steered request, whose consumer decides what becomes of a choice
 
     // As pick(), but leaves the logits as they are and accepts nothing. `temperature` is for this

@@ -4,8 +4,9 @@
 // Threads: the engine thread.
 // Why one ubatch per step: with one KV stream per slot, llama.cpp splits a batch into equal runs of
 // adjacent sequences. So a step is either one token each of adjacent slots, one prompt chunk of
-// one slot, or equal chunks of adjacent slots whose prompts came together. Whole prompts that are
-// embedded share a step where llama.cpp pools them alike.
+// one slot, or equal chunks of adjacent slots whose prompts came together. Behind the tokens of
+// texts there may be guesses, as many of each slot: a slot with fewer has its run filled up. Whole
+// prompts that are embedded share a step where llama.cpp pools them alike.
 #pragma once
 
 #include <algorithm>
@@ -20,6 +21,7 @@
 #include "base/ids.h"
 #include "memory/block_pool.h"
 #include "sched/delivery.h"
+#include "sched/model_drafter.h"
 #include "sched/request.h"
 #include "sched/runner.h"
 #include "sched/slot_table.h"
@@ -35,14 +37,13 @@ struct batch_part {
     int n_rows;       // its last tokens whose rows are captured as prompt rows
     bool samples;     // the logits of its last token are wanted
     bool is_last;     // no prompt tokens remain after it
-    int i_token = 0;  // index of its last token in the batch
-    int n_draft = 0;  // its last tokens that are guesses, behind one token of a text
+    int i_token = 0;  // index of its last token in the batch, guesses aside
 
     // True if the request ends with its prompt, and so with this step.
     bool is_end() const { return is_last && !samples; }
     // False: it has the last token of a text that goes on.
     bool is_prompt() const {
-        return n_draft == 0 && (n_tokens > 1 || !samples || target->usage.completion_tokens == 0);
+        return n_tokens > 1 || !samples || target->usage.completion_tokens == 0;
     }
     bool ends_embedding() const { return is_end() && target->active->embeds; }
 };
@@ -62,6 +63,7 @@ public:
           costs_(max_gap),
           served_at_(slots.size()) {
         order_.reserve(slots.size());
+        if (auto* const smaller = model.draft_model()) drafter_.emplace(*smaller);
     }
 
     // Fills the next step. Prefill and decode steps alternate, so that a long prompt does not stall
@@ -70,7 +72,7 @@ public:
     bool fill();
 
     // The step took so long.
-    void note(clock::duration took) { costs_.note(is_prefill_, tokens_.size(), took); }
+    void note(clock::duration took) { costs_.note(is_prefill_, tokens_.size(), took - drafting_); }
 
     // Until when prompts wait for others that come with them, as they do from clients that began at
     // one moment: they then go through the model together, and none of the texts waits for another
@@ -80,10 +82,8 @@ public:
 
     // The current step; valid until the next fill().
     std::span<const step_token> tokens() const { return tokens_; }
-    // Those that belong to their texts whatever comes of the step.
-    std::span<const step_token> tokens_for_sure() const {
-        return tokens().first(tokens_.size() - static_cast<std::size_t>(parts_.front().n_draft));
-    }
+    // Of each part, tokens behind its own: guesses (slot::draft), and what fills the run up.
+    std::size_t n_guessed() const { return n_guessed_; }
     std::span<const step_rows> rows() const { return rows_; }
     std::span<const batch_part> parts() const { return parts_; }
     // False if a text in it goes on. Call before the step's tokens are handed out.
@@ -102,7 +102,12 @@ private:
     bool add_prompt(slot& target);
     bool prepare_token(slot& target);
     bool add_token(slot& target);
-    void add_draft(slot& target);
+    void add_guesses();
+    void collect_guesses();
+    int n_guessable(const batch_part& part, int n_most) const;
+    std::size_t n_worth_guessing() const;
+    void take_draft_rows(slot& target);
+    void widen(std::size_t n_each);
     void add_rows(const batch_part& part);
     int n_most(const slot& target) const;
     batch_part next_chunk(slot& target) const;
@@ -118,6 +123,10 @@ private:
     std::vector<step_token> tokens_;
     std::vector<step_rows> rows_;
     std::vector<batch_part> parts_;
+    std::size_t n_guessed_ = 0;
+    std::optional<model_drafter> drafter_;
+    std::vector<model_drafter::text> guessed_;  // what it is to guess on; scratch
+    clock::duration drafting_{};                // of the time of this step
     step_costs costs_;
     bool is_prefill_ = false;
     std::uint64_t n_fills_ = 0;

@@ -39,12 +39,16 @@ struct engine_counters {
     count n_refused{0};         // the queue was full
     count n_tokens{0};          // generated
     count n_prompt_tokens{0};   // decoded, so without cached tokens
-    count n_decoded_tokens{0};  // in decode steps, one per slot
+    count n_decoded_tokens{0};  // in decode steps: one per slot, and guesses that came true
     count n_decodes{0};
-    count n_parkings{0};     // times that a request left its slot to one that waited
-    count n_handed_over{0};  // rows of logits copied for the sampler lane
-    count prefill_ns{0};     // in prefill steps, sampling included
-    count decode_ns{0};      // in decode steps
+    count n_drafts{0};  // runs of guesses in steps
+    count n_draft_tokens{0};
+    count n_accepted_tokens{0};  // guesses that came true
+    count n_ties{0};             // tokens evaluated once more, without guesses behind them
+    count n_parkings{0};         // times that a request left its slot to one that waited
+    count n_handed_over{0};      // rows of logits copied for the sampler lane
+    count prefill_ns{0};         // in prefill steps, sampling included
+    count decode_ns{0};          // in decode steps
     count n_attention_bytes{0};
     count n_dropped_rows{0};
     // Number of steps that handed out attention, and the time in them from when the compute was

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <ratio>
+#include <string_view>
 #include <utility>
 
 #include "base/error.h"
@@ -19,12 +20,47 @@ namespace {
 // Without checkpoint_bytes: of each slot, and at most this part of the machine's memory.
 constexpr std::size_t n_snapshots_each = 16;
 constexpr std::size_t host_share = 8;
+// Of a slot: copies of the logits of guesses that are looked at later.
+constexpr std::size_t draft_logits_bytes = std::size_t{8} << 20;
+
+// Raises request unless the ids of both mean the same.
+void check_same_words(const model& source, const model& draft) {
+    const auto* const ours = source.vocab();
+    const auto* const theirs = draft.vocab();
+    const auto fail = [](const auto&... what) {
+        throw error(errc::request, "draft: its vocabulary is another one: ", what...,
+                    "; choose a model of the same family, or \"prompt-lookup\"");
+    };
+    if (source.n_vocab() != draft.n_vocab())
+        fail(draft.n_vocab(), " tokens, the model has ", source.n_vocab());
+    if (llama_vocab_type(ours) != llama_vocab_type(theirs)) fail("it is of another kind");
+    if (!source.has_vocab()) return;
+    for (token_id id = 0; id < source.n_vocab(); ++id) {
+        const std::string_view own = llama_vocab_get_text(ours, id);
+        const std::string_view other = llama_vocab_get_text(theirs, id);
+        if (own != other || llama_vocab_is_eog(ours, id) != llama_vocab_is_eog(theirs, id))
+            fail("token ", id, " is '", other, "', in the model it is '", own, "'");
+    }
+}
 
 }  // namespace
 
 engine::engine(std::shared_ptr<model> source, const engine_options& options)
     : source_(std::move(source)), filters_(source_) {
     auto runner = std::make_unique<llama_runner>(source_, options);
+    if (options.draft) {
+        check_same_words(*source_, *options.draft);
+        context_options smaller = options;
+        smaller.n_ctx = runner->n_ctx();
+        smaller.free_memory_bytes = 0;  // known before the other context took its part
+        smaller.pooling.clear();
+        smaller.aborted_decodes.clear();
+        auto draft = std::make_unique<llama_runner>(options.draft, smaller);
+        if (!draft->has_cache() || !draft->can_take_back())
+            throw error(errc::unsupported_model,
+                        "draft: its cache cannot drop single tokens; choose another model");
+        runner->add_draft(std::move(draft));
+    }
     facts_ = {runner->n_ctx(),
               runner->n_chunk(),
               runner->source(),
@@ -75,10 +111,16 @@ std::shared_ptr<request> engine::submit(request_options options) {
             filters_.make(wanted->sampling, wanted->constraint_command, *wanted->unwanted,
                           n_tokens));
         picker->accept_prompt(wanted->prompt, wanted->is_steered);
-        // The consumer of a steered request looks at each step alone; a slow picker chooses beside
-        // the engine thread; deterministic steps are a token each.
-        if (wanted->is_steered || wanted->is_alone || picker->is_slow() || !facts_.can_take_back)
+        // Deterministic steps are a token each. What is steered and picked slowly would have the
+        // engine thread wait to know a tie.
+        const bool is_slow = picker->is_slow();
+        if (wanted->is_alone || !facts_.can_take_back || (wanted->is_steered && is_slow)) {
             wanted->n_draft_max = 0;
+        } else if (wanted->is_steered || is_slow) {
+            const auto row_bytes = sizeof(float) * static_cast<std::size_t>(n_vocab());
+            wanted->n_draft_max =
+                std::min(wanted->n_draft_max, static_cast<int>(draft_logits_bytes / row_bytes));
+        }
         wanted->picker = std::move(picker);
     }
     if (wanted->capture && !wanted->only_attends) {

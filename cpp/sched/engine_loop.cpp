@@ -12,6 +12,10 @@ namespace kqview {
 namespace {
 
 constexpr std::chrono::milliseconds longest_lane_wait{2};
+// The likeliest logits of a token that was evaluated with others differ by less from those of the
+// token alone, as far as tests/engine/test_speculation.py knows.
+constexpr float tie_tolerance = 0.02F;
+constexpr float no_tie = -1.0F;
 
 // Constructed in advance, while memory is available.
 const error lost_error(
@@ -137,6 +141,7 @@ void engine_loop::take_answer(const std::shared_ptr<request>& of, pass_answer an
             const bool has_edits = answer.edits != nullptr;
             out_.take(*target, std::move(answer));
             if (has_edits) model_.want(plan_of(slots_));
+            follow_draft(*target);
         } catch (...) {
             out_.fail(*target, of);
         }
@@ -272,6 +277,7 @@ void engine_loop::decode() {
         }
         return;
     }
+    slots_.append(batch_.tokens(), batch_.n_guessed());
     out_.collect();  // the rows of the step before came while this one was started
     out_.begin_step();
     // The CPU's rows are there; a device's compute is known to have ended once the logits are
@@ -282,9 +288,11 @@ void engine_loop::decode() {
         (part.is_prompt() ? counters_.n_prompt_tokens : counters_.n_decoded_tokens) +=
             static_cast<std::uint64_t>(part.n_tokens);
     }
-    slots_.append(batch_.tokens_for_sure());
     for (const auto& part : parts) {
         heart_->enter(engine_phase::sampling);
+        // What filled its run up.
+        if (batch_.n_guessed() > 0 && part.target->draft.ids.empty())
+            slots_.drop_draft(*part.target);
         const auto asked = part.target->active;
         if (!asked) continue;  // its rows of the previous step did not arrive
         try {
@@ -292,7 +300,6 @@ void engine_loop::decode() {
             if (slots_.keeps_checkpoints()) slots_.keep_checkpoint(*part.target);
             hand_out(part, result);
         } catch (...) {
-            if (part.n_draft > 0) part.target->cache.drop_unknown();
             out_.fail(*part.target, asked);
         }
     }
@@ -321,42 +328,29 @@ void engine_loop::hand_out(const batch_part& part, const step_result& result) {
         return out_.finish(target, finish_reason::stop);
     }
     if (!part.samples) return;
-    if (part.n_draft > 0) return hand_out_draft(part, result);
     if (target.usage.completion_tokens == 0 && target.text.empty()) target.prefilled = clock::now();
     float* const logits = model_.logits(part.i_token);
     if (result.transfer != 0) out_.note_computed();
     if (target.rows.block && batch_.rows().size() == 1) target.rows.written_at = result.written_at;
-    sample(target, logits);
+    target.is_unclear = false;
+    if (!target.draft.ids.empty()) keep_draft(target);
+    sample(target, logits, batch_.n_guessed() > 0);
+    follow_draft(target);
 }
 
-// Hands out the tokens of a step with guesses: each is picked as if it had been alone, from the
-// logits of its own, until one is not what was guessed. The picker cannot tell the difference, so
-// neither can its text.
-void engine_loop::hand_out_draft(const batch_part& part, const step_result& result) {
-    auto& target = *part.target;
-    const auto asked = target.active;
-    const auto tokens = batch_.tokens();
-    auto rows = std::exchange(target.draft_rows, {});
-    target.usage.draft_tokens += part.n_draft;
-    int n_true = 0;
-    for (;;) {
-        const auto i = static_cast<std::size_t>(n_true);
-        target.transfer = target.has_rows() ? result.transfer : 0;
-        float* const logits = model_.logits(static_cast<int>(i));
-        if (result.transfer != 0) out_.note_computed();
-        keep_logits(target, logits);
-        auto picked = target.picker->pick(logits);
-        const bool is_guessed = n_true < part.n_draft && picked.id == tokens[i + 1].id &&
-                                !asked->end_by(model_, picked.id);
-        if (is_guessed) ++target.usage.accepted_tokens;
-        out_.put(target, std::move(picked));
-        if (is_guessed) ++n_true;
-        if (!is_guessed || !target.active) break;
-        slots_.append(tokens.subspan(i + 1, 1));
-        if (!rows.empty()) target.rows = std::move(rows[i]);
+// Copies the logits of guesses that are not looked at before the next step.
+void engine_loop::keep_draft(slot& target) {
+    auto& draft = target.draft;
+    target.usage.draft_tokens += static_cast<int>(draft.ids.size());
+    ++counters_.n_drafts;
+    counters_.n_draft_tokens += draft.ids.size();
+    if (!target.active->is_steered && !target.ticket && !target.picker->is_slow()) return;
+    const auto n_vocab = static_cast<std::size_t>(model_.n_vocab());
+    draft.logits.reserve(draft.ids.size() * n_vocab);
+    for (std::size_t i = 0; i < draft.ids.size(); ++i) {
+        const auto* const row = model_.logits(draft.i_token + static_cast<int>(i));
+        draft.logits.insert(draft.logits.end(), row, row + n_vocab);
     }
-    target.lookup.note(static_cast<std::size_t>(part.n_draft), static_cast<std::size_t>(n_true));
-    target.cache.drop_unknown();
 }
 
 // ---- sample
@@ -370,19 +364,77 @@ void engine_loop::keep_logits(slot& target, const float* logits) {
 }
 
 // Samples here, or in the lane if the picker may take long, or leaves it to the consumer of a
-// steered request: in both cases the slot then stays out of steps.
-void engine_loop::sample(slot& target, float* logits) {
+// steered request: in both cases the slot then stays out of steps. `is_wide`: the logits are of a
+// step with guesses, which rounds otherwise.
+void engine_loop::sample(slot& target, float* logits, bool is_wide) {
     const std::span row(logits, static_cast<std::size_t>(model_.n_vocab()));
     keep_logits(target, logits);
-    if (target.active->is_steered) return out_.put(target, row);
     if (target.picker && target.picker->is_slow())
         target.ticket = std::make_shared<sampler_lane::ticket>(std::move(target.picker));
-    if (!target.ticket) return out_.put(target, target.picker->pick(logits));
-    lane_.start(target.ticket, row);
+    if (!target.ticket) {
+        const bool is_steered = target.active->is_steered;
+        auto& picker = is_steered ? *target.active->picker : *target.picker;
+        if (is_wide && !picker.is_slow() && picker.is_tied(row, tie_tolerance))
+            return evaluate_alone(target);
+        return is_steered ? out_.put(target, row) : out_.put(target, picker.pick(logits));
+    }
+    lane_.start(target.ticket, row, is_wide ? tie_tolerance : no_tie);
     target.deadline =
         clock::now() + std::chrono::duration_cast<clock::duration>(target.active->pick_limit);
     ++counters_.n_handed_over;
     change(target.state, slot_state::sampling);
+}
+
+// Hands out what follows a slot's last token for as long as that was guessed: each next token is
+// sampled as if its step had been a step of its own, from the logits that this one left. Neither
+// the picker nor the consumer can tell the difference.
+void engine_loop::follow_draft(slot& target) {
+    while (take_guess(target)) {
+        auto& draft = target.draft;
+        const auto i = draft.n_true - 1;
+        const auto n_vocab = static_cast<std::size_t>(model_.n_vocab());
+        sample(target,
+               draft.logits.empty() ? model_.logits(draft.i_token + static_cast<int>(i))
+                                    : draft.logits.data() + i * n_vocab,
+               true);
+    }
+}
+
+// True: the slot's last token is the one that was guessed, and the cache has it now. Otherwise, or
+// if it was evaluated with other edits than it should be, the guesses are dropped.
+bool engine_loop::take_guess(slot& target) {
+    auto& draft = target.draft;
+    if (draft.ids.empty() || target.state == slot_state::sampling ||
+        target.state == slot_state::steered) {
+        return false;
+    }
+    const auto i = draft.n_true;
+    const auto n_cached = target.cache.size();
+    const bool is_true = i < draft.ids.size() && target.pending == draft.ids[i] &&
+                         target.cache.has_unknown() && !target.is_in_prompt() &&
+                         target.edits.at(n_cached) == draft.edits;
+    if (!is_true) {
+        slots_.drop_draft(target);
+        return false;
+    }
+    const step_token known{target.id(), target.pending, static_cast<std::int32_t>(n_cached), true,
+                           draft.edits};
+    slots_.append({&known, 1});
+    if (!draft.rows.empty()) target.rows = std::move(draft.rows[i]);
+    ++draft.n_true;
+    ++target.usage.accepted_tokens;
+    ++counters_.n_accepted_tokens;
+    ++counters_.n_decoded_tokens;
+    return true;
+}
+
+// Takes the slot's last token back into the next step, which has no guesses: what rounding decides
+// is decided as without them.
+void engine_loop::evaluate_alone(slot& target) {
+    ++counters_.n_ties;
+    target.cache.truncate(target.cache.size() - 1);
+    slots_.drop_draft(target);
+    target.is_unclear = true;
 }
 
 // Delivers the tokens that the lane has picked since. False: there were none.
@@ -402,7 +454,13 @@ bool engine_loop::take_picked() {
         const auto asked = target.active;
         try {
             if (!is_done) throw_pick_limit(asked->pick_limit.count());
-            out_.put(target, lane_.take(*target.ticket));
+            change(target.state, slot_state::decode);
+            if (auto picked = lane_.take(*target.ticket)) {
+                out_.put(target, std::move(*picked));
+                follow_draft(target);
+            } else {
+                evaluate_alone(target);
+            }
         } catch (...) {
             out_.fail(target, asked);
         }

@@ -68,9 +68,12 @@ private:
     bool step();
     void decode();
     void hand_out(const batch_part& part, const step_result& result);
-    void hand_out_draft(const batch_part& part, const step_result& result);
+    void keep_draft(slot& target);
     void keep_logits(slot& target, const float* logits);
-    void sample(slot& target, float* logits);
+    void sample(slot& target, float* logits, bool is_wide);
+    void follow_draft(slot& target);
+    bool take_guess(slot& target);
+    void evaluate_alone(slot& target);
     bool take_picked();
     bool may_displace(const request& queued) const;
     bool make_way();

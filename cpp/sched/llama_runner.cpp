@@ -79,6 +79,13 @@ std::shared_ptr<host_allocator> llama_runner::host_memory() const {
     return device ? pinned_allocator(device, is_device_lost_) : nullptr;
 }
 
+// Where layers gather their keys (minimax-m3), a graph of several queries each of several streams
+// tells no stream from the next one.
+bool llama_runner::can_draft_rows(std::size_t n_slots) const {
+    const auto is_plain = [](const auto& layer) { return layer.edits_scores; };
+    return reads_on_host() && (n_slots == 1 || std::ranges::all_of(source().attention, is_plain));
+}
+
 bool llama_runner::is_end_of_generation(token_id id) const {
     return model_->is_end_of_generation(id);
 }
@@ -164,15 +171,17 @@ void llama_runner::copy(slot_id from, slot_id to) {
     });
 }
 
-// Where llama.cpp puts the query of a batch token: a run of one slot is one stream with one query
-// per token; one token each of several slots is one stream per slot.
+// Where llama.cpp puts the query of a batch token: adjacent slots are streams, with as many queries
+// each.
 row_target llama_runner::target_of(std::span<const step_token> tokens,
                                    const step_rows& rows) const {
-    const bool is_one_slot = tokens.front().slot == tokens.back().slot;
+    const auto n_tokens = static_cast<int>(tokens.size());
+    const int i_stream = tokens[static_cast<std::size_t>(rows.i_token)].slot - tokens.front().slot;
+    const int n_each = n_tokens / (tokens.back().slot - tokens.front().slot + 1);
     return {rows.plan,
-            is_one_slot ? 0 : rows.i_token,
-            is_one_slot ? rows.i_token : 0,
-            static_cast<int>(tokens.size()) - rows.i_token - rows.layout.n_queries,
+            i_stream,
+            rows.i_token - i_stream * n_each,
+            n_tokens - rows.i_token - rows.layout.n_queries,
             rows.n_visible,
             rows.layout,
             rows.data};
@@ -184,6 +193,11 @@ float* llama_runner::logits(int i_token) {
         tap_->devices().note_computed();
         return row;
     });
+}
+
+token_id llama_runner::likeliest(int i_token) {
+    const float* const row = logits(i_token);
+    return static_cast<token_id>(std::max_element(row, row + n_vocab()) - row);
 }
 
 token_score llama_runner::score(int i_token, token_id id, int n_top) {

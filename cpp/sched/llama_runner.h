@@ -43,6 +43,10 @@ public:
     llama_runner(std::shared_ptr<model> source, const context_options& options);
     ~llama_runner() override;
 
+    // A model that guesses, with a context of its own.
+    void add_draft(std::unique_ptr<llama_runner> smaller) { draft_ = std::move(smaller); }
+    runner* draft_model() override { return draft_.get(); }
+
     int n_slots() const override { return context_->n_slots(); }
     int n_ctx() const override { return context_->n_ctx(); }
     int n_chunk() const override { return context_->n_chunk(); }
@@ -53,6 +57,7 @@ public:
         return model_->can_truncate() && context_->has_whole_cache();
     }
     bool reads_on_host() const override { return !tap_->devices().device(); }
+    bool can_draft_rows(std::size_t n_slots) const override;
     bool is_causal() const override { return context_->is_causal(); }
     bool has_cache() const override { return context_->has_cache(); }
     bool can_split_embedding() const override {
@@ -65,7 +70,10 @@ public:
     }
     bool is_end_of_generation(token_id id) const override;
 
-    void watch(std::shared_ptr<heartbeat> heart) override { context_->watch(std::move(heart)); }
+    void watch(std::shared_ptr<heartbeat> heart) override {
+        if (draft_) draft_->watch(heart);
+        context_->watch(std::move(heart));
+    }
 
     // The members below that call llama.cpp raise decode, or out_of_memory, if ggml had to abort.
     // Every later call then raises decode, because the context is unusable.
@@ -75,6 +83,7 @@ public:
     step_result decode(std::span<const step_token> tokens, std::span<const step_rows> rows,
                        bool embeds) override;
     float* logits(int i_token) override;
+    token_id likeliest(int i_token) override;
     token_score score(int i_token, token_id id, int n_top) override;
     text_embedding embedding(slot_id slot, int i_token, int n_tokens) override;
     void await(transfer_id rows) override;
@@ -98,7 +107,9 @@ public:
 
     // As context::pooling(): how embeddings are made.
     const std::string& pooling() const { return context_->pooling(); }
-    std::size_t memory_bytes() const { return context_->memory_bytes(); }
+    std::size_t memory_bytes() const {
+        return context_->memory_bytes() + (draft_ ? draft_->memory_bytes() : 0);
+    }
     std::size_t snapshot_memory_bytes() const { return context_->snapshot_memory_bytes(); }
     // Why tokens cannot be removed from the middle of a slot; empty if they can.
     std::string shift_obstacle() const { return context_->shift_obstacle(); }
@@ -124,6 +135,7 @@ private:
     std::shared_ptr<model> model_;
     std::unique_ptr<tap> tap_;  // outlives the context's graphs
     std::unique_ptr<context> context_;
+    std::unique_ptr<llama_runner> draft_;
     std::optional<error> broken_;
     const std::shared_ptr<std::atomic<bool>> is_device_lost_ =
         std::make_shared<std::atomic<bool>>(false);

@@ -1,11 +1,15 @@
 #include "sched/prompt_lookup.h"
 
 #include <algorithm>
+#include <bit>
+#include <cmath>
 #include <utility>
 
 namespace kqview {
 
 namespace {
+
+constexpr token_id no_token = -1;
 
 std::uint64_t key_of(token_id before, token_id last) {
     return (std::uint64_t{static_cast<std::uint32_t>(before)} << 32) |
@@ -14,16 +18,37 @@ std::uint64_t key_of(token_id before, token_id last) {
 
 }  // namespace
 
+double hit_rate::n_expected(std::size_t n) const {
+    const double rate = n_true_ / n_seen_;  // below 1
+    return rate * (1 - std::pow(rate, static_cast<double>(n))) / (1 - rate);
+}
+
+void hit_rate::note(std::size_t n_guessed, std::size_t n_true) {
+    n_true_ += static_cast<double>(n_true);
+    n_seen_ += static_cast<double>(std::min(n_true + 1, n_guessed));
+    if (n_seen_ <= n_remembered) return;
+    n_true_ *= n_remembered / n_seen_;
+    n_seen_ = n_remembered;
+}
+
+void prompt_lookup::restart(std::span<const token_id> prompt,
+                            std::span<const token_id> prediction) {
+    clear();
+    guess_.clear();
+    rates_.fill({});
+    prediction_.clear();
+    if (prediction.empty()) return;
+    // As if it had followed the prompt once.
+    const auto end = prompt.last(std::min(prompt.size(), n_key));
+    prediction_.assign(end.begin(), end.end());
+    prediction_.insert(prediction_.end(), prediction.begin(), prediction.end());
+    prediction_.push_back(no_token);
+}
+
 void prompt_lookup::clear() {
     text_.clear();
     last_place_.clear();
     place_before_.clear();
-}
-
-void prompt_lookup::forget() {
-    clear();
-    n_worth_ = n_first;
-    n_pause_ = n_pause_left_ = 0;
 }
 
 void prompt_lookup::add(token_id id) {
@@ -47,44 +72,41 @@ std::size_t prompt_lookup::n_matching(std::size_t place) const {
 
 std::span<const token_id> prompt_lookup::guess(const std::vector<token_id>& tokens, token_id last,
                                                std::size_t n_most) {
-    guess_.clear();
+    const auto n_before = prediction_.size();
     // All of `tokens` but what came since is known. A text that has been changed is not.
-    const auto n_known = std::min(text_.size(), tokens.size());
-    if (text_.size() > tokens.size() ||
-        (n_known > 0 && text_[n_known - 1] != tokens[n_known - 1])) {
+    auto n_known = std::max(text_.size(), n_before) - n_before;
+    if (n_known > tokens.size() ||
+        (n_known > 0 && text_[n_before + n_known - 1] != tokens[n_known - 1])) {
         clear();
+        n_known = 0;
+        guess_.clear();
     }
-    text_.reserve(tokens.size() + 1);
-    for (auto i = text_.size(); i < tokens.size(); ++i) add(tokens[i]);
+    if (!guess_.empty() && n_known == tokens.size()) note(1, guess_.front() == last ? 1 : 0);
+    guess_.clear();
+    text_.reserve(n_before + tokens.size() + 1);
+    if (text_.empty()) std::ranges::for_each(prediction_, [this](token_id id) { add(id); });
+    for (auto i = n_known; i < tokens.size(); ++i) add(tokens[i]);
     add(last);
-    if (n_pause_left_ > 0) {
-        --n_pause_left_;
-        return {};
-    }
-    n_most = std::min(n_most, n_worth_);
     std::size_t best = 0, n_best = 0, n_seen = 0;
     for (std::size_t place = place_before_.back(); place > 0 && n_seen < n_places_max; ++n_seen) {
         // The last one of equals: a text repeats what it has said of late.
         if (const auto n = n_matching(place); n > n_best) best = place, n_best = n;
         place = place_before_[place - 1];
     }
-    if (best == 0) return {};
+    i_rate_ = static_cast<std::size_t>(std::bit_width(n_best));
     // Beyond the end of the text its guess goes on: a text that repeats a phrase.
-    for (std::size_t i = 0; i < n_most; ++i) {
+    for (std::size_t i = 0; best > 0 && i < n_most; ++i) {
         const auto at = best + i;
-        guess_.push_back(at < text_.size() ? text_[at] : guess_[at - text_.size()]);
+        const auto id = at < text_.size() ? text_[at] : guess_[at - text_.size()];
+        if (id == no_token) break;
+        guess_.push_back(id);
     }
     return guess_;
 }
 
 void prompt_lookup::note(std::size_t n_guessed, std::size_t n_true) {
-    n_worth_ = std::min(n_worth_max, n_true == n_guessed ? 2 * n_worth_ : n_true + 1);
-    if (n_true > 0) {
-        n_pause_ = 0;
-        return;
-    }
-    n_pause_ = std::min(n_pause_max, std::max<std::size_t>(1, 2 * n_pause_));
-    n_pause_left_ = n_pause_;
+    rates_[i_rate_].note(n_guessed, n_true);
+    guess_.clear();
 }
 
 }  // namespace kqview

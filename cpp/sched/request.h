@@ -113,8 +113,9 @@ struct request_options {
     std::chrono::duration<double> wait_limit{10.0};  // with full_policy::wait
     int run_ahead = 8;                               // tokens computed ahead of the consumer
     int n_draft_max = 0;  // tokens to guess at most and evaluate in one step; see prompt_lookup
-    int priority = 0;     // larger first
-    std::string owner;    // of equal priority, owners take turns; then in order of arrival
+    std::vector<token_id> prediction;  // how the text may go on; guesses are made of it too
+    int priority = 0;                  // larger first
+    std::string owner;         // of equal priority, owners take turns; then in order of arrival
     bool cache_prompt = true;  // false: nothing of the prompt comes from a cache
     // Shares no step with other requests, and its prompt is cut into steps as if there were none.
     bool is_alone = false;

@@ -54,6 +54,10 @@ public:
     virtual bool can_take_back() const { return can_truncate(); }
     // False: nodes of a device read rows, those of one run or of one token of each slot.
     virtual bool reads_on_host() const { return true; }
+    // A model with the same vocabulary and slots that is faster, to guess with; null: there is none.
+    virtual runner* draft_model() { return nullptr; }
+    // True if a step of several tokens each of so many slots can give the rows of each as a token's.
+    virtual bool can_draft_rows(std::size_t /*n_slots*/) const { return true; }
     // False: the cached keys and values of a prompt depend on all of its tokens.
     virtual bool is_causal() const { return true; }
     // Without a cache, a prompt is one step, every query sees all of it, and nothing is kept.
@@ -75,15 +79,16 @@ public:
     // cache depend on the scales of the steps that computed them.
     virtual void use(const lora_scales& /*scales*/) {}
 
-    // Decodes one step: one token each of adjacent slots, a run of one slot's prompt or of guesses
-    // behind its last token, or, without
-    // rows, equal runs of adjacent slots' prompts. Throws
-    // error, and leaves the caches as they were. Device rows may still be in flight on return: see
-    // await. `embeds`: the tokens are a run each of one or more slots, whose embeddings are wanted
-    // instead of logits.
+    // Decodes one step: one token each of adjacent slots, or equal runs that begin with it; a run
+    // of one slot's prompt; or, without rows, equal runs of adjacent slots' prompts. Throws error,
+    // and leaves the caches as they were. Device rows may still be in flight on return: see await.
+    // `embeds`: the tokens are a run each of one or more slots, whose embeddings are wanted instead
+    // of logits.
     virtual step_result decode(std::span<const step_token> tokens, std::span<const step_rows> rows,
                                bool embeds) = 0;
     virtual float* logits(int i_token) = 0;
+    // The likeliest token after token `i_token` of the last step, whose logits were wanted.
+    virtual token_id likeliest(int i_token) = 0;
     // How the model judges `id` after token `i_token` of the last step, whose logits were wanted;
     // with the n_top best tokens.
     virtual token_score score(int i_token, token_id id, int n_top) = 0;

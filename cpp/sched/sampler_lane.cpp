@@ -7,8 +7,10 @@
 
 namespace kqview {
 
-void sampler_lane::start(const std::shared_ptr<ticket>& one, std::span<const float> logits) {
+void sampler_lane::start(const std::shared_ptr<ticket>& one, std::span<const float> logits,
+                         float tie_tolerance) {
     one->logits_.assign(logits.begin(), logits.end());
+    one->tie_tolerance_ = tie_tolerance;
     one->started_ = clock::now();
     {
         const std::lock_guard lock(mutex_);
@@ -32,10 +34,10 @@ bool sampler_lane::is_done(const ticket& one) const {
     return !one.is_working_;
 }
 
-picked_token sampler_lane::take(ticket& one) {
+std::optional<picked_token> sampler_lane::take(ticket& one) {
     const std::lock_guard lock(mutex_);
     if (one.failure_) throw error(*one.failure_);
-    return std::move(*std::exchange(one.picked_, std::nullopt));
+    return std::exchange(one.picked_, std::nullopt);
 }
 
 void sampler_lane::abandon(ticket& one) noexcept {
@@ -72,7 +74,10 @@ void sampler_lane::work() {
         if (!one->is_abandoned_) {
             lock.unlock();
             try {
-                picked = one->picker_->pick(one->logits_.data());
+                auto& picker = *one->picker_;
+                const bool is_tied =
+                    one->tie_tolerance_ >= 0 && picker.is_tied(one->logits_, one->tie_tolerance_);
+                if (!is_tied) picked = picker.pick(one->logits_.data());
             } catch (...) {
                 failure = failure_of_request();
             }

@@ -45,6 +45,7 @@ public:
 
         const std::unique_ptr<token_picker> picker_;
         std::vector<float> logits_;
+        float tie_tolerance_ = -1;
         clock::time_point started_;
         // Guarded by the lane's mutex.
         bool is_working_ = false;
@@ -54,12 +55,14 @@ public:
     };
 
     // Queues picking the next token from a copy of `logits`. The ticket must have no other token in
-    // progress.
-    void start(const std::shared_ptr<ticket>& one, std::span<const float> logits);
+    // progress. Nothing is picked if the picker calls it tied within `tie_tolerance`; below 0, it
+    // is not asked.
+    void start(const std::shared_ptr<ticket>& one, std::span<const float> logits,
+               float tie_tolerance = -1);
 
     bool is_done(const ticket& one) const;
-    // The token of a ticket that is done. Raises what its picker raised.
-    picked_token take(ticket& one);
+    // The token of a ticket that is done; empty if it was tied. Raises what its picker raised.
+    std::optional<picked_token> take(ticket& one);
 
     // The request leaves its slot: its picker is stopped, and its token dropped.
     void abandon(ticket& one) noexcept;

@@ -72,6 +72,7 @@ std::size_t slot_cache::n_left_by(std::size_t n_keep) const {
 
 // Returns how many tokens the model's cache has then.
 std::size_t slot_cache::cut(std::size_t n_keep) {
+    has_unknown_ = false;
     if (model_.truncate(id_, static_cast<int>(n_keep))) return n_keep;
     if (const auto n_left = kept_.go_back(id_, n_keep); n_left > 0) return n_left;
     model_.truncate(id_, 0);  // dropping everything always works
@@ -79,6 +80,7 @@ std::size_t slot_cache::cut(std::size_t n_keep) {
 }
 
 void slot_cache::clear() {
+    has_unknown_ = false;
     model_.truncate(id_, 0);
     shrink(0, all_exact);
 }
@@ -108,7 +110,7 @@ void slot_cache::copy_from(const slot_cache& source, std::size_t n_tokens) {
         std::vector<token_id> tokens(first, first + static_cast<std::ptrdiff_t>(n_tokens));
         model_.copy(source.id_, id_);  // whole
         kept_.copy(source.id_, id_, n_tokens);
-        if (n_tokens < source.size()) tokens.resize(cut(n_tokens));
+        if (n_tokens < source.size() || source.has_unknown_) tokens.resize(cut(n_tokens));
         set(std::move(tokens), source.n_exact_);
         edits_.copy_from(source.edits_, tokens_.size());
     } catch (...) {

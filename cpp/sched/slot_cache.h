@@ -55,7 +55,11 @@ public:
     void make_place(std::size_t n_tokens);
     // Appends a decoded token. The caller holds the readers' lock, once for the whole step.
     void append(token_id id, bool is_exact);
-    // After a failed step: removes all cells beyond the known ids.
+    // The next step's run is longer than what will be appended of it: there are cells beyond the
+    // known ids until these are, or something is cut.
+    void expect_unknown() { has_unknown_ = true; }
+    bool has_unknown() const { return has_unknown_; }
+    // Removes all cells beyond the known ids, which a failed step leaves as well.
     void drop_unknown();
 
     // Keeps the first `n_keep` tokens. A cache that cannot drop that tail goes back to the last
@@ -112,6 +116,7 @@ private:
     std::mutex& readers_;  // guards tokens_ and n_exact_ against other threads
     std::vector<token_id> tokens_;
     std::size_t n_exact_ = all_exact;
+    bool has_unknown_ = false;
     lora_scales lora_;
     edit_history edits_;
     std::uint64_t n_changes_ = 0;

@@ -123,7 +123,8 @@ void slot_table::give(slot& target, const std::shared_ptr<request>& wanted) {
     target.given = std::chrono::steady_clock::now();
     target.evaluated = {};
     target.stays = false;
-    target.lookup.forget();
+    target.draft_rate = {};
+    if (wanted->n_draft_max > 0) target.lookup.restart(wanted->prompt, wanted->prediction);
     {
         const std::lock_guard lock(mutex_);
         target.active = wanted;
@@ -269,12 +270,23 @@ void slot_table::note_cached(slot& target) {
 
 // ---- a request runs
 
-void slot_table::append(std::span<const step_token> tokens) {
+void slot_table::append(std::span<const step_token> tokens, std::size_t n_guessed) {
     const bool is_exact = model_.is_causal();
     const std::lock_guard lock(mutex_);
-    for (const auto& token : tokens) {
-        slots_[static_cast<std::size_t>(token.slot)].cache.append(token.id, is_exact);
+    for (std::size_t i = 0; i < tokens.size(); i += 1 + n_guessed) {
+        slots_[static_cast<std::size_t>(tokens[i].slot)].cache.append(tokens[i].id, is_exact);
     }
+}
+
+void slot_table::drop_draft(slot& target) {
+    auto& draft = target.draft;
+    if (!draft.ids.empty() && draft.is_of_model) {
+        target.draft_rate.note(draft.ids.size(), draft.n_true);
+    } else if (!draft.ids.empty()) {
+        target.lookup.note(draft.ids.size(), draft.n_true);
+    }
+    draft = {};
+    if (target.cache.has_unknown()) target.cache.drop_unknown();
 }
 
 void slot_table::make_room(slot& target) {
@@ -311,7 +323,8 @@ void slot_table::release(slot& target) {
     has_released_ = true;
     target.rows = {};
     target.prompt_rows = {};
-    target.draft_rows.clear();
+    drop_draft(target);
+    target.is_unclear = false;
     target.transfer = 0;
     target.picker.reset();
     target.ticket.reset();
@@ -401,6 +414,7 @@ slot* slot_table::parkable_for(const request& wanted, time_point now) {
 }
 
 bool slot_table::keep_cells(slot& target, std::size_t n_bytes_max) {
+    drop_draft(target);
     auto& cache = target.cache;
     const auto& active = *target.active;
     const bool is_reproducible = target.last.n_discarded == 0 && cache.n_exact() >= cache.size() &&

@@ -104,6 +104,18 @@ struct request_progress {
     std::vector<edit_history::run> edited{};  // of `cells`
 };
 
+// Guesses that a step evaluates behind a slot's token, until each has come true or not.
+struct slot_draft {
+    std::vector<token_id> ids;        // in their order; empty: there are none
+    std::vector<captured_rows> rows;  // of each; none if nothing is captured
+    // F32 ne=[n_vocab, n_guess]: copies, where another step may come before they are looked at.
+    std::vector<float> logits;
+    int i_token = 0;                   // of the first one in the batch
+    const edit_plan* edits = nullptr;  // that it was evaluated with
+    bool is_of_model = false;          // it was made by the model that guesses
+    std::size_t n_true = 0;            // have come true so far
+};
+
 struct slot : request_progress {
     slot(slot_id id, runner& model, checkpoints& kept, std::mutex& readers)
         : cache(id, model, kept, readers), is_causal(model.is_causal()) {}
@@ -153,9 +165,10 @@ struct slot : request_progress {
     // with their token.
     captured_rows rows;
     captured_rows prompt_rows;
-    // Of the next step's guesses, in their order; none if nothing is captured.
-    std::vector<captured_rows> draft_rows;
-    prompt_lookup lookup;                // makes them
+    slot_draft draft;
+    prompt_lookup lookup;                // makes it, or
+    hit_rate draft_rate;                 // a model does
+    bool is_unclear = false;             // the next step is to have no guesses, for anybody
     transfer_id transfer = 0;            // transfer that carries them; 0: they are there
     std::optional<time_point> deadline;  // for a block, or for the picker
     time_point given;                    // when the request got this slot
@@ -235,8 +248,10 @@ public:
     // Call when a step of the slot's has been decoded: takes a checkpoint if one is due.
     void keep_checkpoint(slot& target);
 
-    // Appends the ids of a decoded step.
-    void append(std::span<const step_token> tokens);
+    // Appends the ids of a decoded step, but for the last `n_guessed` of each slot's run.
+    void append(std::span<const step_token> tokens, std::size_t n_guessed = 0);
+    // Drops what is left of a slot's guesses.
+    void drop_draft(slot& target);
     // Call before adding a token: in a full slot, discards the tokens that the request allows.
     void make_room(slot& target);
     // Rolls the slot back to its last request's prompt and the tokens taken, except the last one,

@@ -95,6 +95,9 @@ struct layer_edits {
         return std::ranges::any_of(outputs[point],
                                    [](const auto& one) { return one.hook != nullptr; });
     }
+    bool has_hook() const {
+        return std::ranges::any_of(edit_points, [this](auto point) { return has_hook(point); });
+    }
     bool acts_on_heads() const { return !heads.empty() || !set_heads.empty(); }
 };
 
@@ -107,6 +110,11 @@ struct edit_plan {
 
     // Why a hook did not do its part; empty if all did.
     std::optional<error> failure() const;
+    // Whether somebody is told of each token that is evaluated.
+    bool is_watched() const {
+        return record ||
+               std::ranges::any_of(layers, [](const auto& one) { return one.second.has_hook(); });
+    }
     bool records_heads(int il) const { return record && record->layers.contains(il); }
     // Whether anything happens at the outputs of a layer's heads.
     bool acts_on_heads(int il) const {

@@ -266,6 +266,8 @@ class RequestOptions:
     """Whether the consumer gets a ForwardEvent for each forward pass, and answers it."""
     run_ahead: int
     n_draft_max: int
+    prediction: list[int]
+    """Ids that the text may consist of; guesses are made of them too."""
     priority: int
     owner: str
     """Requests of equal priority take turns by owner."""
@@ -483,6 +485,8 @@ class EngineOptions:
     checkpoint_bytes: int | None
     """None: 16 checkpoints a slot."""
     checkpoint_every: int
+    draft: Model
+    """A model that guesses how texts go on."""
     aborted_decodes: list[int]
     """For tests: decodes, counted from 1, that are aborted."""
     poisons_blocks: bool
@@ -530,6 +534,10 @@ class EngineStats:
     n_parkings: Final[int]
     attention_bytes: Final[int]
     copied_bytes: Final[int]
+    n_drafts: Final[int]
+    draft_tokens: Final[int]
+    accepted_tokens: Final[int]
+    draft_ties: Final[int]
     dropped_rows: Final[int]
     captured_steps: Final[int]
     step_to_view_s: Final[float]

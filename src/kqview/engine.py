@@ -31,7 +31,14 @@ from kqview.conversation import (
 from kqview.demo import MODEL_PATH, model_path
 from kqview.edit import Edit
 from kqview.embedding import Embedding, EmbedOptions, Pair, Vectors
-from kqview.engine_options import DEFAULTS, EngineOptions, checked, context_options, model_options
+from kqview.engine_options import (
+    DEFAULTS,
+    PROMPT_LOOKUP,
+    EngineOptions,
+    checked,
+    context_options,
+    model_options,
+)
 from kqview.errors import RequestError, UnknownSlot, UnsupportedModel, shown
 from kqview.generation.prompt import PromptAttention
 from kqview.generation.stream import Generation
@@ -44,7 +51,13 @@ from kqview.scoring import ScoreOptions, Scoring
 from kqview.slot import Slot
 from kqview.state.files import StateFacts
 from kqview.state.fingerprint import ModelFiles
-from kqview.submission import GENERATE_DEFAULTS, GenerateOptions, Submission
+from kqview.submission import (
+    GENERATE_DEFAULTS,
+    N_DRAFT,
+    RUN_AHEAD,
+    GenerateOptions,
+    Submission,
+)
 from kqview.text_batch import Text, TextOptions, awaited
 from kqview.types import (
     Capture,
@@ -286,10 +299,12 @@ class Engine(NamesMethods):
         checkpoint_every: Number of prompt tokens between two of them; 0 keeps only those at the end
             of a prompt and of its last messages.
         draft: What guesses how a text goes on, so that several tokens are evaluated in one step:
-            "prompt-lookup" looks for where its last tokens have been in the text already. The
-            tokens are those that the model would have chosen without; see ``speculate`` of
-            `generate`. None guesses nothing.
+            "prompt-lookup" looks for where its last tokens have been in the text already; the path
+            of a GGUF file is a smaller model with the same vocabulary, which has a context of its
+            own with as many slots. The tokens are those that the model would have chosen without;
+            see ``speculate`` of `generate`. None guesses nothing.
         run_ahead: Number of tokens computed before they are requested; 0 computes each on demand.
+            None for 8, with *draft* for 16: no more are guessed at once.
         progress: Called with the loaded fraction, 0 to 1; True prints it.
 
     Attributes:
@@ -332,6 +347,13 @@ class Engine(NamesMethods):
             if given["n_threads"] is None and self._model.size_bytes < _SMALL_BYTES:
                 needs.n_threads = 1
                 _log.info("n_threads is 1, because the model is small")
+            if given["draft"] not in (None, PROMPT_LOOKUP):
+                smaller = model_options(given["draft"], given["n_gpu_layers"])
+                _core.check_device_memory(smaller, needs)
+                needs.draft = _core.Model.load(smaller, None)
+                if needs.free_memory_bytes:
+                    n_free = needs.free_memory_bytes - needs.draft.size_bytes
+                    needs.free_memory_bytes = max(1, n_free)
             if needs.n_ctx == 0:
                 needs.n_ctx = _fitting_n_ctx(self._model, needs)
             self._core = _core.Engine.open(self._model, needs)
@@ -352,13 +374,16 @@ class Engine(NamesMethods):
         self.n_ctx: Final = core.n_ctx
         self.n_threads: Final = needs.n_threads
         self._vocabulary = Vocabulary(core, facts)
+        run_ahead = given["run_ahead"]
+        if run_ahead is None:
+            run_ahead = RUN_AHEAD if given["draft"] is None else N_DRAFT
         self._submission = Submission(
             core,
             facts,
             info,
             self._vocabulary,
             lora=self._lora,
-            run_ahead=given["run_ahead"],
+            run_ahead=run_ahead,
             drafts=given["draft"] is not None,
             # Without the full cache, the cells of layers with a window are in any order.
             partial_layers=() if needs.swa_full else facts.window_layers,
@@ -672,8 +697,11 @@ class Engine(NamesMethods):
                 order of arrival.
             speculate: Most tokens to guess at once, up to 62; True for 16, False for none. None for
                 True if the engine was opened with ``draft``. The tokens are those without guesses,
-                up to the rounding of steps of several tokens. Requests with mods, callables, a
-                trace, deterministic or a constraint never guess, nor do several texts at once.
+                up to the rounding of steps of several tokens; see the README. Requests with
+                *deterministic* never guess.
+            prediction: A text or ids that the answer may consist of, in parts or as a whole:
+                guesses are made of it as well, also in an engine without ``draft``. Models that
+                cannot guess ignore it.
             reuse: "exact" reuses only the part of the KV cache that equals a fresh evaluation
                 (`Slot.n_exact`). "prefix" reuses all leading tokens that the slot shares with the
                 prompt, also those that were shifted, or restored from a blob of unknown origin.

@@ -33,6 +33,7 @@ KvType = Literal["f16", "f32", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "
 AttentionKernel = Literal["auto", "kqview", "llama.cpp"]
 DeviceRows = Literal["auto", "in graph", "beside"]
 Draft = Literal["prompt-lookup"]
+PROMPT_LOOKUP: Final = "prompt-lookup"
 Pooling = Literal["none", "mean", "cls", "last", "rank"]
 
 PINNED_BYTES: Final = 2**30
@@ -70,7 +71,7 @@ class EngineOptions(TypedDict, total=False):
     checkpoint_bytes: int | None
     checkpoint_every: int
     draft: str | os.PathLike[str] | None
-    run_ahead: int
+    run_ahead: int | None
     progress: Callable[[float], object] | bool | None
 
 
@@ -103,12 +104,14 @@ def _to_text(name: str, value: Any) -> str:
 
 def _to_draft(name: str, value: object) -> str:
     path = str(to_path(name, value))
-    if path == "mtp" or path.endswith(".gguf"):
+    if path == "mtp":
         raise RequestError(
-            f"draft is {shown(value)}: this version guesses tokens by 'prompt-lookup' alone, not "
-            "with the model's own layers or another model",
+            "draft is 'mtp': llama.cpp computes such layers in a context of their own, which this "
+            "version does not open; use 'prompt-lookup' or the file of a smaller model",
             parameter="draft",
         )
+    if isinstance(value, os.PathLike) or path.endswith(".gguf"):
+        return _path(name, path)
     return choice(name, value, Draft)
 
 
@@ -187,7 +190,7 @@ _OPTIONS: Final[Mapping[str, tuple[Any, Callable[[str, Any], Any]]]] = {
     "checkpoint_bytes": (None, _to_bytes),
     "checkpoint_every": (2048, lambda name, value: whole_number(name, value, low=0)),
     "draft": (None, _to_draft),
-    "run_ahead": (8, lambda name, value: whole_number(name, value, low=0)),
+    "run_ahead": (None, lambda name, value: whole_number(name, value, low=0)),
     "progress": (None, _to_progress),
 }
 DEFAULTS: Final[Mapping[str, Any]] = {name: default for name, (default, _) in _OPTIONS.items()}

@@ -127,8 +127,10 @@ _INSTEAD: Final = _by_name(
         "that sampler is not offered; min_p and typical_p are near to it": (
             "tfs tfs_z top_a epsilon_cutoff eta_cutoff smoothing_factor"
         ),
-        "a second model, or a second prompt, is not offered; leave it out": (
-            "draft_model assistant_model speculative_config prompt_lookup_num_tokens "
+        "what guesses tokens belongs to the engine, Engine(draft=...); speculate says how many": (
+            "draft_model assistant_model speculative_config prompt_lookup_num_tokens"
+        ),
+        "a second prompt is not offered; leave it out": (
             "guidance_scale negative_prompt negative_prompt_ids"
         ),
         "the prompt is the first argument": "input_ids inputs input text prompt_token_ids",

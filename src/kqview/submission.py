@@ -63,6 +63,7 @@ from kqview.types.capture import Kind
 from kqview.types.closed_schema import held
 from kqview.types.json_schema import Parsed
 from kqview.types.sampling import OPTIONS, SamplingOptions
+from kqview.types.text import Ids
 from kqview.types.token import Context
 from kqview.vocabulary import Vocabulary
 
@@ -87,6 +88,7 @@ class GenerateOptions(SamplingOptions[Parsed], total=False):
     request_id: str | None
     priority: int | None
     speculate: bool | int | None
+    prediction: str | Ids | None
     reuse: Reuse | None
     reuse_min_tokens: int | None
     cache_prompt: bool | None
@@ -121,6 +123,8 @@ _REUSE: Final = (
 )  # fmt: skip
 
 _MOST_TOP: Final = 1000  # logprobs of a score
+RUN_AHEAD: Final = 8
+"""Tokens that are computed before they are requested, if the caller does not say."""
 N_DRAFT: Final = 16
 """Tokens that ``speculate=True`` guesses at once, at most."""
 N_DRAFT_MAX: Final = 62
@@ -240,8 +244,8 @@ class Submission:
                     parameter="slot",
                 )
             request.slot = slot
-        if self._drafts or given["speculate"] is not None:
-            request.n_draft_max = self._n_draft_max(given["speculate"])
+        if self._drafts or given["speculate"] is not None or given["prediction"] is not None:
+            self._set_draft(request, given["speculate"], given["prediction"])
         set_sampling(request, sampling, self._info.n_vocab)
         if any(given[name] is not GENERATE_DEFAULTS[name] for name in _REUSE):  # the core's own
             self._set_reuse(request, given, len(ids))
@@ -368,21 +372,26 @@ class Submission:
         )
         return plan_of(edits, target)
 
-    def _n_draft_max(self, speculate: object) -> int:
-        """How many tokens of a request are guessed at once, at most."""
-        if speculate is None:
-            return N_DRAFT
-        if isinstance(speculate, bool | np.bool_):
-            n = N_DRAFT if speculate else 0
+    def _set_draft(
+        self, request: _core.RequestOptions, speculate: object, prediction: object
+    ) -> None:
+        """How many tokens of a request are guessed at once, at most, and how it may go on."""
+        if speculate is None or isinstance(speculate, bool | np.bool_):
+            n = N_DRAFT if speculate is None or speculate else 0
         else:
             n = whole_number("speculate", speculate, low=0, high=N_DRAFT_MAX)
-        if n > 0 and not self._drafts:
+        if n > 0 and not self._drafts and prediction is None:
             raise RequestError(
                 "speculate needs something that guesses tokens, and the engine was opened without; "
-                'open it with Engine(draft="prompt-lookup")',
+                'open it with Engine(draft="prompt-lookup"), or give a prediction',
                 parameter="speculate",
             )
-        return n
+        if isinstance(prediction, str):
+            ids = self._vocabulary.ids_of("prediction", prediction, False, False)
+        else:
+            ids = [] if prediction is None else checked_ids("prediction", prediction)
+        self._model.check_tokens(ids, "prediction")
+        request.n_draft_max, request.prediction = n, ids[: self._core.n_ctx]
 
     def _set_reuse(
         self, request: _core.RequestOptions, given: Mapping[str, Any], n_prompt: int

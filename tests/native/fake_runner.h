@@ -65,6 +65,8 @@ struct fake_options {
     std::function<void(slot_id)> on_truncate = [](slot_id) {};
     std::function<void()> on_snapshot = [] {};  // written or read
     std::function<void(token_id)> on_pick = [](token_id) {};
+    // Of a choice from a step with guesses: does rounding decide it?
+    std::function<bool(token_id)> is_tied = [](token_id) { return false; };
     // A decode that throws leaves its tokens in the cache, as llama.cpp does after some failures.
     bool leaves_tokens = false;
     // Bytes that were found sound are refused, as llama.cpp never should.
@@ -153,7 +155,7 @@ private:
     std::size_t n_snapshots_ = 0;
 };
 
-class fake_picker final : public token_picker {
+class fake_picker : public token_picker {
 public:
     explicit fake_picker(std::shared_ptr<fake_model> model) : model_(std::move(model)) {}
 
@@ -162,6 +164,10 @@ public:
         const auto id = static_cast<token_id>(*logits);
         model_->options.on_pick(id);
         return {id, -0.5f, {{id, -0.5f}}};
+    }
+
+    bool is_tied(std::span<const float> logits, float) override {
+        return model_->options.is_tied(static_cast<token_id>(logits.front()));
     }
 
     // Each id picked is the one that follows the cache, so a hash of all text needs no history.
@@ -185,8 +191,12 @@ private:
 
 class fake_runner final : public runner {
 public:
-    explicit fake_runner(std::shared_ptr<fake_model> model) : model_(std::move(model)) {}
+    explicit fake_runner(std::shared_ptr<fake_model> model,
+                         const std::shared_ptr<fake_model>& draft = nullptr)
+        : model_(std::move(model)),
+          draft_(draft ? std::make_unique<fake_runner>(draft) : nullptr) {}
 
+    runner* draft_model() override { return draft_.get(); }
     int n_slots() const override { return model_->options.n_slots; }
     int n_ctx() const override { return model_->options.n_ctx; }
     bool has_cache() const override { return true; }
@@ -253,6 +263,8 @@ public:
         model_->expect(i < logits_.size() && logits_[i] >= 0, "logits of a token that wants none");
         return &logits_.at(i);
     }
+
+    token_id likeliest(int i_token) override { return static_cast<token_id>(*logits(i_token)); }
 
     // The rank is what the model would go on with after that token, less the one that came.
     token_score score(int i_token, token_id id, int) override {
@@ -468,7 +480,7 @@ private:
                        "a batch that is too large");
     }
 
-    // One ubatch of llama.cpp: one token each of adjacent slots, or a run of one slot.
+    // One ubatch of llama.cpp: one token each of adjacent slots, or runs of one length.
     void check_batch(std::span<const step_token> tokens, bool embeds) {
         if (embeds) return check_embedded(tokens);
         model_->expect(!tokens.empty(), "an empty batch");
@@ -526,6 +538,7 @@ private:
     }
 
     const std::shared_ptr<fake_model> model_;
+    const std::unique_ptr<fake_runner> draft_;
     graph_plan wanted_;
     kv_layout layout_;
     std::vector<step_token> step_;

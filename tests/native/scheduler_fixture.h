@@ -158,19 +158,24 @@ public:
                          int n_queue = 64, std::shared_ptr<host_allocator> allocator = nullptr,
                          const pace& given = {std::chrono::milliseconds(0),
                                               step_costs::seconds(-1),
-                                              {.budget_bytes = mib, .n_between = 0}})
-        : model(std::make_shared<fake_model>(std::move(options))) {
+                                              {.budget_bytes = mib, .n_between = 0}},
+                         std::shared_ptr<fake_model> guessing = nullptr)
+        : model(std::make_shared<fake_model>(std::move(options))), draft(std::move(guessing)) {
         block_pool_options pool_options;
         pool_options.budget_bytes = budget_bytes;
         pool_options.allocator = std::move(allocator);
         pool_options.poison = true;
         pool = block_pool::create(pool_options);
-        sched.reset(new scheduler(std::make_unique<fake_runner>(model), pool, n_queue, given));
+        sched.reset(
+            new scheduler(std::make_unique<fake_runner>(model, draft), pool, n_queue, given));
     }
     ~test_engine() {
         model->allow_all();
         sched.reset();
         for (const auto& what : model->violations()) FAIL_CHECK(what);
+        if (draft) {
+            for (const auto& what : draft->violations()) FAIL_CHECK(what);
+        }
         CHECK(pool->stats().n_leased == 0);
     }
     test_engine(const test_engine&) = delete;
@@ -216,6 +221,7 @@ public:
     }
 
     const std::shared_ptr<fake_model> model;
+    const std::shared_ptr<fake_model> draft;  // guesses; null: none does
     std::shared_ptr<block_pool> pool;
     scheduler_handle sched;
 

@@ -18,6 +18,7 @@ def open_engine(
     *,
     poisons_blocks: bool = False,
     aborted_decodes: Sequence[int] = (),
+    learns_costs: bool = True,
     **options: Any,
 ) -> Engine:
     """An Engine with the core's options for tests.
@@ -26,6 +27,8 @@ def open_engine(
         model: As of Engine.
         poisons_blocks: Overwrite the memory of views that were given back.
         aborted_decodes: Decodes, counted from 1, that llama.cpp is made to abort midway.
+        learns_costs: False: steps are taken to cost what they are before any is known, so that how
+            many tokens are guessed does not depend on the machine.
         **options: Those of Engine.
     """
 
@@ -33,6 +36,8 @@ def open_engine(
         made = context_options(given)
         made.poisons_blocks = poisons_blocks
         made.aborted_decodes = list(aborted_decodes)
+        if not learns_costs:
+            made.max_gap_ms = -1.0
         return made
 
     with mock.patch("kqview.engine.context_options", with_faults):

@@ -142,17 +142,42 @@ def write_lora(
     return finish(writer, path)
 
 
-def write_copy(path: Path, model: Path, weight_type: WeightType) -> Path:
-    """Write *model* again with its matrices in another type; norms stay as they are."""
+def _copied(model: Path) -> tuple[Reader, gguf.GGUFWriter]:
+    """A model that was read, and a writer that has its fields."""
     reader = Reader(model)
     fields = {key: entry for key, entry in reader.fields.items() if not key.startswith("GGUF.")}
     writer = gguf.GGUFWriter(None, fields.pop("general.architecture").contents())
     for key, entry in fields.items():
         sub_type = entry.types[-1] if entry.types[0] == GGUFValueType.ARRAY else None
         writer.add_key_value(key, entry.contents(), entry.types[0], sub_type)
+    return reader, writer
+
+
+def write_copy(path: Path, model: Path, weight_type: WeightType) -> Path:
+    """Write *model* again with its matrices in another type; norms stay as they are."""
+    reader, writer = _copied(model)
     for tensor in reader.tensors:
         data = quants.dequantize(tensor.data, tensor.tensor_type)
         _add_tensor(writer, tensor.name, data, weight_type)
+    return finish(writer, path)
+
+
+def write_deeper(path: Path, model: Path, n_more: int) -> Path:
+    """Write *model* with so many further layers, which add nothing to the residual stream."""
+    reader, writer = _copied(model)
+    arch = reader.fields["general.architecture"].contents()
+    n_layer = reader.fields[f"{arch}.block_count"].contents()
+    del writer.kv_data[0][f"{arch}.block_count"]
+    writer.add_uint32(f"{arch}.block_count", n_layer + n_more)
+    for tensor in reader.tensors:
+        data = quants.dequantize(tensor.data, tensor.tensor_type)
+        _add_tensor(writer, tensor.name, data, "F16")
+        if not tensor.name.startswith("blk.0."):
+            continue
+        adds = tensor.name.endswith(("attn_output.weight", "ffn_down.weight"))
+        for i in range(n_layer, n_layer + n_more):
+            name = tensor.name.replace("blk.0.", f"blk.{i}.")
+            _add_tensor(writer, name, 0 * data if adds else data, "F16")
     return finish(writer, path)
 
 

@@ -21,6 +21,7 @@ from kqview.errors import RequestError
 from kqview.server.settings_table import (
     Count,
     CountOrMinusOne,
+    Name,
     Names,
     NotNegative,
     Size,
@@ -206,6 +207,14 @@ class Settings:
         None,
         "memory for checkpoints of recurrent and hybrid models, whose slots go back to them; 0 for "
         "none; without it, 16 for each slot, an eighth of the machine's at most",
+    )
+
+    draft: Name | None = setting(
+        None,
+        "what guesses how texts go on, so that several tokens are evaluated in a step: "
+        "prompt-lookup, from the text so far, or a GGUF file, a smaller model; without it, "
+        "requests with a prediction alone are guessed on",
+        flag="--drafter",
     )
 
     models_budget_bytes: Count | None = setting(

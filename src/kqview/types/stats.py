@@ -167,8 +167,14 @@ class EngineStats:
         n_decodes: Calls of llama.cpp's decode.
         prefill_tokens: Prompt tokens evaluated, without cached ones.
         prefill_s: Seconds in steps that evaluated prompts, including sampling of the first tokens.
-        decode_tokens: Tokens evaluated, one per slot, to generate the next one.
+        decode_tokens: Tokens evaluated to generate the next one: one per slot and step, and guesses
+            that came true.
         decode_s: Seconds in these steps, including sampling.
+        n_drafts: Times that a step had guesses of a text.
+        draft_tokens: Tokens that were guessed (``Engine(draft=...)``).
+        accepted_tokens: Those of them that the model then chose itself.
+        draft_ties: Tokens that were evaluated once more without guesses, because their step's
+            rounding might have chosen between two equally likely ones.
         graph_builds: Compute graphs built.
         graph_reuses: Decodes that ran on an existing graph.
         graph_nodes_added: Nodes that capture added to the newest graph; 0 without capture.
@@ -209,6 +215,10 @@ class EngineStats:
     prefill_s: float = 0.0
     decode_tokens: int = 0
     decode_s: float = 0.0
+    n_drafts: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    draft_ties: int = 0
     graph_builds: int = 0
     graph_reuses: int = 0
     graph_nodes_added: int = 0

@@ -68,6 +68,32 @@ def test_reply_has_the_fields_of_openai(demo: Served):
     assert again["id"] != reply["id"]
 
 
+def test_predicted_text_is_counted_and_changes_nothing(demo: Served):
+    fields: dict[str, Any] = {"max_tokens": 40, "ignore_eos": True}
+    plain = api.chat(demo, **fields)
+    assert plain["usage"]["completion_tokens_details"] == {
+        "accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0,
+    }  # fmt: skip
+    assert "draft_n" not in plain["timings"]
+    text = plain["choices"][0]["message"]["content"]
+    for content in (text, [{"type": "text", "text": text[:9]}, {"type": "text", "text": text[9:]}]):
+        reply = api.chat(demo, prediction={"type": "content", "content": content}, **fields)
+        assert reply["choices"][0]["message"] == plain["choices"][0]["message"]
+        details, timings = reply["usage"]["completion_tokens_details"], reply["timings"]
+        n_guessed = timings["draft_n"]
+        assert details["accepted_prediction_tokens"] == timings["draft_n_accepted"] > 20
+        assert details["rejected_prediction_tokens"] == n_guessed - timings["draft_n_accepted"]
+        assert reply["usage"]["completion_tokens"] == 40
+    stream = api.chat_chunks(
+        demo, prediction={"type": "content", "content": text}, attention=True,
+        stream_options={"include_usage": True}, **fields,
+    )  # fmt: skip
+    assert api.joined(stream, "content") == text
+    assert stream[-1]["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] > 20
+    other = api.chat(demo, prediction={"type": "content", "content": "Other words."}, **fields)
+    assert other["choices"][0]["message"] == plain["choices"][0]["message"]
+
+
 def test_stream_joins_to_the_reply(demo: Served):
     whole = api.chat(demo)
     stream = api.chat_chunks(demo, stream_options={"include_usage": True})

@@ -28,7 +28,8 @@ def _n_busy(stats: EngineStats) -> int:
 
 
 def _n_busy_per_step(stats: EngineStats) -> float:
-    return stats.decode_tokens / stats.n_decodes if stats.n_decodes else 0
+    n = stats.decode_tokens - stats.accepted_tokens
+    return n / stats.n_decodes if stats.n_decodes else 0
 
 
 # Tables of: name, attribute or what reads it, help; llamacpp: are the names of llama.cpp's server.
@@ -48,6 +49,9 @@ _OF_ENGINES: Final[_Rows] = (
     ("llamacpp:tokens_predicted", "n_tokens", "Tokens generated."),
     ("llamacpp:tokens_predicted_seconds", "decode_s", "Seconds in steps that generated."),
     ("llamacpp:n_decode", "n_decodes", "Calls of llama_decode()."),
+    ("llamacpp:spec_decode_num_drafts", "n_drafts", "Times that tokens were guessed."),
+    ("llamacpp:spec_decode_num_draft_tokens", "draft_tokens", "Tokens that were guessed."),
+    ("llamacpp:spec_decode_num_accepted_tokens", "accepted_tokens", "Guesses that came true."),
 )
 # Gauges: of the engine that is loaded, 0 without one; rates are those while it worked.
 _OF_ENGINE: Final[_Rows] = (
@@ -98,8 +102,6 @@ _OF_SERVICE: Final[_Rows] = (
     ("kqview_memory_budget_bytes", "budget.total_bytes", "Most bytes that they may take."),
     ("kqview_running_requests", lambda one: len(one.runs), "Requests that run or wait."),
 )
-# Counters of drafts, of which there are none here; boards for llama.cpp's server have them.
-_NO_DRAFTS: Final = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
 
 
 class Metrics:
@@ -148,8 +150,6 @@ class _EngineCollector:
         loaded = {one.id for one in pool if one.loaded is not None and not pool.is_closing}
         now = {id_: all_[-1:] if id_ in loaded else [] for id_, all_ in stats.items()}
         yield from _of_models(CounterMetricFamily, _OF_ENGINES, stats, labels=pool.has_several)
-        for name in _NO_DRAFTS:
-            yield CounterMetricFamily(f"llamacpp:spec_decode_{name}", "Always 0.", value=0)
         yield from _of_models(GaugeMetricFamily, _OF_ENGINE, now, labels=pool.has_several)
         if pool.has_several:
             each = {one.id: [one] for one in pool}

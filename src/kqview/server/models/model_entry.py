@@ -377,6 +377,7 @@ class ModelEntry:
             attention_budget_bytes=rows_bytes,
             pinned_bytes=s.pinned_bytes,
             checkpoint_bytes=s.checkpoint_bytes,
+            draft=s.draft,
             lora=self._adapters() if is_own else None,
             chat_template=_template(template) if is_own else None,
             template_options=s.template_variables,

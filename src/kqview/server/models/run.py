@@ -190,6 +190,7 @@ class GenerateRequest:
         cache_prompt: False evaluates the whole prompt; further samples share that evaluation.
         lora: Scale of each LoRA adapter by its id, None for the engine's.
         edits: Makes what it changes in the model; None for nothing.
+        drafting: Options of `Engine.generate` that say how its text may go on.
         mods: Mods that steer it, in their order.
         banned_phrases: Texts that it must not generate.
         dialogue: The chat that its prompt was made of, for its mods; None without either.
@@ -219,6 +220,7 @@ class GenerateRequest:
     cache_prompt: bool = True
     lora: Mapping[int | str, float] | None = None
     edits: Callable[[], Sequence[Edit]] | None = None
+    drafting: Mapping[str, Any] = field(default_factory=dict[str, Any])
     mods: Sequence[ModWanted] = ()
     banned_phrases: Sequence[str] = ()
     dialogue: Dialogue | None = None

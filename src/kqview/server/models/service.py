@@ -402,6 +402,7 @@ class Service(SocketHost):
                         edits=edits,
                         forcing=forcing,
                         request_id=request.request_id if i == 0 else f"{request.request_id}/{i}",
+                        **request.drafting,
                         **options,
                     )
                 for ban in generation.mods if request.banned_phrases else ():

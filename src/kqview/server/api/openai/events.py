@@ -564,12 +564,16 @@ class CompletionWriter:
         """Tokens of all choices; each prompt counts once, a token that is not shown does not."""
         prompts = [one.usage for one in run.generations[:: run.request.n_samples]]
         n_prompt = sum(usage.prompt_tokens for usage in prompts)
-        n = 0 if self._plan.is_prefill else sum(g.usage.completion_tokens for g in run.generations)
+        spent = [one.usage for one in run.generations]
+        n = 0 if self._plan.is_prefill else sum(one.completion_tokens for one in spent)
+        n_guessed = sum(one.draft_tokens for one in spent)
+        n_accepted = sum(one.accepted_tokens for one in spent)
         return Usage(
             prompt_tokens=n_prompt,
             completion_tokens=n,
             total_tokens=n_prompt + n,
             prompt_tokens_details=schema.PromptDetails(sum(one.cached_tokens for one in prompts)),
+            completion_tokens_details=schema.CompletionDetails(n_accepted, n_guessed - n_accepted),
         )
 
 

@@ -216,6 +216,17 @@ class PromptDetails(Struct):
     cached_tokens: Annotated[int, about("Those that were in the cache.", 0)]
 
 
+class CompletionDetails(Struct):
+    """Of the tokens that were generated."""
+
+    accepted_prediction_tokens: Annotated[
+        int, about("Those that had been guessed before, from ``prediction`` or the text so far.", 0)
+    ]
+    rejected_prediction_tokens: Annotated[
+        int, about("Guesses that were not generated; they count nowhere else.", 0)
+    ]
+
+
 class Usage(Struct, kw_only=True):
     """Tokens of a request."""
 
@@ -223,6 +234,9 @@ class Usage(Struct, kw_only=True):
     completion_tokens: Annotated[int, about("Tokens that were generated.", 20)]
     total_tokens: Annotated[int, about("Both together.", 32)]
     prompt_tokens_details: Annotated[PromptDetails, about("More about those of the prompt.")]
+    completion_tokens_details: Annotated[
+        CompletionDetails, about("More about those that were generated.")
+    ]
 
 
 class Function(Struct, kw_only=True):

@@ -22,7 +22,7 @@ from types import MappingProxyType
 from typing import Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 
 from kqview.errors import InvalidSampling, InvalidToken, RequestError
 from kqview.server.api.wire.edits_field import EditsField, wanted_edits
@@ -31,6 +31,7 @@ from kqview.server.errors import NotSupported, renamed
 from kqview.server.models.run import Run
 from kqview.server.settings import Settings
 from kqview.server.web.described import about
+from kqview.submission import N_DRAFT_MAX
 from kqview.types import Sampling, Usage
 from kqview.types.capture import MOST_SPANS
 from kqview.types.sampling import OPTIONS, SAMPLERS, TRUNCATIONS
@@ -171,6 +172,23 @@ class LoraScale(Struct):
     scale: Annotated[float, about("Its strength.", 0.5)] = 0.0
 
 
+class PredictionPart(Struct):
+    """A part of a predicted text."""
+
+    text: Annotated[str, about("Its text.", "def add(a, b):")]
+    type: Annotated[Literal["text"], about('Always "text".')] = "text"
+
+
+class Prediction(Struct):
+    """A text that an answer will largely repeat."""
+
+    content: Annotated[
+        str | Annotated[list[PredictionPart], msgspec.Meta(max_length=4096)],
+        about("The text, or its parts.", "def add(a, b):"),
+    ]
+    type: Annotated[Literal["content"], about('Always "content".')] = "content"
+
+
 class LlamaFields(SamplingFields, kw_only=True):
     """Fields of a generation in llama.cpp's server, in any of its routes; all may be null."""
 
@@ -304,6 +322,22 @@ class LlamaFields(SamplingFields, kw_only=True):
             " if not given."
         ),
     ] = None
+
+    prediction: Annotated[
+        Prediction | str | None,
+        about(
+            "A text that the answer will largely repeat, such as a file that is edited: its "
+            "tokens are tried several at once. The answer is the same without.",
+            {"type": "content", "content": "def add(a, b):"},
+        ),
+    ] = None
+    n_draft: Annotated[
+        Annotated[int, msgspec.Meta(ge=0, le=N_DRAFT_MAX)] | None,
+        about(
+            "Most tokens to guess at once; 0 for none. On a server with ``draft`` 16 if not given.",
+            16,
+        ),
+    ] = msgspec.field(default=None, name="speculative.n_max")
 
     edits: Annotated[
         EditsField | None,
@@ -509,7 +543,19 @@ def options_of(fields: LlamaFields, settings: Settings) -> dict[str, Any]:
         "cache_prompt": fields.cache_prompt is not False,
         "mods": mods,
         "edits": wanted_edits(fields.edits, settings) if fields.edits else None,
+        "drafting": _drafting_of(fields) if fields.prediction or fields.n_draft is not None else {},
     }
+
+
+def _drafting_of(fields: LlamaFields) -> dict[str, Any]:
+    """What of a request says how its text may go on, as options of `Engine.generate`."""
+    found: dict[str, Any] = {}
+    if fields.n_draft is not None:
+        found["speculate"] = fields.n_draft
+    if (prediction := fields.prediction) is not None:
+        text = prediction if isinstance(prediction, str) else prediction.content
+        found["prediction"] = text if isinstance(text, str) else "".join(one.text for one in text)
+    return found
 
 
 def active_samplers(fields: LlamaFields) -> list[str]:
@@ -581,6 +627,10 @@ class Timings(Struct, kw_only=True):
         float, about("Milliseconds for each of them but the first, which the prompt gives.", 2.0)
     ]
     predicted_per_second: Annotated[float, about("Such tokens a second.", 500.0)]
+    draft_n: Annotated[int | UnsetType, about("Tokens that were guessed, if any were.", 30)] = UNSET
+    draft_n_accepted: Annotated[
+        int | UnsetType, about("Those of them that were then generated.", 20)
+    ] = UNSET
 
 
 def timings(usage: Usage) -> Timings:
@@ -598,6 +648,8 @@ def timings(usage: Usage) -> Timings:
         predicted_ms=predicted_ms,
         predicted_per_token_ms=predicted_ms / n if n > 0 else 0.0,
         predicted_per_second=n / usage.decode_s if usage.decode_s > 0 else 0.0,
+        draft_n=usage.draft_tokens or UNSET,
+        draft_n_accepted=usage.accepted_tokens if usage.draft_tokens else UNSET,
     )
 
 

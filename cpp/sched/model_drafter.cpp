@@ -1,0 +1,126 @@
+#include "sched/model_drafter.h"
+
+#include <algorithm>
+#include <new>
+
+#include "base/error.h"
+#include "base/log.h"
+#include "sched/reuse_plan.h"
+
+namespace kqview {
+
+namespace {
+
+// Fewer tokens are evaluated as fast as a sequence is copied.
+constexpr std::size_t n_copied_min = 64;
+
+}  // namespace
+
+std::chrono::duration<double> model_drafter::guess(std::span<text> texts, std::size_t n_catch_up) {
+    for (auto& one : texts) one.guess.clear();
+    if (is_broken_) return {};
+    try {
+        ready_.clear();
+        std::size_t n_most = 0;
+        for (auto& one : texts) {
+            one.guess.reserve(one.n_most);
+            follow(one, n_catch_up);
+            if (held(one.slot).size() < one.tokens.size()) continue;
+            ready_.push_back(&one);
+            n_most = std::max(n_most, one.n_most);
+        }
+        const auto started = std::chrono::steady_clock::now();
+        std::size_t n = 0;
+        for (; n < n_most; ++n) {
+            std::erase_if(ready_, [n](const text* one) {
+                return one->guess.size() < n || one->n_most <= n;  // it has ended
+            });
+            // llama.cpp computes adjacent sequences together.
+            adjacent_.clear();
+            for (auto* const one : ready_) {
+                if (!adjacent_.empty() && one->slot != adjacent_.back()->slot + 1) {
+                    extend(adjacent_);
+                    adjacent_.clear();
+                }
+                adjacent_.push_back(one);
+            }
+            if (adjacent_.empty()) break;
+            extend(adjacent_);
+        }
+        if (n > 0) return (std::chrono::steady_clock::now() - started) / static_cast<double>(n);
+    } catch (const error& failure) {
+        is_broken_ = true;
+        for (auto& one : texts) one.guess.clear();
+        log_ring::instance().write(
+            log_level::warning,
+            text_of("the draft model guesses nothing any more: ", failure.what(), "\n").c_str());
+    }
+    return {};
+}
+
+// Brings a slot's sequence to the tokens of its text, or nearer.
+void model_drafter::follow(const text& one, std::size_t n_catch_up) {
+    take_over(one.slot, one.tokens);
+    auto& ids = held(one.slot);
+    const auto n_step = std::min(n_catch_up, static_cast<std::size_t>(model_.n_chunk()));
+    const auto n_end = std::min(one.tokens.size(), ids.size() + n_step);
+    if (ids.size() == n_end) return;
+    ids.reserve(one.tokens.size());
+    step_.clear();
+    for (auto i = ids.size(); i < n_end; ++i)
+        step_.push_back({one.slot, one.tokens[i], static_cast<std::int32_t>(i), false});
+    decode();
+}
+
+// Keeps what the sequence has of these tokens, or copies one that has much more of them.
+void model_drafter::take_over(slot_id slot, std::span<const token_id> tokens) {
+    const auto n_alike = [&](const ids& one) {
+        return static_cast<std::size_t>(std::ranges::mismatch(one, tokens).in1 - one.begin());
+    };
+    const auto n_own = n_alike(held(slot));
+    slot_id best = slot;
+    std::size_t n_best = n_own + n_copied_min;
+    for (slot_id other = 0; other < model_.n_slots(); ++other) {
+        if (const auto n = n_alike(held(other)); n > n_best) best = other, n_best = n;
+    }
+    if (best == slot) return cut(slot, n_own);
+    const auto source = held(best);
+    cut(slot, 0);
+    model_.copy(best, slot);
+    held(slot) = source;
+    cut(slot, n_best);
+}
+
+void model_drafter::cut(slot_id slot, std::size_t n_kept) {
+    auto& ids = held(slot);
+    if (n_kept == ids.size()) return;
+    if (!model_.truncate(slot, static_cast<int>(n_kept))) {
+        model_.truncate(slot, 0);
+        n_kept = 0;
+    }
+    ids.resize(n_kept);
+}
+
+// One more guessed token for each text.
+void model_drafter::extend(std::span<text* const> texts) {
+    step_.clear();
+    for (const auto* const one : texts) {
+        const auto id = one->guess.empty() ? one->last : one->guess.back();
+        step_.push_back({one->slot, id, static_cast<std::int32_t>(held(one->slot).size()), true});
+    }
+    decode();
+    for (std::size_t i = 0; i < texts.size(); ++i) {
+        const auto id = model_.likeliest(static_cast<int>(i));
+        // The end of a text is not guessed: nothing could follow it.
+        if (!model_.is_end_of_generation(id)) texts[i]->guess.push_back(id);
+    }
+}
+
+void model_drafter::decode() {
+    // Before llama.cpp has the tokens: nothing may fail afterwards.
+    for (const auto& token : step_) held(token.slot).reserve(held(token.slot).size() + 1);
+    (void)model_.decode(step_, {}, false);
+    for (const auto& token : step_) held(token.slot).push_back(token.id);
+}
+
+}  // namespace kqview
