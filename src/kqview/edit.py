@@ -211,7 +211,7 @@ class Edit(ABC):
             if factor is None or not abs(factor) <= VALUE_MAX:
                 raise _invalid(
                     f"a factor must be a number up to {VALUE_MAX:g}, got {shown(value)} for "
-                    f"{(layer, head)}"
+                    f"{shown((layer, head))}"
                 )
             found[layer, head] = factor
         return _Heads(tuple(found.items()))
@@ -468,10 +468,10 @@ def _answer(channel: "_core.HookChannel", fn: Callable[[NDArray[np.float32]], An
             returned = fn(rows)
             if returned is not None:
                 returned = np.ascontiguousarray(returned, np.float32)
-                if returned.shape != shape or not np.all(np.isfinite(returned)):
+                if returned.shape != shape or not np.all(np.abs(returned) <= VALUE_MAX):
                     channel.fail(
                         f"of layer {call.layer} returned shape {returned.shape} or values that are "
-                        f"not finite; return {shape} or None"
+                        f"not finite, or beyond {VALUE_MAX:g}; return {shape} or None"
                     )
                     return
                 returned = returned.ravel()
@@ -624,7 +624,8 @@ def _vectors(name: str, values: ArrayLike, scale: float) -> NDArray[np.float32]:
         raise _invalid(f"{name} must be an array of floats, got {shown(values)}") from None
     if found.ndim not in (1, 2) or found.size == 0:
         raise _invalid(f"{name} must have shape (n_embd,) or (n, n_embd), got {found.shape}")
-    found *= scale
+    with np.errstate(over="ignore", invalid="ignore"):
+        found *= scale
     if not np.all(np.abs(found) <= VALUE_MAX):  # False for NaN
         raise _invalid(f"{name} has values that are not finite, or beyond {VALUE_MAX:g}")
     return found.astype(np.float32)

@@ -116,6 +116,10 @@ struct head_outputs {
     }
 };
 
+// What float16 holds, in which products with F16 weights read them: an infinite value would reach
+// the cache and stay there, hidden from other requests but not from their sums.
+constexpr float most_of_head = 6e4f;
+
 void edit_heads_of(const layer_edits& edits, const head_outputs& outputs, int i_token) {
     const auto n = zu(outputs.n_values());
     for (const auto& one : edits.set_heads) {
@@ -124,7 +128,8 @@ void edit_heads_of(const layer_edits& edits, const head_outputs& outputs, int i_
     }
     for (const auto& one : edits.heads) {
         auto* const values = outputs.of(i_token, one.head);
-        for (std::size_t j = 0; j < n; ++j) values[j] *= one.factor;
+        for (std::size_t j = 0; j < n; ++j)
+            values[j] = std::clamp(values[j] * one.factor, -most_of_head, most_of_head);
     }
 }
 
