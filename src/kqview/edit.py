@@ -205,7 +205,7 @@ class Edit(ABC):
         found: dict[tuple[int, int], float] = {}
         for key, value in cast("Mapping[object, object]", given).items():
             layer, head = map(to_index, _pair(key) or (None, None))
-            if layer is None or head is None:
+            if layer is None or head is None or max(abs(layer), abs(head)) > INT32_MAX:
                 raise _invalid(f"a key of factors must be (layer, head), got {shown(key)}")
             factor = to_number(value)
             if factor is None or not abs(factor) <= VALUE_MAX:
@@ -467,7 +467,8 @@ def _answer(channel: "_core.HookChannel", fn: Callable[[NDArray[np.float32]], An
         try:
             returned = fn(rows)
             if returned is not None:
-                returned = np.ascontiguousarray(returned, np.float32)
+                with np.errstate(over="ignore", invalid="ignore"):
+                    returned = np.ascontiguousarray(returned, np.float32)
                 if returned.shape != shape or not np.all(np.abs(returned) <= VALUE_MAX):
                     channel.fail(
                         f"of layer {call.layer} returned shape {returned.shape} or values that are "
