@@ -104,6 +104,7 @@ class Theirs(Started):
         self._command = [
             str(peer("llama-server")), "--model", str(model), "--threads", str(n_threads),
             "--parallel", "1", "--ctx-size", str(N_CTX), "--cache-ram", str(cache_mib),
+            "--override-kv", f"jamba.context_length=int:{N_CTX}",  # the most that it gives a slot
             "--slot-save-path", self._folder.name, "--host", "127.0.0.1", "--port", str(self._port),
         ]  # fmt: skip
         super().__init__(self._command)
