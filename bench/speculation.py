@@ -1,8 +1,9 @@
 """What do guessed tokens gain where a text repeats, and what do they cost where it does not?
 
 SmolLM2 (`Engine.demo("smollm2")`; the bundled demo model with --quick), greedy behind the source of
-a module of Python's library: "code" goes on with that source, of which a name has been changed;
-"quotes" lists its sentences; "random" is sampled at a temperature at which nothing repeats. Every
+a module of Python's library: "code" is that source once more, of which the prompt has two copies
+and the beginning of a third; "quotes" lists its sentences; "random" is sampled at a temperature at
+which nothing repeats. Every
 prompt stays in its slot; a run is a generation in each slot, all started together, timed from when
 all have their first token, and divided by the tokens after it. Rows:
 
@@ -46,7 +47,7 @@ QUICK_CONTEXT: Final = 128
 SLOTS: Final = (1, 4)
 # Options of a generation, and what follows the source.
 TEXTS: Final[dict[str, tuple[dict[str, Any], str]]] = {
-    "code": ({"temperature": 0.0}, "\n\n# The same code, with `width` renamed to `columns`:\n\n"),
+    "code": ({"temperature": 0.0}, "\n\n# The same code:\n\n"),
     "quotes": ({"temperature": 0.0}, "\n\n# Sentences of its documentation, word for word:\n\n"),
     "random": ({"temperature": 2.0, "top_k": 0, "seed": 1}, "\n\n"),
 }
@@ -106,7 +107,8 @@ class TextRuns:
         # Another part of the source for each slot.
         step = max(1, (len(ids) - n_context) // max(1, case.n_slots - 1))
         self.prompts = [
-            ids[i * step :][: n_context - len(tail)] + tail for i in range(case.n_slots)
+            _prompt(ids[i * step :], tail, n_context, is_again=case.text == "code")
+            for i in range(case.n_slots)
         ]
         self.usages: list[Any] = []
         self.ms(speculate=True)
@@ -143,6 +145,15 @@ class TextRuns:
         n = sum(one.draft_tokens for one in self.usages)
         n_true = sum(one.accepted_tokens for one in self.usages)
         return f"{n_true} of {n} guesses for {len(self.usages) * self._n_tokens} tokens"
+
+
+def _prompt(ids: list[int], tail: list[int], n: int, *, is_again: bool) -> list[int]:
+    """*n* ids that end with *tail*; or two copies of a text and the beginning of a third."""
+    if not is_again:
+        return ids[: n - len(tail)] + tail
+    begun = ids[: n // 16]
+    text = ids[: (n - 2 * len(tail) - len(begun)) // 2]
+    return text + tail + text + tail + begun
 
 
 def measure(settings: Settings, line: ProgressLine) -> Iterator[Row | LeftOut]:
