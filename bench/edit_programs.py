@@ -91,28 +91,30 @@ def knockout(given: argparse.Namespace) -> None:
                 f"{name} has a {colour} ball." for name, colour in zip(names, colours, strict=True)
             ]
             asked = int(rng.integers(3))
-            text = " ".join(documents) + f" The ball of {names[asked]} is"
+            question = f"What color is {names[asked]}'s ball? {names[asked]}'s ball is"
+            # What is first gets most of the attention, whatever it says: it is no document.
+            text = " ".join(["Some friends and what they have.", *documents, question])
             ids = engine.tokenize(text)
             answer = engine.tokenize(f" {colours[asked]}", add_special=False)
             spans = [span_of(engine, ids, one) for one in documents]
             whole = [*ids, *answer]
+            # Nothing behind a document sees it: those between would pass on what it says.
             lost = [
-                float(
-                    -engine.score(
-                        whole, last=len(answer), edits=Edit.block((spans[-1][1], None), span)
-                    )
-                    .logprobs[-len(answer) :]
-                    .sum()
-                )
+                -engine.score(whole, last=len(answer), edits=Edit.block((span[1], None), span))
+                .logprobs[-len(answer) :]
+                .sum()
                 for span in spans
             ]
             sums = engine.attend(ids, Capture("probs", reduce="mean", spans=spans), last=1).array()
             by_block += int(np.argmax(lost)) == asked
             by_attention += int(np.argmax(np.ravel(sums))) == asked
         print("| way | names the right document | n |\n|---|---|---|")
-        share = by_block / given.n
-        print(f"| each document blocked, the answer scored | {share:.2f} | {given.n} |")
-        print(f"| attention of the last token, mean | {by_attention / given.n:.2f} | {given.n} |")
+        found = {
+            "each document blocked for all behind it, the answer scored": by_block,
+            "attention of the last token, mean": by_attention,
+        }
+        for way, n_right in found.items():
+            print(f"| {way} | {n_right / given.n:.2f} | {given.n} |")
 
 
 def copying(words: Sequence[int], rng: Any) -> tuple[list[int], int, int, list[int]]:
