@@ -148,7 +148,7 @@ def check_opening(
 
     Returns:
         Memory that the engine will need on the host (first) and on each device, without LoRA
-        adapters and attention rows.
+        adapters and attention rows; then that of a model which makes guesses (*draft*), likewise.
 
     Raises:
         ModelLoadError: The file is missing or is not a model that llama.cpp supports.
@@ -156,10 +156,15 @@ def check_opening(
         RequestError: An option is out of range.
     """
     given = checked(options, "check_opening")
+    files = [model, *([] if given["draft"] in (None, PROMPT_LOOKUP) else [given["draft"]])]
     try:
-        return _core.check_opening(
-            model_options(model, given["n_gpu_layers"]), context_options(given)
-        )
+        return [
+            need
+            for file in files
+            for need in _core.check_opening(
+                model_options(file, given["n_gpu_layers"]), context_options(given)
+            )
+        ]
     finally:
         _forward_log()
 

@@ -160,3 +160,11 @@ def test_as_many_cells_are_refused_in_many_slots_as_in_few():
     for n_ctx, n_slots in ((2**22, 256), (2**23, 128), (2**30, 1)):
         with pytest.raises(OutOfMemory, match=f"{n_ctx} tokens x {n_slots} slots"):
             check_opening(MODEL_PATH, n_ctx=n_ctx, n_slots=n_slots, kv_type="f32", n_gpu_layers=0)
+
+
+def test_a_model_that_guesses_needs_its_memory_too():
+    alone = check_opening(MODEL_PATH, n_ctx=256, n_gpu_layers=0)
+    both = check_opening(MODEL_PATH, n_ctx=256, n_gpu_layers=0, draft=MODEL_PATH)
+    assert [one.needed_bytes for one in both] == 2 * [one.needed_bytes for one in alone]
+    with Engine.demo(n_ctx=256) as engine, Engine.demo(n_ctx=256, draft=MODEL_PATH) as guessing:
+        assert guessing.memory_bytes > 1.5 * engine.memory_bytes
