@@ -37,7 +37,8 @@ EDGES = (0, 1, 2, 3, 0x7F, 0x80, 0xFF, 0x7FFF, 0xFFFF, 0x7FFFFFFF, 0x80000000, 0
 def changed(blob: bytes, rng: random.Random, others: list[bytes]) -> bytes:
     """*blob* with a few changes of one kind."""
     data = bytearray(blob)
-    kind = rng.randrange(9)
+    # Of nothing, nothing can be changed, only more of it made.
+    kind = rng.randrange(9) if data else 3
     # Most of what matters is at the front: ids, positions, counts, types.
     front = min(len(data), rng.choice([16, 64, 400, len(data)]))
     if kind == 0:

@@ -108,6 +108,24 @@ def test_client_that_leaves_frees_slot_and_rows(
     demo.wait_until(lambda: not demo.engine.stats().pool.n_leased)
 
 
+def test_client_that_leaves_behind_a_large_body_ends_its_request(
+    demo: Served, no_collector: None, monkeypatch: pytest.MonkeyPatch
+):
+    # From here on, bytes are many at once: reading pauses when they come while the server waits.
+    monkeypatch.setattr("uvicorn.protocols.http.httptools_impl.HIGH_WATER_LIMIT", 0)
+    body = json.dumps({"prompt": "Tom has", "max_tokens": 8000, "ignore_eos": True}).encode()
+    fields = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+    head = f"POST /completion HTTP/1.1\r\nHost: localhost\r\n{fields}Expect: 100-continue\r\n\r\n"
+    n_cancelled = demo.engine.stats().n_cancelled
+    with raw_connection(demo) as sock:
+        sock.sendall(head.encode())
+        read_until(sock, b"100 Continue\r\n\r\n")
+        sock.sendall(body)
+        demo.wait_until(lambda: any(slot.is_busy for slot in demo.engine.slots))
+    demo.wait_idle()
+    assert demo.engine.stats().n_cancelled == n_cancelled + 1
+
+
 @pytest.mark.parametrize("name", [name for name in SERVED if STREAMS[name][2] in (KOBOLD, DREAM)])
 def test_client_that_reads_nothing_is_dropped(impatient: Served, no_collector: None, name: str):
     with begun(impatient, name, receive_bytes=4096) as sock:

@@ -298,10 +298,15 @@ def test_ranking_by_attention_that_cannot_be_is_refused(
 def test_ranking_by_attention_ends_with_its_client(demo: Served):
     documents = [f"{text} " * 40 for text in TEXTS] * 200  # many prompts
     body = {"query": QUERY, "documents": documents, "method": "attention"}
+    n_requests = demo.engine.stats().n_requests
     with demo.client() as client:
         with pytest.raises(httpx.ReadTimeout):
             client.post("/rerank", json=body, timeout=1)
-        wait_until(lambda: not any(slot.is_busy for slot in demo.engine.slots))
+        # The first prompt may begin after that; between two prompts all slots are idle.
+        wait_until(lambda: demo.engine.stats().n_requests > n_requests)
+        wait_until(lambda: demo.service.budget.used_bytes == 0)
+        wait_until(lambda: not demo.service._ending)
         n_tokens = demo.engine.stats().n_tokens
+    assert demo.engine.stats().n_requests < n_requests + len(documents)
     assert not demo.engine.generations
     assert demo.engine.stats().n_tokens == n_tokens

@@ -208,8 +208,12 @@ class UvicornConnection(Connection):
         if not isinstance(protocol, _BoundedHttpProtocol):
             return False
         protocol.on_lost = call
-        if call is not None and protocol.is_lost:
-            asyncio.get_running_loop().call_soon(call)
+        if call is not None:
+            # Many bytes at once pause reading until somebody asks for more, and nobody does behind
+            # the end of a body: then nothing would tell that the client has left.
+            protocol.flow.resume_reading()
+            if protocol.is_lost:
+                asyncio.get_running_loop().call_soon(call)
         return True
 
 
