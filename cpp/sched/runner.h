@@ -54,9 +54,9 @@ public:
     virtual bool can_take_back() const { return can_truncate(); }
     // False: nodes of a device read rows, those of one run or of one token of each slot.
     virtual bool reads_on_host() const { return true; }
-    // A model with the same vocabulary and slots that is faster, to guess with; null: there is none.
+    // A faster model with the same vocabulary and slots, to guess with; null: there is none.
     virtual runner* draft_model() { return nullptr; }
-    // True if a step of several tokens each of so many slots can give the rows of each as a token's.
+    // True if a step of several tokens of each of so many slots can give each token its rows.
     virtual bool can_draft_rows(std::size_t /*n_slots*/) const { return true; }
     // False: the cached keys and values of a prompt depend on all of its tokens.
     virtual bool is_causal() const { return true; }

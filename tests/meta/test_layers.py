@@ -34,6 +34,8 @@ CPP_LAYERS = (
     {"sched"},
     {"bind"},
 )
+# Rings that the server uses.
+SERVED = {"chat", "demo", "edits", "guards", "heads", "mods", "rpc", "state", "trace"}
 # Rings around the core, which is every other module. A ring imports the core, itself and what it
 # names here.
 PYTHON_RINGS: dict[str, set[str]] = {
@@ -52,53 +54,11 @@ PYTHON_RINGS: dict[str, set[str]] = {
     "heads": set(),
     "guards": {"heads", "mods"},
     "integrations": set(),
-    # What the server loads, ray.serve loads.
-    "ray": {
-        "corpora",
-        "saved",
-        "server",
-        "state",
-        "chat",
-        "rpc",
-        "demo",
-        "trace",
-        "mods",
-        "edits",
-        "heads",
-        "guards",
-    },
-    "server": {"state", "chat", "rpc", "demo", "trace", "mods", "edits", "heads", "guards"},
-    # What the server loads, it loads.
-    "ingest": {
-        "server",
-        "state",
-        "chat",
-        "rpc",
-        "demo",
-        "trace",
-        "mods",
-        "edits",
-        "heads",
-        "guards",
-    },
-    "cli": {
-        "state",
-        "chat",
-        "rpc",
-        "demo",
-        "trace",
-        "mods",
-        "viz",
-        "saved",
-        "bench",
-        "convert",
-        "corpora",
-        "edits",
-        "heads",
-        "guards",
-        "server",
-        "ingest",
-    },
+    "server": SERVED,
+    # What the server loads, ray.serve and ingest load.
+    "ray": {"corpora", "saved", "server"} | SERVED,
+    "ingest": {"server"} | SERVED,
+    "cli": {"viz", "saved", "bench", "convert", "corpora", "server", "ingest"} | SERVED,
     "__main__": {"cli"},
 }
 # The rings that the core uses, each through one or two doors, and all of the core that they know.

@@ -1,5 +1,5 @@
-// Guessed tokens: what prompt_lookup finds, and that a text of which several tokens were guessed and
-// evaluated in one step has the tokens, rows and cache of one that was generated token by token.
+// Guessed tokens: what prompt_lookup finds, and that a text of which several tokens were guessed
+// and evaluated in one step has the tokens, rows and cache of one generated token by token.
 #include <doctest/doctest.h>
 
 #include <random>

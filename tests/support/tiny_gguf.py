@@ -532,10 +532,8 @@ def _gemma_writer(
     return writer
 
 
-def write_gemma3(path: Path, *, n_layer: int = 26, window: int = 512, head_size: int = 256) -> Path:
-    """The cache of Gemma 3 1B, with narrow weights: every sixth layer sees all tokens."""
-    n_head, n_embd, n_ff = 4, 64, 96
-    writer = _gemma_writer("gemma3", n_embd, n_ff, n_layer, window)
+def _gemma_weights(writer: gguf.GGUFWriter, n_embd: int, n_head: int, head_size: int) -> Weights:
+    """Heads on one KV head, and the weights that all layers share."""
     writer.add_head_count(n_head)
     writer.add_head_count_kv(1)
     writer.add_key_length(head_size)
@@ -543,6 +541,14 @@ def write_gemma3(path: Path, *, n_layer: int = 26, window: int = 512, head_size:
     add = Weights(writer)
     add.matrix("token_embd.weight", N_VOCAB, n_embd)
     add.norm("output_norm.weight", n_embd)
+    return add
+
+
+def write_gemma3(path: Path, *, n_layer: int = 26, window: int = 512, head_size: int = 256) -> Path:
+    """The cache of Gemma 3 1B, with narrow weights: every sixth layer sees all tokens."""
+    n_head, n_embd, n_ff = 4, 64, 96
+    writer = _gemma_writer("gemma3", n_embd, n_ff, n_layer, window)
+    add = _gemma_weights(writer, n_embd, n_head, head_size)
     for il in range(n_layer):
         _add_attention(add, f"blk.{il}.", n_embd, n_head, 1, head_size)
         _add_feed_forward(add, f"blk.{il}.", n_embd, n_ff)
@@ -558,13 +564,7 @@ def write_gemma3n(path: Path) -> Path:
     n_altup, n_embd_altup, laurel_rank = 4, 256, 64  # fixed in llama.cpp
     head_size = n_embd // n_head
     writer = _gemma_writer("gemma3n", n_embd, n_ff, n_layer)
-    writer.add_head_count(n_head)
-    writer.add_head_count_kv(1)
-    writer.add_key_length(head_size)
-    writer.add_value_length(head_size)
-    add = Weights(writer)
-    add.matrix("token_embd.weight", N_VOCAB, n_embd)
-    add.norm("output_norm.weight", n_embd)
+    add = _gemma_weights(writer, n_embd, n_head, head_size)
     add.matrix("altup_proj.weight", n_altup - 1, n_embd, n_embd)
     add.matrix("altup_unembd_proj.weight", n_altup - 1, n_embd, n_embd)
     add.matrix("per_layer_token_embd.weight", N_VOCAB, n_embd_altup * n_layer)

@@ -1,5 +1,5 @@
-// How answers are made: the system prompt, the reasoning preset and a few fields of `overrides`. What
-// is left empty is the model's own.
+// How answers are made: the system prompt, the reasoning preset and a few fields of `overrides`.
+// What is left empty is the model's own.
 
 import { choice, element, field, html, offer, quietButton } from "../dom.js";
 
