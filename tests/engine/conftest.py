@@ -6,7 +6,6 @@ Engines use one thread: the models are so small that more only wait for each oth
 from __future__ import annotations
 
 import contextlib
-import inspect
 import os
 import shutil
 import sys
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import gguf
 import pytest
 
-from kqview import Engine, system_info
+from kqview import Engine, engine_options, system_info
 from tests.support import archs, stock, tiny_gguf
 from tests.support.engines import open_engine
 from tests.support.rows import has_device
@@ -29,27 +28,26 @@ FAKE_DEVICE: Any = sys.modules.get("kqview._fake_device")
 N_FAKE_DEVICES = 2
 
 
-def _engine_defaults() -> dict[str, Any]:
-    """The defaults of Engine's options, behind what names unknown ones."""
-    defaults = inspect.unwrap(Engine.__init__).__kwdefaults__
-    assert defaults is not None
-    return defaults
+def _set_default(name: str, value: Any) -> None:
+    """Let every Engine of this process have *value*, unless a test gives another one."""
+    options: dict[str, Any] = engine_options._OPTIONS  # type: ignore[assignment]
+    options[name] = (value, options[name][1])
 
 
 # bench/cuda.sh and .ci/devices set the layers that engines of these tests have on devices, and
 # .ci/devices where rows of such layers are computed. Without them, and in tests that start
 # processes, these are Engine's defaults.
 if (n_gpu_layers := os.environ.get("KQVIEW_TEST_GPU_LAYERS")) is not None:
-    _engine_defaults()["n_gpu_layers"] = int(n_gpu_layers)
+    _set_default("n_gpu_layers", int(n_gpu_layers))
 if (device_rows := os.environ.get("KQVIEW_TEST_DEVICE_ROWS")) is not None:
-    _engine_defaults()["device_rows"] = device_rows
+    _set_default("device_rows", device_rows)
 
 
 def pytest_report_header() -> str:
     """Say where the engines run."""
     devices = ", ".join(device["description"] for device in system_info()["devices"])
     chosen = ", ".join(
-        f"{name}={_engine_defaults()[name]}" for name in ("n_gpu_layers", "device_rows")
+        f"{name}={engine_options._OPTIONS[name][0]}" for name in ("n_gpu_layers", "device_rows")
     )
     return f"kqview: {chosen}, devices: {devices}"
 
