@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
-# From nothing to the table of bench/cuda.py, on a machine with a GPU that may have no network:
+# From nothing to the table of bench/cuda_cost.py, on a machine with a GPU that may have no network:
 #
 #   bench/cuda.sh prepare   where there is a network: puts wheels and llama.cpp's source into a folder to carry along.
 #                           Parts: wheels source size
-#   bench/cuda.sh all       on the GPU machine: builds what is not built, then measures, what matters most first.
-#                           Parts: tools package first values pinned copies places decode peers stock sanitize tests
+#   bench/cuda.sh all       on the GPU machine: checks the row kernel, builds what is not built, then measures, what
+#                           matters most first. Parts: check tools package first values pinned copies places decode
+#                           sanitize tests peers stock
 #   bench/cuda.sh build     the package and the stock programs with CUDA: 75 minutes of processor time for one
 #                           architecture, about 6 on 16 cores; a build that was stopped goes on where it was.
 #                           Parts: tools package peers
-#   bench/cuda.sh run       measures and tests what is built. Parts: values sanitize pinned table tests; and
+#   bench/cuda.sh run       measures and tests what is built. Parts: check values sanitize pinned table tests; and
 #                           architectures, which takes longer than the others
 #
 # Without part names, all parts run except architectures; otherwise the named parts, in the order given.
@@ -38,17 +39,21 @@
 # package.tar.gz.N and peers.tar.gz.N, in pieces of 15 MiB, four at most.
 #
 # A plan for a machine that is bare at each call, takes 90 seconds to start, gives a command 10 minutes and all calls
-# together 30, with 64 MiB carried; minutes are for 16 cores and a GPU that decodes a token of the model in 7 ms. After
+# together 30, with 64 MiB carried; minutes are for 16 cores and a GPU that decodes a token of the model in 5 ms. After
 # each call copy $OUT into build/cuda-back, over what is there; carry build/cuda-kit and that folder:
 #
 #   bench/cuda.sh all --arch 90 --limit 570                                  9.5
 #   bench/cuda.sh all --arch 90 --limit 510 --resume build/cuda-back         8.5
 #   bench/cuda.sh all --arch 90 --limit 390 --resume build/cuda-back         6.5
 #
-# The first call builds the package (6 minutes), decides where rows should be computed, measures the main rows and
-# compares values with float64. The second one measures all other rows that need no stock program. The third one builds
-# the stock programs (as long as the package) and measures theirs; if too little time is left for that, it runs
-# compute-sanitizer and tests. After a change of the sources the next call begins anew.
+# The first call checks the row kernel against float64 (1 minute), builds the package (6), measures the main rows and
+# compares values with float64. The second one measures all other rows that need no stock program. The third one runs
+# compute-sanitizer and the tests, which take as long. The stock programs take as long to build as the package: they
+# need a fourth call, or the time of the first one with --package, a wheel that was built for this Python elsewhere:
+#
+#   bench/cuda.sh all --arch 90 --limit 570 --resume build/cuda-back peers stock
+#
+# After a change of the sources the next call begins anew.
 set -uo pipefail
 exec </dev/null
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
@@ -62,15 +67,16 @@ parts=()
 has_failed=0
 is_built='' is_rebuilt='' # the part that runs, the package
 values_most=480 # seconds
+most_workers=12  # of pytest; each has a context of its own on the GPU
 # What each step can do; architectures only by name.
 prepare_parts=(wheels source size)
 build_parts=(tools package peers)
-run_parts=(values sanitize pinned table tests)
-all_parts=(tools package first values pinned copies places decode peers stock sanitize tests)
+run_parts=(check values sanitize pinned table tests)
+all_parts=(check tools package first values pinned copies places decode sanitize tests peers stock)
 # Rows of `all` by part; every row is among them. A part is a process of its own, so that a crash
 # ends one only, and leaves out rows that an earlier one has measured.
 declare -A rows_of=(
-    [first]='device-rows-4k-1-* cuda-4k-1-again cuda-4k-1-logits cuda-4k-1-10-heads'
+    [first]='device-rows-4k-1-* cuda-4k-1-*'
     [copies]='cuda-copy cuda-step-to-view'
     [places]='device-rows-16k-1-* device-rows-4k-8-*'
     [decode]='cuda-*k-1-* cuda-*k-8-*'
@@ -405,13 +411,17 @@ PYTHON
 }
 
 # Only the plugins that these tests need: others of the machine may warn, slow down or change what
-# is run. A warning of its versions of packages is no failure here.
+# is run. A warning of its versions of packages is no failure here. A process for each core: tests
+# of tiny models wait for launches, not for the GPU.
 run_pytest() {
-    local most=$1
+    local most=$1 workers
     shift
+    workers=$(nproc)
+    [ "$workers" -le "$most_workers" ] || workers=$most_workers
     PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 KQVIEW_TEST_GPU_LAYERS=$(layers) within "$most" "$python" -m pytest -q \
         -p no:cacheprovider -p pytest_asyncio.plugin -p _hypothesis_pytestplugin -W default \
-        -m "full or not full" --continue-on-collection-errors "$@"
+        -p xdist.plugin -n "$workers" --dist worksteal \
+        -m "full or not full" --continue-on-collection-errors -rfE "$@"
 }
 
 # run_values PLACE: where rows of layers on devices are computed, as Engine's device_rows says it.
@@ -438,6 +448,20 @@ run_architectures() {
     run_pytest 480 "${many_models[@]}"
 }
 
+# check_rows [CHECKER...]: the program that compares the row kernel with float64, built with nvcc
+# alone in KQVIEW_CUDA_WORK for KQVIEW_CUDA_ARCH; bench/row_check.sh puts its arguments before it.
+check_rows() {
+    [ "$device" = gpu ] || { echo "the host has no row kernel"; return 75; }
+    [ -f bench/row_check.sh ] || { echo "no bench/row_check.sh"; return 75; }
+    KQVIEW_CUDA_WORK=$work KQVIEW_CUDA_ARCH=$arch within 150 bash bench/row_check.sh "$@"
+}
+
+# sanitize_rows TOOL: the same under compute-sanitizer.
+sanitize_rows() {
+    command -v compute-sanitizer || { echo "no compute-sanitizer on the PATH"; return 75; }
+    check_rows compute-sanitizer --tool "$1" --error-exitcode 99
+}
+
 # sanitize TOOL: a short run under compute-sanitizer; what is not a GPU's runs without it.
 sanitize() {
     local checker=()
@@ -458,7 +482,7 @@ measure() {
     local options=(--device "$device" --save "$save" ${quick[@]+"${quick[@]}"} "$@")
     # One thread where others may use the machine: two would wait for each other.
     if [ ${#quick[@]} -gt 0 ]; then options+=(--threads 1); else options+=(--tokens 64); fi
-    within 0 "$python" bench/cuda.py "${options[@]}"
+    within 0 "$python" bench/cuda_cost.py "${options[@]}"
 }
 
 # measure_part NAME: the rows of that part of `all`, but those that are saved.
@@ -509,7 +533,7 @@ run() {
     part device find_device || return
     use_build
     # Before anything else takes its time.
-    [ ${#rows[@]} = 0 ] || "$python" bench/cuda.py --list "${rows[@]}" >"$work/rows.log" || exit 2
+    [ ${#rows[@]} = 0 ] || "$python" bench/cuda_cost.py --list "${rows[@]}" >"$work/rows.log" || exit 2
     for name in "${parts[@]}"; do run_part "$name"; done
 }
 
@@ -521,7 +545,13 @@ run_part() {
             ;;
         tests) part tests run_tests ;;
         architectures) part architectures run_architectures ;;
-        sanitize) part memcheck sanitize memcheck; part racecheck sanitize racecheck ;;
+        check) part check check_rows ;;
+        sanitize)
+            part row-memcheck sanitize_rows memcheck
+            part row-racecheck sanitize_rows racecheck
+            part memcheck sanitize memcheck
+            part racecheck sanitize racecheck
+            ;;
         pinned) part pinned run_pinned ;;
         table)
             part table measure ${rows[@]+"${rows[@]}"}
@@ -544,6 +574,10 @@ everything() {
     values_most=150 # there are rows to measure after them
     for name in "${parts[@]}"; do
         case $name in
+            check)
+                was_finished check || run_part check
+                continue
+                ;;
             tools | package)
                 build_part "$name" || return
                 continue

@@ -96,5 +96,5 @@ def _measure(settings: Settings, name: str, n_context: int) -> Timing:
         work=f"logits of all heads at {n_context} tokens; the 7B shape, {settings.device}",
         pairs=pairs,
         target=settings.target(COPY_CASES[name]),
-        command=f"python bench/cuda.py --row {name} {settings.flags}",
+        command=f"python bench/cuda_cost.py --row {name} {settings.flags}",
     )

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[1]
 EXTRAS = ("cli", "chat", "constraints", "save")
 # Of the extras `test` and `server`. Tests that need another package of them are skipped without it.
-OF_TEST = ("pytest", "pytest-asyncio", "hypothesis", "gguf", "msgspec", "pybase64")
+OF_TEST = ("pytest", "pytest-asyncio", "pytest-xdist", "hypothesis", "gguf", "msgspec", "pybase64")
 # pip's wheels of them are one way to get them; what a build needs is the program.
 PROGRAMS = {"cmake": "cmake>=3.26", "ninja": "ninja"}
 CXX_NAMES = ("c++", "g++", "clang++")

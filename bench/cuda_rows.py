@@ -153,5 +153,5 @@ def _timing(
         pairs=Pairs([t[against] for t in times], [t[candidate] for t in times]),
         # The targets are those of a GPU.
         target=settings.target(PLACE_TARGETS.get(name)) if settings.device == "gpu" else None,
-        command=f"python bench/cuda.py --row {name} {settings.flags}",
+        command=f"python bench/cuda_cost.py --row {name} {settings.flags}",
     )

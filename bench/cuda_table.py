@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from console import show
-from cuda import WEIGHTS
+from cuda_cost import WEIGHTS
 from report import from_record, markdown, newest, read_records, replace_marked
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def main() -> None:
     machines = by_machine(record for path in args.source for record in read_records(path))
     if not machines:
         names = ", ".join(map(str, args.source))
-        raise SystemExit(f"bench: no row of bench/cuda.py in {names}")
+        raise SystemExit(f"bench: no row of bench/cuda_cost.py in {names}")
     tables = [table for records in machines if (table := _newest(records, args.flags))[0]]
     if not tables:
         raise SystemExit(f"bench: no row with the flags {args.flags}")
@@ -48,7 +48,7 @@ def main() -> None:
             show([from_record(record) for record in found], notes)
         return
     text = "\n\n".join(
-        markdown([from_record(record) for record in found], notes, found, "cuda.py")
+        markdown([from_record(record) for record in found], notes, found, "cuda_cost.py")
         for found, notes in tables
     )
     README.write_text(replace_marked(README.read_text("utf-8"), text, *MARKERS), encoding="utf-8")
@@ -62,7 +62,7 @@ def machine_name(record: Mapping[str, Any]) -> str:
 
 
 def by_machine(records: Iterable[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
-    """Rows of bench/cuda.py, oldest first, in a list for each machine.
+    """Rows of bench/cuda_cost.py, oldest first, in a list for each machine.
 
     A row that several files have is one: calls carry the rows of earlier ones along.
     """
@@ -78,7 +78,7 @@ def by_machine(records: Iterable[Mapping[str, Any]]) -> list[list[Mapping[str, A
 def _newest(
     records: list[Mapping[str, Any]], flags: str | None
 ) -> tuple[list[Mapping[str, Any]], list[str]]:
-    """The rows of a machine in the order of bench/cuda.py, and notes."""
+    """The rows of a machine in the order of bench/cuda_cost.py, and notes."""
     found, notes = newest(records, flags or records[-1]["flags"])
     found.sort(key=lambda record: list(WEIGHTS).index(record["row"]))
     missing = [name for name in WEIGHTS if name not in {record["row"] for record in found}]

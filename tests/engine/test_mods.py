@@ -768,7 +768,7 @@ def test_logits_processor_changes_every_step(engine: Engine):
         {"stopping": lambda ids: len(ids) == len(PROMPT) + 3}, {"top_logprobs": 2, "max_tokens": 2},
         {"capture": Capture("probs", vocab_logits=True), "max_tokens": 3},
     ],
-    ids=str,
+    ids="-".join,
 )  # fmt: skip
 def test_processor_does_the_same_with_and_without_a_trace(engine: Engine, options: dict[str, Any]):
     def process(ids: list[int], logits: np.ndarray) -> np.ndarray | None:

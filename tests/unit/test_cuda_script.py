@@ -312,7 +312,7 @@ def test_table_that_is_cut_off_leaves_the_rows_that_it_had(script: Script) -> No
     record = report.to_record(
         report.Timing(
             "cuda-4k-1-logits", "logits", "no capture", "a step", Pairs([10.0] * 5, [10.25] * 5),
-            None, "python bench/cuda.py",
+            None, "python bench/cuda_cost.py",
         ),
         {
             "date": "2025-01-02T03:04:05+00:00", "cpu": "some cpu", "flags": "--threads 1",
@@ -326,7 +326,7 @@ def test_table_that_is_cut_off_leaves_the_rows_that_it_had(script: Script) -> No
         "#!/bin/sh\n"
         'case "$*" in\n'
         '    "-m kqview info" | "- cpu") echo no GPU ;;\n'
-        f'    "bench/cuda.py "*) cat {measured} >>"$OUT/cuda.jsonl"; exit 124 ;;\n'
+        f'    "bench/cuda_cost.py "*) cat {measured} >>"$OUT/cuda.jsonl"; exit 124 ;;\n'
         f'    *) exec {sys.executable} "$@" ;;\n'
         "esac\n"
     )

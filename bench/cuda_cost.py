@@ -41,23 +41,48 @@ if TYPE_CHECKING:
 
 CONTEXTS, QUICK_CONTEXTS = (1024, 4096, 16384), (64, 128, 256)
 SLOTS = (1, 8)
+SIZES = ("1k", "4k", "16k")
+WORKS = [(size, n_slots) for n_slots in SLOTS for size in SIZES]
 WHAT = {
     "again": "no capture, once more",
     "logits": "logits, all heads, float32",
     "float16": "logits, all heads, float16",
     "10-heads": "logits of 10 chosen heads",
     "mean-heads": "logits, mean over heads",
+    "probs": "probs, all heads, float32",
+    "spans": "probs, sums over 4 spans",
+    "top-8": "probs, the 8 largest of each row",
+    "one-layer": "logits of one layer, all heads",
+    "one-head": "logits of one head of each layer",
+    "hidden": "hidden states of all layers, no attention",
 }
-TARGETS = {"cuda-4k-1-logits": 1.03, "cuda-4k-1-10-heads": 1.01}
+# Upper bounds at 4k and 16k with one slot, then with eight.
+TARGETS_OF = {
+    "logits": (1.005, 1.03, 1.03, 1.17),
+    "float16": (1.005, 1.025, 1.03, 1.14),
+    "probs": (1.01, 1.04, 1.035, 1.19),
+    **dict.fromkeys(("mean-heads", "spans"), (1.01, 1.04, 1.02, 1.13)),
+    "top-8": (1.01, 1.03, 1.025, 1.12),
+    **dict.fromkeys(("one-layer", "one-head", "hidden"), (1.003, 1.005, 1.01, 1.02)),
+}
+TARGETS = {
+    f"cuda-{size}-{n_slots}-{way}": target
+    for way, targets in TARGETS_OF.items()
+    for (size, n_slots), target in zip([w for w in WORKS if w[0] != "1k"], targets, strict=True)
+}
 PEERS = {
-    "llama-bench": 1 / 0.98,
+    "llama-bench": 1.01,
     "callback-decode": 1.0,
     "callback-prefill": 1 / 1.5,
     "hf-attentions": None,
 }
-SIZES = ("1k", "4k", "16k")
 CASES = {
-    **{f"cuda-{k}-{n}-{way}": (k, n, way) for n in SLOTS for k in SIZES for way in WHAT},
+    **{
+        f"cuda-{k}-{n}-{way}": (k, n, way)
+        for k, n in WORKS
+        for way in WHAT
+        if k != "1k" or way in ("again", "logits")
+    },
     # Eager attention of transformers at 16k would not fit beside the others.
     **{
         f"cuda-{k}-{name}": (k, 1, name)
@@ -121,6 +146,12 @@ def captures(model: ModelInfo) -> dict[str, Capture | None]:
         "float16": Capture("logits", dtype="float16"),
         "10-heads": chosen_heads(model),
         "mean-heads": Capture("logits", reduce="mean_heads"),
+        "probs": Capture("probs"),
+        "spans": Capture("probs", spans=[(0, 16), (16, 512), (512, None), (0, None)]),
+        "top-8": Capture("probs", top_k=8),
+        "one-layer": Capture("logits", layers=[model.n_layer // 2]),
+        "one-head": Capture("logits", heads=[0]),
+        "hidden": Capture(layers=(), hidden="all"),
     }
 
 
@@ -262,7 +293,7 @@ def _row(
         pairs=pairs,
         # The targets are those of a GPU.
         target=settings.target(target) if settings.device == "gpu" else None,
-        command=f"python bench/cuda.py --row {name} {settings.flags}",
+        command=f"python bench/cuda_cost.py --row {name} {settings.flags}",
     )
 
 
