@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 import pytest
 
-from kqview import Capture, Engine
+from kqview import Capture, Engine, guards
+from kqview.errors import RequestError
 from kqview.heads import Head, HeadFile, ModelKey, measures
 from kqview.server import Settings
 from kqview.server.api.anthropic import convert, schema
@@ -18,6 +21,7 @@ from tests.support.serving import serving
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from tests.support.serving import Served
 
@@ -275,6 +279,70 @@ def test_bad_documents_are_refused_with_the_reason(served: Served, what: str):
         reply = client.post(path, json=body)
     assert reply.status_code == 400, reply.text
     assert reason in reply.text
+
+
+# ---- heads of the server, and what the client is told of heads
+
+NO_HEADS: dict[str, Any] = {**ASKED, "citation_heads": None}
+WITH_HEADS: dict[str, tuple[str, dict[str, Any]]] = {
+    "chat": ("/v1/chat/completions", ASKED),
+    "chat, streamed": ("/v1/chat/completions", {**ASKED, "stream": True}),
+    "responses": ("/v1/responses", RESPONSES),
+    "messages, streamed": ("/v1/messages", {**ANTHROPIC, "stream": True}),
+    "mia4": (
+        "/generate", {"prompt": QUESTION, "documents": ASKED["documents"], "citation_heads": HEADS,
+         "overrides": {"max_tokens": 8}}
+    ),
+    "rerank": (
+        "/rerank", {"query": QUESTION, "documents": TEXTS, "method": "attention", "heads": HEADS}
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", WITH_HEADS)
+def test_client_is_warned_of_heads_that_may_be_of_other_weights(served: Served, what: str):
+    path, body = WITH_HEADS[what]
+    with served.client() as client:
+        reply = client.post(path, json=body)
+        without = {**body, "citation_heads": None, "heads": None}
+        silent = client.post(path, json={k: v for k, v in without.items() if k in body})
+    assert (reply.status_code, silent.status_code) == (200, 200), reply.text
+    assert re.fullmatch(r'299 kqview ".*which weights.*"', reply.headers["warning"])
+    assert "warning" not in silent.headers
+
+
+def test_server_heads_count_where_a_request_has_none(served: Served, tmp_path: Path):
+    model = ModelKey.of(served.engine.model, served.engine.fingerprint())
+    heads = Head(1, 1, 0.5), Head(1, 3, 0.5)
+    files = {
+        "other": HeadFile(task="needle", model=replace(model, n_layer=99), heads=heads),
+        "injection": HeadFile(task="injection", model=model, heads=heads),
+        "needle": HeadFile(task="needle", model=model, heads=heads),
+    }
+    for name, file in files.items():
+        file.save(tmp_path / f"{name}.json")
+    paths = tuple(str(tmp_path / f"{name}.json") for name in files)
+    rank = {"query": QUESTION, "documents": TEXTS, "method": "attention"}
+    with serving(Settings(heads=paths), engine=served.engine) as other, other.client() as client:
+        sent = client.post("/v1/chat/completions", json=NO_HEADS)
+        ranked = client.post("/rerank", json=rank).json()["results"]
+    assert "warning" not in sent.headers
+    own = whole(served, "/v1/chat/completions", ASKED)["choices"][0]["message"]["annotations"]
+    found = sent.json()["choices"][0]["message"]["annotations"]
+    assert rounded([one["url_citation"] for one in found]) == rounded(
+        [one["url_citation"] for one in own]
+    )
+    want = guards.rerank(served.engine, QUESTION, TEXTS, files["needle"])
+    scores = {one["index"]: one["relevance_score"] for one in ranked}
+    assert [scores[i] for i in range(len(TEXTS))] == pytest.approx(want, abs=1e-4)
+
+
+def test_server_with_a_file_of_no_heads_does_not_start(tmp_path: Path):
+    (tmp_path / "heads.json").write_text("{}")
+    with pytest.raises(RequestError, match="no head file"):
+        Settings(heads=(str(tmp_path / "heads.json"),))
+    with pytest.raises(RequestError, match="no_such"):
+        Settings(heads=(str(tmp_path / "no_such.json"),))
 
 
 # ---- passages and sentences

@@ -11,6 +11,7 @@ import os
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from itertools import islice
 from typing import Any, Final, Literal, Protocol, Self, cast
 
 import numpy as np
@@ -160,31 +161,41 @@ class HeadFile:
         Raises:
             HeadFileError: The model is another one, or lacks one of the heads.
         """
-        own = ModelKey.of(model, fingerprint)
-        differ = [
-            f"{name} {shown(theirs)}, here {shown(getattr(own, name))}"
-            for name in _SAME
-            if (theirs := getattr(self.model, name)) not in (None, getattr(own, name))
-        ]
-        missing = [
-            one
-            for one in self.heads
-            if one.layer not in model.attention_layers or one.head >= model.n_head
-        ]
-        if missing and not differ:
-            differ = [f"a head {missing[0].head} in layer {missing[0].layer}, which is not here"]
-        if differ:
+        if differ := self._differences(model):
             raise HeadFileError(
                 f"the head file is of another model: it has {'; '.join(differ)}; calibrate this "
                 "model with kqview calibrate"
             )
+        if text := self.doubt(model, fingerprint):
+            _warn(text)
+
+    def doubt(self, model: ModelInfo, fingerprint: str) -> str | None:
+        """What `check_model` warns of; None if the file was calibrated with these weights."""
         if self.model.fingerprint is None:
-            _warn(f"the head file does not say which weights of {self.model.name} it is of")
-        elif self.model.fingerprint != fingerprint:
-            _warn(
-                f"the head file was calibrated with another file of this model "
+            return f"the head file does not say which weights of {self.model.name} it is of"
+        if self.model.fingerprint != fingerprint:
+            return (
+                "the head file was calibrated with another file of this model "
                 f"({self.model.file_type}, here {model.file_type}); its thresholds may be off"
             )
+        return None
+
+    def fits(self, task: str, model: ModelInfo) -> bool:
+        """Whether the heads do *task*, and are of *model* as far as the file says."""
+        return self.task in (task, *_ALSO.get(task, ())) and not self._differences(model)
+
+    def _differences(self, model: ModelInfo) -> list[str]:
+        differ = [
+            f"{name} {shown(theirs)}, here {shown(getattr(model, name))}"
+            for name in _SAME
+            if (theirs := getattr(self.model, name)) not in (None, getattr(model, name))
+        ]
+        lacks = (
+            f"a head {one.head} in layer {one.layer}, which is not here"
+            for one in self.heads
+            if one.layer not in model.attention_layers or one.head >= model.n_head
+        )
+        return differ or [*islice(lacks, 1)]
 
     def score(self, measures: Floats, pairs: Sequence[Pair]) -> Floats:
         """Scores of measures of heads.

@@ -17,7 +17,8 @@ from msgspec import Meta
 
 from kqview import json_input
 from kqview.chat.named_templates import TEMPLATES
-from kqview.errors import RequestError
+from kqview.errors import HeadFileError, RequestError
+from kqview.heads.file import HeadFile
 from kqview.server.settings_table import (
     Count,
     CountOrMinusOne,
@@ -113,6 +114,14 @@ def _template_option(text: str) -> str:
     name, equals, _ = text.partition("=")
     if not name.isidentifier() or not equals:
         raise ValueError("write NAME=VALUE, such as reasoning_effort=low")
+    return text
+
+
+def _head_file(text: str) -> str:
+    try:
+        HeadFile.load(text)
+    except (HeadFileError, OSError) as error:
+        raise ValueError(f"name a head file: {error}") from None
     return text
 
 
@@ -278,6 +287,15 @@ class Settings:
         -1,
         "most tokens of reasoning in a chat of llama-server's, OpenAI's or Anthropic's API if a "
         "request does not say; 0 for none, -1 for any number",
+    )
+
+    heads: Names = setting(
+        (),
+        "head files of kqview calibrate, for citations and re-ranking by attention if a request "
+        "brings none: of these, the first for the task and the model; without one, all heads count "
+        "alike",
+        place="file",
+        check=_head_file,
     )
 
     # ---- mods and traces

@@ -195,6 +195,7 @@ class GenerateRequest:
         banned_phrases: Texts that it must not generate.
         dialogue: The chat that its prompt was made of, for its mods; None without either.
         forcing: Makes the ``forcing`` of `Engine.generate` for each text; None for none.
+        headers: Further ones of the reply.
     """
 
     prompt: str | Sequence[int]
@@ -225,6 +226,7 @@ class GenerateRequest:
     banned_phrases: Sequence[str] = ()
     dialogue: Dialogue | None = None
     forcing: Callable[[Engine], Forcing] | None = None
+    headers: Mapping[str, str] = field(default_factory=dict[str, str])
 
     @property
     def n_generations(self) -> int:

@@ -68,6 +68,7 @@ class Events:
     async def send(self, call: AnyCall, response: Response) -> None:
         """Send the run to its end."""
         response.event_head = self.head
+        response.event_headers = self.run.request.headers
         error = await pump(
             call.service, self.run, self.renderer, response.event, self.n_repeated,
             response=response,

@@ -12,6 +12,7 @@ same.
 
 import asyncio
 import contextlib
+import json
 import logging
 import re
 import zlib
@@ -150,6 +151,11 @@ class HttpReply:
         await response.whole(reply)
 
 
+def warned(text: str | None) -> Mapping[str, str]:
+    """Headers of a reply that tell a client of *text*; none without one."""
+    return {} if text is None else {"warning": f"299 kqview {json.dumps(text)}"}
+
+
 @dataclass(frozen=True, slots=True)
 class LongReply:
     """A reply of *n_bytes* in pieces, each made when the client has read those before."""
@@ -176,10 +182,11 @@ class Feed:
     """
 
     events: AsyncGenerator[Frames]
+    headers: Mapping[str, str] = field(default_factory=dict[str, str])
 
     async def send(self, call: AnyCall, response: "Response") -> None:
         """Send each event when it comes."""
-        response.event_head = b""
+        response.event_head, response.event_headers = b"", self.headers
         async with contextlib.aclosing(self.events):
             async for frames in self.events:
                 await response.event(frames)
@@ -631,6 +638,7 @@ class Response:
         self._connection = connection
         self.is_started = False
         self.event_head = EVENT_HEAD
+        self.event_headers: Mapping[str, str] = {}
 
     async def whole(self, reply: HttpReply) -> None:
         """Send *reply*; a large body in pieces, so that it waits for the client, not below."""
@@ -656,7 +664,9 @@ class Response:
         """One Server-Sent Event, its data in pieces; the headers precede the first one."""
         if not self.is_started:
             self.is_started = True
-            message = {"type": "http.response.start", "status": 200, "headers": [*_SSE_HEADERS]}
+            more = [(name.encode(), value.encode()) for name, value in self.event_headers.items()]
+            message = {"type": "http.response.start", "status": 200}
+            message["headers"] = [*_SSE_HEADERS, *more]
             await self._connection.send(self._send, message, self._idle_s)
         if not frames:
             return

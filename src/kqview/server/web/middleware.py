@@ -84,6 +84,7 @@ class EdgeMiddleware:
                 expose_headers=[
                     "x-request-id",
                     "retry-after",
+                    "warning",
                     "content-range",
                     "x-attention-shape",
                 ],

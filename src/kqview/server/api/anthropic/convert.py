@@ -215,7 +215,8 @@ def request_of(
         names["reasoning_budget"] = "thinking.budget_tokens"
     chat = chat_of(body, request_id=request_id)
     if documents := documents_of(body):
-        chat = replace(chat, documents=documents, citation_heads=heads_of(body.citation_heads))
+        heads = heads_of(body.citation_heads, engine, settings)
+        chat = replace(chat, documents=documents, citation_heads=heads)
     return with_fields(
         chat, body, body.attention, engine=engine,
         settings=settings, names=names, stop=body.stop_sequences,

@@ -15,13 +15,13 @@ from numpy.typing import NDArray
 from kqview.engine import Engine
 from kqview.errors import HeadFileError, RequestError
 from kqview.guards import rerank as rerank_by_attention
-from kqview.heads import HeadFile
 from kqview.server.api.llama_server.schema import ModelId
+from kqview.server.api.wire.citations import heads_of
 from kqview.server.api.wire.prompts import ids_of_each, prompts_of
 from kqview.server.errors import NotSupported, renamed
 from kqview.server.models.service import Call
 from kqview.server.web.described import about
-from kqview.server.web.endpoint import HttpReply, json_in_slices
+from kqview.server.web.endpoint import HttpReply, json_in_slices, warned
 from kqview.types import Classification
 
 Vectors = NDArray[np.float32]
@@ -199,8 +199,8 @@ class RerankBody(Struct, kw_only=True):
     heads: Annotated[
         dict[str, Any] | None,
         about(
-            'With "attention": the head file, as kqview calibrate rerank writes it. All heads '
-            "count alike if not given.",
+            'With "attention": the head file, as kqview calibrate rerank writes it. If not given, '
+            "the server's counts, or else all heads alike.",
             {"params": {"important_heads": [[1, 1], [1, 3]]}},
         ),
     ] = None
@@ -262,15 +262,15 @@ async def rerank(call: Call, body: RerankBody) -> HttpReply:
     n_characters = sum(map(len, documents)) + len(documents) * len(body.query)
     call.hold.take(_ID_BYTES * n_characters + _RESULT_BYTES * len(documents))
     rank = _scores_by_attention if by_attention else _scores_of_head
-    scores, n_tokens = await rank(call, body, body.query, documents, n_characters)
+    scores, n_tokens, warning = await rank(call, body, body.query, documents, n_characters)
     reply = ranked(body, scores, n_tokens=n_tokens, model=call.model.name)
-    return HttpReply(msgspec.json.encode(reply))
+    return HttpReply(msgspec.json.encode(reply), headers=warned(warning))
 
 
 async def _scores_of_head(
     call: Call, body: RerankBody, query: str, documents: Sequence[str], n_characters: int
-) -> tuple[list[float], int]:
-    """Scores and number of tokens, by the model's classifier head."""
+) -> tuple[list[float], int, None]:
+    """Scores, number of tokens and warning, by the model's classifier head."""
     pair_ids = call.model.engine.pair_ids
 
     def ids_of_pairs() -> list[list[int]]:
@@ -280,25 +280,25 @@ async def _scores_of_head(
         ids = await call.service.converted(n_characters, call.hold, ids_of_pairs)
     async with _engine(call, "documents") as engine:
         found = await engine.aclassify(ids)
-    return [one.raw[0] for one in found], sum(map(len, ids))
+    return [one.raw[0] for one in found], sum(map(len, ids)), None
 
 
 async def _scores_by_attention(
     call: Call, body: RerankBody, query: str, documents: Sequence[str], n_characters: int
-) -> tuple[list[float], int]:
+) -> tuple[list[float], int, str | None]:
     """The same by attention, in a thread, whose prompts end with the request."""
-    try:
-        heads = None if body.heads is None else HeadFile.of(body.heads, task="rerank")
-    except HeadFileError as error:
-        raise RequestError(f"heads: {error}", parameter="heads") from None
     name = f"rerank-{uuid.uuid4().hex}"
+    heads = heads_of(
+        body.heads, call.model.engine, call.service.settings, task="rerank", name="heads"
+    )
 
-    def work(engine: Engine) -> tuple[list[float], int]:
+    def work(engine: Engine) -> tuple[list[float], int, str | None]:
         n_tokens = sum(len(engine.tokenize(one)) for one in (query, *documents))
         try:
-            return rerank_by_attention(engine, query, documents, heads, request_id=name), n_tokens
+            found = rerank_by_attention(engine, query, documents, heads, request_id=name)
         except HeadFileError as error:
             raise RequestError(str(error), parameter="heads") from None
+        return found, n_tokens, heads and heads.doubt(engine.model, engine.fingerprint())
 
     async with _engine(call, "documents") as engine:
         return await call.service.prompting(engine, name, work, engine)

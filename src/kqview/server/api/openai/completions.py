@@ -138,7 +138,7 @@ def chat_of(
     )
     if body.documents:
         messages, documents = with_documents(body.messages, body.documents)
-        heads = heads_of(body.citation_heads)
+        heads = heads_of(body.citation_heads, engine, settings)
         chat = replace(chat, messages=messages, documents=documents, citation_heads=heads)
     return with_fields(
         chat, body, body.attention, engine=engine, settings=settings,
@@ -304,6 +304,9 @@ def _chunks(
     usage = {
         "prompt_tokens": 12, "completion_tokens": 20, "total_tokens": 32,
         "prompt_tokens_details": {"cached_tokens": 0},
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0,
+        },
     }  # fmt: skip
     return (
         chunk(

@@ -246,7 +246,8 @@ def request_of(
         raise RequestError(f"top_logprobs is {n_top}, the limit is {_MOST_TOP}; ask for fewer")
     chat = chat_of(body, request_id=request_id)
     if chat.documents:
-        chat = replace(chat, citation_heads=heads_of(body.citation_heads))
+        heads = heads_of(body.citation_heads, engine, settings)
+        chat = replace(chat, citation_heads=heads)
     chat = with_fields(
         chat, body, body.attention, engine=engine,
         settings=settings, names={"top_logprobs": "top_logprobs", "json_schema": "text.format"},

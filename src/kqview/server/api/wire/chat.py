@@ -323,7 +323,8 @@ def _citing(
     ids = cast("list[int]", request.prompt)
     sources = Sources.of(engine, ids, chat.documents, chat.citation_heads)
     # Documents stay where they are.
-    return sources, replace(request, capture=sources.capture, context_shift=False)
+    options = {"capture": sources.capture, "headers": sources.headers, "context_shift": False}
+    return sources, replace(request, **options)
 
 
 def _constrained(
@@ -386,7 +387,8 @@ async def collected(call: Call, run: Run, writer: ReplyWriter, lists: ReplyLists
         async for step in run.final_steps():
             await offload(step.n_bytes, writer.add, lists, run, step)
             del step
-    return HttpReply(await offload(lists.n_bytes + writer.n_bytes, writer.whole, run, lists))
+    body = await offload(lists.n_bytes + writer.n_bytes, writer.whole, run, lists)
+    return HttpReply(body, headers=run.request.headers)
 
 
 async def answered(

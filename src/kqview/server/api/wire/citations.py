@@ -6,7 +6,7 @@ is from the passage that its tokens looked at most.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple, TypeVar, cast
 
 import numpy as np
@@ -16,7 +16,9 @@ from kqview.engine import Engine
 from kqview.errors import HeadFileError, RequestError
 from kqview.heads.file import Floats, HeadFile, checked_layers, even_heads
 from kqview.heads.measures import find_pieces, joined, pairs_of, sentences_of
+from kqview.server.settings import Settings
 from kqview.server.web.described import about
+from kqview.server.web.endpoint import warned
 from kqview.types import Capture, Token
 from kqview.types.capture import MOST_SPANS, Span
 
@@ -26,8 +28,8 @@ if TYPE_CHECKING:
 HeadsField = Annotated[
     dict[str, Any] | None,
     about(
-        "With documents to cite: a head file for that, as kqview calibrate writes it. All heads "
-        "count alike if not given.",
+        "With documents to cite: a head file for that, as kqview calibrate writes it. If not "
+        "given, the server's counts, or else all heads alike.",
         {"params": {"important_heads": [[1, 1], [1, 3]]}},
     ),
 ]
@@ -77,18 +79,26 @@ def shown_document(text: str, *before: str | None) -> str:
     return "\n".join([*filter(None, before), text]) + "\n\n"
 
 
-def heads_of(given: Mapping[str, Any] | None) -> HeadFile | None:
-    """The head file of a request.
+def heads_of(
+    given: Mapping[str, Any] | None,
+    engine: Engine,
+    settings: Settings,
+    *,
+    task: str = "cite",
+    name: str = "citation_heads",
+) -> HeadFile | None:
+    """The head file in a request's field *name*; without it, the server's first that fits.
 
     Raises:
         RequestError: It is none.
     """
     if given is None:
-        return None
+        files = map(HeadFile.load, settings.heads)
+        return next((one for one in files if one.fits(task, engine.model)), None)
     try:
-        return HeadFile.of(given, task="cite")
+        return HeadFile.of(given, task=task)
     except HeadFileError as error:
-        raise RequestError(f"citation_heads: {error}", parameter="citation_heads") from None
+        raise RequestError(f"{name}: {error}", parameter=name) from None
 
 
 def with_documents(
@@ -190,12 +200,14 @@ class Sources:
         capture: Sums over them, of the layers of *heads*.
         layers: These layers.
         heads: A head file; None for all heads alike.
+        headers: Those of a reply that warn of *heads*.
     """
 
     passages: Sequence[Passage]
     capture: Capture
     layers: Sequence[int]
     heads: HeadFile | None
+    headers: Mapping[str, str] = field(default_factory=dict[str, str])
 
     @classmethod
     def of(
@@ -228,7 +240,8 @@ class Sources:
             parts.append((document.text.strip(), ranges))
         spans: list[Span] = [span for found in find_pieces(engine, ids, parts) for span in found]
         capture = Capture(layers=layers, spans=spans, on_full="wait")
-        return cls(passages, capture, layers, heads)
+        warning = heads and heads.doubt(engine.model, engine.fingerprint())
+        return cls(passages, capture, layers, heads, warned(warning))
 
 
 FactsT = TypeVar("FactsT", bound=UrlFacts)

@@ -126,6 +126,9 @@ def plan_of(
         messages, documents = with_documents(messages, body.documents)
         return replace(chat, messages=messages, documents=documents)
 
+    heads = None
+    if body.documents:
+        heads = heads_of(body.citation_heads, engine, settings)
     chat = ChatRequest(
         messages=(),
         sampling=replace(merged.sampling, stop=llm.stop),
@@ -134,7 +137,7 @@ def plan_of(
         reasoning_budget=merged.reasoning_max_tokens,
         split=partial(split_for, llm, model.passport, f"{system}\n{body.prompt}"),
         attention=attention,
-        citation_heads=heads_of(body.citation_heads) if body.documents else None,
+        citation_heads=heads,
         names=_NAMES,
         continues=False,
         options={"mods": mods_of(body.mods)} if body.mods else {},

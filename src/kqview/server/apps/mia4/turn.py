@@ -81,7 +81,8 @@ async def generate(call: Call, body: schema.GenerateBody) -> Feed:
         except Cancelled:
             return Feed(_of_nothing(request_id, model_id_of(named)))
         work.runs(turn.run)
-        return Feed(_streamed(call.service, turn, resources.pop_all()))
+        frames = _streamed(call.service, turn, resources.pop_all())
+        return Feed(frames, turn.run.request.headers)
 
 
 async def _begun(
