@@ -664,9 +664,9 @@ class Response:
         """One Server-Sent Event, its data in pieces; the headers precede the first one."""
         if not self.is_started:
             self.is_started = True
-            more = [(name.encode(), value.encode()) for name, value in self.event_headers.items()]
-            message = {"type": "http.response.start", "status": 200}
-            message["headers"] = [*_SSE_HEADERS, *more]
+            sent = [*_SSE_HEADERS]
+            sent += [(name.encode(), value.encode()) for name, value in self.event_headers.items()]
+            message = {"type": "http.response.start", "status": 200, "headers": sent}
             await self._connection.send(self._send, message, self._idle_s)
         if not frames:
             return
