@@ -13,6 +13,9 @@ from kqview.errors import RequestError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+text_string_to_metric_families = pytest.importorskip(
+    "prometheus_client.parser"
+).text_string_to_metric_families
 ray = pytest.importorskip("ray")
 serve = pytest.importorskip("ray.serve")
 
@@ -78,6 +81,44 @@ def test_session_stays_on_one_replica(running: None):
     cached = [one["prompt_tokens_details"]["cached_tokens"] for one in usages]
     assert cached[0] == 0
     assert min(cached[1:]) > 0
+
+
+def test_metrics_of_all_replicas_are_on_one_page(running: None):
+    with httpx.Client() as client:
+        assert ask(client).status_code == 200
+        reply = client.get(f"{URL}/metrics", timeout=60)
+    assert reply.headers["content-type"].startswith("text/plain")
+    families = list(text_string_to_metric_families(reply.text))
+    found = {one.name: one.samples for one in families}
+    assert len(found) == len(families)
+    by_replica = {one.labels["replica"]: one.value for one in found["kqview_generated_tokens"]}
+    assert len(by_replica) == 2
+    assert sum(by_replica.values()) >= 4
+    statuses = {one.labels.get("status") for one in found["kqview_http_requests"]}
+    assert "200" in statuses
+
+
+def test_pages_are_joined_by_their_families():
+    from kqview.ray.serve import joined
+
+    page = """# HELP a_total So many.
+# TYPE a_total counter
+a_total 1.0
+# HELP b_seconds Of "{x}".
+# TYPE b_seconds histogram
+b_seconds_bucket{le="1.0",of="} \\" {"} 2.0
+b_seconds_count 2.0
+"""
+    both = joined([("two", page.replace("1.0", "3.0")), ("one", page)])
+    assert both.splitlines() == [
+        "# HELP a_total So many.", "# TYPE a_total counter", 'a_total{replica="one"} 1.0',
+        'a_total{replica="two"} 3.0', '# HELP b_seconds Of "{x}".',
+        "# TYPE b_seconds histogram",
+        'b_seconds_bucket{replica="one",le="1.0",of="} \\" {"} 2.0',
+        'b_seconds_count{replica="one"} 2.0',
+        'b_seconds_bucket{replica="two",le="3.0",of="} \\" {"} 2.0',
+        'b_seconds_count{replica="two"} 2.0',
+    ]  # fmt: skip
 
 
 def test_unknown_settings_are_refused():

@@ -2,11 +2,13 @@
 
 ``serve run kqview.ray.serve:app model=/models/model.gguf n_slots=4 replicas=2``. A request with
 the header ``serve_multiplexed_model_id`` goes to the replica that last had one of that value, so
-that a chat finds its slot and its kept rows again. Ray asks each replica for its health as clients
-would, with ``GET /health``.
+that a chat finds its slot and its kept rows again. Each replica is asked for its health and its
+metrics as clients would, with ``GET``: Ray asks for the health, and the replica that a client asks
+for ``/metrics`` asks all of them.
 """
 
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+import re
+from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
 from typing import Any, Final
 
 import msgspec
@@ -18,12 +20,14 @@ from kqview.server.settings import Settings
 
 INSTALL: Final = 'run pip install "kqview[ray,server]"'
 _OWN: Final[Mapping[str, int]] = {"replicas": 1, "cpus": 1, "gpus": 0, "sessions": 256}
+_SAMPLE: Final = re.compile(r"([\w:]+)(\{?)(.*)")  # with labels or without
 _DRAIN_S: Final = 600.0  # for answers that run when a replica is replaced
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Scope]]
 Send = Callable[[Scope], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
+Headers = list[tuple[bytes, bytes]]
 
 _apps: Final[list[App]] = []  # of this process: a replica has one
 
@@ -78,24 +82,54 @@ class _Replica:
         Raises:
             KqviewError: It is not healthy, and Ray replaces the replica.
         """
-        status = [0]
-
-        async def receive() -> Scope:
-            return {"type": "http.request", "body": b"", "more_body": False}
-
-        async def send(message: Scope) -> None:
-            status[0] = message.get("status", status[0])
-
-        scope: Scope = {
-            "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "GET",
-            "scheme": "http", "path": "/health", "raw_path": b"/health", "query_string": b"",
-            "root_path": "", "headers": [(b"host", b"localhost")], "client": ("127.0.0.1", 0),
-            "server": ("127.0.0.1", 0),
-        }  # fmt: skip
         for one in _apps:
-            await one(scope, receive, send)
-            if status[0] != 200:
-                raise KqviewError(f"GET /health answers {status[0]}")
+            head, _ = await _answer(one, "/health", [(b"host", b"localhost")])
+            if head["status"] != 200:
+                raise KqviewError(f"GET /health answers {head['status']}")
+
+    async def metrics(self, headers: Headers) -> tuple[str, str]:
+        """Its name, and its page of metrics for a client with *headers*."""
+        serve = needed("ray.serve", "kqview.ray.serve needs", INSTALL)
+        _, body = await _answer(_apps[0], "/metrics", headers)
+        return serve.get_replica_context().replica_tag, body.decode()
+
+
+async def _answer(app: App, path: str, headers: Headers) -> tuple[Scope, bytes]:
+    """The head and the body of what *app* answers to a GET of *path*."""
+    messages: list[Scope] = []
+
+    async def receive() -> Scope:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: Scope) -> None:
+        messages.append(message)
+
+    scope: Scope = {
+        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "GET",
+        "scheme": "http", "path": path, "raw_path": path.encode(), "query_string": b"",
+        "root_path": "", "headers": headers, "client": ("127.0.0.1", 0), "server": ("127.0.0.1", 0),
+    }  # fmt: skip
+    await app(scope, receive, send)
+    return messages[0], b"".join(one["body"] for one in messages[1:])
+
+
+def joined(pages: Iterable[tuple[str, str]]) -> str:
+    """Pages of metrics as one, in which each sample names its replica.
+
+    Args:
+        pages: Name and page of each replica.
+    """
+    families: dict[str, dict[str, None]] = {}
+    lines: dict[str, None] = {}
+    for replica, page in sorted(pages):
+        for line in page.splitlines():
+            if line.startswith("# HELP "):
+                lines = families.setdefault(line.split(" ")[2], {})
+            if sample := _SAMPLE.fullmatch(line):
+                name, brace, rest = sample.groups()
+                line = f'{name}{{replica="{replica}"{"," if brace else "}"}{rest}'
+            lines[line] = None  # once, if it is a head
+    return "".join(f"{line}\n" for lines in families.values() for line in lines)
 
 
 def _build(settings: Settings, n_sessions: int) -> App:
@@ -111,6 +145,17 @@ def _build(settings: Settings, n_sessions: int) -> App:
     async def sticky(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and (session := serve.get_multiplexed_model_id()):
             await remember(session)
-        await made(scope, receive, send)
+        if (scope.get("method"), scope.get("path")) != ("GET", "/metrics"):
+            return await made(scope, receive, send)
+        head, body = await _answer(made, "/metrics", scope["headers"])
+        if head["status"] == 200:
+            own = serve.get_replica_context()
+            handle = serve.get_deployment_handle(own.deployment, own.app_name)
+            pages = await handle.broadcast("metrics", scope["headers"]).results_async()
+            body = joined(pages).encode()
+            kept = [one for one in head["headers"] if one[0] != b"content-length"]
+            head["headers"] = [*kept, (b"content-length", str(len(body)).encode())]
+        await send(head)
+        await send({"type": "http.response.body", "body": body})
 
     return sticky
