@@ -433,9 +433,13 @@ run_values() {
 }
 
 # Those of 128 models of other architectures take longer than all the rest.
-many_models=(tests/engine/test_architectures.py tests/engine/test_architectures_cache.py)
+many_models=(tests/engine/test_architectures.py tests/engine/test_architectures_cache.py
+    tests/engine/test_device_architectures.py)
 
+# Here cuBLAS keeps float32, so that texts and rows do not depend on how many tokens of a prompt are
+# computed at once; values of a build as it is used are those of run_values.
 run_tests() {
+    local -x NVIDIA_TF32_OVERRIDE=0
     if [ ${#quick[@]} -gt 0 ]; then
         run_pytest 480 tests/engine/test_system_info.py tests/engine/test_tap.py -k "not every_head_shape"
     else
@@ -444,6 +448,7 @@ run_tests() {
 }
 
 run_architectures() {
+    local -x NVIDIA_TF32_OVERRIDE=0
     [ ${#quick[@]} -eq 0 ] || { echo "not in a quick run"; return 75; }
     run_pytest 480 "${many_models[@]}"
 }

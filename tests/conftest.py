@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.support.needs import FIXTURES, is_met
+from tests.support.needs import FILES, FIXTURES, is_met
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
@@ -40,6 +40,8 @@ def pytest_collection_modifyitems(
     for item in items:
         for name in set(getattr(item, "fixturenames", ())) & FIXTURES.keys():
             item.add_marker(pytest.mark.needs(FIXTURES[name]))
+        if need := FILES.get(f"{item.path.parent.name}/{item.path.name}"):
+            item.add_marker(pytest.mark.needs(need))
     yield  # ``-m`` and ``-k`` choose
     wants_full = config.option.markexpr or any(".py" in argument for argument in config.args)
     left_out: list[pytest.Item] = []

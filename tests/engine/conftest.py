@@ -60,7 +60,10 @@ class MakeEngine(Protocol):
 
 @pytest.fixture(
     scope="module",
-    params=["default", pytest.param("fake", marks=pytest.mark.needs("developer build"))],
+    params=[
+        "default",
+        pytest.param("fake", marks=pytest.mark.needs("developer build", "host layers")),
+    ],
 )
 def backend(request: pytest.FixtureRequest) -> Iterator[str]:
     """Run the tests of a module on the devices of this machine, and again on fake ones.

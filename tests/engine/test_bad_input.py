@@ -255,6 +255,7 @@ def test_smallest_sizes_work(
     assert works(make_engine(tiny_llama, **options))
 
 
+@pytest.mark.needs("host layers")
 @pytest.mark.parametrize("n_ctx", [2**28, 2**30])
 def test_context_larger_than_memory_is_refused_and_not_tried(tiny_llama: Path, n_ctx: int) -> None:
     with leaving_nothing(), pytest.raises(errors.OutOfMemory, match="lower n_ctx"):

@@ -302,7 +302,9 @@ def take_three_back(event: Any, actions: Any, _tokenizer: Any) -> Any:
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("kind", [*WRITERS, "windows"])
+@pytest.mark.parametrize(
+    "kind", [*WRITERS, pytest.param("windows", marks=pytest.mark.needs("host layers"))]
+)
 def test_whatever_happens_to_slots_what_follows_equals_a_fresh_evaluation(
     make_engine: MakeEngine, tmp_path: Path, kind: str, seed: int
 ) -> None:
@@ -378,6 +380,7 @@ def windows(tmp_path: Path) -> Path:
     return tiny_gguf.write_gemma4(tmp_path / "windows.gguf")
 
 
+@pytest.mark.needs("host layers")
 def test_window_goes_back_as_far_as_it_has_cells_or_to_a_checkpoint(
     make_engine: MakeEngine, windows: Path
 ) -> None:
@@ -398,6 +401,7 @@ def test_window_goes_back_as_far_as_it_has_cells_or_to_a_checkpoint(
     run(none, fresh, [*prompt[:300], *random_ids(9, seed=2)], 0)
 
 
+@pytest.mark.needs("host layers")
 @pytest.mark.parametrize("flash_attn", [False, True])
 @pytest.mark.parametrize("kind", ["qk", "scores", "probs"])
 def test_rows_of_windows_are_those_of_the_full_cache(
@@ -453,6 +457,7 @@ def layers_of(token: Token) -> list[np.ndarray[Any, Any]]:
     return [np.asarray(rows) for rows in token.attention]
 
 
+@pytest.mark.needs("host layers")
 def test_prompt_rows_of_windows_are_those_of_the_full_cache(
     make_engine: MakeEngine, windows: Path
 ) -> None:
@@ -464,6 +469,7 @@ def test_prompt_rows_of_windows_are_those_of_the_full_cache(
         np.testing.assert_allclose(rows, expected, rtol=0, atol=1e-4)
 
 
+@pytest.mark.needs("host layers")
 def test_attention_of_windows_is_edited_in_the_full_cache_alone(
     make_engine: MakeEngine, windows: Path
 ) -> None:
@@ -481,6 +487,7 @@ def test_attention_of_windows_is_edited_in_the_full_cache_alone(
         assert one.logprob == pytest.approx(other.logprob, abs=ROUNDED)
 
 
+@pytest.mark.needs("host layers")
 @pytest.mark.parametrize("n", [9, 200, 700])
 def test_slot_of_a_window_is_saved_and_goes_on_elsewhere(
     make_engine: MakeEngine, windows: Path, n: int

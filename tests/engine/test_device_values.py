@@ -23,6 +23,7 @@ from tests.support.rows import (
     ON_DEVICE,
     forward,
     has_device,
+    has_real_device,
     largest_error,
     random_ids,
     reference_rows,
@@ -56,7 +57,7 @@ def setup(request: pytest.FixtureRequest, tiny_qwen2: Path) -> Iterator[Setup]:
         kv_type=kv_type,
     ) as engine:  # fmt: skip
         on_cpu = ON_CPU["flash" if flash_attn else kv_type]
-        yield Setup(engine, tiny_qwen2, kv_type, ON_DEVICE if has_device() else on_cpu)
+        yield Setup(engine, tiny_qwen2, kv_type, ON_DEVICE if has_real_device() else on_cpu)
 
 
 @dataclass(frozen=True)

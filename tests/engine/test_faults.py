@@ -63,6 +63,7 @@ def alone(make_engine: MakeEngine, model: Path, prompt: list[int], n_tokens: int
 # ---- decodes that fail
 
 
+@pytest.mark.needs("host layers")
 @pytest.mark.full
 def test_decode_that_fails_at_any_step_ends_its_requests_alone(
     make_engine: MakeEngine, tiny_llama: Path
@@ -99,6 +100,7 @@ def test_decode_that_fails_at_any_step_ends_its_requests_alone(
         n_failed.append(failed_at(8))
 
 
+@pytest.mark.needs("host layers")
 def test_decode_that_fails_leaves_a_recurrent_slot_usable(
     make_engine: MakeEngine, tmp_path: Path
 ) -> None:

@@ -192,6 +192,7 @@ def test_server_without_memory_is_out_of_memory(tiny_llama: Path) -> None:
         Engine(tiny_llama, n_ctx=256, n_threads=1, rpc_servers=[endpoint])
 
 
+@pytest.mark.needs("host layers")
 def test_server_with_too_many_devices_is_refused_with_the_limit(tiny_llama: Path) -> None:
     answers = {**SOUND, DEVICE_COUNT: struct.pack("<I", 16)}
     with (

@@ -99,6 +99,7 @@ def test_text_that_repeats_takes_fewer_steps(make_engine: MakeEngine) -> None:
     assert drafting.slots[0].tokens == plain.slots[0].tokens
 
 
+@pytest.mark.needs("host layers")
 def test_rows_logits_and_logprobs_are_those_of_each_token(plain: Engine, drafting: Engine) -> None:
     options = GREEDY | {
         "capture": Capture("probs", vocab_logits=True), "top_logprobs": 2, "max_tokens": 80,
@@ -116,6 +117,7 @@ def test_rows_logits_and_logprobs_are_those_of_each_token(plain: Engine, draftin
             np.testing.assert_allclose(ours, theirs, atol=1e-3)
 
 
+@pytest.mark.needs("host layers")
 def test_kernel_that_attends_itself_gives_the_rows_of_each(
     make_engine: MakeEngine, tiny_llama: Path
 ) -> None:
@@ -174,6 +176,7 @@ class Watching:
         return watch
 
 
+@pytest.mark.needs("host layers")
 @pytest.mark.parametrize("interferes", [False, True])
 def test_mods_and_traces_see_what_they_would_without(
     plain: Engine, drafting: Engine, interferes: bool
@@ -230,6 +233,7 @@ def test_number_of_guesses_is_bounded(drafting: Engine) -> None:
     assert n_steps(drafting) >= 75
 
 
+@pytest.mark.needs("host layers")
 @pytest.mark.parametrize("flash_attn", [False, True])
 def test_several_texts_guess_in_the_same_steps(
     make_engine: MakeEngine, tiny_llama: Path, flash_attn: bool
@@ -315,6 +319,7 @@ def test_prediction_is_a_drafter_of_its_own(make_engine: MakeEngine, tiny_llama:
         plain.generate(prompt, prediction=[10**6])
 
 
+@pytest.mark.needs("host layers")
 @pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
 @pytest.mark.parametrize("n_slots", [1, 3])
 def test_ties_are_resolved_as_without_guesses(
@@ -334,6 +339,7 @@ def test_ties_are_resolved_as_without_guesses(
     assert drafting.stats().accepted_tokens > 300
 
 
+@pytest.mark.needs("host layers")
 @pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
 @pytest.mark.parametrize("name", [None, "smollm2"])
 def test_logits_of_a_step_with_guesses_differ_by_less_than_a_tie(
@@ -411,6 +417,7 @@ def test_model_whose_cache_cannot_drop_single_tokens_is_refused(
 GUESSING = [name for name in GENERATING if name not in CANNOT_GO_BACK]
 
 
+@pytest.mark.needs("host layers")
 @pytest.mark.needs("peers")
 @pytest.mark.parametrize("name", GUESSING)
 def test_every_architecture_has_the_rows_of_each_of_several_texts(

@@ -54,6 +54,7 @@ def test_slots_say_who_works_in_them(make_engine: MakeEngine, tiny_llama: Path) 
     assert not any(slot.is_busy for slot in stats.slots)
 
 
+@pytest.mark.needs("host layers")
 def test_counters_tell_how_generations_ended(make_engine: MakeEngine, tiny_llama: Path) -> None:
     engine = make_engine(tiny_llama, aborted_decodes=[1])
     with pytest.raises(errors.DecodeError):

@@ -43,6 +43,7 @@ def test_every_layer_is_found_with_its_heads_and_scale(
     assert found.attention_scale == pytest.approx(16**-0.5)
 
 
+@pytest.mark.needs("host layers")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("flash_attn", [False, True])
 @pytest.mark.parametrize("n_tokens", [1, 3])

@@ -30,6 +30,7 @@ def token(make_engine: MakeEngine, tiny_llama: Path) -> Token:
     return run(make_engine(tiny_llama), random_ids(12), 3, capture="probs")[-1]
 
 
+@pytest.mark.needs("host layers")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("flash_attn", [False, True])

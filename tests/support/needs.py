@@ -48,6 +48,19 @@ def _has_developer_build() -> bool:
     return "kqview._fake_device" in sys.modules
 
 
+def _has_gpu() -> bool:
+    from tests.support.rows import has_real_device
+
+    return has_real_device()
+
+
+def _has_host_layers() -> bool:
+    """Whether engines have their layers on the host, unless a test says otherwise."""
+    from tests.support.rows import has_device
+
+    return os.environ.get("KQVIEW_TEST_GPU_LAYERS") == "0" or not has_device()
+
+
 def _has_node() -> bool:
     from tests.support import pages
 
@@ -67,6 +80,9 @@ NEEDS: dict[str, Callable[[], bool]] = {
     "peers": lambda: _has_stock("kq-eval-rows", "test-llama-archs", "ggml-rpc-server"),
     "stock server": lambda: _has_stock("llama-server"),  # python bench/peers/build.py llama-server
     "developer build": _has_developer_build,  # CONTRIBUTING.md
+    "gpu": _has_gpu,
+    # Of what only a host has: its attention kernel, memory, threads and injected failures.
+    "host layers": _has_host_layers,
     "json suite": json_suite.is_here,  # python -m tests.support.json_suite
     "chromium": _program("chromium", "chromium-browser"),
     "nginx": _program("nginx"),
@@ -83,6 +99,19 @@ NEEDS: dict[str, Callable[[], bool]] = {
     "cyclonedx": _module("cyclonedx"),  # the extra dev
     "wheel": lambda: "KQVIEW_WHEEL" in os.environ,  # .ci/run builds one
 }
+# All tests of these files, by folder and name.
+FILES = dict.fromkeys(
+    (
+        "engine/test_attention_kernel.py",
+        "engine/test_cache_pages.py",
+        "engine/test_compute_threads.py",
+        "engine/test_cpu_variant.py",
+        "engine/test_edits.py",  # those of layers on devices: test_device_edits.py
+        "engine/test_edits_architectures.py",
+        "engine/test_edits_transformers.py",
+    ),
+    "host layers",
+)
 FIXTURES = {
     "architectures": "peers",
     "browser": "chromium",
