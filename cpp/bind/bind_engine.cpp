@@ -39,6 +39,17 @@ void set_flash_attn(engine_options& self, std::optional<bool> wanted) {
                            : flash_attention::off;
 }
 
+std::optional<bool> rows_beside(const engine_options& self) {
+    if (self.device_rows == rows_place::automatic) return std::nullopt;
+    return self.device_rows == rows_place::beside;
+}
+
+void set_rows_beside(engine_options& self, std::optional<bool> wanted) {
+    self.device_rows = !wanted   ? rows_place::automatic
+                       : *wanted ? rows_place::beside
+                                 : rows_place::in_graph;
+}
+
 std::shared_ptr<engine> open_engine(std::shared_ptr<model> source, const engine_options& options) {
     const nb::gil_scoped_release release;
     // Joining the engine thread must not block other Python threads.
@@ -76,7 +87,8 @@ void bind_options(nb::module_& module) {
         .def_prop_rw("flash_attn", &flash_attn, &set_flash_attn, nb::for_setter(nb::arg().none()),
                      "None lets llama.cpp decide.")
         .def_rw("attends", &engine_options::attends)
-        .def_rw("rows_beside", &engine_options::rows_beside)
+        .def_prop_rw("rows_beside", &rows_beside, &set_rows_beside,
+                     nb::for_setter(nb::arg().none()), "None: where that is cheaper.")
         .def_rw("kv_type", &engine_options::kv_type)
         .def_rw("swa_full", &engine_options::swa_full)
         .def_rw("pooling", &engine_options::pooling, "Empty uses what the model's file specifies.")
@@ -178,6 +190,7 @@ void bind_stats(nb::module_& module) {
         .def_prop_ro("step_to_view_s", &seconds<&engine_counters::step_to_view_ns>)
         .def_prop_ro("device_copies", &count<&copy_counters::n_copies>)
         .def_prop_ro("device_copy_bytes", &count<&copy_counters::n_bytes>)
+        .def_prop_ro("device_kernel_rows", &count<&copy_counters::n_kernel_rows>)
         .def_prop_ro("device_row_bytes", &count<&copy_counters::reserved_bytes>)
         .def_prop_ro("device_copy_s", &seconds<&copy_counters::copy_ns>)
         .def_prop_ro("slots", [](const reading& now) { return now.of->sched().slots(); })

@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "llama/devices.h"
 #include "llama/model.h"
 
 namespace kqview {
@@ -24,8 +25,8 @@ struct context_options {
     int n_threads = 1;
     int n_threads_batch = 0;  // 0 = as n_threads
     flash_attention flash = flash_attention::automatic;
-    bool rows_beside = false;  // rows of devices: computed beside the next step, where they can
-    bool attends = false;      // few queries on the CPU: our attention instead of flash attention
+    rows_place device_rows = rows_place::automatic;
+    bool attends = false;  // few queries on the CPU: our attention instead of flash attention
     std::string kv_type = "f16";
     bool swa_full = true;
     std::string pooling;  // "none", "mean", "cls", "last", "rank"; "" = as in the model's file

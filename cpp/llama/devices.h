@@ -23,6 +23,13 @@ enum class capture_path {
     plain,      // one copy into memory that the device cannot reach by itself
 };
 
+// Where rows of layers on devices are computed.
+enum class rows_place {
+    automatic,  // beside the next step where that is cheaper
+    in_graph,   // in the step's own graph
+    beside,     // beside the next step, where a device can
+};
+
 // The only place that decides it, from the capabilities that a device reports. After an allocation,
 // the buffer's type tells what a block really is.
 capture_path capture_path_of(ggml_backend_dev_t device);

@@ -34,7 +34,7 @@ llama_runner::llama_runner(std::shared_ptr<model> source, const context_options&
                       .n_chunk = std::min(options.n_ubatch, options.n_batch),
                       .attends = options.attends,
                       .has_window = model_->has_window(),
-                      .is_beside = options.rows_beside})) {
+                      .device_rows = options.device_rows})) {
     check_memory(*model_, options);
     const tap::scope scope(*tap_);
     context_ = std::make_unique<context>(model_, options);

@@ -111,6 +111,7 @@ void capture_plan::plan_devices(const capture_source& source) {
         if (!found.is_on_device) continue;
         auto& want = rows.on_device.emplace();
         want.kind = kind();
+        want.is_long = top_k() > max_kernel_top_k;
         if (reduce() == row_reduction::none) {
             want.spans = options_.spans;
             continue;
@@ -218,6 +219,7 @@ void graph_plan::add(const capture_plan& plan, bool with_prompt, int slot) {
 }
 
 void graph_plan::add(const edit_plan& edits) {
+    edits_mask_ = edits_mask_ || !edits.biases.empty();
     for (const auto& [il, of_layer] : edits.layers) {
         auto& one = wanted_by_layer_[il];
         for (const auto point : edit_points) one.edits[point] |= !of_layer.outputs[point].empty();

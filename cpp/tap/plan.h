@@ -120,6 +120,8 @@ struct cut_ranges {
 
 constexpr std::size_t bytes_of(row_type type) { return type == row_type::f32 ? 4 : 2; }
 
+constexpr int max_kernel_top_k = 1024;  // values that a kernel of ours finds in a row of a device
+
 // The form in which a graph leaves a layer's rows on their device. The remaining work, such as
 // finding the k largest values, is done on the host after the rows arrive. (The host's kernel
 // produces every form of row itself.)
@@ -130,6 +132,7 @@ struct device_want {
     std::vector<int> heads;           // heads to reduce, ascending; empty: all heads of the layer
     std::vector<int> layers;          // layers reduced to one row by mean or max, ascending
     std::vector<column_range> spans;  // their sums instead of whole rows; only with reduce none
+    bool is_long = false;             // more values than a kernel of ours finds
 
     auto operator<=>(const device_want&) const = default;
     // True for one row over several layers. A reduction over layers runs either on one device or on
@@ -274,7 +277,8 @@ public:
     void add(const edit_plan& edits);
     // Whether graphs of both have the same nodes, apart from the slots that these read.
     bool has_nodes_of(const graph_plan& other) const {
-        return wanted_by_layer_ == other.wanted_by_layer_ && wants_prompt_ == other.wants_prompt_;
+        return wanted_by_layer_ == other.wanted_by_layer_ && wants_prompt_ == other.wants_prompt_ &&
+               saves_mask() == other.saves_mask();
     }
     // The slots whose rows devices compute: from the first to the last that captures.
     const slot_range& slots() const { return slots_; }
@@ -288,6 +292,8 @@ public:
     bool records_heads(int il) const { return of(il).records_heads; }
     score_edit edits_scores(int il) const { return of(il).edits_scores; }
     bool wants_prompt() const { return wants_prompt_; }
+    // Whether scores of all layers are edited, by way of the mask, which needs no node.
+    bool edits_mask() const { return edits_mask_; }
     bool is_empty() const { return wanted_by_layer_.empty(); }
     bool operator==(const graph_plan&) const = default;
 
@@ -304,9 +310,12 @@ private:
         bool operator==(const layer&) const = default;
     };
     const layer& of(int il) const;
+    // What is computed beside a step from what its graph saves needs the mask as well.
+    bool saves_mask() const { return edits_mask_ && slots_.count > 0; }
 
     std::map<int, layer> wanted_by_layer_;
     bool wants_prompt_ = false;
+    bool edits_mask_ = false;
     slot_range slots_;
 };
 

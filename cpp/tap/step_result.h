@@ -19,8 +19,9 @@ struct step_result {
 // Threads: the engine thread writes, any thread reads. Shared, because a reader may outlive the
 //          tap.
 struct copy_counters {
-    std::atomic<std::uint64_t> n_copies{0};  // copy calls; rows packed at one stride take one
-    std::atomic<std::uint64_t> n_bytes{0};   // bytes copied off devices
+    std::atomic<std::uint64_t> n_copies{0};       // copy calls; rows packed at one stride take one
+    std::atomic<std::uint64_t> n_bytes{0};        // bytes copied off devices
+    std::atomic<std::uint64_t> n_kernel_rows{0};  // that kernels of ours computed
     // Time from when the engine thread knew that the rows could be copied (the compute, and the
     // copy within the device, had ended) to when it knew that they had arrived. The thread checks
     // neither before it has to, so this is an upper bound; it is exact only with `are_awaited`.

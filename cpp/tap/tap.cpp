@@ -64,7 +64,7 @@ struct tap::sites {
 
 tap::tap(const tap_options& options)
     : attends_(options.attends),
-      devices_({options.n_slots, options.n_chunk, options.has_window, options.is_beside}) {
+      devices_({options.n_slots, options.n_chunk, options.has_window, options.device_rows}) {
     table_.scratch.resize(static_cast<std::size_t>(options.n_threads));
 }
 
@@ -168,6 +168,7 @@ void tap::read_rings(std::vector<int> layers, std::size_t n_cells, int n_slots, 
     table_.ring_columns.assign(static_cast<std::size_t>(n_slots),
                                std::vector<std::int32_t>(n_cells, -1));
     ring_layers_ = std::move(layers);
+    for (const int il : ring_layers_) devices_.leave_to_nodes(il);
     read_ring_ = std::move(read);
 }
 

@@ -21,6 +21,7 @@
 
 #include "base/error.h"
 #include "base/ids.h"
+#include "llama/devices.h"
 #include "tap/device/device_tap.h"
 #include "tap/graph.h"
 #include "tap/host/attend_op.h"
@@ -38,7 +39,7 @@ struct tap_options {
     int n_chunk = 1;          // most tokens of a step
     bool attends = false;     // the CPU's attention of few queries is ours, not llama.cpp's
     bool has_window = false;  // a query may not see all tokens before it
-    bool is_beside = false;   // rows of devices are computed beside the next step, where they can
+    rows_place device_rows = rows_place::automatic;
 };
 
 class tap {

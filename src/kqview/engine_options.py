@@ -227,7 +227,8 @@ def context_options(given: Mapping[str, Any]) -> _core.EngineOptions:
     options.n_ctx = n_ctx or 0
     options.n_threads = _to_size("n_threads", n_threads or default_threads())
     options.attends = given["attention_kernel"] != "llama.cpp"
-    options.rows_beside = given["device_rows"] == "beside"  # "auto": until a GPU has measured both
+    rows_beside = {"auto": None, "in graph": False, "beside": True}
+    options.rows_beside = rows_beside[given["device_rows"]]
     options.max_gap_ms = given["max_gap_ms"] or 0.0
     options.pooling = given["pooling"] or ""
     options.host_memory_bytes = memory_bytes

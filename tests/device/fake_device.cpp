@@ -36,6 +36,9 @@
 #include <utility>
 #include <vector>
 
+#include "row_reference.h"
+#include "tap/device/row_kernels.h"
+
 namespace nb = nanobind;
 using namespace nb::literals;
 
@@ -65,6 +68,8 @@ struct fake_device_settings {
     std::int64_t fail_graph_in = -1;   // the so many-th graph of llama.cpp fails
     bool holds_pins = false;           // nothing is page-locked before this is false again
     bool poses_as_cuda = false;        // by the name of its backend
+    bool has_row_kernels = false;      // see row_kernels
+    double row_kernels_off = 0;        // what they add to every row
 };
 
 struct fake_device_counts {
@@ -648,6 +653,44 @@ ggml_backend_dev_t device_at(ggml_backend_reg_t, std::size_t i) { return &device
 
 }  // namespace
 
+// As CUDA's: a stream of their own, behind one event, and before another.
+class fake_row_kernels final : public row_kernels {
+public:
+    bool can_read(int key_type, int, int n_head, int n_head_kv) const override {
+        return (key_type == GGML_TYPE_F32 || key_type == GGML_TYPE_F16) && n_head % n_head_kv == 0;
+    }
+    bool reaches(const void*) const override {
+        const std::lock_guard lock(settings_mutex);
+        return settings.pinned_bytes > 0;
+    }
+    void run(const row_step& step, const std::byte* saved, std::byte* memory, std::size_t,
+             ggml_backend_event_t after, ggml_backend_event_t done) override {
+        work_->tell([here = *static_cast<mark*>(after->context)] { here.reach(); });
+        work_->tell([step, saved, memory, pending = note_pending()] {
+            begin_copy_to_host();
+            compute_rows(step, saved, memory);
+            double off = 0;
+            {
+                const std::lock_guard lock(settings_mutex);
+                off = settings.row_kernels_off;
+            }
+            for (const auto& job : step.jobs)
+                if (off != 0)
+                    *reinterpret_cast<float*>(memory + job.out) += static_cast<float>(off);
+        });
+        *static_cast<mark*>(done->context) = {work_, work_->n_told, false};
+    }
+    void synchronize() override { work_->run_until(work_->n_told); }
+
+private:
+    std::shared_ptr<stream> work_ = std::make_shared<stream>();
+};
+
+std::unique_ptr<row_kernels> make_fake_rows(ggml_backend_dev_t) {
+    const std::lock_guard lock(settings_mutex);
+    return settings.has_row_kernels ? std::make_unique<fake_row_kernels>() : nullptr;
+}
+
 // Registers the first `n_devices` with ggml: engines opened from then on find them, until
 // `unregister_fake_devices`. Engines that are open keep theirs.
 void register_fake_devices(int n_devices) {
@@ -682,10 +725,12 @@ void register_fake_devices(int n_devices) {
     }
     n_registered = static_cast<std::size_t>(n_devices);
     ggml_backend_register(&registry);
+    set_row_kernels_maker(make_fake_rows);
 }
 
 void unregister_fake_devices() {
     ggml_backend_unload(&registry);
+    set_row_kernels_maker(nullptr);
     n_registered = 0;
 }
 
@@ -763,18 +808,21 @@ void bind_fake_device(nb::module_& module) {
            std::size_t pinned_bytes, std::string refused_op, double copy_s,
            bool copies_on_destination, std::int64_t offload_tokens, std::string abort_at,
            std::int64_t abort_in, std::string abort_log, std::int64_t fail_buffer_in,
-           std::int64_t fail_graph_in, bool holds_pins, bool poses_as_cuda) {
+           std::int64_t fail_graph_in, bool holds_pins, bool poses_as_cuda, bool has_row_kernels,
+           double row_kernels_off) {
             set_fake_device({is_late, fail_copy_in, memory_bytes, pinned_bytes,
                              std::move(refused_op), copy_s, copies_on_destination, offload_tokens,
                              std::move(abort_at), abort_in, std::move(abort_log), fail_buffer_in,
-                             fail_graph_in, holds_pins, poses_as_cuda});
+                             fail_graph_in, holds_pins, poses_as_cuda, has_row_kernels,
+                             row_kernels_off});
         },
         nb::kw_only(), "is_late"_a = true, "fail_copy_in"_a = -1,
         "memory_bytes"_a = std::size_t{4} << 30, "pinned_bytes"_a = std::size_t{1} << 30,
         "refused_op"_a = "", "copy_s"_a = 0.0, "copies_on_destination"_a = false,
         "offload_tokens"_a = 0, "abort_at"_a = "", "abort_in"_a = 0,
         "abort_log"_a = "unspecified launch failure", "fail_buffer_in"_a = -1,
-        "fail_graph_in"_a = -1, "holds_pins"_a = false, "poses_as_cuda"_a = false);
+        "fail_graph_in"_a = -1, "holds_pins"_a = false, "poses_as_cuda"_a = false,
+        "has_row_kernels"_a = false, "row_kernels_off"_a = 0.0);
     part.def("count_moved_graph", &count_moved_graph,
              "Computes a graph three times, the last time with its result elsewhere; how many of "
              "these were counted in n_moved_graphs: 1.");

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import gc
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import pytest
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kqview import Engine
-    from kqview.engine_options import DeviceRows
     from kqview.types import Token
     from tests.engine.conftest import MakeEngine
 
 N_PROMPT, N_TOKENS = 20, 12
 N_DEVICES = 2
+N_ROWS = 3 * 4  # of tiny_llama
 SPANS = [(0, 3), (2, 21), (21, None), (0, None), (600, None)]
 CAPTURES = {
     **{kind: Capture(kind) for kind in KINDS},
@@ -53,19 +53,23 @@ CAPTURES = {
 }
 
 
-@pytest.fixture(params=["in graph", "beside"])
-def device_rows(request: pytest.FixtureRequest) -> DeviceRows:
+Way = Literal["in graph", "beside", "by kernel"]
+
+
+@pytest.fixture(params=["in graph", "beside", "by kernel"])
+def device_rows(request: pytest.FixtureRequest) -> Way:
     return request.param
 
 
 @pytest.fixture
-def make_engine(make_engine: MakeEngine, device_rows: DeviceRows) -> MakeEngine:
-    """Engines of either way to compute rows."""
-    return partial(make_engine, device_rows=device_rows)
+def make_engine(make_engine: MakeEngine, device: Any, device_rows: Way) -> MakeEngine:
+    """Engines of each way to compute rows; a kernel is what "auto" takes where there is one."""
+    device.set(has_row_kernels=device_rows == "by kernel")
+    return partial(make_engine, device_rows="auto" if device_rows == "by kernel" else device_rows)
 
 
 def test_an_engine_is_closed_while_rows_are_computed(
-    make_engine: MakeEngine, tiny_llama: Path, device: Any, device_rows: DeviceRows
+    make_engine: MakeEngine, tiny_llama: Path, device: Any, device_rows: Way
 ) -> None:
     """Keys stay until what computes rows from them beside the step is done."""
     before = device.counts()
@@ -76,7 +80,8 @@ def test_an_engine_is_closed_while_rows_are_computed(
     next(generation)
     engine.close()
     after = device.counts()
-    assert (after["n_graphs_beside"] > before["n_graphs_beside"]) == (device_rows == "beside")
+    if device_rows != "by kernel":  # which is compared with a graph before it is used
+        assert (after["n_graphs_beside"] > before["n_graphs_beside"]) == (device_rows == "beside")
     assert after["n_freed_in_use"] == before["n_freed_in_use"]
 
 
@@ -302,14 +307,14 @@ def test_rows_are_right_whichever_slots_capture(
 
 
 def test_devices_hold_rows_of_the_slots_that_capture_alone(
-    make_engine: MakeEngine, tiny_llama: Path, device_rows: DeviceRows
+    make_engine: MakeEngine, tiny_llama: Path, device_rows: Way
 ) -> None:
     # Rows of one token as a device has them, in its buffer and in two staging buffers; beside a
     # step only in its buffer, and once more while they are computed. What comes to it by slots that
     # do not capture is small.
     n_layer, n_head, n_ctx, n_slots = 3, 4, 2048, 8
     row_bytes = n_layer * n_head * n_ctx * 4
-    n_copies = 1 if device_rows == "beside" else 3
+    n_copies = 3 if device_rows == "in graph" else 1
     held_bytes: dict[int, int] = {}
     for n_capturing in (1, 2, 8):
         engine = make_engine(
@@ -321,7 +326,7 @@ def test_devices_hold_rows_of_the_slots_that_capture_alone(
         engine.close()
     least = n_copies * row_bytes
     assert least <= held_bytes[1]
-    most = 2 * least if device_rows == "beside" else least
+    most = least if device_rows == "in graph" else 2.2 * least  # a kernel has room for top k too
     assert least <= held_bytes[2] - held_bytes[1] <= most
     assert 7 * least <= held_bytes[8] - held_bytes[1] <= 7 * most
 
@@ -368,17 +373,22 @@ def test_a_capture_without_room_leaves_the_captures_that_run(
 
 @pytest.mark.parametrize(("kind", "n_nodes"), [("logits", 1), ("scores", 2), ("probs", 2)])
 def test_a_step_has_few_nodes_for_its_rows_and_none_for_rows_beside_it(
-    make_engine: MakeEngine, tiny_llama: Path, device: Any, device_rows: DeviceRows,
+    make_engine: MakeEngine, tiny_llama: Path, device: Any, device_rows: Way,
     kind: Kind, n_nodes: int,
 ) -> None:  # fmt: skip
-    is_beside = device_rows == "beside"
+    is_beside = device_rows != "in graph"
     # In the graph: the product; with it the scale, or the softmax, which reads llama.cpp's mask.
     engine = make_engine(tiny_llama, n_gpu_layers=-1, flash_attn=True, n_slots=2)
     n_before = device.counts()["n_graphs_beside"]
     run(engine, random_ids(N_PROMPT), N_TOKENS, capture=kind)
     assert engine.stats().graph_nodes_added == (0 if is_beside else n_nodes * engine.model.n_layer)
     n_beside = device.counts()["n_graphs_beside"] - n_before
-    assert n_beside == (N_DEVICES * N_TOKENS if is_beside else 0)
+    # A kernel is compared with a graph once on each device.
+    n_each = {"in graph": 0, "beside": N_TOKENS, "by kernel": 1}[device_rows]
+    assert n_beside == N_DEVICES * n_each
+    assert engine.stats().device_kernel_rows == (
+        N_TOKENS * N_ROWS if device_rows == "by kernel" else 0
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -394,7 +404,7 @@ def test_rows_on_their_way_keep_their_keys_when_a_text_is_shifted(
 
 
 def test_one_copy_on_each_device_a_step_and_none_without_capture(
-    make_engine: MakeEngine, tiny_llama: Path, device: Any, device_rows: DeviceRows
+    make_engine: MakeEngine, tiny_llama: Path, device: Any, device_rows: Way
 ) -> None:
     engine = make_engine(tiny_llama, n_gpu_layers=-1)
     prompt = random_ids(N_PROMPT)
@@ -471,9 +481,11 @@ def test_no_room_on_the_device_is_out_of_memory_and_the_engine_goes_on(
 
 
 def test_an_operation_that_the_device_has_not_is_refused(
-    make_engine: MakeEngine, tiny_llama: Path, device: Any
+    make_engine: MakeEngine, tiny_llama: Path, device: Any, device_rows: Way
 ) -> None:
     engine = make_engine(tiny_llama, n_gpu_layers=-1, flash_attn=True, kv_type="f16")
+    if device_rows == "by kernel":
+        pytest.skip("a kernel needs none of ggml's operations")
     device.set(refused_op="SOFT_MAX")
     with pytest.raises(UnsupportedModel, match="SOFT_MAX"):
         run(engine, random_ids(4), 2, capture="probs")
@@ -562,13 +574,16 @@ def copied(engine: Engine, capture: Capture) -> int:
 @pytest.mark.parametrize("flash_attn", [False, True])
 @pytest.mark.parametrize("name", REDUCED)
 def test_reduced_rows_are_the_hosts_and_no_others_leave_the_device(
-    make_engine: MakeEngine, tiny_llama: Path, name: str, flash_attn: bool
+    make_engine: MakeEngine, tiny_llama: Path, name: str, flash_attn: bool, device_rows: Way
 ) -> None:
     capture, column_bytes = REDUCED[name]
     engines = both(make_engine, tiny_llama, flash_attn=flash_attn)
     theirs, ours = (run(e, random_ids(N_PROMPT), N_REDUCED, capture=capture) for e in engines)
     check_equal(ours, theirs)
-    assert copied(engines[1], capture) == column_bytes * N_COLUMNS
+    # A kernel writes what is little straight into the block. Rows over layers of two devices, and
+    # those without flash attention, are none of its.
+    is_written = device_rows == "by kernel" and flash_attn and capture.reduce not in ("mean", "max")
+    assert copied(engines[1], capture) == (0 if is_written else column_bytes * N_COLUMNS)
 
 
 @pytest.mark.parametrize("refused_op", ["POOL_2D", "GET_ROWS"])

@@ -30,6 +30,12 @@ void fill_unseen(std::byte* row, std::size_t first, std::size_t n_columns, row_k
     }
 }
 
+bool is_by_kernel(const device_part& part, int il) {
+    return std::ranges::any_of(part.shares, [il](const auto& share) {
+        return share.by_kernel && share.by_kernel->holds(il);
+    });
+}
+
 }  // namespace
 
 device_copies::device_copies(row_table& table, const device_part& part) : table_(table) {
@@ -44,7 +50,7 @@ std::vector<device_copies::piece> device_copies::pieces_of(std::size_t i_target,
     std::size_t n_joined = 0;
     std::size_t n_joined_found = 0;
     for (const auto& wanted : plan.layers()) {
-        if (!wanted.on_device) continue;
+        if (!wanted.on_device || is_by_kernel(part, wanted.il)) continue;
         const auto& want = *wanted.on_device;
         n_joined += want.joins_layers() ? 1 : 0;
         bool is_found = want.joins_layers();
@@ -128,6 +134,18 @@ rows_out device_copies::of(const device_part::share& share) {
         copies.of_results.insert(copies.of_results.end(), of_target.begin(), of_target.end());
     }
     return copies;
+}
+
+row_step device_copies::step_of(const device_part::share& share) {
+    if (!share.by_kernel) return {};
+    const auto* const kernels = share.way->kernels();
+    auto step = share.by_kernel->step_of(
+        table_.targets, [kernels](const void* memory) { return kernels->reaches(memory); });
+    int n_rows = 0;
+    for (const auto& job : step.jobs) n_rows += job.n_groups > 0 ? job.n_groups : job.n_rows;
+    table_.n_rows_written.fetch_add(n_rows, std::memory_order_relaxed);
+    share.way->count_kernel_rows(static_cast<std::size_t>(n_rows));
+    return step;
 }
 
 // In a result, query q of head h in its stream s is at ((s * n_head + h) * n_rows + q) * n_values.

@@ -12,6 +12,7 @@
 
 #include "tap/device/device_nodes.h"
 #include "tap/device/row_copy.h"
+#include "tap/device/row_work.h"
 #include "tap/device/side_graph.h"
 #include "tap/device/transfer.h"
 #include "tap/host/row_sink.h"
@@ -34,6 +35,7 @@ struct device_part {
         // Null: `rows` are results of the graph itself. Otherwise its results are the `queries`.
         std::shared_ptr<side_graph> beside = nullptr;
         std::vector<ggml_tensor*> queries{};
+        std::shared_ptr<row_work> by_kernel = nullptr;  // as `beside`, where a kernel computes rows
 
         const ggml_tensor* first_result() const {
             if (!queries.empty()) return queries.front();
@@ -52,6 +54,8 @@ public:
     // work as written, and fills the columns that the graph does not have. Raises internal if the
     // graph lacks a query.
     rows_out of(const device_part::share& share);
+    // The same for rows that a kernel computes.
+    row_step step_of(const device_part::share& share);
 
     // True if rows must still be reduced, converted or cut after they arrive; these go to a buffer
     // of this object first.

@@ -35,16 +35,16 @@ constexpr std::int64_t n_wide_head = 64;
 constexpr std::int64_t n_block_cells = 512;
 constexpr std::int64_t largest_grid = 65535;  // of CUDA and Vulkan, in the second dimension
 
-bool is_cuda(ggml_backend_dev_t device) {
-    const auto registry = ggml_backend_dev_backend_reg(device);
-    return registry && std::string_view(ggml_backend_reg_name(registry)) == "CUDA";
-}
-
 bool is_view(const ggml_tensor* node) {
     return node->op == GGML_OP_VIEW || node->op == GGML_OP_PERMUTE || node->op == GGML_OP_RESHAPE;
 }
 
 }  // namespace
+
+bool is_cuda(ggml_backend_dev_t device) {
+    const auto registry = ggml_backend_dev_backend_reg(device);
+    return registry && std::string_view(ggml_backend_reg_name(registry)) == "CUDA";
+}
 
 int n_heads_reduced(const device_want& want, const attention_site& site) {
     return want.heads.empty() ? site.n_head : static_cast<int>(want.heads.size());
@@ -359,6 +359,14 @@ device_rows device_node_builder::join(const joined_layers& joined) {
 
 ggml_tensor* device_node_builder::last_query_of(const attention_site& site) {
     return add(ggml_cont(tensors_, last_queries(site.q, 1, {0, site.n_stream})));
+}
+
+ggml_tensor* device_node_builder::last_mask_of(const attention_site& site) {
+    auto* const mask = site.mask;
+    const auto offset = static_cast<std::size_t>(site.n_queries() - 1) * mask->nb[1];
+    return add(
+        ggml_cont(tensors_, add(ggml_view_4d(tensors_, mask, mask->ne[0], 1, 1, mask->ne[3],
+                                             mask->nb[1], mask->nb[2], mask->nb[3], offset))));
 }
 
 ggml_tensor* device_node_builder::hidden_of(const hidden_site& site, int n_rows) {

@@ -25,6 +25,8 @@ namespace kqview {
 // Number of heads of a layer that a device reduces.
 int n_heads_reduced(const device_want& want, const attention_site& site);
 
+bool is_cuda(ggml_backend_dev_t device);
+
 // The device that holds these keys, or their weights if no cache stores them; null: host memory.
 ggml_backend_dev_t device_of(const ggml_tensor* keys);
 
@@ -118,6 +120,9 @@ public:
 
     // A copy of the last query of each stream, ne=[n_embd_head, 1, n_head, n_stream].
     ggml_tensor* last_query_of(const attention_site& site);
+
+    // A copy of the mask of the last query of each stream, in its own type.
+    ggml_tensor* last_mask_of(const attention_site& site);
 
     // The last `n_rows` rows of a layer's output, ne=[n_embd, n_rows].
     ggml_tensor* hidden_of(const hidden_site& site, int n_rows);

@@ -5,12 +5,15 @@
 #include <exception>
 #include <iterator>
 #include <limits>
+#include <map>
 #include <set>
 #include <utility>
 
 #include "base/error.h"
 #include "base/log.h"
 #include "tap/device/device_copies.h"
+#include "tap/device/row_kernels.h"
+#include "tap/device/row_work.h"
 #include "tap/device/side_graph.h"
 
 namespace kqview {
@@ -56,6 +59,20 @@ std::size_t key_bytes_of(const attention_site& site) {
     return static_cast<std::size_t>(keys->ne[0] * keys->ne[1] * keys->ne[2]) * sizeof(float);
 }
 
+// Whether a kernel can read what this attention reads.
+bool can_read(const attention_site& site, const row_kernels* kernels) {
+    if (!kernels || !site.flash || site.gathered || site.n_extra_cells > 0) return false;
+    if (site.has_made_mask || site.heads_per_mask > 0) return false;
+    const auto* const k = site.k;
+    const auto* const keys = k->view_src ? k->view_src : k;
+    constexpr std::size_t alignment = 16;  // of loads; blocks of quantised keys need less
+    const bool is_aligned =
+        ggml_is_quantized(k->type) || (k->nb[1] % alignment == 0 && k->nb[2] % alignment == 0);
+    return keys->buffer && (!site.sinks || site.sinks->buffer) && is_aligned &&
+           k->nb[0] == ggml_type_size(k->type) && site.q->type == GGML_TYPE_F32 &&
+           kernels->can_read(k->type, static_cast<int>(k->ne[0]), site.n_head, site.n_head_kv);
+}
+
 // Tests on nodes outside any graph whether a device can select heads of this site and reduce them.
 bool can_reduce(const attention_site& site, ggml_backend_dev_t device) {
     constexpr std::size_t n_tensors = 2 * device_node_builder::n_tensors_max;
@@ -91,7 +108,12 @@ device_tap::path& device_tap::path_to(ggml_backend_dev_t device) {
         if (one->way.device() == device) return *one;
     }
     auto& added = *paths_.emplace_back(std::make_unique<path>(device, *counters_));
-    if (options_.is_beside && !added.way.is_async()) {
+    if (added.way.is_async() && options_.place != rows_place::in_graph) {
+        added.way.take(make_row_kernels(device));
+        added.is_beside =
+            options_.place == rows_place::beside || added.way.kernels() || is_cuda(device);
+    }
+    if (options_.place == rows_place::beside && !added.way.is_async()) {
         const auto line =
             text_of("device_rows=\"beside\" has no effect on ", ggml_backend_dev_name(device),
                     ", which cannot copy while it computes: its rows are computed in "
@@ -104,7 +126,10 @@ device_tap::path& device_tap::path_to(ggml_backend_dev_t device) {
 void device_tap::learn(const attention_site& site) {
     const auto* const keys = site.keys();
     const auto device = device_of(keys);
-    if (!device) return;
+    if (!device) {
+        has_host_layers_ = true;
+        return;
+    }
     const bool is_cached = (keys->view_src ? keys->view_src : keys)->buffer != nullptr;
     layers_[site.il] = {&path_to(device),
                         static_cast<std::size_t>(site.n_head),
@@ -114,7 +139,15 @@ void device_tap::learn(const attention_site& site) {
                         static_cast<std::size_t>(keys->ne[0]) *
                             static_cast<std::size_t>(site.n_head) * sizeof(float),
                         side_graph::can_compute(site),
+                        can_read(site, path_to(device).way.kernels()),
+                        {keys->type, static_cast<int>(keys->ne[0]), site.n_head, site.n_head_kv},
+                        options_.has_window || site.max_bias > 0.0f,
+                        site.mask ? input_of(site.mask) : nullptr,
                         key_bytes_of(site)};
+}
+
+void device_tap::leave_to_nodes(int il) {
+    if (holds(il)) layers_.at(il).can_be_by_kernel = false;
 }
 
 void device_tap::learn(const hidden_site& site) {
@@ -190,17 +223,27 @@ std::size_t device_tap::n_rows_reserved(const graph_plan& plan) const {
 transfer::sizes device_tap::sizes_of(const graph_plan& plan, const path& on) const {
     const auto n_rows = n_rows_reserved(plan);
     const auto n_slots = static_cast<std::size_t>(options_.n_slots);
-    const bool is_beside = goes_beside(plan, on);
+    const bool is_by_kernel = goes_by_kernel(plan, on);
+    const bool is_beside = is_by_kernel || goes_beside(plan, on);
     transfer::sizes sizes;
+    std::set<const ggml_tensor*> masks;
     for (const auto& [il, one] : layers_) {
         if (one.on != &on || plan.device_wants(il).empty()) continue;
-        (is_beside ? sizes.n_beside : sizes.n_results) +=
-            bytes_of_row(plan, il) * n_rows + 2 * plan.device_wants(il).size() * slack_bytes;
+        if (!is_by_kernel) {
+            (is_beside ? sizes.n_beside : sizes.n_results) +=
+                bytes_of_row(plan, il) * n_rows + 2 * plan.device_wants(il).size() * slack_bytes;
+        }
         if (!is_beside) continue;
-        // Queries are saved, and masks made, for all slots of a step: both are small.
+        // Queries are saved, and masks made or saved, for all slots of a step: both are small.
         sizes.n_queries += one.query_bytes * n_slots + slack_bytes;
-        sizes.n_beside += one.n_cells * n_slots * sizeof(float) + slack_bytes;
+        const auto mask_bytes = one.n_cells * n_slots * sizeof(float) + slack_bytes;
+        if (!is_by_kernel) {
+            sizes.n_beside += mask_bytes;
+        } else if (saves_mask(plan, il) && masks.insert(one.mask).second) {
+            sizes.n_queries += mask_bytes;
+        }
     }
+    if (is_by_kernel) sizes.n_beside += kernel_bytes(plan, on);
     sizes.n_results += sizes.n_queries;
     sizes.n_beside += sizes.n_queries;
     for (const auto& [il, one] : hidden_) {
@@ -222,6 +265,7 @@ void device_tap::reserve(const graph_plan& plan) {
         path->way.settle();
         path->note_taken();
     }
+    prove_kernels(plan);
     n_prompt_rows_ = n_prompt_rows_of(plan);
     for (const auto& path : paths_) path->way.reserve(sizes_of(plan, *path));
     keep_constants(plan);
@@ -333,6 +377,40 @@ struct device_tap::builders {
     void put_in_graph(device_node_builder& builder, ggml_tensor* anchor) {
         for (auto* const node : builder.take_nodes()) placed.push_back({anchor, node});
     }
+
+    // The last queries of a site, among the results of the graph: llama.cpp's own tensor where that
+    // has just these, else (false) a copy.
+    std::pair<ggml_tensor*, bool> save(device_part::share& share, path& on,
+                                       const attention_site& site) {
+        auto* saved = site.q->view_src ? site.q->view_src : site.q;
+        // Its memory decides where llama.cpp computes it.
+        const bool is_whole = site.n_queries() == 1 && saved->op != GGML_OP_NONE && !saved->data &&
+                              saved->type == GGML_TYPE_F32 && ggml_is_contiguous(saved) &&
+                              ggml_nelements(saved) == ggml_nelements(site.q) &&
+                              ggml_backend_dev_supports_op(on.way.device(), saved);
+        auto& builder = in_graph(on);
+        if (!is_whole) saved = builder.last_query_of(site);
+        keep(share, on, saved);
+        put_in_graph(builder, site.flash);
+        return {saved, is_whole};
+    }
+    // Layers share masks.
+    ggml_tensor* save_mask(device_part::share& share, path& on, const attention_site& site) {
+        auto& known = masks[{&on, site.mask}];
+        if (known) return known;
+        auto& builder = in_graph(on);
+        known = builder.last_mask_of(site);
+        keep(share, on, known);
+        put_in_graph(builder, site.flash);
+        return known;
+    }
+    static void keep(device_part::share& share, path& on, ggml_tensor* result) {
+        auto& results = on.way.results();
+        require_room(results.place(result), on.way);
+        share.n_used = results.n_placed();
+        share.queries.push_back(result);
+    }
+    std::map<std::pair<const path*, const ggml_tensor*>, ggml_tensor*> masks{};
 };
 
 void device_tap::add(const attention_sites& attention, const std::vector<hidden_site>& states,
@@ -367,12 +445,63 @@ void device_tap::add(const attention_sites& attention, const std::vector<hidden_
 // be as large as rows. Without streams nothing runs beside anything. All layers of a device or
 // none.
 bool device_tap::goes_beside(const graph_plan& plan, const path& on) const {
-    if (!options_.is_beside || options_.has_window || plan.wants_prompt()) return false;
-    if (!on.way.is_async()) return false;
+    if (!on.is_beside || options_.has_window || plan.wants_prompt() || plan.edits_mask())
+        return false;
     return std::all_of(layers_.begin(), layers_.end(), [&](const auto& entry) {
         const auto& [il, one] = entry;
-        return one.on != &on || one.can_be_beside || plan.device_wants(il).empty();
+        if (one.on != &on || plan.device_wants(il).empty()) return true;
+        return one.can_be_beside && plan.edits_scores(il) == score_edit::none;
     });
+}
+
+// All that is handed out must be finished there: rows over layers that are all on this device.
+bool device_tap::goes_by_kernel(const graph_plan& plan, const path& on) const {
+    if (!on.is_beside || !on.way.kernels() || plan.wants_prompt()) return false;
+    const bool has_all_layers = paths_.size() == 1 && !has_host_layers_;
+    return std::all_of(layers_.begin(), layers_.end(), [&](const auto& entry) {
+        const auto& [il, one] = entry;
+        const auto& wants = plan.device_wants(il);
+        if (one.on != &on || wants.empty()) return true;
+        return one.can_be_by_kernel && plan.edits_scores(il) != score_edit::by_head &&
+               std::ranges::all_of(wants, [&](const auto& want) {
+                   return !want.is_long && (!want.joins_layers() || has_all_layers);
+               });
+    });
+}
+
+bool device_tap::saves_mask(const graph_plan& plan, int il) const {
+    return layers_.at(il).is_masked || plan.edits_mask() ||
+           plan.edits_scores(il) != score_edit::none;
+}
+
+// Of the rows of all slots that capture.
+std::size_t device_tap::kernel_bytes(const graph_plan& plan, const path& on) const {
+    row_work::need of_slot;
+    for (const auto& [il, one] : layers_) {
+        if (one.on != &on) continue;
+        const auto& wants = plan.device_wants(il);
+        if (wants.empty()) continue;
+        of_slot.n_rows += one.n_head;
+        of_slot.n_columns = std::max(of_slot.n_columns, one.n_cells);
+        for (const auto& want : wants) {
+            of_slot.has_half |= want.type == row_type::f16;
+            if (want.reduce != row_reduction::none && of_slot.n_layers < layers_.size())
+                ++of_slot.n_layers;
+        }
+    }
+    return n_rows_reserved(plan) * row_work::bytes_for(of_slot);
+}
+
+// Where a kernel gives other values than ggml's nodes on the device at hand, they compute rows.
+void device_tap::prove_kernels(const graph_plan& plan) {
+    for (auto& [il, one] : layers_) {
+        auto* const kernels = one.on->way.kernels();
+        if (!one.can_be_by_kernel || plan.device_wants(il).empty()) continue;
+        const auto known = one.on->proven.try_emplace(one.shape, false);
+        if (known.second)
+            known.first->second = agrees_with_nodes(*kernels, one.on->way.device(), one.shape);
+        one.can_be_by_kernel = known.first->second;
+    }
 }
 
 // Saves the query of each stream in the step's graph, where rows can be computed from it later, and
@@ -381,7 +510,12 @@ void device_tap::save_queries(std::vector<attention_site>& sites, const graph_pl
                               builders& building) {
     for (auto& site : sites) {
         auto& on = *layers_.at(site.il).on;
-        if (plan.device_wants(site.il).empty() || !goes_beside(plan, on)) continue;
+        if (plan.device_wants(site.il).empty()) continue;
+        if (goes_by_kernel(plan, on)) {
+            save_for_kernel(site, plan, on, building);
+            continue;
+        }
+        if (!goes_beside(plan, on)) continue;
         auto& share = share_of(building.part, on.way);
         if (!share.beside) {
             share.beside =
@@ -395,19 +529,8 @@ void device_tap::save_queries(std::vector<attention_site>& sites, const graph_pl
 void device_tap::save_query(attention_site& site, const graph_plan& plan, path& on,
                             builders& building) {
     auto& share = share_of(building.part, on.way);
-    auto* saved = site.q->view_src ? site.q->view_src : site.q;
-    // Its memory decides where llama.cpp computes it.
-    const bool is_whole = site.n_queries() == 1 && saved->op != GGML_OP_NONE && !saved->data &&
-                          saved->type == GGML_TYPE_F32 && ggml_is_contiguous(saved) &&
-                          ggml_nelements(saved) == ggml_nelements(site.q) &&
-                          ggml_backend_dev_supports_op(on.way.device(), saved);
-    auto& builder = building.in_graph(on);
-    if (!is_whole) saved = builder.last_query_of(site);
+    const auto [saved, is_whole] = building.save(share, on, site);
     auto& results = on.way.results();
-    require_room(results.place(saved), on.way);
-    share.n_used = results.n_placed();
-    share.queries.push_back(saved);
-    building.put_in_graph(builder, site.flash);
     const auto wants = plan.device_wants(site.il);
     const bool needs_mask = std::any_of(
         wants.begin(), wants.end(), [](const auto& want) { return want.kind == row_kind::probs; });
@@ -415,10 +538,46 @@ void device_tap::save_query(attention_site& site, const graph_plan& plan, path& 
     require_room(site.k != nullptr, on.way);
 }
 
+void device_tap::save_for_kernel(const attention_site& site, const graph_plan& plan, path& on,
+                                 builders& building) {
+    auto& share = share_of(building.part, on.way);
+    if (!share.by_kernel) share.by_kernel = std::make_shared<row_work>(site.n_queries());
+    const auto& results = on.way.results();
+    const auto [saved, is_whole] = building.save(share, on, site);
+    const auto* const q = is_whole ? site.q : saved;
+    const auto* const k = site.k;
+    row_layer layer{};
+    layer.keys = static_cast<const std::byte*>((k->view_src ? k->view_src : k)->data) +
+                 (k->view_src ? k->view_offs : 0);
+    layer.key_cell_stride = k->nb[1];
+    layer.key_head_stride = k->nb[2];
+    layer.key_stream_stride = k->nb[3];
+    layer.query = results.offset_of(saved) + (is_whole && q->view_src ? q->view_offs : 0);
+    layer.query_head_stride = q->nb[2];
+    layer.query_stream_stride = q->nb[3];
+    layer.mask = row_layer::nothing;
+    if (site.mask && saves_mask(plan, site.il)) {
+        const auto* const mask = building.save_mask(share, on, site);
+        layer.mask = results.offset_of(mask);
+        layer.mask_stream_stride = mask->ne[3] > 1 ? mask->nb[3] : 0;
+        layer.mask_is_half = mask->type == GGML_TYPE_F16 ? 1 : 0;
+    }
+    layer.sinks = site.sinks ? static_cast<const float*>(site.sinks->data) : nullptr;
+    layer.scale = site.scale;
+    layer.softcap = site.softcap;
+    layer.max_bias = site.max_bias;
+    layer.n_dim = static_cast<std::int32_t>(k->ne[0]);
+    layer.n_head = site.n_head;
+    layer.n_head_kv = site.n_head_kv;
+    layer.n_cells = static_cast<std::int32_t>(k->ne[1]);
+    share.by_kernel->add(site.il, layer, k->type);
+}
+
 void device_tap::add_rows(const std::vector<attention_site>& sites, const graph_plan& plan,
                           builders& building) {
     for (const auto& site : sites) {
         auto& on = *layers_.at(site.il).on;
+        if (goes_by_kernel(plan, on)) continue;
         for (const auto& want : plan.device_wants(site.il)) {
             if (want.joins_layers()) continue;
             auto& share = share_of(building.part, on.way);
@@ -437,6 +596,7 @@ void device_tap::add_joined(const std::vector<attention_site>& sites, const grap
     std::vector<std::pair<path*, joined_layers>> groups;
     for (const auto& site : sites) {
         auto* const on = layers_.at(site.il).on;
+        if (goes_by_kernel(plan, *on)) continue;
         for (const auto& want : plan.device_wants(site.il)) {
             if (!want.joins_layers()) continue;
             const auto* const mask = want.kind == row_kind::probs ? nullptr : site.mask;
@@ -521,8 +681,8 @@ transfer_id device_tap::start(row_table& table, const device_part& part) {
     try {
         for (const auto& share : part.shares) {
             const auto wanted = copies.of(share);
-            if (wanted.empty()) continue;
-            work_beside work{share.beside, {}};
+            work_beside work{share.beside, {}, copies.step_of(share)};
+            if (wanted.empty() && work.by_kernel.jobs.empty()) continue;
             for (const auto& target : table.targets) {
                 work.streams.push_back({target.i_stream, target.layout.n_columns});
             }
@@ -546,8 +706,9 @@ void device_tap::note_computed() {
 }
 
 void device_tap::settle() noexcept {
-    if (!options_.is_beside) return;  // copies of staged rows read no keys
-    for (const auto& one : paths_) one->way.settle();
+    for (const auto& one : paths_) {
+        if (one->is_beside) one->way.settle();  // copies of staged rows read no keys
+    }
 }
 
 void device_tap::await(transfer_id id) {

@@ -10,13 +10,16 @@
 #include <cstddef>
 #include <exception>
 #include <limits>
+#include <map>
 #include <memory>
 #include <optional>
 #include <unordered_map>
 #include <vector>
 
+#include "llama/devices.h"
 #include "tap/device/device_copies.h"
 #include "tap/device/device_nodes.h"
+#include "tap/device/row_proof.h"
 #include "tap/device/transfer.h"
 #include "tap/graph.h"
 #include "tap/host/row_sink.h"
@@ -32,13 +35,15 @@ public:
         int n_slots = 1;
         int n_chunk = 1;          // most tokens of a step
         bool has_window = false;  // a query may not see all tokens before it
-        bool is_beside = false;   // rows are computed beside the next step, where they can
+        rows_place place = rows_place::automatic;
     };
     explicit device_tap(const options& wanted) : options_(wanted) {}
 
     // Records a site of the largest graph; called before anything is captured.
     void learn(const attention_site& site);
     void learn(const hidden_site& site);
+    // Rows of this layer are not computed by a kernel, whose columns are cells in their order.
+    void leave_to_nodes(int il);
     bool has_devices() const { return !paths_.empty(); }
     // The first device that produces rows, of those that copy while they compute if there are any;
     // or null.
@@ -96,6 +101,8 @@ private:
         node_constants constants;
         // Bytes free on the device when its buffers last changed; none if it does not tell.
         std::optional<std::size_t> n_free;
+        bool is_beside = false;  // rows are computed beside the next step, where they can
+        std::map<row_shape, bool> proven{};  // kernels give what nodes give
         // Bytes that went between such changes: the backend keeps them for products. Others may
         // have taken them, so never more than the products of any accepted plan need.
         std::size_t n_taken = 0;
@@ -112,6 +119,10 @@ private:
         bool is_reducible;
         std::size_t query_bytes;  // of one token
         bool can_be_beside;       // see side_graph::can_compute
+        bool can_be_by_kernel;    // see row_kernels
+        row_shape shape;
+        bool is_masked;           // by more than how many columns there are
+        const ggml_tensor* mask;  // tells masks apart; not to be read
         std::size_t key_bytes;    // of one stream, made F32 for its products; 0 = read as they are
     };
     struct hidden_layer {
@@ -143,13 +154,21 @@ private:
     device_part::share& share_of(device_part& part, transfer& way);
     // Whether a graph's rows of these layers are computed from saved queries; see side_graph.
     bool goes_beside(const graph_plan& plan, const path& on) const;
+    // Whether a kernel of ours does that.
+    bool goes_by_kernel(const graph_plan& plan, const path& on) const;
     void save_query(attention_site& site, const graph_plan& plan, path& on, builders& building);
+    void save_for_kernel(const attention_site& site, const graph_plan& plan, path& on,
+                         builders& building);
+    std::size_t kernel_bytes(const graph_plan& plan, const path& on) const;
+    bool saves_mask(const graph_plan& plan, int il) const;
+    void prove_kernels(const graph_plan& plan);
 
     const options options_;
     const std::shared_ptr<copy_counters> counters_ = std::make_shared<copy_counters>();
     std::vector<std::unique_ptr<path>> paths_;
     std::unordered_map<int, layer> layers_;
     std::unordered_map<int, hidden_layer> hidden_;
+    bool has_host_layers_ = false;
     int n_prompt_rows_ = std::numeric_limits<int>::max();
     transfer_id n_transfers_ = 0;
 };

@@ -39,6 +39,7 @@ transfer::~transfer() {
 void transfer::release() {
     settle();
     try {
+        if (kernels_) kernels_->synchronize();
         if (copy_stream_) ggml_backend_synchronize(copy_stream_);
     } catch (...) {  // its transfer has failed already
     }
@@ -46,7 +47,8 @@ void transfer::release() {
         if (one.id != 0 && one.failure) failed_.emplace_back(one.id, one.failure);
         if (one.filled) ggml_backend_event_free(one.filled);
         if (one.arrived) ggml_backend_event_free(one.arrived);
-        one.filled = one.arrived = nullptr;
+        if (one.rows_done) ggml_backend_event_free(one.rows_done);
+        one.filled = one.arrived = one.rows_done = nullptr;
         one.fill.reset();
         one.hand_over.reset();
         one.results.release();
@@ -104,10 +106,11 @@ void transfer::reserve(const sizes& wanted) {
             if (wanted.n_beside > 0) one.hand_over.emplace(device_, one.results, beside_);
             one.filled = ggml_backend_event_new(device_);
             one.arrived = ggml_backend_event_new(device_);
+            one.rows_done = ggml_backend_event_new(device_);
         }
-        const bool has_events =
-            std::all_of(staging_.begin(), staging_.end(),
-                        [](const staging& one) { return one.filled && one.arrived; });
+        const bool has_events = std::all_of(
+            staging_.begin(), staging_.end(),
+            [](const staging& one) { return one.filled && one.arrived && one.rows_done; });
         if (copy_stream_ && has_events) {
             note_reserved(bytes_for(wanted));
             return;
@@ -156,18 +159,26 @@ bool transfer::start(ggml_backend_t compute, transfer_id id, std::size_t n_used,
     // either, as the driver likes: CUDA's is on the source's, Vulkan's on the destination's.
     stage.fill->run(compute, n_used);
     ggml_backend_event_record(stage.filled, compute);
-    ggml_backend_event_wait(copy_stream_, stage.filled);
     stage.ready.reset();
     stage.id = id;
     stage.beside = work.graph;
     stage.failure = nullptr;
     try {
+        const bool has_kernels = !work.by_kernel.jobs.empty();
+        const bool has_others = !has_kernels || !copies.empty();
+        if (has_kernels) {
+            run_kernels(stage, work.by_kernel, parity,
+                        has_others ? stage.rows_done : stage.arrived);
+        }
+        if (!has_others) return true;
+        ggml_backend_event_wait(copy_stream_, stage.filled);
         if (work.graph) {
             stage.hand_over->run(copy_stream_, std::min(sizes_.n_queries, n_used));
             work.graph->run(copy_stream_, work.streams, parity);
         }
         fetch(beside_, copies.of_beside);
         fetch(stage.results, copies.of_results);
+        if (has_kernels) ggml_backend_event_wait(copy_stream_, stage.rows_done);
         ggml_backend_event_record(stage.arrived, copy_stream_);
     } catch (...) {
         abandon(stage);
@@ -176,9 +187,26 @@ bool transfer::start(ggml_backend_t compute, transfer_id id, std::size_t n_used,
     return true;
 }
 
+void transfer::run_kernels(staging& stage, const row_step& step, std::size_t parity,
+                           ggml_backend_event_t done) {
+    if (step.n_bytes > beside_.capacity()) {
+        throw error(errc::internal, "attention rows need ", size_text(step.n_bytes), " on ",
+                    ggml_backend_dev_name(device_), ", ", size_text(beside_.capacity()),
+                    " were reserved");
+    }
+    const auto base_of = [](device_arena& arena) {
+        return static_cast<std::byte*>(arena.bytes(arena.capacity())->data);
+    };
+    kernels_->run(step, base_of(stage.results), base_of(beside_), parity, stage.filled, done);
+    std::size_t n_bytes = 0;
+    for (const auto& one : step.copies) n_bytes += one.n_bytes;
+    count(step.copies.size(), n_bytes);
+}
+
 // Ends a transfer that failed, so that nothing of it is written any more.
 void transfer::abandon(staging& stage) noexcept {
     try {
+        if (kernels_) kernels_->synchronize();
         ggml_backend_synchronize(copy_stream_);
     } catch (...) {  // the failure that led here is raised
     }

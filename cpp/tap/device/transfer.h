@@ -2,7 +2,8 @@
 // addresses that stay fixed while a plan is wanted: recorded graphs (CUDA graphs) and graphs sent
 // earlier (RPC) stay valid. After the compute, the results are copied within the device to one of
 // two staging buffers; a separate stream copies them from there to the host while the next step
-// computes. Where the results are queries (side_graph), that stream first computes the rows.
+// computes. Where the results are queries (side_graph), that stream first computes the rows; kernels
+// of our own have a stream of theirs (row_kernels).
 // Owner:   device_tap.
 // Threads: the engine thread; the device performs the copies.
 // Never:   reuses or frees a staging buffer before the copies out of it have ended.
@@ -23,6 +24,7 @@
 
 #include "tap/device/device_arena.h"
 #include "tap/device/row_copy.h"
+#include "tap/device/row_kernels.h"
 #include "tap/device/side_graph.h"
 #include "tap/step_result.h"
 
@@ -40,6 +42,7 @@ struct rows_out {
 struct work_beside {
     std::shared_ptr<side_graph> graph;  // null: nothing
     std::vector<side_graph::stream_view> streams;
+    row_step by_kernel;
 };
 
 class transfer {
@@ -48,6 +51,12 @@ public:
     ~transfer();
 
     ggml_backend_dev_t device() const { return device_; }
+
+    // Kernels of ours on this device; null: ggml's nodes compute all rows.
+    row_kernels* kernels() const { return kernels_.get(); }
+    void take(std::unique_ptr<row_kernels> kernels) { kernels_ = std::move(kernels); }
+
+    void count_kernel_rows(std::size_t n) { counters_.n_kernel_rows += n; }
 
     // Whether the device computes and copies at the same time.
     bool is_async() const { return is_async_; }
@@ -97,13 +106,16 @@ private:
         std::optional<device_copy> hand_over;   // of queries, to what is beside the step
         ggml_backend_event_t filled = nullptr;  // the copy within the device has ended
         ggml_backend_event_t arrived = nullptr;
-        transfer_id id = 0;                      // in flight; 0 = none
-        std::shared_ptr<side_graph> beside;      // of this transfer
-        std::exception_ptr failure;              // of this transfer, found by settle()
-        std::optional<clock::time_point> ready;  // when it was first known to be filled
+        ggml_backend_event_t rows_done = nullptr;  // those of kernels
+        transfer_id id = 0;                        // in flight; 0 = none
+        std::shared_ptr<side_graph> beside;        // of this transfer
+        std::exception_ptr failure;                // of this transfer, found by settle()
+        std::optional<clock::time_point> ready;    // when it was first known to be filled
     };
 
     void release();
+    void run_kernels(staging& stage, const row_step& step, std::size_t parity,
+                     ggml_backend_event_t done);
     void abandon(staging& stage) noexcept;
     void count(std::size_t n_copies, std::size_t n_bytes);
     void count(clock::duration spent);
@@ -115,6 +127,7 @@ private:
     copy_counters& counters_;
     bool is_async_;
     ggml_backend_t copy_stream_ = nullptr;
+    std::unique_ptr<row_kernels> kernels_;
     device_arena results_;
     device_arena beside_;
     std::array<staging, 2> staging_;

@@ -198,6 +198,7 @@ class EngineStats:
             device until it knew that they had arrived, counted for each device. An upper bound for
             the time of the copies, because the engine checks only when it needs the rows, after
             starting the next step.
+        device_kernel_rows: Rows of devices that kqview's own kernel has computed, not ggml's nodes.
         device_row_bytes: Memory that devices hold at the moment for rows on their way to the host.
         slots: State of each slot at the moment.
         pool: State of the attention memory at the moment.
@@ -234,6 +235,7 @@ class EngineStats:
     device_copies: int = 0
     device_copy_bytes: int = 0
     device_copy_s: float = 0.0
+    device_kernel_rows: int = 0
     device_row_bytes: int = 0
     slots: tuple[SlotStats, ...] = ()
     pool: PoolStats = PoolStats()
