@@ -453,18 +453,10 @@ run_architectures() {
     run_pytest 480 "${many_models[@]}"
 }
 
-# check_rows [CHECKER...]: the program that compares the row kernel with float64, built with nvcc
-# alone in KQVIEW_CUDA_WORK for KQVIEW_CUDA_ARCH; bench/row_check.sh puts its arguments before it.
+# check_rows OPTION...: the row kernel against float64.
 check_rows() {
     [ "$device" = gpu ] || { echo "the host has no row kernel"; return 75; }
-    [ -f bench/row_check.sh ] || { echo "no bench/row_check.sh"; return 75; }
-    KQVIEW_CUDA_WORK=$work KQVIEW_CUDA_ARCH=$arch within 150 bash bench/row_check.sh "$@"
-}
-
-# sanitize_rows TOOL: the same under compute-sanitizer.
-sanitize_rows() {
-    command -v compute-sanitizer || { echo "no compute-sanitizer on the PATH"; return 75; }
-    check_rows compute-sanitizer --tool "$1" --error-exitcode 99
+    KQVIEW_CUDA_WORK=$work KQVIEW_CUDA_ARCH=${arch%%;*} within 150 bash bench/row_check.sh "$@"
 }
 
 # sanitize TOOL: a short run under compute-sanitizer; what is not a GPU's runs without it.
@@ -552,8 +544,7 @@ run_part() {
         architectures) part architectures run_architectures ;;
         check) part check check_rows ;;
         sanitize)
-            part row-memcheck sanitize_rows memcheck
-            part row-racecheck sanitize_rows racecheck
+            part rows-sanitize check_rows --sanitize
             part memcheck sanitize memcheck
             part racecheck sanitize racecheck
             ;;
