@@ -18,6 +18,7 @@
 #include <array>
 #include <atomic>
 #include <chrono>
+#include <cmath>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
@@ -70,6 +71,7 @@ struct fake_device_settings {
     bool poses_as_cuda = false;        // by the name of its backend
     bool has_row_kernels = false;      // see row_kernels
     double row_kernels_off = 0;        // what they add to every row
+    bool rounds = false;               // products as tensor cores do; see round_node
 };
 
 struct fake_device_counts {
@@ -487,6 +489,46 @@ private:
     ggml_cgraph* graph_ = nullptr;
 };
 
+// As ggml-cuda rounds with NVIDIA_TF32_OVERRIDE=0: products of 4 to 16 columns lose what TF32 does
+// not hold, and what a column loses depends on their number.
+void round_node(ggml_tensor* node) {
+    const bool is_product = node->op == GGML_OP_MUL_MAT || node->op == GGML_OP_MUL_MAT_ID;
+    const auto n_columns = node->op == GGML_OP_MUL_MAT ? node->ne[1] : node->ne[2];
+    if (!is_product || n_columns < 4 || n_columns > 16) return;
+    if (node->type != GGML_TYPE_F32 || !ggml_is_contiguous(node)) return;
+    constexpr float most = 1.0f / 2048;  // of the column's largest value
+    auto* column = static_cast<float*>(node->data);
+    for (std::int64_t i = 0; i < ggml_nrows(node); ++i, column += node->ne[0]) {
+        float largest = 0;
+        for (std::int64_t k = 0; k < node->ne[0]; ++k) {
+            if (std::isfinite(column[k])) largest = std::max(largest, std::fabs(column[k]));
+        }
+        for (std::int64_t k = 0; k < node->ne[0]; ++k) {
+            std::uint32_t bits = 0;
+            std::memcpy(&bits, column + k, sizeof bits);
+            bits = (bits ^ static_cast<std::uint32_t>(n_columns)) * 2654435761u;
+            const float between = static_cast<float>(bits >> 8) / (1 << 23) - 1;  // -1 to 1
+            column[k] += most * largest * between;
+        }
+    }
+}
+
+ggml_status compute(ggml_backend_t cpu, ggml_cgraph* graph) {
+    bool rounds = false;
+    {
+        const std::lock_guard lock(settings_mutex);
+        rounds = settings.rounds;
+    }
+    if (!rounds) return ggml_backend_graph_compute(cpu, graph);
+    for (int i = 0; i < graph->n_nodes; ++i) {
+        auto node = ggml_graph_view(graph, i, i + 1);
+        const auto status = ggml_backend_graph_compute(cpu, &node);
+        if (status != GGML_STATUS_SUCCESS) return status;
+        round_node(graph->nodes[i]);
+    }
+    return GGML_STATUS_SUCCESS;
+}
+
 // Late, like copies. Graphs without a uid are none of llama.cpp's and have to stay as they are
 // until they have run: Vulkan reads their nodes.
 ggml_status graph_compute(ggml_backend_t backend, ggml_cgraph* graph) {
@@ -512,7 +554,7 @@ ggml_status graph_compute(ggml_backend_t backend, ggml_cgraph* graph) {
                 ++counts.n_graphs_beside;
                 if (n_of_device > n) ++counts.n_late_beside;
             }
-            ggml_backend_graph_compute(cpu, graph);
+            compute(cpu, graph);
             use.reset();
         });
         return GGML_STATUS_SUCCESS;
@@ -530,7 +572,7 @@ ggml_status graph_compute(ggml_backend_t backend, ggml_cgraph* graph) {
     ++n_of_device;
     own.work->tell([cpu = own.cpu, kept = std::make_shared<kept_graph>(graph),
                     use = note_unfinished(graph)]() mutable {
-        ggml_backend_graph_compute(cpu, kept->get());
+        compute(cpu, kept->get());
         use.reset();
     });
     return GGML_STATUS_SUCCESS;
@@ -809,12 +851,12 @@ void bind_fake_device(nb::module_& module) {
            bool copies_on_destination, std::int64_t offload_tokens, std::string abort_at,
            std::int64_t abort_in, std::string abort_log, std::int64_t fail_buffer_in,
            std::int64_t fail_graph_in, bool holds_pins, bool poses_as_cuda, bool has_row_kernels,
-           double row_kernels_off) {
+           double row_kernels_off, bool rounds) {
             set_fake_device({is_late, fail_copy_in, memory_bytes, pinned_bytes,
                              std::move(refused_op), copy_s, copies_on_destination, offload_tokens,
                              std::move(abort_at), abort_in, std::move(abort_log), fail_buffer_in,
                              fail_graph_in, holds_pins, poses_as_cuda, has_row_kernels,
-                             row_kernels_off});
+                             row_kernels_off, rounds});
         },
         nb::kw_only(), "is_late"_a = true, "fail_copy_in"_a = -1,
         "memory_bytes"_a = std::size_t{4} << 30, "pinned_bytes"_a = std::size_t{1} << 30,
@@ -822,7 +864,7 @@ void bind_fake_device(nb::module_& module) {
         "offload_tokens"_a = 0, "abort_at"_a = "", "abort_in"_a = 0,
         "abort_log"_a = "unspecified launch failure", "fail_buffer_in"_a = -1,
         "fail_graph_in"_a = -1, "holds_pins"_a = false, "poses_as_cuda"_a = false,
-        "has_row_kernels"_a = false, "row_kernels_off"_a = 0.0);
+        "has_row_kernels"_a = false, "row_kernels_off"_a = 0.0, "rounds"_a = false);
     part.def("count_moved_graph", &count_moved_graph,
              "Computes a graph three times, the last time with its result elsewhere; how many of "
              "these were counted in n_moved_graphs: 1.");
