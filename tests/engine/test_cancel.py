@@ -259,6 +259,7 @@ def test_a_holder_is_gone_when_it_is_dropped_though_another_thread_looks_at_it(
         assert take(engine.generate(PROMPT, **REFUSED, **GREEDY), 3) == waiting.result(30)
 
 
+@pytest.mark.needs("host layers")
 def test_threads_that_take_close_cancel_and_drop_at_once_get_the_right_tokens(
     make_engine: MakeEngine, tiny_llama: Path
 ) -> None:

@@ -18,7 +18,6 @@ from tests.support.rows import (
     Kind,
     forward,
     has_device,
-    has_real_device,
     largest_error,
     near,
     random_ids,
@@ -286,7 +285,7 @@ def test_reduced_prompt_rows_equal_numpy(
     got = engine.attend(PROMPT_40, Capture("probs", reduce=reduce)).array()
     assert isinstance(got, np.ndarray)
     assert got.shape == want.shape
-    np.testing.assert_allclose(got, want, atol=1e-6)
+    np.testing.assert_allclose(got, want, atol=near(1e-6))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -314,7 +313,7 @@ def test_the_k_largest_of_reduced_rows(
     for whole, token in zip(reduced, top, strict=True):
         values, positions = largest(whole.attention, 4)
         # Where layers are joined on a device, and where on the host, sums have another order.
-        error = 1e-6 if has_real_device() else 0
+        error = 1e-6 if has_device() else 0
         np.testing.assert_allclose(token.attention, values, rtol=error, atol=0)
         np.testing.assert_array_equal(token.attention_positions, positions)
 
@@ -453,7 +452,10 @@ def test_spans_of_each_slot_and_after_a_shift_are_of_its_own_columns(
         for sums, token in zip(part, whole, strict=True):
             assert sums.discarded == token.discarded
             np.testing.assert_allclose(
-                np.asarray(sums.attention), summed(token.attention), rtol=1e-3, atol=1e-5
+                np.asarray(sums.attention),
+                summed(token.attention),
+                rtol=near(1e-3),
+                atol=near(1e-5),
             )
 
 

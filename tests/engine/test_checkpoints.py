@@ -21,7 +21,7 @@ from kqview.mods import Added
 from kqview.state import inspect
 from kqview.state.ses1 import checkpoints_in
 from tests.support import tiny_gguf
-from tests.support.rows import random_ids
+from tests.support.rows import near, random_ids
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 EXACT: dict[str, Any] = {"kv_type": "f32", "flash_attn": False, "n_ctx": 1024}
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
 # A prompt that is cut into other steps gives other sums, in their last bits.
-ROUNDED = 1e-4
+ROUNDED = near(1e-4)
 WRITERS = {"hybrid": tiny_gguf.write_jamba, "recurrent": tiny_gguf.write_mamba}
 # Its windows' caches have 256 cells.
 WINDOWS: dict[str, Any] = {"swa_full": False, "n_ubatch": 16}

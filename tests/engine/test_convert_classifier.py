@@ -17,6 +17,7 @@ import pytest
 
 from kqview.convert import convert_classifier
 from kqview.errors import ModelLoadError, UnsupportedModel
+from tests.support.rows import near
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -184,7 +185,7 @@ def test_ids_and_logits_are_those_of_hugging_face(
     assert engine.tokenize(text) == ids
     result = engine.classify(text)
     want = hf_logits(ids)
-    np.testing.assert_allclose(result.raw, want, atol=1e-4, rtol=0)
+    np.testing.assert_allclose(result.raw, want, atol=near(1e-4, "vectors"), rtol=0)
     assert result.label == LABELS[want.argmax()]
     assert np.ptp(want) > 0.1  # the tolerance means something
 
@@ -243,7 +244,7 @@ def test_logits_of_larger_models_are_as_near_as_the_guide_says(
         want = hf_logits(ids, tensors, config)
         assert np.abs(want).max() > 0.5
         errors.append(float(np.abs(engine.classify(ids).raw - want).max() / np.abs(want).max()))
-    assert max(errors) <= limit
+    assert max(errors) <= near(limit)
 
 
 def test_tokenizer_json_and_old_names_of_norms_are_read(

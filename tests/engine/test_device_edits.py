@@ -43,10 +43,10 @@ def test_layers_on_a_device_are_edited_by_its_own_nodes(
     make_engine: MakeEngine, model: Path, name: str, flash_attn: bool
 ) -> None:
     engine = make_engine(model, n_gpu_layers=-1, kv_type="f32", flash_attn=flash_attn)
-    limit, case = near(LIMITS["llama.cpp"] if flash_attn else 2e-5), CASES[name]
+    limit, case = LIMITS["llama.cpp"] if flash_attn else 2e-5, CASES[name]
     for n_prompt in (20, 100):
         tokens = run(engine, random_ids(n_prompt), 5, capture=ALL, edits=case.edits)
-        assert error_of(model, random_ids(n_prompt), tokens, case) <= limit
+        assert error_of(model, random_ids(n_prompt), tokens, case) <= near(limit)
         assert error_of(model, random_ids(n_prompt), tokens, PLAIN) > 2 * limit
 
 

@@ -28,7 +28,7 @@ from kqview.errors import (
 from tests.support import stock, tiny_gguf
 from tests.support.archs import row_error
 from tests.support.reference import BertReference, relative_error
-from tests.support.rows import KINDS, Kind, random_ids, reference_of
+from tests.support.rows import KINDS, Kind, near, random_ids, reference_of
 from tests.support.tiny_gguf import Reader
 
 if TYPE_CHECKING:
@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 
 # GELU is a table of float16 in llama.cpp: an argument beside a boundary takes the next entry. Texts
 # that share a step are summed up in another order.
-TABLE = 1e-3
-EXACT = 2e-5
+TABLE = near(1e-3, "vectors")
+EXACT = near(2e-5, "vectors")
 POOL: dict[str, Callable[[NDArray[Any]], NDArray[Any]]] = {
     "mean": lambda rows: rows.mean(axis=0),
     "cls": lambda rows: rows[0],

@@ -99,6 +99,7 @@ def test_page_has_each_figure_once() -> None:
     assert [row["name"] for row in ROW.finditer(PAGE)] == list(FIGURES)
 
 
+@pytest.mark.needs("host layers")
 @pytest.mark.parametrize("name", FIGURES)
 def test_figure_of_the_page_is_what_is_measured(name: str) -> None:
     stated, measured = FIGURE_OF[name], FIGURES[name]()

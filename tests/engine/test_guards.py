@@ -27,6 +27,7 @@ from kqview.heads import (
     measures,
 )
 from kqview.heads.calibration import ndcg
+from tests.support.rows import near
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -54,7 +55,7 @@ def head_file(engine: Engine, task: str, *heads: Head, **fields: Any) -> HeadFil
 def test_rerank_is_the_mean_over_heads_of_the_measure(engine: Engine):
     found = guards.rerank(engine, QUERY, DOCUMENTS)
     want = measures.rerank(engine, QUERY, DOCUMENTS).values.mean(axis=1)
-    assert found == pytest.approx(want, abs=1e-5)
+    assert found == pytest.approx(want, abs=near(1e-5))
     assert all(isinstance(one, float) for one in found)
 
 
@@ -63,17 +64,17 @@ def test_rerank_with_a_head_file_weighs_its_heads(engine: Engine):
     whole = measures.rerank(engine, QUERY, DOCUMENTS)
     at = [whole.pairs.index(pair) for pair in ((1, 1), (3, 0))]
     want = whole.values[:, at] @ [0.25, 0.75]
-    assert guards.rerank(engine, QUERY, DOCUMENTS, heads) == pytest.approx(want, abs=1e-5)
+    assert guards.rerank(engine, QUERY, DOCUMENTS, heads) == pytest.approx(want, abs=near(1e-5))
 
 
 def test_injection_score_falls_as_the_instruction_gets_attention(engine: Engine):
     measured = measures.injection(engine, ORDER, DOCUMENTS[0]).values[0]
     found = guards.injection_score(engine, ORDER, DOCUMENTS[0])
-    assert found.score == float(found) == pytest.approx(1 - measured.mean(), abs=1e-5)
+    assert found.score == float(found) == pytest.approx(1 - measured.mean(), abs=near(1e-5))
     assert (found.threshold, found.is_injected) == (None, None)
     heads = head_file(engine, "injection", Head(2, 3, -1.0), bias=1.0, thresholds={"injected": 0.5})
     found = guards.injection_score(engine, ORDER, DOCUMENTS[0], heads)
-    assert found.score == pytest.approx(1 - measured[2 * 8 + 3], abs=1e-5)
+    assert found.score == pytest.approx(1 - measured[2 * 8 + 3], abs=near(1e-5))
     assert found.is_injected == (found.score >= 0.5)
 
 
@@ -83,7 +84,7 @@ def test_cite_names_the_source_with_the_most_attention(engine: Engine):
     assert [one.text for one in found] == ["Tom found a silver key.", "The bird sang."]
     given = measures.answered(engine, DOCUMENTS, QUERY, answer)
     for citation, one in zip(found, measures.cite(engine, given), strict=True):
-        assert citation.scores == pytest.approx(one.values.mean(axis=1), abs=1e-5)
+        assert citation.scores == pytest.approx(one.values.mean(axis=1), abs=near(1e-5))
         assert citation.source == int(np.argmax(citation.scores))
     copying = head_file(engine, "cite", Head(1, 1))
     assert [one.source for one in guards.cite(engine, DOCUMENTS, QUERY, answer, copying)] == [1, 2]
@@ -94,7 +95,7 @@ def test_grounding_has_a_score_and_a_verdict_for_each_sentence(engine: Engine):
     given = measures.answered(engine, DOCUMENTS, QUERY, answer)
     measured = measures.grounding(engine, given).values
     found = guards.grounding(engine, DOCUMENTS, QUERY, answer)
-    assert [one.score for one in found] == pytest.approx(measured.mean(axis=1), abs=1e-5)
+    assert [one.score for one in found] == pytest.approx(measured.mean(axis=1), abs=near(1e-5))
     assert found[0].is_grounded is None
     heads = head_file(
         engine, "grounding", Head(1, 1, 8.0), bias=-4.0, link="logistic",

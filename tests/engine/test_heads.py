@@ -14,6 +14,7 @@ from kqview import Engine, heads
 from kqview.errors import PromptTooLong, RequestError
 from kqview.heads import HeadFile, calibrate, made_examples, measures
 from tests.support import tiny_gguf
+from tests.support.rows import near
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -131,7 +132,7 @@ def test_grounding_is_the_lookback_ratio_of_each_sentence(engine: Engine):
         new = row[:, n_prompt : n_prompt + t].mean(1) if t else np.zeros(len(row))
         ratios.append(back / (back + new))
     want = [np.mean(ratios[one.start : one.stop], axis=0) for one in given.sentences]
-    assert found.values == pytest.approx(np.array(want), abs=2e-3)
+    assert found.values == pytest.approx(np.array(want), abs=near(2e-3))
 
 
 def test_cite_is_the_attention_of_each_sentence_to_each_source(engine: Engine):
@@ -141,7 +142,7 @@ def test_cite_is_the_attention_of_each_sentence_to_each_source(engine: Engine):
     for sentence, one in zip(given.sentences, found, strict=True):
         rows = maps[:, at + sentence.start : at + sentence.stop]
         want = [rows[:, :, slice(*span)].sum(2).mean(1) for span in given.prompt.spans]
-        assert one.values == pytest.approx(np.array(want), abs=TOLERANCE)
+        assert one.values == pytest.approx(np.array(want), abs=near(TOLERANCE))
 
 
 def test_ablation_hides_sources_from_all_that_follows(engine: Engine):

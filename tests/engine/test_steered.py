@@ -16,7 +16,7 @@ import pytest
 from kqview import Capture, Engine, Sampling, _core, errors
 from kqview.submission import set_sampling
 from tests.support import tiny_gguf
-from tests.support.rows import random_ids
+from tests.support.rows import near, random_ids
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 PROMPT = random_ids(24)
 EXACT: dict[str, Any] = {"kv_type": "f32", "flash_attn": False, "n_ctx": 128}
-LIMIT = 1e-5  # where the same ids were evaluated in other steps
+LIMIT = near(1e-5)  # where the same ids were evaluated in other steps
 
 
 @pytest.fixture(scope="module")
@@ -264,6 +264,7 @@ SAMPLING: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.needs("host layers")
 @pytest.mark.parametrize("name", SAMPLING)
 def test_sampler_goes_on_as_if_the_ids_had_been_picked(engine: Engine, name: str) -> None:
     if name == "json":

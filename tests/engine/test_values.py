@@ -111,12 +111,12 @@ def test_500_tokens_have_no_stale_or_swapped_row(
     error = largest_error(tokens, result, "probs", prompt)
     record_property("largest_error", error)
     assert error <= near(limit)
-    # The limit is tight enough to see a row of the token before.
+    # The limit of the CPU is tight enough to see a row of the token before.
     before = [
         np.abs(np.asarray(b.attention)[..., :-1] - np.asarray(a.attention)).max(axis=-1).min()
         for a, b in pairwise(tokens)
     ]
-    assert np.median(before) > 5 * near(limit)
+    assert np.median(before) > 5 * limit
 
 
 @pytest.mark.parametrize("n_prompt", [1, 31, 32, 33, 64, 100])

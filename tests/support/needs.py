@@ -49,9 +49,9 @@ def _has_developer_build() -> bool:
 
 
 def _has_gpu() -> bool:
-    from tests.support.rows import has_real_device
+    from tests.support.rows import has_gpu
 
-    return has_real_device()
+    return has_gpu()
 
 
 def _has_host_layers() -> bool:

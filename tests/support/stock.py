@@ -114,6 +114,11 @@ def source() -> Path:
     return Path(done.stdout.strip())
 
 
+def n_gpu_layers() -> int:
+    """Layers on a GPU of a stock build that knows one: all where engines of the tests have any."""
+    return 0 if os.environ.get("KQVIEW_TEST_GPU_LAYERS", "0") == "0" else 999
+
+
 def read_rows(
     model: Path,
     ids: Sequence[int],
@@ -161,6 +166,7 @@ def read_rows(
             "--n-ubatch": n_ubatch,
             "--threads": n_threads,
             "--rows": rows,
+            "--n-gpu-layers": n_gpu_layers(),
         }
         if n_ctx is not None:
             options["--n-ctx"] = n_ctx
