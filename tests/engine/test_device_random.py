@@ -18,11 +18,12 @@ import pytest
 
 from kqview import Capture
 from kqview.errors import UnsupportedModel
+from tests.engine.conftest import FAKE_DEVICE
 from tests.support import tiny_gguf
 from tests.support.rows import KINDS, has_device, has_gpu, near, random_ids
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -59,9 +60,14 @@ def n_rounds() -> int:
 
 
 @pytest.fixture(autouse=True)
-def device(backend: str) -> None:
+def device(backend: str) -> Iterator[None]:
     if not has_device():
         pytest.skip("there is no device")
+    if backend == "fake":
+        FAKE_DEVICE.set(has_row_kernels=True)
+    yield
+    if backend == "fake":
+        FAKE_DEVICE.set()
 
 
 def random_capture(rng: Random, engine: Engine, n_heads: set[int]) -> Capture:
@@ -279,6 +285,10 @@ def check_random(pair: Pair, seed: str) -> None:
         except AssertionError as failure:
             lengths_now = [len(ids) for ids in prompts]
             raise AssertionError(f"round {i}: {captures} of {lengths_now}, {how}") from failure
+    if pair.nodes is not pair.kernel:
+        assert pair.nodes.stats().device_kernel_rows == 0
+        if has_gpu():
+            assert pair.kernel.stats().device_kernel_rows > 0
 
 
 @pytest.mark.parametrize("kv_type", KV_TYPES)
