@@ -18,6 +18,7 @@ from tests.support.rows import (
     Kind,
     forward,
     has_device,
+    has_gpu,
     largest_error,
     near,
     random_ids,
@@ -110,6 +111,8 @@ def test_capture_changes_no_id_and_no_logprob(
     kv_type: str,
     flash_attn: bool,
 ) -> None:
+    if has_gpu() and not flash_attn:
+        pytest.skip("capture in the step's graph ends a fusion of ggml-cuda's: see EXACTNESS.md")
     with_capture, without = (
         run(
             make_engine(tiny_llama, kv_type=kv_type, flash_attn=flash_attn),

@@ -13,6 +13,7 @@ from kqview.demo import MODEL_PATH
 from kqview.engine import check_opening
 from kqview.errors import OutOfMemory
 from tests.support import tiny_gguf
+from tests.support.rows import has_device
 from tests.support.tiny_gguf import write_model
 
 if TYPE_CHECKING:
@@ -153,7 +154,10 @@ def test_context_takes_what_was_estimated(
     with Engine(model, n_ctx=n_ctx, n_slots=n_slots, n_threads=1, n_gpu_layers=0) as engine:
         taken = engine.memory_bytes + 64 * n_ctx * n_slots  # llama.cpp's notes on each cell
     weights = model.stat().st_size
-    assert taken - weights <= estimate <= 1.05 * taken + 2**20
+    # Products of long prompts may be computed on a device all the same; its buffers are no part of
+    # an estimate of layers on the host.
+    on_device = 2**20 if has_device() else 0
+    assert taken - weights - on_device <= estimate <= 1.05 * taken + 2**20
 
 
 def test_as_many_cells_are_refused_in_many_slots_as_in_few():

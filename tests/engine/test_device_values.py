@@ -191,4 +191,5 @@ def test_quantised_keys_are_captured_or_refused_in_words(
         assert re.search("cannot compute MUL_MAT .* q8_0; choose kv_type f16", refusal)
     else:
         expected = forward(model, prompt, tokens, kv_type="f32", operand_type="f32")
-        assert largest_error(tokens, expected, "logits", prompt) < 5e-2
+        error = largest_error(tokens, expected, "logits", prompt)
+        assert error < near(5e-2, "quantised cache")

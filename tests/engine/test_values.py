@@ -285,7 +285,7 @@ def test_flash_attention_rows_equal_the_stock_builds_tensors_without_it(
     record_property("largest_error_of_first_layer", first)
     record_property("largest_error_of_layers_above", above)
     assert first <= near(EXACT if kv_type == "f32" else ROUNDED)
-    assert above <= FLASH_SUMS
+    assert above <= near(FLASH_SUMS)
 
 
 @pytest.mark.needs("peers")
@@ -316,8 +316,8 @@ def test_quantised_cache_is_near_the_stock_build(
     first, every = (largest_stock_error(tokens, other, kind, layers) for layers in ((0,), None))
     record_property("largest_error_of_first_layer", first)
     record_property("largest_error", every)
-    assert first <= 0.03
-    assert every <= 0.1
+    assert first <= near(0.03)
+    assert every <= near(0.1, "quantised cache")
 
 
 # ---- hidden states
