@@ -5,7 +5,12 @@ stock program is llama-bench, which evaluates prompts of one length and keeps no
 model, threads and batch sizes, and as many prompts. The other rows compare extractions with each
 other or with bare calls of the engine: rows summed over spans of each document, hidden states of
 all layers as float16, a prompt of 500 tokens that all documents share beside the documents alone,
-16 slots beside one.
+16 slots beside one. transformers evaluates as many documents one by one, with weights of the same
+width (float32), and saves the same hidden states in one file of safetensors.
+
+The rows of Ray put 1, 2 and 4 actors of one thread beside one engine of as many threads: the time
+of a document from the first piece of the corpus to the last, so neither program's start counts.
+They need as many cores.
 
 The row of memory extracts 10,000 short documents with the demo model. Its time is that of a
 document among the last thousand, against one among the first thousand; it is an error if the
@@ -16,18 +21,23 @@ from __future__ import annotations
 
 import itertools
 import tempfile
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from console import attempt, main
+from hf import TransformersRuns, check_installed
 from loop import llama_bench_prompt_ms
-from models import NotHere, peer
+from models import NotHere, model_path, peer
 from report import Timing
 from runs import open_engine
 
+import kqview
 from kqview import Capture, Engine, extract
 from kqview.bench.pairs import Pairs
 from kqview.bench.sweep import prompt_ids
+from kqview.machine import default_threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -45,6 +55,8 @@ N_SUFFIX: Final = 24
 N_SHORT: Final = 64  # documents behind a prefix
 N_SLOTS: Final = 16
 N_SPANS: Final = 4
+N_BATCH: Final = 4  # of a Ray actor
+N_BATCHES: Final = 8
 N_MEMORY: Final = 10_000
 N_COUNTED: Final = 1000
 MOST_GROWN_BYTES: Final = 32 * 2**20
@@ -55,6 +67,8 @@ CASES: Final[dict[str, float | None]] = {
     "extract-hidden": None,
     "extract-prefix": 1.1,
     "extract-slots": 1.0,
+    "extract-transformers": None,
+    **{f"extract-ray-{n}": 1.1 for n in (1, 2, 4)},
 }
 MEMORY: Final = "extract-memory"
 WEIGHTS: Final = {**dict.fromkeys(CASES, 120.0), MEMORY: 60.0}
@@ -175,10 +189,77 @@ def _measure_slots(settings: Settings, line: ProgressLine) -> Timing:
         )  # fmt: skip
 
 
+def _measure_transformers(settings: Settings, line: ProgressLine) -> Timing:
+    check_installed()
+    with open_engine(settings, flash_attn=True, n_ctx=N_TOKENS, weight_type="F32") as engine:
+        runs = Runs(settings, engine)
+        theirs = TransformersRuns(settings, engine, "float32", attention="sdpa")
+        return _timed(
+            settings, line, "extract-transformers",
+            "extract, hidden states of all layers, F32 weights",
+            lambda: runs.ms(_long(runs), capture=_HIDDEN),
+            "transformers, output_hidden_states, float32", lambda: theirs.hidden_ms(_long(runs)),
+            f"a document of {N_TOKENS} tokens, {N_DOCUMENTS} of them, states in float16",
+        )  # fmt: skip
+
+
+def _measure_ray(settings: Settings, line: ProgressLine, n_actors: int) -> Timing:
+    try:
+        import ray
+        import ray.data
+    except ImportError as error:
+        raise NotHere(f"{error}; run pip install 'kqview[ray]'") from error
+    if n_actors > default_threads():
+        raise NotHere(f"{n_actors} actors of one thread need as many cores")
+    n = n_actors * N_BATCHES * N_BATCH
+    settings = replace(settings, n_threads=n_actors)
+    with open_engine(settings, flash_attn=True, n_ctx=N_TOKENS) as engine:
+        runs = Runs(settings, engine)
+
+        def ms(extracted: Callable[[list[list[int]], str, Callable[..., None]], object]) -> float:
+            """Milliseconds a document, from when each actor has reported until the last does."""
+            found: list[tuple[float, int]] = []
+            with tempfile.TemporaryDirectory() as folder:
+                extracted(
+                    runs.documents(n, N_TOKENS), str(Path(folder) / "corpus"),
+                    lambda n_done, *_: found.append((settings.now_s(), n_done)),
+                )  # fmt: skip
+            (first_s, n_first), (last_s, n_last) = found[n_actors - 1], found[-1]
+            return (last_s - first_s) * 1000.0 / (n_last - n_first)
+
+        def by_actors(documents: list[list[int]], sink: str, note: Callable[..., None]) -> None:
+            records = [{"id": str(i), "ids": ids} for i, ids in enumerate(documents)]
+            kqview.ray.extract(
+                ray.data.from_items(records, override_num_blocks=n // N_BATCH), sink,
+                model=str(model_path(settings)), batch=N_BATCH, actors=n_actors, progress=note,
+                engine={"n_ctx": N_TOKENS, "n_threads": 1, "n_gpu_layers": 0, "flash_attn": True},
+                **_SCORE_LAST,
+            )  # fmt: skip
+
+        # One CPU is for reading; what Ray calls a CPU is a number that actors take from.
+        ray.init(num_cpus=n_actors + 1, log_to_driver=False, logging_level="ERROR")
+        ray.data.DataContext.get_current().enable_progress_bars = False
+        try:
+            return _timed(
+                settings, line, f"extract-ray-{n_actors}",
+                f"kqview.ray.extract, {n_actors} actors of one thread", lambda: ms(by_actors),
+                f"extract, {n_actors} threads",
+                lambda: ms(
+                    lambda documents, sink, note: extract(
+                        documents, sink, engine=engine, progress=note, **_SCORE_LAST
+                    )
+                ),
+                f"a document of {N_TOKENS} tokens among {n}",
+            )  # fmt: skip
+        finally:
+            ray.shutdown()
+
+
 _MEASURES: Final[dict[str, Callable[[Settings, ProgressLine], Timing]]] = {
     "extract-llama-bench": _measure_llama_bench, "extract-spans": _measure_spans,
     "extract-hidden": _measure_hidden, "extract-prefix": _measure_prefix,
-    "extract-slots": _measure_slots,
+    "extract-slots": _measure_slots, "extract-transformers": _measure_transformers,
+    **{f"extract-ray-{n}": partial(_measure_ray, n_actors=n) for n in (1, 2, 4)},
 }  # fmt: skip
 
 

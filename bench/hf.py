@@ -11,6 +11,8 @@ kqview; without them these rows are skipped.
 from __future__ import annotations
 
 import importlib.util
+import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from console import attempt, main
@@ -23,7 +25,7 @@ from kqview.bench.pairs import Pairs, rounds, step_ms
 from kqview.bench.sweep import prompt_ids
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from console import ProgressLine
     from settings import Settings
@@ -145,7 +147,9 @@ def _prefill_ways(settings: Settings, engine: Engine) -> Ways:
 class TransformersRuns:
     """The same pieces of work done by transformers, with random weights of the engine's shape."""
 
-    def __init__(self, settings: Settings, engine: Engine, dtype: str) -> None:
+    def __init__(
+        self, settings: Settings, engine: Engine, dtype: str, attention: str = "eager"
+    ) -> None:
         import torch
         from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -163,7 +167,7 @@ class TransformersRuns:
             num_key_value_heads=shape.n_head_kv,
             max_position_embeddings=shape.n_ctx_train,
             tie_word_embeddings=settings.shape != "7b",
-            attn_implementation="eager",
+            attn_implementation=attention,
             dtype=getattr(torch, dtype),
         )
         device = "cpu" if settings.device == "cpu" else "cuda"
@@ -195,13 +199,27 @@ class TransformersRuns:
             stamps.append(self._settings.now_s())
         return step_ms(stamps, self._settings.n_skip)
 
-    def _forward(self, ids: Any, cache: Any, *, attentions: bool) -> Any:
+    def hidden_ms(self, documents: Sequence[Sequence[int]]) -> float:
+        """A document, one by one, with the hidden states of all layers in a file, as float16."""
+        from safetensors.torch import save_file
+
+        start = self._settings.now_s()
+        states: dict[str, Any] = {}
+        for i, ids in enumerate(documents):
+            output = self._forward(self._torch.tensor([ids]), None, attentions=False, hidden=True)
+            states[str(i)] = self._torch.cat(output.hidden_states[1:]).half()
+        with tempfile.TemporaryDirectory() as folder:
+            save_file(states, Path(folder) / "hidden.safetensors")
+        return (self._settings.now_s() - start) * 1000.0 / len(documents)
+
+    def _forward(self, ids: Any, cache: Any, *, attentions: bool, hidden: bool = False) -> Any:
         with self._torch.no_grad():
             output = self._model(
                 ids,
                 past_key_values=cache,
-                use_cache=True,
+                use_cache=not hidden,
                 output_attentions=attentions,
+                output_hidden_states=hidden,
                 logits_to_keep=1,
             )
         if attentions:
