@@ -13,7 +13,7 @@ from kqview.engine import Engine
 from kqview.errors import InvalidCapture, RequestError, shown
 from kqview.guards.scores import InjectionScore, judged_injection
 from kqview.heads.file import Floats, HeadFile, Pair, checked_layers, weighed
-from kqview.heads.measures import Measures, Prompt, joined, lookback_ratios, pairs_of
+from kqview.heads.measures import Measures, Prompt, lookback_ratios, pairs_of
 from kqview.mods.actions import Action, ActionBuilder
 from kqview.mods.attention import AlignAtt, Place, Row
 from kqview.mods.decorator import Mod
@@ -22,7 +22,7 @@ from kqview.mods.tokenizer import ModTokenizer
 from kqview.types import Capture
 from kqview.types.capture import Span
 
-_ENDS: Final = (".", "!", "?", "\n")
+_ENDS: Final = (b".", b"!", b"?", b"\n")
 
 
 class _SpanMod(Mod):
@@ -76,7 +76,7 @@ class _SpanMod(Mod):
             )
         if not self._pairs:
             self._pairs = pairs_of(self._layers, rows)
-        return joined(rows)
+        return np.concatenate(rows)  # a copy: the engine needs its memory
 
 
 def _layers(engine: Engine, heads: HeadFile | None, task: str) -> tuple[int, ...]:
@@ -194,9 +194,9 @@ class TakeBackUngrounded(_SpanMod):
         self.n_taken_back = 0
         """Number of tokens taken back."""
         self._ids: list[int] = []
-        # Sums over the sources and over the answer, of heads, by the place of a token in the
-        # answer. What is made of them waits for the end of the sentence: this is between tokens.
-        self._sums: dict[int, tuple[Floats, Floats]] = {}
+        # Sums over spans, by the place of a token in the answer. What is made of them waits for the
+        # end of the sentence: this is between tokens.
+        self._sums: dict[int, Floats] = {}
         self._start = 0  # of the sentence
         self._attempts: list[tuple[float, list[int]]] = []  # score and ids
 
@@ -205,8 +205,7 @@ class TakeBackUngrounded(_SpanMod):
     ) -> Action | None:
         """Measure a token; keep another attempt from beginning as those before it."""
         place = event.n_tokens - len(self._prompt.ids)
-        rows = self._rows(event)
-        self._sums[place] = rows[:, :-1].sum(axis=1), rows[:, -1].copy()
+        self._sums[place] = self._rows(event)
         if place != self._start or not self._attempts:
             return None
         logits = event.logits.copy()
@@ -221,7 +220,8 @@ class TakeBackUngrounded(_SpanMod):
         if event.forced:  # by another mod, or the best attempt that this one chose
             self._begin_sentence()
             return None
-        if not tokenizer.decode(event.added_tokens).rstrip(" ").endswith(_ENDS):
+        added = b"".join(map(tokenizer.token_bytes, event.added_tokens))
+        if not added.rstrip(b" ").endswith(_ENDS):
             return None
         score, ids = self._score(), self._ids[self._start :]
         self._attempts.append((score, ids))
@@ -240,15 +240,15 @@ class TakeBackUngrounded(_SpanMod):
     def _score(self) -> float:
         """That of the sentence that has ended."""
         places = [i for i in range(self._start, len(self._ids)) if i in self._sums]
-        back = np.stack([self._sums[i][0] for i in places], axis=1)
-        new = np.stack([self._sums[i][1] for i in places], axis=1)
-        n_new = np.array(places, np.float64)
+        sums = np.stack([self._sums[i] for i in places], axis=1)  # (n_pairs, n_tokens, n_spans)
+        back, new, n_new = sums[..., :-1].sum(axis=2), sums[..., -1], np.array(places, np.float64)
         ratios = lookback_ratios(back, new, self._prompt.n_marked, n_new).mean(axis=1)
         return float(weighed(self._heads, "grounding", ratios, self._pairs))
 
     def _begin_sentence(self) -> None:
         self._start = len(self._ids)
         self._attempts = []
+        self._sums.clear()
 
 
 class AlignAttByHeads(AlignAtt):

@@ -180,7 +180,9 @@ def mod(
 class BoundMod:
     """A mod in one request: how to call it, what it is called, and its end hook."""
 
-    __slots__ = ("call", "failures", "given", "is_async", "mod", "n_arguments", "name", "on_end")
+    __slots__ = (
+        "call", "failures", "given", "handled", "is_async", "mod", "n_arguments", "name", "on_end"
+    )  # fmt: skip
 
     def __init__(self, mod: Any, given: Any, failures: ModFailures) -> None:
         self.mod = mod
@@ -191,6 +193,7 @@ class BoundMod:
         self.on_end: EndHook | None = getattr(mod, "on_end", None)
         self.call = mod.function if isinstance(mod, FunctionMod) else mod
         self.n_arguments = n_arguments_of(mod)
+        self.handled = _handled(mod)
         self.is_async = _is_async(mod)
 
     @property
@@ -269,6 +272,10 @@ def _is_mod_class(given: object) -> bool:
 
 _HOOK: Final = "on_"
 _HOOKS: Final = tuple(name for name in vars(Mod) if name.startswith(_HOOK))
+_HOOK_OF: Final = {
+    Prefilled: "on_prefilled", ForwardPass: "on_forward_pass", Sampled: "on_sampled",
+    Added: "on_added",
+}  # fmt: skip
 
 
 def _check_hooks(name: str, mod: object) -> None:
@@ -315,10 +322,20 @@ def n_arguments_of(function: object, parameter: str = "mod") -> int:
     return min(len(taken), _N_ARGUMENTS)
 
 
+def _handled(mod: Any) -> frozenset[type]:
+    """The events for which *mod* does something; all, unless it has the hooks of `Mod` itself."""
+    if not (isinstance(mod, Mod) and type(mod).__call__ is Mod.__call__):
+        return frozenset(_HOOK_OF)
+    return frozenset(
+        kind
+        for kind, hook in _HOOK_OF.items()
+        if getattr(getattr(mod, hook), "__func__", None) is not getattr(Mod, hook)
+    )
+
+
 def _is_async(mod: Any) -> bool:
     if isinstance(mod, Mod) and type(mod).__call__ is Mod.__call__:
-        handlers = (mod.on_prefilled, mod.on_forward_pass, mod.on_sampled, mod.on_added)
-        return any(inspect.iscoroutinefunction(one) for one in handlers)
+        return any(inspect.iscoroutinefunction(getattr(mod, hook)) for hook in _HOOK_OF.values())
     call = mod.function if isinstance(mod, FunctionMod) else mod
     return inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(
         getattr(call, "__call__", None)  # noqa: B004

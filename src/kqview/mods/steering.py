@@ -415,6 +415,8 @@ class Steering:
         """Ask every mod, then apply their actions in order; returns one that ends the step."""
         answers: list[tuple[Action, int | None]] = []
         for one in self.mods:
+            if self.recorder is None and type(event) not in one.handled:
+                continue  # a trace shows every call
             called = None if self.recorder is None else self.recorder.call(recorded, one.name)
             outcome: Outcome = yield EventCall(one, event, self._log_of(called))
             action: Action = Noop()
