@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 # Two devices that are no hardware (tests/device/fake_device.cpp), in developer builds.
 FAKE_DEVICE: Any = sys.modules.get("kqview._fake_device")
 N_FAKE_DEVICES = 2
-ROUNDS_ON_FAKE_DEVICE = "KQVIEW_TEST_FAKE_DEVICE" in os.environ
 
 
 def _set_default(name: str, value: Any) -> None:
@@ -42,10 +41,11 @@ if (n_gpu_layers := os.environ.get("KQVIEW_TEST_GPU_LAYERS")) is not None:
     _set_default("n_gpu_layers", int(n_gpu_layers))
 if (device_rows := os.environ.get("KQVIEW_TEST_DEVICE_ROWS")) is not None:
     _set_default("device_rows", device_rows)
-# Without a GPU, a fake device that rounds as one does shows which tests a GPU's rounding fails.
-if ROUNDS_ON_FAKE_DEVICE:
+# A fake device for all engines shows without a GPU which tests fail on one: "exact" those of what
+# only a host has, "rounding" also those that its rounding fails.
+if (fake_device := os.environ.get("KQVIEW_TEST_FAKE_DEVICE")) is not None:
     FAKE_DEVICE.register(1)
-    FAKE_DEVICE.set(rounds=os.environ["KQVIEW_TEST_FAKE_DEVICE"] == "rounding")
+    FAKE_DEVICE.set(rounds=fake_device == "rounding")
 
 
 def pytest_report_header() -> str:
