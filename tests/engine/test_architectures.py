@@ -299,6 +299,7 @@ def test_alibi_bias_grows_with_distance_and_is_in_scores_alone(
         )
 
 
+@pytest.mark.needs("peers")
 @pytest.mark.parametrize(("name", "cap"), [("gemma2-dense", 0.02), ("grok-moe", 0.02)])
 def test_soft_cap_bounds_scores(
     architectures: Models, tmp_path: Path, make_engine: MakeEngine, name: str, cap: float
@@ -438,6 +439,7 @@ def prompt_of(n_tokens: int, seed: int = 11) -> list[int]:
     return np.random.default_rng(seed).integers(0, 128, n_tokens).tolist()
 
 
+@pytest.mark.needs("peers")
 @pytest.mark.parametrize("name", MASKED.split())
 def test_masked_selection_equals_stock_in_the_prompt_and_after(
     architectures: Models, tmp_path: Path, name: str
@@ -523,6 +525,7 @@ def test_gathered_keys_are_columns_of_their_tokens(
             assert relative(probs, shares / shares.sum(axis=-1, keepdims=True)) <= EXACT
 
 
+@pytest.mark.needs("peers")
 def test_selection_of_a_prompt_is_hidden_column_by_column(
     make_engine: MakeEngine, architectures: Models, tmp_path: Path
 ) -> None:
@@ -546,6 +549,7 @@ def test_selection_of_a_prompt_is_hidden_column_by_column(
     assert relative(rows["probs"], shares / shares.sum(axis=-1, keepdims=True)) <= EXACT
 
 
+@pytest.mark.needs("peers")
 @pytest.mark.parametrize("flash_attn", [False, True])
 def test_selection_of_a_prompt_equals_stock_where_only_decoding_gathers(
     make_engine: MakeEngine, architectures: Models, tmp_path: Path, flash_attn: bool
@@ -684,6 +688,7 @@ def stock_errors(run: stock.Run, exact: stock.Run, kind: Kind) -> list[float]:
     return found
 
 
+@pytest.mark.needs("peers")
 @pytest.mark.parametrize("kind", ["logits", "probs"])
 @pytest.mark.parametrize("kv_type", ["q8_0", "q4_0"])
 @pytest.mark.parametrize("name", ["llama-dense", "qwen3-dense", "gemma3-dense", "gpt-oss-moe"])
@@ -715,6 +720,7 @@ def test_rows_of_quantised_cache_are_near_stock_and_nearer_the_exact_ones(
     assert max(row_errors(tokens, same, kind)) <= 0.1
 
 
+@pytest.mark.needs("peers")
 @pytest.mark.parametrize("kv_type", ["q8_0", "q4_0"])
 @pytest.mark.parametrize("name", ["deepseek2-moe", "minimax-m3-moe", "lfm2-dense"])
 def test_rows_of_quantised_cache_are_near_the_exact_ones(

@@ -78,6 +78,7 @@ def _program(*names: str) -> Callable[[], bool]:
 NEEDS: dict[str, Callable[[], bool]] = {
     # python bench/peers/build.py kq-eval-rows test-llama-archs rpc-server
     "peers": lambda: _has_stock("kq-eval-rows", "test-llama-archs", "ggml-rpc-server"),
+    "architectures": lambda: _has_stock("test-llama-archs"),  # one of these programs is enough
     "stock server": lambda: _has_stock("llama-server"),  # python bench/peers/build.py llama-server
     "developer build": _has_developer_build,  # CONTRIBUTING.md
     "gpu": _has_gpu,
@@ -113,7 +114,9 @@ FILES = dict.fromkeys(
     "host layers",
 )
 FIXTURES = {
-    "architectures": "peers",
+    "architectures": "architectures",
+    # Of test_architectures.py: rows of the stock build.
+    **dict.fromkeys(("reports", "long_reports", "f16_reports", "gathered"), "peers"),
     "browser": "chromium",
     "fake_devices_registered": "developer build",
     "wheel": "wheel",
