@@ -306,7 +306,8 @@ struct wanted_row {
 double slope_of(const layer_case& layer, int head) {
     if (layer.max_bias <= 0.f) return 1.;
     const int n = 1 << static_cast<int>(std::floor(std::log2(layer.n_head)));
-    const double m0 = std::exp2(-layer.max_bias / n), m1 = std::exp2(-layer.max_bias / 2. / n);
+    // llama.cpp defines slopes by float32 bases.
+    const float m0 = std::exp2(-layer.max_bias / n), m1 = std::exp2(-layer.max_bias / 2.f / n);
     return head < n ? std::pow(m0, head + 1) : std::pow(m1, 2 * (head - n) + 1);
 }
 

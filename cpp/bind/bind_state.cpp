@@ -61,7 +61,7 @@ struct unfinished_bytes {
     std::span<std::byte> room() {
         return {reinterpret_cast<std::byte*>(PyBytes_AsString(object.ptr())), n_room()};
     }
-    std::size_t n_room() const { return static_cast<std::size_t>(PyBytes_GET_SIZE(object.ptr())); }
+    std::size_t n_room() const { return static_cast<std::size_t>(PyBytes_Size(object.ptr())); }
     // False: it has another size than what is wanted; it then has that size, and is not written.
     bool is_whole() {
         if (n_wanted == n_room()) return true;

@@ -659,7 +659,13 @@ void device_tap::add_hidden(const std::vector<hidden_site>& states, const graph_
         const auto n_tokens = static_cast<int>(site.output->ne[1]);
         const int n_room = plan.wants_prompt() ? n_prompt_rows_ : 0;
         const int n_rows = std::min(n_tokens, std::max(options_.n_slots, n_room));
-        auto* const tensor = builder.hidden_of(site, n_rows);
+        // Its memory decides where llama.cpp computes it, and no node is needed.
+        auto* const output = site.output;
+        const bool is_whole = n_rows == n_tokens && output->op != GGML_OP_NONE && !output->data &&
+                              !output->view_src && output->type == GGML_TYPE_F32 &&
+                              ggml_is_contiguous(output) &&
+                              ggml_backend_dev_supports_op(on.way.device(), output);
+        auto* const tensor = is_whole ? output : builder.hidden_of(site, n_rows);
         require_room(on.way.results().place(tensor), on.way);
         share.n_used = on.way.results().n_placed();
         share.states.push_back({site.il, tensor});

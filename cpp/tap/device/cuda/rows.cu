@@ -357,9 +357,10 @@ __global__ void __launch_bounds__(n_warps * 32) rows_of_keys(const tables all) {
 #pragma unroll
                 for (int b = 0; b < n_blocks; ++b) {
                     const uint4* const query = shared + (b * n_chunks + c0 + c) * 32 + lane;
+                    // Tensor cores cut off what they add: sums over chunks are rounded instead.
+                    float of_chunk[4] = {};
+                    multiply<type>(of_chunk, upper[c], lower[c], query, part_stride);
                     if constexpr (type == key_quantised) {
-                        float of_chunk[4] = {};
-                        multiply<type>(of_chunk, upper[c], lower[c], query, part_stride);
                         const float* const sums =
                             query_sums + (c0 + c) * n_heads_most + b * n_columns_of_mma + t * 2;
                         sum[b][0] +=
@@ -371,7 +372,8 @@ __global__ void __launch_bounds__(n_warps * 32) rows_of_keys(const tables all) {
                         sum[b][3] +=
                             scale_below[c].scale * of_chunk[3] + scale_below[c].least * sums[1];
                     } else {
-                        multiply<type>(sum[b], upper[c], lower[c], query, part_stride);
+#pragma unroll
+                        for (int i = 0; i < 4; ++i) sum[b][i] += of_chunk[i];
                     }
                 }
             }
