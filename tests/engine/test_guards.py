@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import warnings
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -65,6 +66,19 @@ def test_rerank_with_a_head_file_weighs_its_heads(engine: Engine):
     at = [whole.pairs.index(pair) for pair in ((1, 1), (3, 0))]
     want = whole.values[:, at] @ [0.25, 0.75]
     assert guards.rerank(engine, QUERY, DOCUMENTS, heads) == pytest.approx(want, abs=near(1e-5))
+
+
+def test_rerank_averages_over_orders_of_the_documents(engine: Engine):
+    order = [*range(len(DOCUMENTS))]
+    random.Random(1).shuffle(order)
+    assert order != sorted(order)
+    shuffled = guards.rerank(engine, QUERY, [DOCUMENTS[i] for i in order])
+    want = np.array(guards.rerank(engine, QUERY, DOCUMENTS))
+    want[order] += shuffled
+    found = guards.rerank(engine, QUERY, DOCUMENTS, permutations=2)
+    assert found == pytest.approx(want / 2, abs=near(1e-4))
+    with pytest.raises(RequestError, match="permutations must be a whole number from 1"):
+        guards.rerank(engine, QUERY, DOCUMENTS, permutations=0)
 
 
 def test_injection_score_falls_as_the_instruction_gets_attention(engine: Engine):

@@ -4,9 +4,13 @@ All of them are measures of `kqview.heads.measures`, weighed by a head file, or 
 heads without one.
 """
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
+from kqview.arguments import whole_number
 from kqview.engine import Engine
 from kqview.heads import measures
 from kqview.heads.file import HeadFile, checked_layers, weighed
@@ -19,6 +23,7 @@ def rerank(
     documents: Sequence[str],
     heads: HeadFile | None = None,
     *,
+    permutations: int = 1,
     request_id: str | None = None,
 ) -> list[float]:
     """Score documents by how much the query attends to them.
@@ -34,6 +39,8 @@ def rerank(
         documents: Texts. Those that do not fit in one prompt are spread over several, and one that
             does not fit alone is cut into pieces, of which the best counts; a warning is logged.
         heads: A head file for "rerank" or "needle"; None for all heads alike.
+        permutations: Orders of the documents, the given one and random ones, over which scores are
+            averaged, because places in a prompt count too. Each costs as much as one.
         request_id: Name of its prompts in ``engine.generations``, by which they can be cancelled.
 
     Returns:
@@ -41,7 +48,8 @@ def rerank(
         call only.
 
     Raises:
-        RequestError: The query or a document is empty, or there is none.
+        RequestError: The query or a document is empty, or there is none; *permutations* is not a
+            whole number of at least 1.
         PromptTooLong: The query leaves no room for documents.
         HeadFileError: *heads* are of another model.
         KqviewError: As `Engine.attend`.
@@ -49,8 +57,15 @@ def rerank(
     asked = measures.checked_text("query", query)
     given = measures.checked_texts("documents", documents)
     layers = checked_layers(heads, "rerank", engine)
-    found = measures.rerank(engine, asked, given, layers, request_id)
-    return weighed(heads, "rerank", found.values, found.pairs).tolist()
+    n = whole_number("permutations", permutations, low=1)
+    scores = np.zeros(len(given))
+    for seed in range(n):
+        order = list(range(len(given)))
+        if seed:
+            random.Random(seed).shuffle(order)
+        found = measures.rerank(engine, asked, [given[i] for i in order], layers, request_id)
+        scores[order] += weighed(heads, "rerank", found.values, found.pairs) / n
+    return scores.tolist()
 
 
 @dataclass(frozen=True, slots=True)
