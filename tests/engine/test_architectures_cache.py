@@ -15,6 +15,7 @@ from kqview.mods import Added
 from kqview.state import inspect
 from tests.support import ses1, tiny_gguf
 from tests.support.archs import NAMES, WITHOUT_CACHE
+from tests.support.rows import near
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -49,7 +50,7 @@ CANNOT_GO_BACK = (
     "qwen4exp-moe",
 )
 OPTIONS: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "top_logprobs": 3}
-ROUNDED = 1e-3
+ROUNDED = near(1e-3, "logprobs")
 
 
 def prompt_of(seed: int, n: int = N_PROMPT) -> list[int]:
