@@ -18,6 +18,7 @@ from kqview import json_input
 from kqview.errors import RequestError
 from kqview.server.settings import Settings
 from kqview.server.settings_table import rows_of
+from kqview.types.sampling import OPTIONS
 
 _AUTO_SLOTS: Final = 4  # what llama.cpp's server opens if it may choose
 _PREFIX: Final = "LLAMA_ARG_"
@@ -26,6 +27,10 @@ _OFF: Final = frozenset({"0", "off", "false", "disabled"})
 
 
 # ---- the values of our flags that a value of theirs becomes
+
+
+def _as_it_is(_name: str, text: str) -> list[str]:
+    return [text]
 
 
 def _each(_name: str, text: str) -> list[str]:
@@ -105,7 +110,7 @@ def _flag(
     names: str,
     ours: str,
     variable: str = "",
-    values: Callable[[str, str], list[str]] = lambda _name, text: [text],
+    values: Callable[[str, str], list[str]] = _as_it_is,
 ) -> _Flag:
     flag, _, key = ours.partition(" ")
     return _Flag(
@@ -119,6 +124,14 @@ _SLOTS: Final = ("-np", "--parallel")
 _UNIFIED: Final = ("-kvu", "--kv-unified")
 _K_TYPE: Final = ("-ctk", "--cache-type-k")
 _V_TYPE: Final = ("-ctv", "--cache-type-v")
+
+# Options of sampling that have another name there as well.
+_SAMPLING_NAMES: Final = {
+    "temperature": "--temp", "typical_p": "--typical", "top_n_sigma": "--top-nsigma",
+    "dynatemp_exponent": "--dynatemp-exp", "mirostat_eta": "--mirostat-lr",
+    "mirostat_tau": "--mirostat-ent", "seed": "-s",
+}  # fmt: skip
+_UNSET_BELOW_0: Final = frozenset({"top_n_sigma", "seed"})
 
 _FLAGS: Final = (
     # Our own lists take several values between commas, as llama-server's do.
@@ -169,28 +182,14 @@ _FLAGS: Final = (
     _flag("--reasoning-format", "--reasoning-format", "ARG_THINK"),
     _flag("--reasoning-budget", "--reasoning-budget", "ARG_THINK_BUDGET"),
     # How tokens are chosen if a request does not say.
-    _flag("--temp --temperature", "--sampling temperature", "ARG_TEMPERATURE"),
-    _flag("--top-k", "--sampling top_k", "ARG_TOP_K"),
-    _flag("--top-p", "--sampling top_p", "ARG_TOP_P"),
-    _flag("--min-p", "--sampling min_p", "ARG_MIN_P"),
-    _flag("--typical --typical-p", "--sampling typical_p"),
-    _flag("--top-nsigma --top-n-sigma", "--sampling top_n_sigma", "", _not_negative),
-    _flag("--dynatemp-range", "--sampling dynatemp_range"),
-    _flag("--dynatemp-exp", "--sampling dynatemp_exponent"),
-    _flag("--xtc-probability", "--sampling xtc_probability"),
-    _flag("--xtc-threshold", "--sampling xtc_threshold"),
-    _flag("--repeat-last-n", "--sampling repeat_last_n"),
-    _flag("--repeat-penalty", "--sampling repeat_penalty", "ARG_REPEAT_PENALTY"),
-    _flag("--presence-penalty", "--sampling presence_penalty", "ARG_PRESENCE_PENALTY"),
-    _flag("--frequency-penalty", "--sampling frequency_penalty", "ARG_FREQUENCY_PENALTY"),
-    _flag("--dry-multiplier", "--sampling dry_multiplier"),
-    _flag("--dry-base", "--sampling dry_base"),
-    _flag("--dry-allowed-length", "--sampling dry_allowed_length"),
-    _flag("--dry-penalty-last-n", "--sampling dry_penalty_last_n"),
-    _flag("--mirostat", "--sampling mirostat"),
-    _flag("--mirostat-lr", "--sampling mirostat_eta"),
-    _flag("--mirostat-ent", "--sampling mirostat_tau"),
-    _flag("-s --seed", "--sampling seed", "", _not_negative),
+    *(
+        _flag(
+            f"--{name.replace('_', '-')} {_SAMPLING_NAMES.get(name, '')}", f"--sampling {name}",
+            f"ARG_{name.upper()}", _not_negative if name in _UNSET_BELOW_0 else _as_it_is,
+        )
+        for name, option in OPTIONS.items()
+        if option.low is not None
+    ),
 )  # fmt: skip
 _BY_NAME: Final = {name: one for one in _FLAGS for name in one.names}
 _BY_VARIABLE: Final = {one.variable: one for one in _FLAGS if one.variable}

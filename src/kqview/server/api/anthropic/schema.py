@@ -10,10 +10,11 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
-from kqview.server.api.wire.attention import Attention
+from kqview.server.api.wire.attention import AttentionField
+from kqview.server.api.wire.chat_message import TemplateField
 from kqview.server.api.wire.citations import HeadsField
-from kqview.server.api.wire.event_parts import PromptAttention, TokenAttention
-from kqview.server.api.wire.fields import LlamaFields, Stops
+from kqview.server.api.wire.event_parts import PromptRows, TokenAttention
+from kqview.server.api.wire.fields import LlamaFields, ModelField, Stops
 from kqview.server.web.described import about
 
 Object = dict[str, Any]
@@ -151,9 +152,7 @@ class CountBody(LlamaFields, kw_only=True):
             [{"role": "user", "content": "Who is Anna?"}],
         ),
     ]
-    model: Annotated[
-        str | None, about("Id of a configured model; the default model if not given.", "demo")
-    ] = None
+    model: ModelField = None
     system: Annotated[
         str | list[Block] | None, about("System prompt, or blocks of text.", "Answer briefly.")
     ] = None
@@ -163,9 +162,7 @@ class CountBody(LlamaFields, kw_only=True):
     ] = None
     thinking: Annotated[Thinking | None, about("Whether it thinks first.")] = None
     output_config: Annotated[OutputConfig | None, about("Form and effort of the answer.")] = None
-    chat_template_kwargs: Annotated[
-        Object | None, about("Variables for the model's chat template.", {"enable_thinking": False})
-    ] = None
+    chat_template_kwargs: TemplateField = None
 
 
 class MessagesBody(CountBody, kw_only=True):
@@ -173,10 +170,7 @@ class MessagesBody(CountBody, kw_only=True):
 
     citation_heads: HeadsField = None
     stop_sequences: Annotated[Stops | None, about("Texts that end the answer.", ["\n\n"])] = None
-    attention: Annotated[
-        Attention | bool | None,
-        about("Which attention to send with each token; true for all defaults."),
-    ] = None
+    attention: AttentionField = None
 
 
 # ---- replies
@@ -274,9 +268,7 @@ class Message(Struct, kw_only=True):
     attention: Annotated[
         list[TokenAttention] | UnsetType, about("Attention of each token, if asked for.")
     ] = UNSET
-    prompt_attention: Annotated[
-        list[PromptAttention] | UnsetType, about("Rows of the prompt, if asked for.")
-    ] = UNSET
+    prompt_attention: PromptRows = UNSET
 
 
 class TokenCount(Struct):

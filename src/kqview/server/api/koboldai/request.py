@@ -22,6 +22,7 @@ from kqview.server.api.koboldai.pruning import Sentence, SentenceScores, check_s
 from kqview.server.api.wire import attention
 from kqview.server.api.wire.fields import (
     FieldTable,
+    ModelField,
     SamplingFields,
     Stops,
     first,
@@ -116,9 +117,7 @@ class KoboldFields(SamplingFields, kw_only=True):
             [1, 557, 13],
         ),
     ] = None
-    model: Annotated[
-        str | None, about("Id of a configured model; the default model if not given.", "demo")
-    ] = None
+    model: ModelField = None
     request_id: Annotated[
         str | None,
         about(

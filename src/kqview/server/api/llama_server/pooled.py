@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from kqview.engine import Engine
 from kqview.errors import HeadFileError, RequestError
 from kqview.guards import rerank as rerank_by_attention
-from kqview.server.api.llama_server.schema import ModelId
 from kqview.server.api.wire.citations import heads_of
+from kqview.server.api.wire.fields import ModelField
 from kqview.server.api.wire.prompts import ids_of_each, prompts_of
 from kqview.server.errors import NotSupported, renamed
 from kqview.server.models.service import Call
@@ -88,7 +88,7 @@ class EmbeddingBody(Struct, kw_only=True):
         str | dict[str, Any] | list[Any] | None,
         about("Another name for ``input``.", "Anna is a teacher."),
     ] = None
-    model: ModelId = None
+    model: ModelField = None
     embd_normalize: Annotated[
         Annotated[int, msgspec.Meta(ge=-1, le=64)] | None,
         about(
@@ -204,7 +204,7 @@ class RerankBody(Struct, kw_only=True):
             {"params": {"important_heads": [[1, 1], [1, 3]]}},
         ),
     ] = None
-    model: ModelId = None
+    model: ModelField = None
 
 
 class JinaResult(Struct):
@@ -311,7 +311,7 @@ class ClassifyBody(Struct, kw_only=True):
     """A text to classify, or a list of them."""
 
     inputs: Annotated[str | list[str], about("A text, or a list of them.", "I like it.")]
-    model: ModelId = None
+    model: ModelField = None
 
 
 class Prediction(Struct):

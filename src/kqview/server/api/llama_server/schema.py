@@ -8,14 +8,10 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
-from kqview.server.api.wire.chat_message import MessageObject, ToolObject
+from kqview.server.api.wire.chat_message import GenerationPromptField, MessageObject, ToolObject
 from kqview.server.api.wire.event_parts import ModCall, Removed
-from kqview.server.api.wire.fields import LlamaFields, Progress, Timings
+from kqview.server.api.wire.fields import LlamaFields, ModelField, Progress, Timings
 from kqview.server.web.described import about
-
-ModelId = Annotated[
-    str | None, about("Id of a configured model; the default model if not given.", "demo")
-]
 
 # ---- text and ids
 
@@ -29,7 +25,7 @@ class TokenizeBody(Struct, kw_only=True):
     content: Annotated[
         str | Parts | None, about("A text, or a list of ids and texts.", "Anna is a")
     ] = None
-    model: ModelId = None
+    model: ModelField = None
     add_special: Annotated[
         bool | None,
         about(
@@ -70,7 +66,7 @@ class DetokenizeBody(Struct, kw_only=True):
     """Ids to turn into text."""
 
     tokens: Annotated[list[int] | None, about("The ids.", [259, 354])] = None
-    model: ModelId = None
+    model: ModelField = None
 
 
 class PlainText(Struct):
@@ -89,7 +85,7 @@ class TemplateBody(Struct, kw_only=True):
             [{"role": "user", "content": "Who is Anna?"}],
         ),
     ] = None
-    model: ModelId = None
+    model: ModelField = None
     tools: Annotated[
         list[ToolObject] | None,
         about(
@@ -97,13 +93,7 @@ class TemplateBody(Struct, kw_only=True):
             [{"type": "function", "function": {"name": "weather"}}],
         ),
     ] = None
-    add_generation_prompt: Annotated[
-        bool | None,
-        about(
-            "Whether the prompt ends with the beginning of an answer; true if not given.",
-            default=True,
-        ),
-    ] = None
+    add_generation_prompt: GenerationPromptField = None
     chat_template: Annotated[
         str | None,
         about(

@@ -8,11 +8,16 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
-from kqview.server.api.wire.attention import Attention
-from kqview.server.api.wire.chat_message import MessageObject, ToolObject
+from kqview.server.api.wire.attention import AttentionField
+from kqview.server.api.wire.chat_message import (
+    GenerationPromptField,
+    MessageObject,
+    TemplateField,
+    ToolObject,
+)
 from kqview.server.api.wire.citations import Annotation, DocumentsField, HeadsField
-from kqview.server.api.wire.event_parts import ModCall, PromptAttention, TokenAttention
-from kqview.server.api.wire.fields import LlamaFields, Timings
+from kqview.server.api.wire.event_parts import ModCall, PromptRows, TokenAttention
+from kqview.server.api.wire.fields import LlamaFields, ModelField, Timings
 from kqview.server.api.wire.logprobs import TokenLogprob
 from kqview.server.web.described import about
 
@@ -71,10 +76,7 @@ class GenerateFields(LlamaFields, kw_only=True):
     """Fields of both kinds of completions."""
 
     stream_options: Annotated[StreamOptions | None, about("Options of a stream.")] = None
-    attention: Annotated[
-        Attention | bool | None,
-        about("Which attention to send with each token; true for all defaults."),
-    ] = None
+    attention: AttentionField = None
 
 
 class ChatBody(GenerateFields, kw_only=True):
@@ -139,18 +141,10 @@ class ChatBody(GenerateFields, kw_only=True):
     reasoning_effort: Annotated[
         str | None, about("How much to think, for templates that know it.", "low")
     ] = None
-    chat_template_kwargs: Annotated[
-        Object | None, about("Variables for the model's chat template.", {"enable_thinking": False})
-    ] = None
+    chat_template_kwargs: TemplateField = None
     documents: DocumentsField = None
     citation_heads: HeadsField = None
-    add_generation_prompt: Annotated[
-        bool | None,
-        about(
-            "Whether the prompt ends with the beginning of an answer; true if not given.",
-            default=True,
-        ),
-    ] = None
+    add_generation_prompt: GenerationPromptField = None
     continue_final_message: Annotated[
         bool | str | None,
         about("Whether the answer goes on with the last message, which is the assistant's."),
@@ -189,9 +183,7 @@ class EmbeddingsBody(Struct, kw_only=True):
             "Anna is a teacher.",
         ),
     ]
-    model: Annotated[
-        str | None, about("Id of a configured model; the default model if not given.", "demo")
-    ] = None
+    model: ModelField = None
     encoding_format: Annotated[
         Literal["float", "base64"] | None,
         about(
@@ -297,9 +289,7 @@ class ChatChoice(Struct, kw_only=True):
     attention: Annotated[
         list[TokenAttention] | UnsetType, about("Attention of each of its tokens, if asked for.")
     ] = UNSET
-    prompt_attention: Annotated[
-        list[PromptAttention] | UnsetType, about("Rows of the prompt, if asked for.")
-    ] = UNSET
+    prompt_attention: PromptRows = UNSET
 
 
 class Verbose(Struct):
@@ -366,9 +356,7 @@ class TextChoice(Struct, kw_only=True):
     attention: Annotated[
         list[TokenAttention] | UnsetType, about("Attention of each of its tokens, if asked for.")
     ] = UNSET
-    prompt_attention: Annotated[
-        list[PromptAttention] | UnsetType, about("Rows of the prompt, if asked for.")
-    ] = UNSET
+    prompt_attention: PromptRows = UNSET
     tool_calls: Annotated[list[ModCall] | UnsetType, about("Calls that a mod made.")] = UNSET
 
 

@@ -9,10 +9,11 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
-from kqview.server.api.wire.attention import Attention
+from kqview.server.api.wire.attention import AttentionField
+from kqview.server.api.wire.chat_message import TemplateField
 from kqview.server.api.wire.citations import DocumentsField, HeadsField, UrlCitation
-from kqview.server.api.wire.event_parts import PromptAttention, TokenAttention
-from kqview.server.api.wire.fields import LlamaFields
+from kqview.server.api.wire.event_parts import PromptRows, TokenAttention
+from kqview.server.api.wire.fields import LlamaFields, ModelField
 from kqview.server.web.described import about
 
 Object = dict[str, Any]
@@ -149,9 +150,7 @@ class InputBody(LlamaFields, kw_only=True):
     input: Annotated[
         str | list[Item], about("A text, or the whole conversation as items.", "Who is Anna?")
     ]
-    model: Annotated[
-        str | None, about("Id of a configured model; the default model if not given.", "demo")
-    ] = None
+    model: ModelField = None
     instructions: Annotated[str | None, about("System prompt.", "Answer briefly.")] = None
     tools: Annotated[list[Tool] | None, about("Functions that the model may call.")] = None
     tool_choice: Annotated[
@@ -171,9 +170,7 @@ class InputBody(LlamaFields, kw_only=True):
             None,
         ),
     ] = None
-    chat_template_kwargs: Annotated[
-        Object | None, about("Variables for the model's chat template.", {"enable_thinking": False})
-    ] = None
+    chat_template_kwargs: TemplateField = None
     conversation: Annotated[
         Any, about("Has to be null: the server keeps no conversations.", None)
     ] = None
@@ -214,10 +211,7 @@ class ResponsesBody(InputBody, kw_only=True):
         bool | None,
         about("Has to be false: it is not supported. false if not given.", default=False),
     ] = None
-    attention: Annotated[
-        Attention | bool | None,
-        about("Which attention to send with each token; true for all defaults."),
-    ] = None
+    attention: AttentionField = None
 
 
 # ---- replies
@@ -372,9 +366,7 @@ class Response(Struct, kw_only=True):
     attention: Annotated[
         list[TokenAttention] | UnsetType, about("Attention of each token, if asked for.")
     ] = UNSET
-    prompt_attention: Annotated[
-        list[PromptAttention] | UnsetType, about("Rows of the prompt, if asked for.")
-    ] = UNSET
+    prompt_attention: PromptRows = UNSET
 
 
 class InputTokens(Struct, kw_only=True):

@@ -126,6 +126,11 @@ class Attention(Struct, kw_only=True):
     ] = None
 
 
+AttentionField = Annotated[
+    Attention | bool | None,
+    about("Which attention to send with each token; true for all defaults."),
+]
+
 ATTENTION_NAMES: Final[Mapping[str, str]] = {
     "capture": "attention",
     "kind": "attention.values",

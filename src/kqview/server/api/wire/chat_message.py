@@ -84,3 +84,13 @@ class ChatTool(Struct, kw_only=True):
 
 MessageObject = Annotated[dict[str, Any], shown_as(ChatMessage)]
 ToolObject = Annotated[dict[str, Any], shown_as(ChatTool)]
+TemplateField = Annotated[
+    dict[str, Any] | None,
+    about("Variables for the model's chat template.", {"enable_thinking": False}),
+]
+GenerationPromptField = Annotated[
+    bool | None,
+    about(
+        "Whether the prompt ends with the beginning of an answer; true if not given.", default=True
+    ),
+]

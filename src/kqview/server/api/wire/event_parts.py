@@ -111,6 +111,11 @@ class PromptAttention(AttentionObject, kw_only=True):
     rows: Annotated[int, about("How many tokens they are of.", 6)]
 
 
+PromptRows = Annotated[
+    list[PromptAttention] | UnsetType, about("Rows of the prompt, if asked for.")
+]
+
+
 class RowsDescribed(Struct, kw_only=True):
     """What all rows of a request are."""
 

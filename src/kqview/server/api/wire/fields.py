@@ -165,6 +165,11 @@ Names = Annotated[list[Annotated[str, msgspec.Meta(max_length=1000)]], msgspec.M
 # ---- llama.cpp's server and OpenAI's API
 
 
+ModelField = Annotated[
+    str | None, about("Id of a configured model; the default model if not given.", "demo")
+]
+
+
 class LoraScale(Struct):
     """A LoRA adapter, by its index, and its scale."""
 
@@ -192,9 +197,7 @@ class Prediction(Struct):
 class LlamaFields(SamplingFields, kw_only=True):
     """Fields of a generation in llama.cpp's server, in any of its routes; all may be null."""
 
-    model: Annotated[
-        str | None, about("Id of a configured model; the default model if not given.", "demo")
-    ] = None
+    model: ModelField = None
     n_predict: Annotated[
         int | None,
         about(
