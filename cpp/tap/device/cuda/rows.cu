@@ -248,12 +248,14 @@ __device__ void multiply(float (&sum)[4], const fragment<parts_of<type>::n_key>&
 
 // ---- K·q
 
-// As llama.cpp computes it, of the model's max_bias (ALiBi).
+// As llama.cpp defines it, of the model's max_bias (ALiBi): a power of a float32 base. In double,
+// because powers of many heads add up what a fast exponential is off by.
 __device__ float alibi_slope(const row_layer& layer, int head) {
     if (layer.max_bias <= 0.f) return 1.f;
     const int n = 1 << (31 - __clz(layer.n_head));
-    const float m0 = exp2f(-layer.max_bias / n), m1 = exp2f(-layer.max_bias / 2.f / n);
-    return head < n ? powf(m0, head + 1) : powf(m1, 2 * (head - n) + 1);
+    const double bias = head < n ? layer.max_bias : layer.max_bias / 2.f;
+    const double base = static_cast<float>(exp2(-bias / n));
+    return static_cast<float>(pow(base, head < n ? head + 1 : 2 * (head - n) + 1));
 }
 
 // A block has row_tile cells and all heads of an item; grid (tiles, items, jobs).
