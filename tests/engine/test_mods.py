@@ -16,6 +16,7 @@ import pytest
 
 from kqview import Capture, Engine, errors, mod
 from kqview.mods import (
+    ActionBuilder,
     Added,
     AdjustedLogits,
     Backtrack,
@@ -23,12 +24,14 @@ from kqview.mods import (
     ForceOutput,
     ForceTokens,
     ForwardPass,
+    Mod,
     ModTokenizer,
     Prefilled,
     RequestEnd,
     Sampled,
     ToolCalls,
 )
+from kqview.mods.calls import EventCall, ModCaller, Outcome
 from kqview.trace import Trace, final_ids
 from tests.support.mods import at
 from tests.support.rows import near, random_ids
@@ -140,6 +143,39 @@ def test_trace_alone_records_the_steps(engine: Engine, plain: list[int]):
 
 
 # ---- logits, attention, views
+
+
+class Counting(Mod):
+    """Handles one event by a method and one by what a request's `begin` puts in its place."""
+
+    def begin(self, request_id: str, tokenizer: ModTokenizer) -> None:
+        self.seen: list[type] = []
+        self.on_sampled = lambda event, actions, tokenizer: self.seen.append(type(event))
+
+    def on_added(self, event: Added, actions: ActionBuilder, tokenizer: ModTokenizer) -> None:
+        self.seen.append(Added)
+
+
+def test_only_events_that_a_mod_handles_reach_it_without_a_trace(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+):
+    called: list[type] = []
+    inner = ModCaller.call
+
+    def call(self: ModCaller, one: EventCall) -> Outcome:
+        called.append(type(one.event))
+        return inner(self, one)
+
+    monkeypatch.setattr(ModCaller, "call", call)
+    for trace in (False, True):
+        called.clear()
+        generation = engine.generate(PROMPT, max_tokens=2, mods=[Counting()], trace=trace, **GREEDY)
+        generation.read()
+        assert generation.mods[0].seen == [Sampled, Added] * 2
+        expected = (
+            [Prefilled, *[ForwardPass, Sampled, Added] * 2] if trace else [Sampled, Added] * 2
+        )
+        assert called == expected
 
 
 def test_views_of_events_outlive_the_generation_and_the_engine(
