@@ -470,7 +470,8 @@ class EngineOptions:
     flash_attn: bool | None
     """None lets llama.cpp decide."""
     attends: bool
-    rows_beside: bool
+    rows_beside: bool | None
+    """None: where that is cheaper."""
     kv_type: str
     swa_full: bool
     pooling: str
@@ -543,6 +544,7 @@ class EngineStats:
     step_to_view_s: Final[float]
     device_copies: Final[int]
     device_copy_bytes: Final[int]
+    device_kernel_rows: Final[int]
     device_row_bytes: Final[int]
     device_copy_s: Final[float]
     slots: Final[list[SlotStats]]

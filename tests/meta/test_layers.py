@@ -171,7 +171,7 @@ KNOWLEDGE = {
     ),
     "internal headers of llama.cpp": (
         r'#\s*include\s+[<"](llama-(?!cpp)\w[^>"]*|ggml-impl\.h|ggml-backend-impl\.h)[>"]',
-        ("llama/",),
+        ("llama/", "tap/device/cuda/"),  # the driver's event behind one of ggml's
     ),
     "llama.cpp's RPC client": (r"#\s*include\s+<(transport|ggml-rpc)\.h>", ("llama/rpc_",)),
     "Python": (r'#\s*include\s+[<"](Python\.h|nanobind/[^>"]*)[>"]', ("bind/",)),
