@@ -279,6 +279,7 @@ def test_model_of_window_layers_alone_equals_stock(long_reports: Checks, name: s
     assert min(long_reports[name].n_hidden.values()) > 0
 
 
+@pytest.mark.needs("host layers")
 @pytest.mark.parametrize("name", ALIBI.split())
 @pytest.mark.parametrize("flash_attn", [False, True])
 def test_alibi_bias_grows_with_distance_and_is_in_scores_alone(
@@ -323,6 +324,7 @@ def test_soft_cap_bounds_scores(
         assert logits.max() / np.median(logits) > 1.05 * scores.max() / np.median(scores)
 
 
+@pytest.mark.needs("host layers")
 @pytest.mark.parametrize("name", SINKS.split())
 @pytest.mark.parametrize("flash_attn", [False, True])
 def test_sinks_take_a_share_of_every_row(
@@ -603,6 +605,7 @@ def slot_prompt(n_tokens: int, seed: int) -> list[int]:
     return np.random.default_rng(seed).integers(0, 128, n_tokens).tolist()
 
 
+@pytest.mark.needs("host layers")
 @pytest.mark.parametrize("flash_attn", [False, True])
 @pytest.mark.parametrize("captured", [0, 1])
 @pytest.mark.parametrize("name", TOP_K)

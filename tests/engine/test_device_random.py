@@ -197,19 +197,17 @@ class Pair:
         return self.kernel.slots[0].tokens
 
     def check(
-        self, prompts: Sequence[list[int]], captures: Sequence[Capture], limit: float, **how: Any
+        self, prompts: Sequence[list[int]], captures: Sequence[Capture], **options: Any
     ) -> None:
         """Generations at once, one a slot."""
-        n_vocab = self.kernel.model.n_vocab
-        # What shares a step differs between both, and with it may the choice between near ties.
-        how = {**GREEDY, **how, "max_tokens": N_TOKENS}
-        if len(prompts) > 1:
-            how["logit_bias"] = {len(prompts[0]) % n_vocab: 100.0}
+        # The same ids, though what shares a step differs between both.
+        forced = {len(prompts[0]) % self.kernel.model.n_vocab: 100.0}
+        how = {**GREEDY, **options, "max_tokens": N_TOKENS, "logit_bias": forced}
         found: list[list[list[Token]]] = []
         for engine, wanted in (
             (self.kernel, captures), (self.nodes, [whole(one) for one in captures]),
         ):  # fmt: skip
-            if how.get("reuse") is None:
+            if "reuse" not in options:
                 for slot in engine.slots:
                     slot.clear()
             running = [
@@ -217,13 +215,19 @@ class Pair:
                 for i, (ids, capture) in enumerate(zip(prompts, wanted, strict=True))
             ]
             found.append([list(generation) for generation in running])
-            if how.get("reuse") is not None:
+            if "reuse" in options:
                 engine.slots[0].truncate(len(prompts[0]) - 1)
+        n_nodes = [one.stats().graph_nodes_added for one in (self.kernel, self.nodes)]
+        # Rows that are computed in the graph change what else is: the steps differ then.
+        has_same_steps = len(prompts) == 1 and n_nodes[0] == n_nodes[1]
+        limit = KV_TYPES[self.kv_type]
+        if not has_same_steps:
+            limit = near(limit, "quantised cache" if self.kv_type.startswith("q") else "rows")
         for ours, theirs, capture in zip(*found, captures, strict=True):
             assert [token.id for token in ours] == [token.id for token in theirs]
             for token, other in zip(ours, theirs, strict=True):
                 check_token(token, other, capture, limit)
-                if len(prompts) == 1:
+                if has_same_steps:
                     assert token.logprob == other.logprob
                     if capture.dtype == "float32" and capture.hidden:
                         np.testing.assert_array_equal(token.hidden, other.hidden)
@@ -259,14 +263,13 @@ def test_random_captures_of_other_architectures(
 
 def check_random(pair: Pair, seed: str) -> None:
     rng = Random(seed)
-    limit = KV_TYPES[pair.kv_type]
-    # What shares a step differs between both.
-    together = near(limit, "quantised cache" if pair.kv_type.startswith("q") else "rows")
     lengths = LENGTHS if has_gpu() else LENGTHS[:9]
     n_vocab = min(256, pair.kernel.model.n_vocab)
     n_heads = head_counts(pair.kernel)
     for i in range(n_rounds()):
-        n_texts = rng.choice([1, 1, 1, 2, 3])
+        # Those of one text first: where others leave their cells differs from run to run, and with
+        # it how attention is split among blocks.
+        n_texts = 1 if i < 0.6 * n_rounds() else rng.choice([2, 3])
         prompts = [
             [one % n_vocab for one in random_ids(rng.choice(lengths), seed=100 * i + k)]
             for k in range(n_texts)
@@ -279,7 +282,7 @@ def check_random(pair: Pair, seed: str) -> None:
             prompts = [[*pair.shift(rng, [one % n_vocab for one in ids]), 7]]
             how["reuse"] = "shift"
         try:
-            pair.check(prompts, captures, together if n_texts > 1 else limit, **how)
+            pair.check(prompts, captures, **how)
         except UnsupportedModel:  # logits and scores of ALiBi, which only kernels have
             if all(one.kind == "probs" for one in captures):
                 raise

@@ -375,7 +375,7 @@ def test_states_with_a_generation_are_those_of_attend(
     assert not any(state.flags.writeable or state.flags.owndata for state in states)
     whole = np.concatenate(states, axis=1)
     np.testing.assert_allclose(
-        whole, engine.attend(PROMPT, capture).hidden, rtol=near(1e-5), atol=near(1e-5)
+        whole, engine.attend(PROMPT, capture).hidden, rtol=near(1e-5), atol=near(1e-5, "states")
     )
     np.testing.assert_array_equal(next(generation).hidden, whole[:, -1])  # type: ignore[arg-type]
 
@@ -405,7 +405,9 @@ def test_states_without_attention_and_their_names(
     }
     both = engine.attend(PROMPT, Capture("probs", layers=[0], hidden=[1]), last=7)
     assert set(both.named()) == {"blocks.0.attn.hook_pattern", "blocks.1.hook_resid_post"}
-    np.testing.assert_allclose(both.hidden, found.hidden, rtol=near(1e-3), atol=near(1e-4))
+    np.testing.assert_allclose(
+        both.hidden, found.hidden, rtol=near(1e-3), atol=near(1e-4, "states")
+    )
     with pytest.raises(errors.InvalidCapture, match="hidden states alone"):
         found.array()
     with pytest.raises(errors.InvalidCapture, match='hidden="all"'):
@@ -420,7 +422,11 @@ def test_states_stay_within_the_budget(make_engine: MakeEngine, tiny_llama: Path
     engine = make_engine(tiny_llama, kv_type="f32", flash_attn=False, attention_budget_bytes=budget)
     for block in engine.attend(PROMPT, capture):
         end = block.start + block.n_rows
-        np.testing.assert_allclose(block.hidden, whole[:, block.start : end], atol=near(1e-5))  # type: ignore[arg-type]
+        np.testing.assert_allclose(
+            block.hidden,
+            whole[:, block.start : end],
+            atol=near(1e-5, "states"),  # type: ignore[arg-type]
+        )
         assert block.n_rows <= 15
         del block
     assert engine.stats().pool.peak_leased_bytes <= budget
@@ -469,7 +475,9 @@ def test_list_of_prompts_gives_a_list_in_order(
     assert [one.n_rows for one in found] == [10, 3, 10, 1, 10]
     for ids, one in zip(prompts, found, strict=True):
         alone = engine.attend(ids, capture, last=10)
-        np.testing.assert_allclose(one.hidden, alone.hidden, rtol=near(1e-4), atol=near(1e-4))
+        np.testing.assert_allclose(
+            one.hidden, alone.hidden, rtol=near(1e-4), atol=near(1e-4, "states")
+        )
         np.testing.assert_allclose(
             np.asarray(one.array()), np.asarray(alone.array()), atol=near(1e-5)
         )

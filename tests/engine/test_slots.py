@@ -40,6 +40,7 @@ def alone(engine: Engine, prompt: list[int], **options: Any) -> list[Token]:
 # ---- values
 
 
+@pytest.mark.needs("host layers")
 def test_neighbours_change_no_greedy_token(make_engine: MakeEngine, tiny_llama: Path) -> None:
     options = {"max_tokens": 30, **GREEDY}
     single = make_engine(tiny_llama, kv_type="f32", flash_attn=False)
@@ -84,7 +85,7 @@ def test_requests_capture_what_each_asked_for(make_engine: MakeEngine, tiny_llam
         for a, b in zip(want, tokens, strict=True):
             np.testing.assert_allclose(a.attention, b.attention, rtol=1e-4, atol=near(1e-5))
             if capture.hidden:
-                np.testing.assert_allclose(a.hidden, b.hidden, rtol=1e-4, atol=near(1e-5))
+                np.testing.assert_allclose(a.hidden, b.hidden, rtol=1e-4, atol=near(1e-5, "states"))
     assert engine.stats().pool.n_leased == 3 * 9
 
 

@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 
 from kqview import Capture
-from kqview.server.api.wire.attention import dense
-from kqview.server.models.run import AttentionWanted
 from tests.support import tiny_gguf
 from tests.support.rows import KINDS, Kind, forward, largest_error, near, random_ids, run
 
@@ -188,6 +186,10 @@ def test_rows_beyond_float16_saturate_and_masked_columns_stay_so(
 
 
 def test_server_saturates_what_it_averages_itself() -> None:
+    pytest.importorskip("starlette")
+    from kqview.server.api.wire.attention import dense
+    from kqview.server.models.run import AttentionWanted
+
     wanted = AttentionWanted("logits", "aggregated", aggregation="weighted_layers", dtype="float16")
     rows = np.array([[1e5, -1e6, -np.inf, 3.0]] * 2, np.float32)
     values, _ = dense(wanted, rows)

@@ -22,6 +22,7 @@ from tests.support.rows import (
     KINDS,
     Kind,
     forward,
+    has_device,
     largest_error,
     largest_stock_error,
     near,
@@ -372,7 +373,8 @@ def test_states_without_attention(make_engine: MakeEngine, tiny_llama: Path) -> 
     for a, b in zip(both, alone, strict=True):
         assert b.attention is None
         np.testing.assert_array_equal(a.hidden, b.hidden)  # type: ignore[arg-type]
-    assert engine.stats().graph_nodes_added == 2
+    # On a device the states are copied from where the step leaves them.
+    assert engine.stats().graph_nodes_added == (0 if has_device() else 2)
 
 
 def test_states_outlive_tokens_and_engine(make_engine: MakeEngine, tiny_llama: Path) -> None:
