@@ -5,7 +5,7 @@
 #                           Parts: wheels source size
 #   bench/cuda.sh all       on the GPU machine: checks the row kernel, builds what is not built, then measures, what
 #                           matters most first. Parts: check tools package first values pinned copies places decode
-#                           sanitize tests peers stock
+#                           tests sanitize peers stock
 #   bench/cuda.sh build     the package and the stock programs with CUDA: 75 minutes of processor time for one
 #                           architecture, about 6 on 16 cores; a build that was stopped goes on where it was.
 #                           Parts: tools package peers
@@ -46,10 +46,11 @@
 #   bench/cuda.sh all --arch 90 --limit 510 --resume build/cuda-back         8.5
 #   bench/cuda.sh all --arch 90 --limit 390 --resume build/cuda-back         6.5
 #
-# The first call checks the row kernel against float64 (1 minute), builds the package (6), measures the main rows and
-# compares values with float64. The second one measures all other rows that need no stock program. The third one runs
-# compute-sanitizer and the tests, which take as long. The stock programs take as long to build as the package: they
-# need a fourth call, or the time of the first one with --package, a wheel that was built for this Python elsewhere:
+# The first call checks the row kernel against float64 (1 minute), builds the package (6) and measures the main rows (2).
+# The second one compares values with float64 and measures most of the other rows that need no stock program, the third
+# one the rest of them; then it runs the tests (4) and, in what time is left, compute-sanitizer. The stock programs take
+# as long to build as the package: they need a fourth call, or the time of the first one with --package, a wheel that
+# was built for this Python elsewhere:
 #
 #   bench/cuda.sh all --arch 90 --limit 570 --resume build/cuda-back peers stock
 #
@@ -72,7 +73,7 @@ most_workers=12  # of pytest; each has a context of its own on the GPU
 prepare_parts=(wheels source size)
 build_parts=(tools package peers)
 run_parts=(check values sanitize pinned table tests)
-all_parts=(check tools package first values pinned copies places decode sanitize tests peers stock)
+all_parts=(check tools package first values pinned copies places decode tests sanitize peers stock)
 # Rows of `all` by part; every row is among them. A part is a process of its own, so that a crash
 # ends one only, and leaves out rows that an earlier one has measured.
 declare -A rows_of=(
