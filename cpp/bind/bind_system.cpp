@@ -2,6 +2,7 @@
 #include <llama.h>
 #include <nanobind/stl/string.h>
 
+#include <cstdlib>
 #include <string>
 #include <string_view>
 
@@ -12,6 +13,7 @@
 
 #include "llama/backend.h"
 #include "llama/devices.h"
+#include "tap/device/row_kernels.h"
 
 namespace kqview::bind {
 
@@ -33,6 +35,10 @@ nb::list devices_to_python() {
         entry["memory_total_bytes"] = device.memory_total_bytes;
         entry["compute_capability"] = text_or_none(device.compute_capability);
         entry["capture"] = name_of(device.capture);
+        constexpr double least_capability = 8.0;
+        auto* const handle = ggml_backend_dev_by_name(device.name.c_str());
+        entry["row_kernel"] = handle && may_have_row_kernels(handle) &&
+                              std::atof(device.compute_capability.c_str()) >= least_capability;
         devices.append(entry);
     }
     return devices;

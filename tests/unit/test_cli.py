@@ -459,15 +459,15 @@ def test_entry_point_without_the_cli_extra_is_one_line(missing: str):
 CPU = {
     "name": "CPU", "description": "some processor", "type": "CPU", "backend": "CPU",
     "memory_free_bytes": 2**33, "memory_total_bytes": 2**34, "compute_capability": None,
-    "capture": "zero-copy",
+    "capture": "zero-copy", "row_kernel": False,
 }  # fmt: skip
 GPU = {
     "name": "CUDA0", "description": "some accelerator", "type": "GPU", "backend": "CUDA",
     "memory_free_bytes": 70 * 2**30, "memory_total_bytes": 80 * 2**30,
-    "compute_capability": "9.0", "capture": "pinned",
+    "compute_capability": "9.0", "capture": "pinned", "row_kernel": True,
 }  # fmt: skip
 REMOTE = {**GPU, "name": "RPC0", "backend": "RPC", "memory_total_bytes": 0, "capture": "plain",
-          "compute_capability": None}  # fmt: skip
+          "compute_capability": None, "row_kernel": False}  # fmt: skip
 BUILD_INFO: dict[str, Any] = {
     "kqview_version": "1.2.3", "llama_cpp_commit": "0c1e570", "is_portable": False,
     "cpu_variant": "native", "cpu_variants": ["native"],
@@ -503,10 +503,12 @@ def test_info_without_a_model_shows_build_driver_and_devices(monkeypatch: pytest
     (gpu,) = [line for line in text.splitlines() if line.strip().startswith("CUDA0")]
     assert "some accelerator" in gpu
     assert "70.0 of 80.0 GiB" in gpu
-    assert gpu.split()[-2:] == ["9.0", "pinned"]
+    assert gpu.split()[-3:] == ["9.0", "pinned", "kqview"]
 
 
-RADEON = {**GPU, "name": "Vulkan0", "backend": "Vulkan", "compute_capability": None}
+RADEON = {
+    **GPU, "name": "Vulkan0", "backend": "Vulkan", "compute_capability": None, "row_kernel": False,
+}  # fmt: skip
 NO_DRIVER = {"nvidia_driver": None, "nvidia_driver_cuda": None, "devices": [CPU]}
 WITHOUT_GPU = "no GPU found: models run on the CPU"
 
@@ -516,7 +518,7 @@ WITHOUT_GPU = "no GPU found: models run on the CPU"
     [
         (
             {**WITHOUT_CUDA, "is_portable": True}, ["any CPU of its kind; no GPU"],
-            ["NVIDIA", "compute capability", "no GPU found"],
+            ["NVIDIA", "compute capability", "no GPU found", "rows by"],
         ),
         (
             {**WITHOUT_CUDA, "gpu_backends": "HIP,Vulkan", "devices": [RADEON, CPU]},

@@ -275,6 +275,7 @@ void device_tap::reserve(const graph_plan& plan) {
 // Bytes that the products of one layer may take from the backend's own memory: keys made F32,
 // queries and results, each once. An upper bound for ggml-cuda: many kernels take less.
 std::size_t device_tap::product_bytes_of(const graph_plan& plan, const path& on) const {
+    if (goes_by_kernel(plan, on)) return 0;
     const auto n_rows = n_rows_reserved(plan);
     const auto n_streams = static_cast<std::size_t>(plan.slots().count);
     std::size_t n_bytes = 0;
