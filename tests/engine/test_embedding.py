@@ -618,7 +618,6 @@ def test_bad_texts_to_classify_are_refused_before_anything_runs(
     assert engine.stats().n_requests == 0
 
 
-@pytest.mark.needs("peers")
 def test_reranker_that_is_a_decoder_gives_probabilities(
     make_engine: MakeEngine, architectures: dict[str, Path], tmp_path: Path
 ) -> None:

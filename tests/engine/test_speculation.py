@@ -419,7 +419,6 @@ GUESSING = [name for name in GENERATING if name not in CANNOT_GO_BACK]
 
 
 @pytest.mark.needs("host layers")
-@pytest.mark.needs("peers")
 @pytest.mark.parametrize("name", GUESSING)
 def test_every_architecture_has_the_rows_of_each_of_several_texts(
     make_engine: MakeEngine, architectures: dict[str, Path], name: str
