@@ -15,6 +15,7 @@
 #include "bind/bind.h"
 #include "bind/bind_generation.h"
 #include "llama/context_params.h"
+#include "llama/devices.h"
 #include "llama/model.h"
 #include "sched/delivery.h"
 #include "sched/engine.h"

@@ -1,4 +1,5 @@
 // What this build was made from, and the devices that it finds.
+#include <ggml-backend.h>
 #include <llama.h>
 #include <nanobind/stl/string.h>
 

@@ -5,6 +5,7 @@
 #include <llama-arch.h>
 #include <llama-context.h>
 #include <llama-ext.h>  // llama_graph_reserve
+#include <llama-hparams.h>
 #include <llama-kv-cache-iswa.h>
 #include <llama-kv-cache.h>
 #include <llama-model.h>

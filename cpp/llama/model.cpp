@@ -4,6 +4,7 @@
 #include <llama-model.h>
 
 #include <algorithm>
+#include <cstdint>
 
 #include "base/error.h"
 #include "base/log.h"

@@ -1,6 +1,7 @@
 #include "sched/model_drafter.h"
 
 #include <algorithm>
+#include <cstdint>
 #include <new>
 
 #include "base/error.h"

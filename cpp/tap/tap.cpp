@@ -9,6 +9,7 @@
 
 #include "base/error.h"
 #include "tap/device/device_copies.h"
+#include "tap/device/device_nodes.h"
 #include "tap/device/edit_nodes.h"
 #include "tap/graph.h"
 

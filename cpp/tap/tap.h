@@ -11,6 +11,7 @@
 #include <ggml-backend.h>
 #include <ggml.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <memory>

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "tap/device/row_step.h"
 
 namespace kqview {
 

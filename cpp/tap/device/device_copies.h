@@ -12,6 +12,7 @@
 
 #include "tap/device/device_nodes.h"
 #include "tap/device/row_copy.h"
+#include "tap/device/row_step.h"
 #include "tap/device/row_work.h"
 #include "tap/device/side_graph.h"
 #include "tap/device/transfer.h"

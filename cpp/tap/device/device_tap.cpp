@@ -13,6 +13,7 @@
 #include "base/log.h"
 #include "tap/device/device_copies.h"
 #include "tap/device/row_kernels.h"
+#include "tap/device/row_step.h"
 #include "tap/device/row_work.h"
 #include "tap/device/side_graph.h"
 

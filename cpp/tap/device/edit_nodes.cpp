@@ -3,10 +3,12 @@
 #include <ggml-backend.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <utility>
 #include <vector>
+#include "tap/plan.h"
 
 namespace kqview {
 

@@ -6,12 +6,16 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <cstddef>
+#include <cstdint>
 #include <cstring>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "base/error.h"
 #include "base/log.h"
+#include "tap/device/row_step.h"
 
 namespace kqview {
 

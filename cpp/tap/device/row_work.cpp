@@ -1,6 +1,8 @@
 #include "tap/device/row_work.h"
 
 #include <algorithm>
+#include <cstdint>
+#include <vector>
 
 #include "base/error.h"
 

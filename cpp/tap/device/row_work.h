@@ -6,9 +6,11 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <functional>
 #include <map>
 #include <span>
+#include <vector>
 
 #include "tap/device/row_step.h"
 #include "tap/host/row_sink.h"

@@ -25,6 +25,7 @@
 #include "tap/device/device_arena.h"
 #include "tap/device/row_copy.h"
 #include "tap/device/row_kernels.h"
+#include "tap/device/row_step.h"
 #include "tap/device/side_graph.h"
 #include "tap/step_result.h"
 

@@ -13,6 +13,7 @@
 
 #include "tap/hook_channel.h"
 #include "tap/host/row_kernel.h"
+#include "tap/plan.h"
 
 namespace kqview {
 

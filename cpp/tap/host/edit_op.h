@@ -18,6 +18,7 @@
 #include "base/ids.h"
 #include "tap/edits.h"
 #include "tap/graph.h"
+#include "tap/plan.h"
 
 namespace kqview {
 
