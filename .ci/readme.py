@@ -33,7 +33,9 @@ def main(which: str, clone: Path, home: Path) -> int:
         subprocess.run(["git", "clone", "--quiet", ROOT, clone], check=True)
         home.mkdir()
     shutil.rmtree(clone / ".venv", ignore_errors=True)
-    kept = {name: os.environ[name] for name in ("PATH", "CC", "CXX", "PIP_LOG") if name in os.environ}
+    kept = {
+        name: os.environ[name] for name in ("PATH", "CC", "CXX", "PIP_LOG") if name in os.environ
+    }
     print(f"$ {command}", flush=True)
     began_s = time.monotonic()
     done = subprocess.run(
