@@ -2,11 +2,12 @@
 # Builds bench/row_check.cu for this machine's GPU and runs it:
 #
 #   bash bench/row_check.sh [--quick] [--time] [--only WORD] [--seed N]
-#   bash bench/row_check.sh --sanitize      memcheck and racecheck over --quick, if compute-sanitizer is there
+#   bash bench/row_check.sh --sanitize      memcheck and racecheck over --quick, with compute-sanitizer
 #   bash bench/row_check.sh --build         builds it, no more
 #
-# The program is put into KQVIEW_CUDA_WORK (build/cuda) and is built again when a source is newer. KQVIEW_CUDA_ARCH:
-# another architecture than the GPU's own, such as 90. Exit status 1: a value is wrong, or a tool found something.
+# The program is put into KQVIEW_CUDA_WORK (build/cuda) and is built again when a source is newer.
+# KQVIEW_CUDA_ARCH: another architecture than the GPU's own, such as 90. Exit status 1: a value is
+# wrong, or a tool found something.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

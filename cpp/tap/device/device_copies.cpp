@@ -143,9 +143,8 @@ row_step device_copies::step_of(const device_part::share& share) {
     auto step = share.by_kernel->step_of(
         table_.targets, [kernels](const void* memory) { return kernels->reaches(memory); });
     int n_rows = 0;
-    for (const auto& job : step.jobs) n_rows += job.n_groups > 0 ? job.n_groups : job.n_rows;
+    for (const auto& job : step.jobs) n_rows += job.n_rows_out();
     table_.n_rows_written.fetch_add(n_rows, std::memory_order_relaxed);
-    share.way->count_kernel_rows(static_cast<std::size_t>(n_rows));
     return step;
 }
 

@@ -32,8 +32,8 @@ public:
     virtual void synchronize() = 0;
 };
 
-// Null if the device has none, or if the environment variable KQVIEW_DEVICE_ROWS is "ggml"; one that
-// should run and cannot is named in the log.
+// Null if the device has none, or if the environment variable KQVIEW_DEVICE_ROWS is "ggml"; one
+// that should run and cannot is named in the log.
 std::unique_ptr<row_kernels> make_row_kernels(ggml_backend_dev_t device);
 
 // Whether this build has kernels for a device, without asking the driver.

@@ -73,6 +73,8 @@ struct row_job {
     std::uint64_t reduced;    // float32 (n_groups, n_columns)
     std::uint64_t out;        // (n_rows or n_groups, n_values)
     std::uint64_t positions;  // int32, as out, with `top`
+    int n_rows_out() const { return n_groups > 0 ? n_groups : n_rows; }
+
     // Where the block can be written to from the device, rows go there instead; else null.
     std::byte* block_out;
     std::byte* block_positions;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "base/error.h"
@@ -57,27 +58,22 @@ std::size_t row_work::bytes_for(const need& wanted) {
 }
 
 row_step row_work::step_of(std::span<const row_target> targets,
-                           const std::function<bool(const void*)>& reaches) const {
+                           const std::function<bool(const void*)>& reaches) {
     row_step step;
     step.key_type = key_type_;
     step.layers = layers_;
-    // Jobs of one form are adjacent.
-    std::vector<const row_target*> wanted;
-    for (const auto& target : targets) {
-        const bool is_here = std::ranges::any_of(target.plan->layers(), [&](const auto& rows) {
-            return rows.on_device && holds(rows.il);
-        });
-        if (is_here) wanted.push_back(&target);
-    }
+    std::vector<std::pair<const row_target*, const plan_rows*>> wanted;
     std::vector<row_form> forms;
-    for (const auto* const target : wanted) {
-        const auto form = form_of(*target->plan);
-        if (std::ranges::find(forms, form) == forms.end()) forms.push_back(form);
+    for (const auto& target : targets) {
+        const auto& rows = rows_of(target.plan);
+        if (rows.job.n_rows == 0) continue;
+        wanted.emplace_back(&target, &rows);
+        if (std::ranges::find(forms, rows.form) == forms.end()) forms.push_back(rows.form);
     }
-    for (const auto& form : forms) {
+    for (const auto& form : forms) {  // jobs of one form are adjacent
         row_step::launch launch{form, step.jobs.size(), 0};
-        for (const auto* const target : wanted) {
-            if (form_of(*target->plan) == form) add_job(*target, reaches, step);
+        for (const auto& [target, rows] : wanted) {
+            if (rows->form == form) add_job(*target, *rows, reaches, step);
         }
         launch.n_jobs = step.jobs.size() - launch.first_job;
         step.launches.push_back(launch);
@@ -85,57 +81,72 @@ row_step row_work::step_of(std::span<const row_target> targets,
     return step;
 }
 
-void row_work::add_job(const row_target& target, const std::function<bool(const void*)>& reaches,
-                       row_step& step) const {
+const row_work::plan_rows& row_work::rows_of(const std::shared_ptr<const capture_plan>& plan) {
+    const auto found = std::ranges::find(known_, plan, &plan_rows::plan);
+    if (found != known_.end()) return *found;
+    constexpr std::size_t n_most = 256;  // more than a step has
+    if (known_.size() == n_most) known_.pop_front();
+    auto& rows = known_.emplace_back(plan_rows{plan, form_of(*plan), {}, {}, {}, {}});
+    auto& job = rows.job;
+    std::vector<std::int32_t> ends{0};
+    for (const auto& of_layer : plan->layers()) {
+        if (!of_layer.on_device || !holds(of_layer.il)) continue;
+        add_items(of_layer, job.n_rows, rows);
+        job.n_rows += static_cast<std::int32_t>(of_layer.heads.size());
+        ends.push_back(job.n_rows);
+        if (rows.form.reduce != row_form::none) {
+            rows.places.push_back(static_cast<std::size_t>(of_layer.index));
+            continue;
+        }
+        for (std::size_t i = 0; i < of_layer.heads.size(); ++i)
+            rows.places.push_back(static_cast<std::size_t>(of_layer.first_row) + i);
+    }
+    job.n_items = static_cast<std::int32_t>(rows.items.size());
+    if (plan->reduces_layers()) {
+        rows.places = {0};
+        ends = {0, job.n_rows};
+    }
+    auto& numbers = rows.numbers;
+    if (rows.form.reduce != row_form::none) {
+        job.first_group = static_cast<std::int32_t>(numbers.size());
+        job.n_groups = static_cast<std::int32_t>(ends.size()) - 1;
+        numbers.insert(numbers.end(), ends.begin(), ends.end());
+    }
+    const auto& [cuts, spans] = plan->spans();
+    if (cuts.size() > max_row_cuts) throw error(errc::internal, "too many spans");
+    job.first_cut = static_cast<std::int32_t>(numbers.size());
+    job.n_cuts = static_cast<std::int32_t>(cuts.size());
+    job.n_spans = static_cast<std::int32_t>(spans.size());
+    numbers.insert(numbers.end(), cuts.begin(), cuts.end());
+    for (const auto& one : spans) {
+        numbers.push_back(static_cast<std::int32_t>(one.first));
+        numbers.push_back(static_cast<std::int32_t>(one.last));
+    }
+    return rows;
+}
+
+void row_work::add_job(const row_target& target, const plan_rows& rows,
+                       const std::function<bool(const void*)>& reaches, row_step& step) const {
     const auto& plan = *target.plan;
     const auto& layout = target.layout;
+    const auto& form = rows.form;
+    const auto& places = rows.places;
     if (layout.n_queries != 1 || target.i_query != n_queries_ - 1) {
         throw error(errc::internal, "the rows of a query are not in its step's graph");
     }
-    if (plan.spans().cuts.size() > max_row_cuts) throw error(errc::internal, "too many spans");
-    const auto form = form_of(plan);
-    row_job job{};
+    auto job = rows.job;
     job.stream = target.i_stream;
     job.n_columns = layout.n_columns;
     job.n_tiles = static_cast<std::int32_t>(n_tiles_of(static_cast<std::size_t>(job.n_columns)));
-    job.first_item = static_cast<std::int32_t>(step.items.size());
     job.n_values = layout.n_values;
-
-    std::vector<std::size_t> places;  // of rows that are handed out
-    std::vector<std::int32_t> ends{0};
-    for (const auto& rows : plan.layers()) {
-        if (!rows.on_device || !holds(rows.il)) continue;
-        add_items(rows, job.n_rows, step);
-        job.n_rows += static_cast<std::int32_t>(rows.heads.size());
-        ends.push_back(job.n_rows);
-        if (form.reduce != row_form::none) {
-            places.push_back(static_cast<std::size_t>(rows.index));
-            continue;
-        }
-        for (std::size_t i = 0; i < rows.heads.size(); ++i)
-            places.push_back(static_cast<std::size_t>(rows.first_row) + i);
-    }
-    job.n_items = static_cast<std::int32_t>(step.items.size()) - job.first_item;
-    if (plan.reduces_layers()) {
-        places = {0};
-        ends = {0, job.n_rows};
-    }
-    if (form.reduce != row_form::none) {
-        job.first_group = static_cast<std::int32_t>(step.numbers.size());
-        job.n_groups = static_cast<std::int32_t>(ends.size()) - 1;
-        step.numbers.insert(step.numbers.end(), ends.begin(), ends.end());
-    }
-    if (form.finish == row_form::sums) {
-        const auto& [cuts, spans] = plan.spans();
-        job.first_cut = static_cast<std::int32_t>(step.numbers.size());
-        job.n_cuts = static_cast<std::int32_t>(cuts.size());
-        job.n_spans = static_cast<std::int32_t>(spans.size());
-        step.numbers.insert(step.numbers.end(), cuts.begin(), cuts.end());
-        for (const auto& one : spans) {
-            step.numbers.push_back(static_cast<std::int32_t>(one.first));
-            step.numbers.push_back(static_cast<std::int32_t>(one.last));
-        }
-    }
+    const auto base = static_cast<std::int32_t>(step.numbers.size());
+    job.first_item = static_cast<std::int32_t>(step.items.size());
+    job.first_group += base;
+    job.first_cut += base;
+    step.numbers.insert(step.numbers.end(), rows.numbers.begin(), rows.numbers.end());
+    step.items.insert(step.items.end(), rows.items.begin(), rows.items.end());
+    for (auto i = static_cast<std::size_t>(job.first_item); i < step.items.size(); ++i)
+        step.items[i].rows += base;
 
     const auto take = [&](std::size_t n_bytes) {
         const auto at = step.n_bytes;
@@ -184,7 +195,7 @@ void row_work::add_job(const row_target& target, const std::function<bool(const 
 
 // Heads that share a KV head, as far as they are wanted.
 void row_work::add_items(const capture_plan::layer_rows& wanted, std::int32_t first_row,
-                         row_step& step) const {
+                         plan_rows& to) const {
     const auto index = index_of_.at(wanted.il);
     const auto& layer = layers_[static_cast<std::size_t>(index)];
     std::vector<std::int32_t> row_of(static_cast<std::size_t>(layer.n_head), -1);
@@ -192,7 +203,7 @@ void row_work::add_items(const capture_plan::layer_rows& wanted, std::int32_t fi
         const auto head = static_cast<std::size_t>(wanted.heads[i]);
         const auto row = first_row + static_cast<std::int32_t>(i);
         if (row_of[head] >= 0) {
-            add_item(index, head, std::span(&row, 1), step);  // listed once more
+            add_item(index, head, std::span(&row, 1), to);  // listed once more
         } else {
             row_of[head] = row;
         }
@@ -206,19 +217,19 @@ void row_work::add_items(const capture_plan::layer_rows& wanted, std::int32_t fi
             const auto is_wanted = [](std::int32_t row) { return row >= 0; };
             const auto from = std::find_if(begin, end, is_wanted);
             if (from == end) continue;
-            auto to = end;
-            while (!is_wanted(*(to - 1))) --to;
-            add_item(index, static_cast<std::size_t>(from - row_of.begin()), {from, to}, step);
+            auto last = end;
+            while (!is_wanted(*(last - 1))) --last;
+            add_item(index, static_cast<std::size_t>(from - row_of.begin()), {from, last}, to);
         }
     }
 }
 
 void row_work::add_item(std::int32_t layer, std::size_t first_head,
-                        std::span<const std::int32_t> rows, row_step& step) {
-    step.items.push_back({layer, static_cast<std::int32_t>(first_head),
-                          static_cast<std::int32_t>(rows.size()),
-                          static_cast<std::int32_t>(step.numbers.size())});
-    step.numbers.insert(step.numbers.end(), rows.begin(), rows.end());
+                        std::span<const std::int32_t> rows, plan_rows& to) {
+    to.items.push_back({layer, static_cast<std::int32_t>(first_head),
+                        static_cast<std::int32_t>(rows.size()),
+                        static_cast<std::int32_t>(to.numbers.size())});
+    to.numbers.insert(to.numbers.end(), rows.begin(), rows.end());
 }
 
 }  // namespace kqview

@@ -200,6 +200,8 @@ void transfer::run_kernels(staging& stage, const row_step& step, std::size_t par
     kernels_->run(step, base_of(stage.results), base_of(beside_), parity, stage.filled, done);
     std::size_t n_bytes = 0;
     for (const auto& one : step.copies) n_bytes += one.n_bytes;
+    for (const auto& job : step.jobs)
+        counters_.n_kernel_rows += static_cast<std::uint64_t>(job.n_rows_out());
     count(step.copies.size(), n_bytes);
 }
 

@@ -2,8 +2,8 @@
 // addresses that stay fixed while a plan is wanted: recorded graphs (CUDA graphs) and graphs sent
 // earlier (RPC) stay valid. After the compute, the results are copied within the device to one of
 // two staging buffers; a separate stream copies them from there to the host while the next step
-// computes. Where the results are queries (side_graph), that stream first computes the rows; kernels
-// of our own have a stream of theirs (row_kernels).
+// computes. Where the results are queries (side_graph), that stream first computes the rows;
+// kernels of our own have a stream of theirs (row_kernels).
 // Owner:   device_tap.
 // Threads: the engine thread; the device performs the copies.
 // Never:   reuses or frees a staging buffer before the copies out of it have ended.
@@ -56,8 +56,6 @@ public:
     // Kernels of ours on this device; null: ggml's nodes compute all rows.
     row_kernels* kernels() const { return kernels_.get(); }
     void take(std::unique_ptr<row_kernels> kernels) { kernels_ = std::move(kernels); }
-
-    void count_kernel_rows(std::size_t n) { counters_.n_kernel_rows += n; }
 
     // Whether the device computes and copies at the same time.
     bool is_async() const { return is_async_; }

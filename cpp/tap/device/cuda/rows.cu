@@ -444,8 +444,8 @@ __global__ void __launch_bounds__(n_warps * 32) rows_of_keys(const tables all) {
 
 // ---- what follows K·q
 
-// Of each row the largest value and 1 / the sum of exponentials, out of those of its tiles; a warp a
-// row, grid (rows / n_warps, jobs).
+// Of each row the largest value and 1 / the sum of exponentials, out of those of its tiles; a warp
+// a row, grid (rows / n_warps, jobs).
 __global__ void __launch_bounds__(n_warps * 32) join_parts(const tables all) {
     const row_job& job = all.jobs[blockIdx.y];
     const int row = blockIdx.x * n_warps + threadIdx.x / 32, lane = threadIdx.x % 32;
