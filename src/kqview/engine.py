@@ -269,7 +269,7 @@ class Engine(NamesMethods):
         device_rows: Where rows of layers on devices are computed while text is generated: "in
             graph", before the step's next layer, or "beside", where possible: the step only saves
             its queries, and the rows are computed while the next step runs. The values are the
-            same up to rounding. "auto" means "beside" with CUDA, where a kernel of kqview's
+            same up to rounding. "auto" means "beside" with CUDA, where kqview's own kernel
             computes them, and "in graph" elsewhere. Devices that do one thing after the other, such
             as those of RPC servers, compute them in the graph either way; a warning is logged.
         kv_type: Type of the KV cache: "f16", "f32", "bf16", "q8_0" or another type of llama.cpp.
