@@ -20,7 +20,7 @@ from kqview import Capture
 from kqview.errors import DecodeError, KqviewError, OutOfMemory, UnsupportedModel
 from tests.support import tiny_gguf
 from tests.support.reference import relative_error
-from tests.support.rows import CLOSE, KINDS, Kind, both, check_equal, random_ids, run
+from tests.support.rows import CLOSE, KINDS, Kind, both, check_equal, in_turn, random_ids, run
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -251,11 +251,7 @@ def test_slots_that_capture_and_one_that_does_not(
             )
             for i, capture in enumerate(["logits", None, Capture("logits", layers=[1])])
         ]  # fmt: skip
-        taken: list[list[Token]] = [[] for _ in running]
-        for _ in range(N_TOKENS):
-            for tokens, generation in zip(taken, running, strict=True):
-                tokens.append(next(generation))
-        return taken
+        return in_turn(running, N_TOKENS)
 
     cpu, gpu = both(make_engine, tiny_llama, n_slots=3)
     for theirs, ours in zip(generate(cpu), generate(gpu), strict=True):
@@ -285,10 +281,7 @@ def start_capturing(engine: Engine, slots: Iterable[int]) -> list[list[Token]]:
         )
         for i in range(len(engine.slots))
     ]  # fmt: skip
-    taken: list[list[Token]] = [[] for _ in running]
-    for _ in range(N_TOKENS):
-        for tokens, generation in zip(taken, running, strict=True):
-            tokens.append(next(generation))
+    taken = in_turn(running, N_TOKENS)
     for generation in running:
         generation.close()
     return taken

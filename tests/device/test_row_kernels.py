@@ -13,7 +13,7 @@ import pytest
 
 from kqview import Capture, Edit
 from kqview.errors import DecodeError
-from tests.support.rows import KINDS, Kind, both, check_equal, random_ids, run
+from tests.support.rows import KINDS, Kind, both, check_equal, in_turn, random_ids, run
 
 from .test_device_architectures import MODELS, prompt_of
 
@@ -69,11 +69,7 @@ def test_requests_of_each_form_share_steps(make_engine: MakeEngine, tiny_llama: 
             )
             for slot, capture in enumerate(FORMS)
         ]  # fmt: skip
-        taken: list[list[Token]] = [[] for _ in running]
-        for _ in range(N_TOKENS):
-            for tokens, generation in zip(taken, running, strict=True):
-                tokens.append(next(generation))
-        return taken
+        return in_turn(running, N_TOKENS)
 
     cpu = make_engine(tiny_llama, n_slots=len(FORMS), flash_attn=True)
     # "mean" is one row over all layers: they must be on one device.

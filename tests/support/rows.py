@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from kqview import Engine
+    from kqview import Engine, Generation
     from kqview.types import Token
     from tests.engine.conftest import MakeEngine
 
@@ -46,6 +46,12 @@ def run(engine: Engine, prompt: Sequence[int], n_tokens: int, **options: Any) ->
     tokens = list(engine.generate(prompt, max_tokens=n_tokens, ignore_eos=True, **settings))
     assert len(tokens) == n_tokens
     return tokens
+
+
+def in_turn(running: Sequence[Generation], n_tokens: int) -> list[list[Token]]:
+    """*n_tokens* of each generation, one of each in turn, so that they share steps."""
+    rounds = [[next(generation) for generation in running] for _ in range(n_tokens)]
+    return [list(tokens) for tokens in zip(*rounds, strict=True)]
 
 
 def sequence_of(prompt: Sequence[int], tokens: Sequence[Token]) -> list[int]:
