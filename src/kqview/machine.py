@@ -167,7 +167,7 @@ def system_info() -> dict[str, Any]:
             memory_free_bytes, memory_total_bytes, compute_capability (such as "9.0"; None except
             for NVIDIA), capture (how attention of its layers reaches a view: "zero-copy", "pinned"
             for one copy to page-locked memory, "plain" for one copy to ordinary memory), row_kernel
-            (whether a kernel of kqview's computes rows there, where it can; ggml's do elsewhere).
+            (whether kqview's own kernel computes rows there, where it can, instead of ggml's).
         nvidia_driver: Version of NVIDIA's driver; nvidia_driver_cuda: the newest CUDA version it
             supports. None without a driver.
         cpu_features: llama.cpp's description of the CPU; n_threads_default: int.
