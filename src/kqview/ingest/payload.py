@@ -5,8 +5,8 @@ checked and written one by one, so that only a slice of them exists as objects a
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
 from functools import cache
 from typing import Any, Final, cast
@@ -37,26 +37,12 @@ _MOST_SHOWN: Final = 200  # characters of its text in a list
 _ADDING: Final = frozenset({"Backtrack", "ForceTokens"})  # at an Added event
 
 
-@dataclass(slots=True)
-class Counts:
-    """What the summary of a trace says of its parts; complete when all of them were read."""
-
-    n_events: int = 0
-    n_steps: int = 0
-    n_added_tokens: int = 0
-    n_forced_tokens: int = 0
-    n_mod_calls: int = 0
-    n_mod_logs: int = 0
-    n_actions: int = 0
-    n_exceptions: int = 0
-
-
 class Posted:
     """One posted trace. Parts are read once, in the order of the methods here.
 
     Attributes:
         request: The request.
-        counts: Of the parts that were read.
+        counts: What the summary says of the parts that were read, by the names of its fields.
         mods: Names of the mods, in the order of their first calls; the values are None.
     """
 
@@ -67,8 +53,7 @@ class Posted:
             RequestError: It is not JSON.
             Unprocessable: A section is missing or of a wrong type.
         """
-        self.n_bytes = len(body)
-        self.counts = Counts()
+        self.counts = Counter[str]()
         self.mods: dict[str, None] = {}
         if b"\\u0000" in body:
             body = _NUL.sub(rb"\1", body)
@@ -107,12 +92,12 @@ class Posted:
                     "events 0, 1, 2, ..."
                 )
             self._orders.add(order)
-            counts.n_events += 1
-            counts.n_steps = max(counts.n_steps, event.step)
+            counts["n_events"] += 1
+            counts["n_steps"] = max(counts["n_steps"], event.step)
             if event.event_type == "Added":
                 n_added = len(event.added_tokens or ()) or (event.added_token_count or 0)
-                counts.n_added_tokens += n_added
-                counts.n_forced_tokens += n_added if event.forced else 0
+                counts["n_added_tokens"] += n_added
+                counts["n_forced_tokens"] += n_added if event.forced else 0
                 self._added.add(order)
             if event.token_text and self._n_text < MOST_TEXT:
                 self._texts.append(event.token_text)
@@ -130,18 +115,18 @@ class Posted:
                     "has this sequence_order"
                 )
             self.mods[call.mod_name] = None
-            counts.n_exceptions += call.exception_occurred
+            counts["n_exceptions"] += call.exception_occurred
             if call.event_sequence_order in added:
-                self._added.add(counts.n_mod_calls)
-            yield {**_row(call, place), "sequence": counts.n_mod_calls}
-            counts.n_mod_calls += 1
+                self._added.add(counts["n_mod_calls"])
+            yield {**_row(call, place), "sequence": counts["n_mod_calls"]}
+            counts["n_mod_calls"] += 1
 
     def mod_log_rows(self) -> Iterator[TableRow]:
         """Rows of what the mods logged; raises RequestError for a log of an unknown call."""
         for place, log in _each(ModLog, "mod_logs", self._parts.mod_logs):
             self._check_call(place, log.mod_call_sequence)
-            yield {**_row(log, place), "sequence": self.counts.n_mod_logs}
-            self.counts.n_mod_logs += 1
+            yield {**_row(log, place), "sequence": self.counts["n_mod_logs"]}
+            self.counts["n_mod_logs"] += 1
 
     def action_rows(self) -> Iterator[TableRow]:
         """Rows of what the mods did; raises RequestError for an action of an unknown call."""
@@ -149,18 +134,15 @@ class Posted:
         for i, (place, action) in enumerate(parts):
             self._check_call(place, action.mod_call_sequence)
             yield {**_row(action, place), "sequence": i}
-            self.counts.n_actions += action.action_type != "Noop"
-            self._count_tokens(action)
-
-    def _count_tokens(self, action: Any) -> None:
-        """Count what an action itself adds; of the others an Added event tells (timeline.js)."""
-        is_own = action.mod_call_sequence in self._added and action.action_type in _ADDING
-        if not is_own and action.action_type != "ForceOutput":
-            return
-        details: Any = msgspec.json.decode(action.details) if action.details else None
-        if not (isinstance(details, dict) and cast("Any", details).get("is_applied") is False):
-            self.counts.n_added_tokens += len(action.tokens or ())
-            self.counts.n_forced_tokens += len(action.tokens or ())
+            self.counts["n_actions"] += action.action_type != "Noop"
+            # What an action itself adds; of the others an Added event tells (timeline.js).
+            is_own = action.mod_call_sequence in self._added and action.action_type in _ADDING
+            if not is_own and action.action_type != "ForceOutput":
+                continue
+            details: Any = msgspec.json.decode(action.details) if action.details else None
+            if not (isinstance(details, dict) and cast("Any", details).get("is_applied") is False):
+                self.counts["n_added_tokens"] += len(action.tokens or ())
+                self.counts["n_forced_tokens"] += len(action.tokens or ())
 
     def summary_row(self) -> TableRow:
         """What lists show and search, once all parts are read."""
@@ -173,8 +155,7 @@ class Posted:
             *self.mods, request.user_prompt, text,
         ]  # fmt: skip
         return {
-            "n_bytes": self.n_bytes,
-            **asdict(self.counts),
+            **self.counts,
             "finish_reason": _finish_reason(request.inference_stats),
             "mods": msgspec.json.encode(list(self.mods)).decode(),
             "text": text and text[:_MOST_SHOWN],
@@ -182,7 +163,7 @@ class Posted:
         }
 
     def _check_call(self, place: str, sequence: int) -> None:
-        n_calls = self.counts.n_mod_calls
+        n_calls = self.counts["n_mod_calls"]
         if not 0 <= sequence < n_calls:
             raise RequestError(
                 f"{place}.mod_call_sequence is {sequence}, and the trace has {n_calls} mod_calls; "

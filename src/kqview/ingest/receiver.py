@@ -109,14 +109,11 @@ class Receiver(Host):
 
     async def put(self, body: Body) -> None:
         """Store a posted trace; raises as `Store.put`."""
-        await self._write(lambda: self.store.put(body.read()))
+        await self.write(lambda: self.store.put(body.read()))
         self._tell()
 
-    async def delete(self, request_id: str) -> bool:
-        """Delete a trace; returns whether there was one."""
-        return await self._write(self.store.delete, request_id)
-
-    async def _write(self, work: Callable[..., _T], *args: Any) -> _T:
+    async def write(self, work: Callable[..., _T], *args: Any) -> _T:
+        """Do *work* on a writer's thread."""
         return await asyncio.get_running_loop().run_in_executor(self._writers, work, *args)
 
     async def _prune(self) -> None:
@@ -126,7 +123,7 @@ class Receiver(Host):
             news = self._news
             older_than = time.time_ns() // 1000 - int(options.max_age_s * 10**6)
             try:
-                n_deleted = await self._write(
+                n_deleted = await self.write(
                     self.store.prune,
                     options.max_traces,
                     options.max_stored_bytes,

@@ -9,7 +9,7 @@ import re
 import sqlite3
 import threading
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Final
@@ -31,6 +31,7 @@ from kqview.errors import CapacityError, KqviewError, RequestError
 from kqview.ingest import tables
 from kqview.ingest.payload import Posted, moment
 from kqview.ingest.schema import TIMES, FilterValues, Request, Summary
+from kqview.ingest.tables import counter, request_mods, requests
 from kqview.server.errors import Forbidden, StorageFailed, StorageFull
 
 _SLICE: Final = 500  # rows in one statement
@@ -43,7 +44,7 @@ _MOST_VALUES: Final = 1000
 _CURSOR: Final = re.compile(r"(-?[0-9]{1,18})\.([0-9]{1,18})")  # created_at and id of a trace
 _PRUNED: Final = 20  # traces deleted in one transaction
 _SUMMARY: Final = tuple(
-    tables.requests.c["user_key_sha256" if name == "user_api_key" else name]
+    requests.c["user_key_sha256" if name == "user_api_key" else name]
     for name in Summary.__struct_fields__
     if name != "duration_ms"
 )
@@ -68,14 +69,6 @@ class TraceFilter:
     since: int | None = None
     until: int | None = None
     search: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Totals:
-    """What is stored."""
-
-    n_traces: int
-    n_bytes: int
 
 
 class Store:
@@ -128,7 +121,23 @@ class Store:
         """
         posted = Posted(body)
         with self._transaction() as db:
-            trace = self._put_request(db, posted)
+            now = time.time_ns() // 1000
+            row = {**posted.request_row(), "stored_at": now, "revision": 0}
+            if row["created_at"] is None:
+                row["created_at"] = now
+            row |= dict.fromkeys((c.name for c in requests.c if c.name.startswith("n_")), 0)
+            row |= {"mods": "[]", "search_text": "", "n_bytes": len(body)}
+            changed = {name: value for name, value in row.items() if name != "created_at"}
+            db.execute(
+                self._insert(requests)
+                .values(row)
+                .on_conflict_do_update(index_elements=[requests.c.request_id], set_=changed)
+            )
+            named = sa.select(requests.c.id).where(requests.c.request_id == row["request_id"])
+            trace: int = db.execute(named).scalar_one()
+            # Calls, logs and actions go with the events.
+            for table in (tables.events, request_mods):
+                db.execute(sa.delete(table).where(table.c.trace == trace))
             for table, rows in (
                 (tables.events, posted.event_rows()),
                 (tables.mod_calls, posted.mod_call_rows()),
@@ -141,11 +150,10 @@ class Store:
                 rows = [
                     {"trace": trace, "sequence": i, "mod_name": name} for i, name in enumerate(mods)
                 ]
-                db.execute(sa.insert(tables.request_mods), rows)
+                db.execute(sa.insert(request_mods), rows)
             # The row of the counter stays locked until the commit, which is next.
-            db.execute(sa.update(tables.counter).values(revision=tables.counter.c.revision + 1))
-            revision: int = db.execute(sa.select(tables.counter.c.revision)).scalar_one()
-            requests = tables.requests
+            db.execute(sa.update(counter).values(revision=counter.c.revision + 1))
+            revision: int = db.execute(sa.select(counter.c.revision)).scalar_one()
             db.execute(
                 sa.update(requests)
                 .where(requests.c.id == trace)
@@ -153,31 +161,8 @@ class Store:
             )
         return revision
 
-    def _put_request(self, db: sa.Connection, posted: Posted) -> int:
-        requests = tables.requests
-        now = time.time_ns() // 1000
-        row = {**posted.request_row(), "stored_at": now, "revision": 0, "n_bytes": posted.n_bytes}
-        if row["created_at"] is None:
-            row["created_at"] = now
-        row |= dict.fromkeys((c.name for c in requests.c if c.name.startswith("n_")), 0)
-        row |= {"mods": "[]", "search_text": ""}
-        changed = {name: value for name, value in row.items() if name != "created_at"}
-        db.execute(
-            self._insert(requests)
-            .values(row)
-            .on_conflict_do_update(index_elements=[requests.c.request_id], set_=changed)
-        )
-        trace: int = db.execute(
-            sa.select(requests.c.id).where(requests.c.request_id == row["request_id"])
-        ).scalar_one()
-        # Calls, logs and actions go with the events.
-        for table in (tables.events, tables.request_mods):
-            db.execute(sa.delete(table).where(table.c.trace == trace))
-        return trace
-
     def delete(self, request_id: str) -> bool:
         """Delete a trace; returns whether there was one."""
-        requests = tables.requests
         with self._transaction() as db:
             done = db.execute(sa.delete(requests).where(requests.c.request_id == request_id))
             return done.rowcount > 0
@@ -193,7 +178,6 @@ class Store:
         Returns:
             How many traces it has deleted.
         """
-        requests = tables.requests
         newest = requests.c.revision.desc()
         with self._reading() as db:
             kept: list[Any] = []
@@ -210,22 +194,16 @@ class Store:
                 kept.append(db.execute(query.where(requests.c.stored_at < older_than)).scalar())
         last = max((one for one in kept if one is not None), default=0)
         n_deleted = 0
-        # A few at a time, so that posts get in between.
-        while some := self._oldest(last):
+        too_old = sa.select(requests.c.revision).where(requests.c.revision <= last)
+        too_old = too_old.order_by(requests.c.revision).limit(_PRUNED)
+        while True:  # a few at a time, so that posts get in between
+            with self._reading() as db:
+                some = db.execute(too_old).scalars().all()
+            if not some:
+                return n_deleted
+            chosen = requests.c.revision.between(some[0], some[-1])
             with self._transaction() as db:
-                n_deleted += db.execute(
-                    sa.delete(requests).where(
-                        requests.c.revision.between(some[0], some[-1]),
-                    )
-                ).rowcount
-        return n_deleted
-
-    def _oldest(self, last: int) -> Sequence[int]:
-        """Revisions of the traces to delete next, of those up to *last*."""
-        requests = tables.requests
-        query = sa.select(requests.c.revision).where(requests.c.revision <= last)
-        with self._reading() as db:
-            return db.execute(query.order_by(requests.c.revision).limit(_PRUNED)).scalars().all()
+                n_deleted += db.execute(sa.delete(requests).where(chosen)).rowcount
 
     # ---- reading
 
@@ -238,10 +216,15 @@ class Store:
             RequestError: The cursor is none of ours.
             StorageFailed: The database fails.
         """
-        requests = tables.requests
         query = sa.select(*_SUMMARY, requests.c.id).where(*_conditions(reader, chosen))
         if cursor is not None:
-            created_at, trace = _place(cursor)
+            found = _CURSOR.fullmatch(cursor)
+            if found is None:
+                raise RequestError(
+                    f"cursor is {cursor!r}; use the next_cursor of a list, or none",
+                    parameter="cursor",
+                )
+            created_at, trace = map(int, found.groups())
             query = query.where(
                 sa.tuple_(requests.c.created_at, requests.c.id)
                 < sa.tuple_(sa.literal(created_at), sa.literal(trace))
@@ -256,7 +239,6 @@ class Store:
 
     def since(self, reader: Reader, revision: int, limit: int) -> list[tuple[int, Summary]]:
         """Traces stored after *revision*, oldest first, each with its own revision."""
-        requests = tables.requests
         query = (
             sa.select(*_SUMMARY, requests.c.revision)
             .where(requests.c.revision > revision, *_conditions(reader, TraceFilter()))
@@ -270,7 +252,7 @@ class Store:
     def revision(self) -> int:
         """That of the trace stored last; 0 if none was."""
         with self._reading() as db:
-            return db.execute(sa.select(tables.counter.c.revision)).scalar_one()
+            return db.execute(sa.select(counter.c.revision)).scalar_one()
 
     def trace(self, request_id: str, reader: Reader) -> bytes | None:
         """JSON of a whole trace, as `kqview.ingest.schema.Trace`; None without one.
@@ -280,7 +262,6 @@ class Store:
         Raises:
             Forbidden: It belongs to another key.
         """
-        requests = tables.requests
         with self._reading() as db:
             query = sa.select(requests).where(requests.c.request_id == request_id)
             row = db.execute(query).mappings().first()
@@ -304,7 +285,6 @@ class Store:
 
     def values(self, reader: Reader) -> FilterValues:
         """What the traces that *reader* may see can be filtered by."""
-        requests, mods = tables.requests, tables.request_mods
         visible = _conditions(reader, TraceFilter())
 
         def distinct(db: sa.Connection, column: sa.Column[Any], *conditions: Any) -> list[str]:
@@ -315,16 +295,15 @@ class Store:
         with self._reading() as db:
             return FilterValues(
                 models=distinct(db, requests.c.model),
-                mods=distinct(db, mods.c.mod_name, mods.c.trace == requests.c.id),
+                mods=distinct(db, request_mods.c.mod_name, request_mods.c.trace == requests.c.id),
                 finish_reasons=distinct(db, requests.c.finish_reason),
             )
 
-    def totals(self) -> Totals:
-        """How much is stored; raises StorageFailed if the database fails."""
-        requests = tables.requests
+    def totals(self) -> tuple[int, int]:
+        """How many traces are stored, and their bytes; raises StorageFailed if that fails."""
         with self._reading() as db:
             row = db.execute(sa.select(sa.func.count(), sa.func.sum(requests.c.n_bytes))).one()
-        return Totals(int(row[0]), int(row[1] or 0))
+        return int(row[0]), int(row[1] or 0)
 
     # ---- transactions
 
@@ -377,13 +356,7 @@ def _prepare_sqlite(connection: Any, _record: object) -> None:
     # The driver would begin transactions late and end them early.
     connection.isolation_level = None
     connection.execute("PRAGMA foreign_keys = ON")
-    # Readers do not wait for the writer; commits are on the disk before they are answered.
-    _use_wal(connection)
-    connection.execute("PRAGMA synchronous = FULL")
-
-
-def _use_wal(connection: Any) -> None:
-    """Readers beside a writer; a property of the file, which its first connection sets."""
+    # Readers do not wait for the writer: a property of the file, which its first connection sets.
     end_s = time.monotonic() + _BUSY_S
     while connection.execute("PRAGMA journal_mode").fetchone()[0] != "wal":
         try:
@@ -392,6 +365,8 @@ def _use_wal(connection: Any) -> None:
             if time.monotonic() > end_s:
                 raise
             time.sleep(_TRY_AGAIN_S)
+    # Commits are on the disk before they are answered.
+    connection.execute("PRAGMA synchronous = FULL")
 
 
 def _begin_sqlite(db: sa.Connection) -> None:
@@ -412,31 +387,27 @@ def _named_failures() -> Generator[None]:
     try:
         yield
     except SQLAlchemyError as error:
-        raise _named(error) from error
-
-
-def _named(error: SQLAlchemyError) -> KqviewError:
-    cause: BaseException | None = error.orig if isinstance(error, DBAPIError) else error
-    reason = str(cause)
-    first = reason.splitlines()[0] if reason else type(error).__name__
-    if first == "database is locked":
-        return CapacityError(
-            f"another process has been writing to the database for {_BUSY_S:g} s; try again"
-        )
-    state: str = getattr(cause, "sqlstate", None) or ""
-    if first == "database or disk is full" or state == _DISK_FULL:
-        return StorageFull(f"database error: {first}; make room, or keep fewer traces")
-    is_lost = state[:2] in _CONNECTION or not state
-    if isinstance(error, OperationalError) and is_lost and not isinstance(cause, sqlite3.Error):
-        return CapacityError(f"the database does not answer: {first}")
-    return StorageFailed(f"database error: {first}")
+        cause: BaseException | None = error.orig if isinstance(error, DBAPIError) else error
+        reason = str(cause)
+        first = reason.splitlines()[0] if reason else type(error).__name__
+        state: str = getattr(cause, "sqlstate", None) or ""
+        is_lost = isinstance(error, OperationalError) and not isinstance(cause, sqlite3.Error)
+        named: KqviewError = StorageFailed(f"database error: {first}")
+        if first == "database is locked":
+            named = CapacityError(
+                f"another process has been writing to the database for {_BUSY_S:g} s; try again"
+            )
+        elif first == "database or disk is full" or state == _DISK_FULL:
+            named = StorageFull(f"database error: {first}; make room, or keep fewer traces")
+        elif is_lost and (state[:2] in _CONNECTION or not state):
+            named = CapacityError(f"the database does not answer: {first}")
+        raise named from error
 
 
 # ---- conditions and replies
 
 
 def _conditions(reader: Reader, chosen: TraceFilter) -> list[sa.ColumnElement[bool]]:
-    requests, mods = tables.requests, tables.request_mods
     conditions: list[sa.ColumnElement[bool]] = []
     if not reader.sees_all:
         conditions.append(requests.c.user_key_sha256 == reader.owner)
@@ -451,20 +422,12 @@ def _conditions(reader: Reader, chosen: TraceFilter) -> list[sa.ColumnElement[bo
         text = chosen.search.casefold()
         conditions.append(requests.c.search_text.contains(text, autoescape=True))
     if chosen.mod:
-        named = sa.select(mods.c.trace).where(
-            mods.c.mod_name == chosen.mod, mods.c.trace == requests.c.id
+        mods = request_mods.c
+        named = sa.select(mods.trace).where(
+            mods.mod_name == chosen.mod, mods.trace == requests.c.id
         )
         conditions.append(named.exists())
     return conditions
-
-
-def _place(cursor: str) -> tuple[int, int]:
-    found = _CURSOR.fullmatch(cursor)
-    if found is None:
-        raise RequestError(
-            f"cursor is {cursor!r}; use the next_cursor of a list, or none", parameter="cursor"
-        )
-    return int(found[1]), int(found[2])
 
 
 def _part(kind: Any, row: Any, reader: Reader) -> Any:

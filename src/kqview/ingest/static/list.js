@@ -2,8 +2,7 @@
 
 import { client, fetchTraces, fetchValues, listen } from "./api.js";
 import { count, field, html, milliseconds, note, offer, quietButton } from "./dom.js";
-import { anyChoice, anyOf, badge } from "./parts.js";
-import { keyForm, problem } from "./problem.js";
+import { anyChoice, anyOf, badge, keyForm, problem } from "./parts.js";
 import { traceAddress } from "./trace.js";
 
 const TYPING_MS = 250; // a search begins when typing pauses
@@ -74,19 +73,16 @@ class List {
     this.query.abort();
     this.query = new AbortController();
     this.state.textContent = "Loading …";
-    await this.attempt(
-      async (signal) => {
-        const [page, values] = await Promise.all([
-          fetchTraces(this.filters(), undefined, signal),
-          fetchValues(signal),
-        ]);
-        offer(this.model, anyOf(values.models));
-        offer(this.mod, anyOf(values.mods));
-        this.rows.replaceChildren(...page.traces.map((trace) => row(trace)));
-        this.endsAt(page.next_cursor);
-      },
-      () => this.load(),
-    );
+    await this.attempt(async (signal) => {
+      const [page, values] = await Promise.all([
+        fetchTraces(this.filters(), undefined, signal),
+        fetchValues(signal),
+      ]);
+      offer(this.model, anyOf(values.models));
+      offer(this.mod, anyOf(values.mods));
+      this.rows.replaceChildren(...page.traces.map((trace) => row(trace)));
+      this.endsAt(page.next_cursor);
+    });
   }
 
   // Puts what has come since in front; what is there already stays where it is.
@@ -94,41 +90,42 @@ class List {
     clearTimeout(this.timer);
     this.timer = undefined;
     await this.loading;
-    await this.attempt(
-      async (signal) => {
-        const page = await fetchTraces(this.filters(), undefined, signal);
-        const known = new Map([...this.rows.children].map((node) => [node.dataset.id, node]));
-        const isGap = !page.traces.some((trace) => known.has(trace.request_id));
-        const fresh = page.traces.map((trace) => {
-          const made = row(trace, known.size > 0 && !known.has(trace.request_id));
-          known.get(trace.request_id)?.remove();
-          return made;
-        });
-        if (isGap) this.rows.replaceChildren();
-        if (isGap || this.rows.childElementCount === 0) this.endsAt(page.next_cursor);
-        this.rows.prepend(...fresh);
-        this.tell();
-      },
-      () => this.load(),
-    );
+    await this.attempt(async (signal) => {
+      const page = await fetchTraces(this.filters(), undefined, signal);
+      const known = this.known();
+      const isGap = !page.traces.some((trace) => known.has(trace.request_id));
+      const fresh = page.traces.map((trace) => {
+        const made = row(trace, known.size > 0 && !known.has(trace.request_id));
+        known.get(trace.request_id)?.remove();
+        return made;
+      });
+      if (isGap) this.rows.replaceChildren();
+      if (isGap || this.rows.childElementCount === 0) this.endsAt(page.next_cursor);
+      this.rows.prepend(...fresh);
+      this.tell();
+    });
   }
 
   async loadOlder() {
     await this.attempt(
       async (signal) => {
         const page = await fetchTraces(this.filters(), this.cursor, signal);
-        const known = new Set([...this.rows.children].map((node) => node.dataset.id));
-        this.rows.append(
-          ...page.traces.filter((trace) => !known.has(trace.request_id)).map((trace) => row(trace)),
-        );
+        const known = this.known();
+        const more = page.traces.filter((trace) => !known.has(trace.request_id));
+        this.rows.append(...more.map((trace) => row(trace)));
         this.endsAt(page.next_cursor);
       },
       () => this.loadOlder(),
     );
   }
 
+  // The rows that are shown, by the ids of their traces.
+  known() {
+    return new Map([...this.rows.children].map((node) => [node.dataset.id, node]));
+  }
+
   // Does *work* unless the filters change meanwhile; shows what went wrong with a way to try again.
-  async attempt(work, again) {
+  async attempt(work, again = () => this.load()) {
     const { signal } = this.query;
     try {
       await work(signal);

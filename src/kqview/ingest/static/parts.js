@@ -1,6 +1,7 @@
 // Parts that several views of the page have.
 
-import { bars, choice, facts, html, quoted } from "./dom.js";
+import { client } from "./api.js";
+import { bars, button, choice, facts, field, html, quoted } from "./dom.js";
 
 // A paragraph of small print.
 export const remark = (...text) => html`<p class="note">${text}</p>`;
@@ -25,3 +26,30 @@ export const barList = (rows, most) => html`<ol class="bars">${bars(rows, most)}
 export const anyOf = (values) => [["", "Any"], ...values.map((value) => [value, value])];
 
 export const anyChoice = (values, onchange) => choice(anyOf(values), onchange);
+
+// Draws the view that the address names anew.
+export const reload = () => dispatchEvent(new Event("hashchange"));
+
+// What went wrong, with what the user can do about it: try again, or give a key.
+export function problem(error, again) {
+  if (error.status === 401) return keyForm("This receiver shows traces to whoever has a key.");
+  if (error.needsKey) return keyForm(error.message);
+  return html`<div role="alert" class="problem">
+    <p class="bad">${error.message}</p>
+    ${button("Try again", again)}
+  </div>`;
+}
+
+// Asks for the key; the view then begins anew with it.
+export function keyForm(message) {
+  const input = html`<input type="password" autocomplete="off" required>`;
+  const submit = (event) => {
+    event.preventDefault();
+    client.key = input.value;
+    reload();
+  };
+  return html`<form class="problem" @submit=${submit}>
+    <p role="alert">${message}</p>
+    <div class="bar filters">${field("API key", input)}<button>Read traces</button></div>
+  </form>`;
+}

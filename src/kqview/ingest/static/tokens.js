@@ -2,6 +2,7 @@
 // the chosen token is and what it looked at. Tokens are laid out once; time and the mouse change
 // classes only.
 
+import { Coloured } from "./coloured.js";
 import { choice, count, element, html, note, quoted, share } from "./dom.js";
 import { barList, factList, named, remark } from "./parts.js";
 import { Player } from "./player.js";
@@ -62,7 +63,7 @@ class Tokens {
   layOut() {
     const { prompt, tokens, erasures, events } = this.timeline;
     this.options = [];
-    this.heats = []; // class of each option's colour
+    this.coloured = new Coloured((i) => [this.options[i].node]);
     this.nodes = new Map();
     this.changes = events.map(() => []); // [node, class, whether it is set from this event on]
     const given = prompt.some((token) => token.text !== undefined) ? prompt : [];
@@ -136,13 +137,7 @@ class Tokens {
       .map((v) => (Number.isFinite(v) ? v : 0));
     const most =
       this.select.value === "probability" ? 1 : values.reduce((a, b) => Math.max(a, b), 0) || 1;
-    this.options.forEach(({ node }, i) => {
-      const heat = `heat${Math.round((10 * values[i]) / most)}`;
-      if (this.heats[i] === heat) return;
-      node.classList.remove(this.heats[i]);
-      node.classList.add(heat);
-      this.heats[i] = heat;
-    });
+    this.coloured.colour(values.map((value) => Math.round((10 * value) / most)));
     const [low, high] = ends(most);
     this.legend.replaceChildren(
       ...(low === undefined ? [] : [low, html`<span class="scale"></span>`, high]),

@@ -1,15 +1,14 @@
 // One trace: its facts and its tabs. A tab is drawn when it is first opened.
 
 import { fetchTrace } from "./api.js";
-import { count, html, milliseconds, note } from "./dom.js";
+import { button, count, html, milliseconds, note } from "./dom.js";
 import { metricsView } from "./metrics.js";
-import { disclosure, factList } from "./parts.js";
-import { problem, reload } from "./problem.js";
-import { rawView } from "./raw.js";
+import { disclosure, factList, problem, reload } from "./parts.js";
 import { stepsView } from "./steps.js";
 import { timelineOf } from "./timeline.js";
 import { tokensView } from "./tokens.js";
 
+const SHOWN_CHARACTERS = 200_000; // of JSON; more would take a browser seconds to lay out
 const TABS = [
   ["tokens", "Tokens", tokensView],
   ["steps", "Steps", stepsView],
@@ -121,4 +120,25 @@ class Tabs {
     if (this.panel.firstChild !== view.node) this.panel.replaceChildren(view.node);
     if (step !== undefined && step !== "") view.show?.(Number(step));
   }
+}
+
+// The payload as it is stored, to read and to keep.
+function rawView({ payload, text }) {
+  const pretty = JSON.stringify(payload, null, 2);
+  const name = `${String(payload.request.request_id).replace(/[^\w.-]+/g, "_")}.json`;
+  const save = () => {
+    const href = URL.createObjectURL(new Blob([text], { type: "application/json" }));
+    html`<a href=${href} download=${name}></a>`.click();
+    setTimeout(() => URL.revokeObjectURL(href), 60_000);
+  };
+  const size =
+    pretty.length > SHOWN_CHARACTERS
+      ? `The first ${count(SHOWN_CHARACTERS, "character")} of ${pretty.length.toLocaleString("en")}; the download has all.`
+      : count(pretty.length, "character");
+  return {
+    node: html`<div>
+      <p class="bar">${button("Download", save)}${note(size)}</p>
+      <pre tabindex="0" class="raw">${pretty.slice(0, SHOWN_CHARACTERS)}</pre>
+    </div>`,
+  };
 }
