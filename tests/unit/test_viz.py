@@ -18,7 +18,7 @@ from kqview.bench.pairs import Pairs
 from kqview.bench.records import SweepRow
 from kqview.errors import InvalidCapture, KqviewError, RequestError
 from kqview.viz import head_grid, heatmap, overhead_plot
-from kqview.viz.heads import N_LATEST, probabilities, select_head
+from kqview.viz.source import N_LATEST, probabilities, select_head
 from kqview.viz.terminal import RAMP, TerminalHeatmap
 
 if TYPE_CHECKING:

@@ -21,10 +21,11 @@ from kqview.cli.options import (
     PromptChoice,
 )
 from kqview.cli.outputs import ARRAYS, PAGE, PICTURES, check_drawn, check_output, output_to
+from kqview.coloured.rows import layers_of
 from kqview.errors import RequestError
 from kqview.saved import save_prompt, write_arrays
 from kqview.viz.figures import heatmap, save_figure
-from kqview.viz.heads import N_LATEST, probabilities
+from kqview.viz.source import N_LATEST, probabilities
 from kqview.viz.terminal import TerminalHeatmap, label
 from kqview.viz.tokens import to_html
 
@@ -82,7 +83,7 @@ def attend(
         asked: dict[str, Any] = {"last": last, "add_special": add_special, "edits": changes}
         shown = _Shown(engine, text, plan, asked)
         if output is not None and output.suffix.lower() == PAGE:
-            to_html(output, engine.attend(text, plan, **asked))
+            to_html(output, shown.found)
         elif output is not None:
             shown.write(output, layer, head)
         if output is not None:
@@ -108,7 +109,7 @@ class _Shown:
     """The attention of a text, in memory."""
 
     def __init__(self, engine: "Engine", text: str, plan: "Capture", asked: dict[str, Any]) -> None:
-        self._found = found = engine.attend(text, plan, **asked)
+        self.found = found = engine.attend(text, plan, **asked)
         assert found.capture is not None
         self._model = engine.model
         self._capture = found.capture
@@ -125,7 +126,8 @@ class _Shown:
 
     def _pick(self, layer: int | None, head: int | None) -> _Head:
         """The head to show: the sharpest of those that are not excluded."""
-        values, positions = self._by_layer(self._values), self._by_layer(self._positions)
+        values = layers_of(self._values, 2)
+        positions = [] if self._positions is None else layers_of(self._positions, 2)
         reduce = self._capture.reduce
         layers = () if reduce in ("mean", "max") else self._layers
         heads = () if reduce is not None else self._heads
@@ -149,16 +151,6 @@ class _Shown:
             np.put_along_axis(whole, positions[i][j], matrix, axis=-1)
             matrix = whole
         return _Head(", ".join(parts), matrix, self._rows(matrix))
-
-    def _by_layer(self, values: Any) -> list[Any]:
-        """*values* as a list of ``(n_heads, n_rows, n_columns)``."""
-        if values is None:
-            return []
-        if self._capture.reduce in ("mean", "max"):
-            return [values[None]]
-        if self._capture.reduce is not None:
-            return [layer[None] for layer in values]
-        return list(values)
 
     def _sharpness(self, values: Values, positions: NDArray[np.int32] | None) -> float:
         """Mean over the queries of the largest weight that is neither first nor recent."""
@@ -236,7 +228,7 @@ class _Shown:
                 )
             write_arrays(path, "attention", {"attention": self._values}, {})
             return
-        save_prompt(path, self._found, self._values, self._positions)
+        save_prompt(path, self.found, self._values, self._positions)
 
 
 def _chosen(name: str, wanted: int | None, known: Sequence[int], n: int) -> Sequence[int]:

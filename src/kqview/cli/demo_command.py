@@ -17,7 +17,7 @@ from kqview.errors import RequestError
 from kqview.types.capture import Kind
 from kqview.viz import heatmap, to_html
 from kqview.viz.figures import save_figure
-from kqview.viz.heads import probabilities, select_head
+from kqview.viz.source import probabilities, select_head
 from kqview.viz.terminal import TerminalHeatmap
 
 if TYPE_CHECKING:

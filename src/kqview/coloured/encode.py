@@ -114,7 +114,8 @@ class _Plan:
 def _plan(rows: Rows, first_text: int, first_row: int, n_bytes: int) -> _Plan:
     widths = [n - first_text for n in rows.n_columns[first_row:]]
     for detail in ("heads", "layers", "all"):
-        n_planes = _n_planes(rows, detail)
+        names = _names(rows, detail)
+        n_planes = 1 + len(names) + sum(len(heads) for _, heads in names)
         n_values = n_planes * sum(widths)
         if detail == "heads" and n_values > n_bytes * _VALUES_PER_BYTE:
             continue
@@ -125,11 +126,6 @@ def _plan(rows: Rows, first_text: int, first_row: int, n_bytes: int) -> _Plan:
             return _Plan(detail, n_kept, first_row)
     n_rows = n_bytes // (LEAST_KEPT * (1 + _POSITION_BYTES))
     return _Plan("all", LEAST_KEPT, len(rows.at) - n_rows)
-
-
-def _n_planes(rows: Rows, detail: str) -> int:
-    names = _names(rows, detail)
-    return 1 + len(names) + sum(len(heads) for _, heads in names)
 
 
 def _names(rows: Rows, detail: str) -> list[tuple[int, list[int]]]:

@@ -116,6 +116,7 @@ def _script() -> str:
     """The script with its styles, without comments and indents."""
     folder = files(__package__ or "")
     style = re.sub(r"/\*.*?\*/|\n\s*", "", (folder / "view.css").read_text("utf-8"), flags=re.S)
+    style += "".join(f".heat{heat}{{{_heat_style(heat)}}}" for heat in range(1, N_HEATS + 1))
     script = (folder / "view.js").read_text("utf-8").replace("STYLE_OF_VIEW", json.dumps(style))
     return re.sub(r"^\s*(//.*)?\n?", "", script, flags=re.M)
 
@@ -168,13 +169,14 @@ def _picture(
 def _token(text: str, heat: int) -> str:
     if heat == 0:
         return escape(text)
-    # Rules and colours that JupyterLab lets through, right on light and dark pages.
+    return f'<span style="{_heat_style(heat)};border-radius:2px">{escape(text)}</span>'
+
+
+def _heat_style(heat: int) -> str:
+    """Rules and colours that JupyterLab lets through, right on light and dark pages."""
     width = -(-4 * heat // N_HEATS)
-    style = (
-        f"background-color:rgba(255,140,0,{0.055 * heat:.3g});"
-        f"border-bottom:{width}px solid #b86200;border-radius:2px"
-    )
-    return f'<span style="{style}">{escape(text)}</span>'
+    colour = f"rgba(255,140,0,{0.055 * heat:.3g})"
+    return f"background-color:{colour};border-bottom:{width}px solid #b86200"
 
 
 def heats(shares: NDArray[np.float32]) -> list[int]:

@@ -12,10 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kqview.errors import InvalidCapture, RequestError
-from kqview.types.capture import RAW_KINDS, Capture
+from kqview.types.capture import RAW_KINDS
+from kqview.types.forms import Array, softmax
 from kqview.types.token import Attention, Token
-
-Array = NDArray[np.floating[Any]]
 
 KEPT_FORMAT_CHARACTERS: Final = "\u200c\u200d"  # joiners, which scripts and emoji are written with
 
@@ -130,6 +129,9 @@ def rows_of_tokens(
         )
     at = [row.n_columns for row in rows]
     has_spans = capture is not None and bool(capture.spans)
+    is_reduced = capture is not None and capture.reduce is not None
+    kept = () if capture is None or is_reduced else tuple(capture.heads or ())
+    heads = () if is_reduced or not with_rows else with_rows[0].heads or kept
     context = with_rows[-1]._context if with_rows else None  # pyright: ignore[reportPrivateUsage]
     if n_prompt is None:
         n_prompt = context.n_prompt if context is not None else min(at, default=0)
@@ -139,7 +141,7 @@ def rows_of_tokens(
         rows,
         n_prompt,
         with_rows[0].layers if with_rows else (),
-        _heads_of(with_rows[0], capture) if with_rows else (),
+        heads,
         "probs" if capture is None else capture.kind,
         None if capture is None else capture.reduce,
         has_spans,
@@ -147,31 +149,30 @@ def rows_of_tokens(
     )
 
 
-def _heads_of(token: Token, capture: Capture | None) -> tuple[int, ...]:
-    if capture is not None and capture.reduce is not None:
-        return ()
-    return token.heads or tuple((capture.heads if capture is not None else None) or ())
-
-
 def _row_of(token: Token) -> Row:
     """The row of a token."""
     places = token.attention_positions
-    layers = _layers_of(token.attention)
+    layers = layers_of(token.attention)
     n = layers[0].shape[-1]
     if places is not None:
         n = token._n_before - len(token.discarded)  # pyright: ignore[reportPrivateUsage]
-        places = _layers_of(places)
+        places = layers_of(places)
         n = max(n, 1 + max(int(np.max(place, initial=0)) for place in places))
     return Row(layers, n + len(token.discarded), places, token.discarded)
 
 
-def _layers_of(rows: Any) -> list[Any]:
-    """A row as its layers, each ``(n_heads, n)``, whatever axes a reduction has removed."""
+def layers_of(rows: Any, n_axes: int = 1) -> list[Any]:
+    """A row, or one for each query, as its layers, whatever axes a reduction has removed.
+
+    Args:
+        rows: As `Token.attention`, or as `PromptBlock.rows`.
+        n_axes: Axes behind that of the heads: 1 of a row, 2 of several.
+    """
     if isinstance(rows, tuple):
         return [*rows]  # pyright: ignore[reportUnknownVariableType]
-    if rows.ndim == 1:
+    if rows.ndim == n_axes:
         return [rows[None]]
-    return [layer[None] for layer in rows] if rows.ndim == 2 else list(rows)
+    return [layer[None] for layer in rows] if rows.ndim == n_axes + 1 else list(rows)
 
 
 def _texts_of(tokens: Sequence[Token], at: Sequence[int]) -> list[str]:
@@ -316,14 +317,6 @@ def shares(layers: Sequence[Array], kind: str) -> list[NDArray[np.float32]]:
     if kind == "probs":
         return [_checked(layer) for layer in exact]
     return [softmax(layer).astype(np.float32) for layer in exact]
-
-
-def softmax(scores: Array) -> Array:
-    """The softmax of *scores* over the last axis; of scores that are all minus infinity, zeros."""
-    largest = scores.max(axis=-1, keepdims=True)
-    weights = np.exp(scores - np.where(np.isfinite(largest), largest, 0.0))
-    total = weights.sum(axis=-1, keepdims=True)
-    return weights / np.where(total > 0, total, 1.0)
 
 
 def _checked(layer: NDArray[np.float32]) -> NDArray[np.float32]:

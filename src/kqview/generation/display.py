@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from kqview.coloured.encode import N_TEXTS_MAX
 from kqview.coloured.html import coloured_html
-from kqview.coloured.rows import Row, Rows, rows_of_queries, rows_of_tokens
+from kqview.coloured.rows import Row, Rows, layers_of, rows_of_queries, rows_of_tokens
 from kqview.errors import InvalidCapture
 from kqview.types import Capture, PromptBlock, Token
 from kqview.types.token import Attention, Context, Positions
@@ -105,8 +105,8 @@ def prompt_rows(
     texts = context.texts_of(context.ids[: context.n_prompt])
     found: dict[int, Row] = {}
     for start, rows, positions in parts:
-        layers = _layers_of(rows)
-        places = None if positions is None else _layers_of(positions)
+        layers = layers_of(rows, 2)
+        places = None if positions is None else layers_of(positions, 2)
         causal = positions is None and _is_causal(layers, start)
         at, made = rows_of_queries(layers, start, places, n_context=len(texts), causal=causal)
         found.update(zip(at, made, strict=True))
@@ -122,15 +122,6 @@ def prompt_rows(
         None if capture is None else capture.reduce,
         capture is not None and bool(capture.spans),
     )
-
-
-def _layers_of(rows: Any) -> list[Any]:
-    """Rows of a block as their layers, each ``(n_heads, n_rows, n)``."""
-    if isinstance(rows, tuple):
-        return [*rows]  # pyright: ignore[reportUnknownVariableType]
-    if rows.ndim == 2:
-        return [rows[None]]
-    return [layer[None] for layer in rows] if rows.ndim == 3 else list(rows)
 
 
 def _is_causal(layers: Sequence[NDArray[Any]], start: int) -> bool:

@@ -4,10 +4,10 @@ import math
 from typing import Any, Final, cast
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kqview.types import Capture
 from kqview.types.capture import RAW_KINDS
+from kqview.types.forms import softmax
 from kqview.types.token import Attention, Positions
 
 TOP_COLUMNS: Final = 32
@@ -42,10 +42,12 @@ def top_columns(
     parts = rows if isinstance(rows, tuple) else (rows,)
     where = positions if isinstance(positions, tuple) else (positions,) * len(parts)
     n: int = n_columns if n_columns is not None else parts[0].shape[-1] if parts else 0
-    total: NDArray[np.float64] = np.zeros(n, np.float64)
+    total = np.zeros(n, np.float64)
     n_rows = 0
     for part, at in zip(parts, where, strict=True):
-        flat = _probabilities(part, capture.kind, scale)
+        flat = part.reshape(-1, part.shape[-1]).astype(np.float32)
+        if capture.kind != "probs":
+            flat = softmax(flat * np.float32(scale) if capture.kind in RAW_KINDS else flat)
         n_rows += len(flat)
         if at is None:
             total += flat.sum(axis=0)
@@ -64,16 +66,3 @@ def top_columns(
         "rest": round(max(0.0, 1.0 - math.fsum(weights)), _DIGITS),
         "n_columns": n,
     }
-
-
-def _probabilities(part: NDArray[Any], kind: str, scale: float) -> NDArray[np.float32]:
-    """*part* as rows of probabilities, float32 ``(n_rows, n_columns)``."""
-    flat = part.reshape(-1, part.shape[-1]).astype(np.float32)
-    if kind == "probs":
-        return flat
-    if kind in RAW_KINDS:
-        flat *= scale
-    flat -= flat.max(axis=-1, keepdims=True)
-    np.exp(flat, out=flat)
-    flat /= flat.sum(axis=-1, keepdims=True)
-    return flat

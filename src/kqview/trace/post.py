@@ -194,7 +194,9 @@ class Poster:
     def flush(self, timeout_s: float) -> bool:
         """Wait until all traces are sent, at most *timeout_s* seconds; return whether they are."""
         with self._changed:
-            return self._changed.wait_for(self._is_idle, timeout_s)
+            return self._changed.wait_for(
+                lambda: not self._queue and not self._waiting and not self._n_in_hand, timeout_s
+            )
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Send waiting traces for at most *timeout_s* seconds, then end; idempotent.
@@ -214,28 +216,23 @@ class Poster:
             self._changed.notify_all()
         self._receiver.abort()
         self._threads[-1].join(_ABORT_S)
-        if is_first:
-            atexit.unregister(self.close)
-            self._report_rest()
+        if not is_first:
+            return
+        atexit.unregister(self.close)
+        with self._changed:
+            n_kept = sum(item.data is None for item in self._waiting)
+            n_lost = len(self._queue) + len(self._waiting) - n_kept
+            self._stats.n_dropped += n_lost
+        if n_lost:
+            _log.warning("%d traces were not sent to %s and are lost", n_lost, self._receiver.name)
+        if n_kept:
+            _log.info("%d traces wait in %s to be sent later", n_kept, self._spool)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _is_idle(self) -> bool:
-        return not self._queue and not self._waiting and not self._n_in_hand
-
-    def _report_rest(self) -> None:
-        with self._changed:
-            n_lost = len(self._queue) + sum(item.data is not None for item in self._waiting)
-            n_kept = len(self._waiting) - sum(item.data is not None for item in self._waiting)
-            self._stats.n_dropped += n_lost
-        if n_lost:
-            _log.warning("%d traces were not sent to %s and are lost", n_lost, self._receiver.name)
-        if n_kept:
-            _log.info("%d traces wait in %s to be sent later", n_kept, self._spool)
 
     # ---- the spool
 
@@ -454,7 +451,9 @@ class _Receiver:
             connection.request("POST", self._path, data, self._headers)
             response = connection.getresponse()
             text = response.read(_ERROR_BYTES).decode("utf-8", "replace").strip()
-            return _Reply(response.status, text, _seconds(response.headers.get("retry-after")))
+            after = response.headers.get("retry-after") or ""
+            after_s = float(after) if after.isascii() and after.isdigit() else 0.0
+            return _Reply(response.status, text, after_s)
         except (OSError, http.client.HTTPException, ValueError) as error:
             return f"{type(error).__name__}: {error}"
         finally:
@@ -476,7 +475,3 @@ def _shut(connection: http.client.HTTPConnection) -> None:
     if sock is not None:
         with contextlib.suppress(OSError):
             sock.shutdown(socket.SHUT_RDWR)
-
-
-def _seconds(text: str | None) -> float:
-    return float(text) if text and text.isascii() and text.isdigit() else 0.0

@@ -11,7 +11,6 @@ width of receivers' columns. `kqview.trace.recorder` writes a trace, `kqview.tra
 a request's ids from one.
 """
 
-import functools
 import json
 import math
 import reprlib
@@ -39,9 +38,6 @@ LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
 
 LOWEST_LOGPROB: Final = -9999.0
 """Stands for a logprob of minus infinity, which JSON cannot express."""
-_LONGEST_NAME: Final = 255  # characters that receivers keep of a name or an id
-_LONGEST_TOKEN_TEXT: Final = 100
-_LONGEST_SHAPE: Final = 100
 _CUT_MARK: Final = "…"
 _DEEPEST: Final = 32  # levels of lists and objects; a mod's payload may contain itself
 
@@ -263,11 +259,11 @@ class Trace:
         """
         # Backwards, because a request may run: what a copy names is in the copies that follow.
         copies = {name: list(getattr(self, name)) for name in reversed(_LISTS)}
-        yield f'{{"request":{_json(_written(self.request))}'
+        yield f'{{"request":{_json(self.request)}'
         for name in _LISTS:
             yield f',"{name}":['
             for i, one in enumerate(copies[name]):
-                yield ("," if i else "") + _json(_written(one, i))
+                yield ("," if i else "") + _json(one, i)
             yield "]"
         yield "}"
 
@@ -293,13 +289,15 @@ class Trace:
             order = one.get("sequence_order")
             if isinstance(order, bool) or order != i:
                 raise _wrong(f"events[{i}].sequence_order", order, f"{i}, the event's own index")
-        for i, call in enumerate(calls):
-            where = f"mod_calls[{i}].event_sequence_order"
-            _check_index(call.event_sequence_order, len(events), where)
-        for name, owned in (("mod_logs", logs), ("actions", actions)):
+        for name, owned, key, n in (
+            ("mod_calls", calls, "event_sequence_order", len(events)),
+            ("mod_logs", logs, "mod_call_sequence", len(calls)),
+            ("actions", actions, "mod_call_sequence", len(calls)),
+        ):
             for i, one in enumerate(owned):
-                where = f"{name}[{i}].mod_call_sequence"
-                _check_index(one.mod_call_sequence, len(calls), where)
+                index = getattr(one, key)
+                if not 0 <= index < n:
+                    raise _wrong(f"{name}[{i}].{key}", index, f"an index below {n}")
         return cls(request, events, calls, logs, actions)
 
     @classmethod
@@ -318,14 +316,10 @@ class Trace:
 
 # ---- writing
 
+# Characters that receivers keep.
 _LONGEST: Final[Mapping[str, int]] = {
-    "request_id": _LONGEST_NAME,
-    "model": _LONGEST_NAME,
-    "user_api_key": _LONGEST_NAME,
-    "mod_name": _LONGEST_NAME,
-    "active_mod_name": _LONGEST_NAME,
-    "token_text": _LONGEST_TOKEN_TEXT,
-    "logits_shape": _LONGEST_SHAPE,
+    **dict.fromkeys(("request_id", "model", "user_api_key", "mod_name", "active_mod_name"), 255),
+    **dict.fromkeys(("token_text", "logits_shape"), 100),
 }
 
 
@@ -349,7 +343,8 @@ def cleaned(value: object, key: str = "", depth: int = 0) -> Json:
     if isinstance(value, str):
         return cleaned_text(value, _LONGEST.get(key))
     if isinstance(value, float):
-        return _cleaned_number(value, key)
+        lowest = LOWEST_LOGPROB if key == "logprob" else None
+        return value if math.isfinite(value) else lowest
     if isinstance(value, datetime):
         return value.isoformat().replace("+00:00", "Z")
     if depth < _DEEPEST and isinstance(value, dict):
@@ -365,12 +360,6 @@ def cleaned(value: object, key: str = "", depth: int = 0) -> Json:
     return cleaned_text(_repr(value))
 
 
-def _cleaned_number(value: float, key: str) -> float | None:
-    if math.isfinite(value):
-        return value
-    return LOWEST_LOGPROB if key == "logprob" else None
-
-
 def _repr(value: object) -> str:
     try:
         return reprlib.repr(value)
@@ -378,7 +367,7 @@ def _repr(value: object) -> str:
         return object.__repr__(value)
 
 
-def _written(record: Any, index: int = 0) -> Object:
+def _json(record: Any, index: int = 0) -> str:
     written = {
         name: cleaned(value, name)
         for name in _FIELDS[type(record)]
@@ -386,26 +375,17 @@ def _written(record: Any, index: int = 0) -> Object:
     }
     if isinstance(record, TraceEvent):
         written["sequence_order"] = index
-    return written
-
-
-def _json(value: Object) -> str:
-    return json.dumps(value, allow_nan=False, separators=(",", ":"))
+    return json.dumps(written, allow_nan=False, separators=(",", ":"))
 
 
 # ---- reading
-
-
-@functools.cache
-def _parts(hint: Any) -> tuple[Any, tuple[Any, ...]]:
-    return get_origin(hint) or hint, get_args(hint)
 
 
 def _value(hint: Any, value: Any, where: str) -> Any:
     """*value*, of JSON, as *hint* says; messages call it *where*."""
     if type(value) is hint or hint is Any:
         return value
-    kind, inner = _parts(hint)
+    kind, inner = get_origin(hint) or hint, get_args(hint)
     if kind is Literal:
         if value not in inner:
             raise _wrong(where, value, f"one of {', '.join(inner)}")
@@ -421,7 +401,7 @@ def _value(hint: Any, value: Any, where: str) -> Any:
     if is_record:
         return _record(kind, value, where)
     if kind is list and inner:
-        item, _ = _parts(inner[0])
+        item = get_origin(inner[0]) or inner[0]
         return [
             one if type(one) is item else _value(item, one, f"{where}[{i}]")
             for i, one in enumerate(value)
@@ -445,11 +425,6 @@ def _record(cls: type[Any], given: Object, where: str) -> Any:
             value = given[name]
             found[name] = value if type(value) is hint else _value(hint, value, f"{where}.{name}")
     return cls(**found)
-
-
-def _check_index(index: int, n: int, where: str) -> None:
-    if not 0 <= index < n:
-        raise _wrong(where, index, f"an index below {n}")
 
 
 def _time(value: object, where: str) -> datetime:

@@ -70,8 +70,6 @@ class TraceRecorder:
         self.trace = Trace(request)
         self._lock = threading.Lock()
         self._n_bytes = 0
-        self._n_cut_events = 0
-        self._n_cut_logs = 0
         if request.created_at is None:
             request.created_at = now()
 
@@ -84,7 +82,7 @@ class TraceRecorder:
                 if event.event_type == "Prefilled" and len(ids) <= _MOST_PROMPT_TEXTS:
                     event.details = {"tokens_as_text": [self.text_of(one) for one in ids]}
         else:
-            self._note_cut()
+            self._cut()
 
     def edited(self, start: int, keys: Sequence[tuple[str, int]]) -> None:
         """Note the edits in force from token *start* of the text on, by hash, never their values.
@@ -92,8 +90,7 @@ class TraceRecorder:
         *keys*: The hash of each, and the first position at which it acts.
         """
         if not self._takes(_RECORD_BYTES * (1 + len(keys))):
-            self._note_cut()
-            return
+            return self._cut()
         stats = self.trace.request.inference_stats or {}
         edits = [{"hash": digest, "first": first} for digest, first in keys]
         stats.setdefault("edits", []).append({"start": start, "edits": edits})
@@ -179,9 +176,7 @@ class TraceRecorder:
     def _event(self, kind: EventType, step: int, n_bytes: int, **known: Any) -> int | None:
         events = self.trace.events
         if len(events) >= self.max_events or not self._takes(_RECORD_BYTES + n_bytes):
-            self._n_cut_events += 1
-            self._note_cut()
-            return None
+            return self._cut("n_cut_events")
         events.append(TraceEvent(event_type=kind, step=step, created_at=now(), **known))
         return len(events) - 1
 
@@ -190,8 +185,7 @@ class TraceRecorder:
     def call(self, event: int | None, mod_name: str) -> int | None:
         """A mod is about to be called with *event*; `end_call` notes how it went."""
         if event is None or not self._takes(_RECORD_BYTES):
-            self._note_cut()
-            return None
+            return self._cut()
         about = self.trace.events[event]
         calls = self.trace.mod_calls
         calls.append(
@@ -219,9 +213,7 @@ class TraceRecorder:
     def log(self, call: int | None, message: str, level: LogLevel = "INFO") -> None:
         """A mod printed or logged *message* during *call*; any thread."""
         if call is None or not self._takes(_RECORD_BYTES + len(message)):
-            self._n_cut_logs += 1
-            self._note_cut()
-            return
+            return self._cut("n_cut_logs")
         name = self.trace.mod_calls[call].mod_name
         self.trace.mod_logs.append(
             ModLog(
@@ -313,13 +305,12 @@ class TraceRecorder:
             self._n_bytes += n_bytes
             return True
 
-    def _note_cut(self) -> None:
+    def _cut(self, counter: str = "") -> None:
+        """Note that the trace is cut, and one more of what *counter* counts."""
         stats = self.trace.request.inference_stats or {}
-        stats["trace"] = {
-            "is_cut": True,
-            "n_cut_events": self._n_cut_events,
-            "n_cut_logs": self._n_cut_logs,
-            "max_events": self.max_events,
-            "max_bytes": self.max_bytes,
-        }
+        limits = {"max_events": self.max_events, "max_bytes": self.max_bytes}
+        cut = {"is_cut": True, "n_cut_events": 0, "n_cut_logs": 0, **limits}
+        cut = stats.setdefault("trace", cut)
+        if counter:
+            cut[counter] += 1
         self.trace.request.inference_stats = stats

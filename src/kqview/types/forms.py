@@ -1,4 +1,4 @@
-"""Forms: attention under the shapes and names of transformers and TransformerLens.
+"""Forms: attention as shares, and under the shapes and names of transformers and TransformerLens.
 
 A layer's rows have shape ``(n_heads, n_query, n_context)`` here; both libraries want an axis for
 the batch before it.
@@ -18,6 +18,14 @@ Array = NDArray[np.floating[Any]]
 Framework = Literal["np", "pt"]
 
 _LENS_NAMES: Final = {"scores": "attn.hook_attn_scores", "probs": "attn.hook_pattern"}
+
+
+def softmax(scores: Array) -> Array:
+    """The softmax of *scores* over the last axis; of scores that are all minus infinity, zeros."""
+    largest = scores.max(axis=-1, keepdims=True)
+    weights = np.exp(scores - np.where(np.isfinite(largest), largest, 0.0))
+    total = weights.sum(axis=-1, keepdims=True)
+    return weights / np.where(total > 0, total, 1.0)
 
 
 def check_whole(who: str, capture: Capture) -> None:

@@ -1,7 +1,10 @@
-"""What a picture is drawn from: the rows of anything that carries attention."""
+"""What a picture is drawn from: the rows of anything that carries attention, and one head of them.
+
+Loads no drawing library.
+"""
 
 from collections.abc import Sequence
-from typing import Any, Protocol, cast
+from typing import Any, Final, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +16,8 @@ from kqview.generation.prompt import all_rows as rows_of_prompt
 from kqview.generation.stream import Generation
 from kqview.generation.stream import all_rows as rows_of_generation
 from kqview.types import Finished, Token
-from kqview.types.capture import Kind
+from kqview.types.capture import RAW_KINDS, Kind
+from kqview.types.forms import softmax
 from kqview.types.token import Attention
 
 WeightArray = NDArray[np.floating[Any]]
@@ -75,7 +79,9 @@ def rows_of(
         rows.texts = _replaced(rows, texts)
     elif isinstance(attention, Finished):
         rows = rows_of_tokens(attention.tokens, texts)
-    elif isinstance(attention, np.ndarray) or _is_arrays(attention):
+    elif isinstance(attention, np.ndarray) or (
+        isinstance(attention, tuple) and attention and isinstance(attention[0], np.ndarray)
+    ):
         rows = rows_of_array(
             cast("Attention", attention), texts, kind=kind or "probs", causal=causal
         )
@@ -106,12 +112,6 @@ def _text_of(token: str | Token) -> str:
     return token if isinstance(token, str) else (token.text or f"#{token.id}")
 
 
-def _is_arrays(attention: object) -> bool:
-    if not isinstance(attention, tuple) or not attention:
-        return False
-    return isinstance(cast("tuple[object, ...]", attention)[0], np.ndarray)
-
-
 def _tokens_in(attention: Sequence[Any]) -> list[Token]:
     for one in attention:
         if not isinstance(one, Token):
@@ -132,3 +132,69 @@ def _replaced(rows: Rows, texts: list[str] | None) -> list[str]:
             parameter="tokens",
         )
     return texts
+
+
+# ---- one head
+
+N_LATEST: Final = 4
+"""Columns at the end of a row that `select_head` ignores: the query and the three before it."""
+
+
+def select_head(
+    rows: Sequence[WeightArray | Sequence[WeightArray]],
+    *,
+    layer: int | None = None,
+    head: int | None = None,
+) -> tuple[int, int]:
+    """Choose the sharpest head: the one that attends most to one token, neither first nor recent.
+
+    The score of a head is the mean over the rows of its largest weight, without the first column
+    (where idle heads put their mass) and the last ``N_LATEST`` (where heads look that only follow
+    the order of the text). Rows without other columns are skipped; ties go to the first head.
+
+    Args:
+        rows: Attention of each token, shape ``(n_layers, n_heads, n_context)`` or a sequence of
+            ``(n_heads, n_context)``, probabilities.
+        layer: Consider only this index of the first axis.
+        head: Consider only this index of the second axis.
+
+    Returns:
+        Indices into the first two axes. If all rows are skipped, those asked for or 0.
+
+    Raises:
+        IndexError: *layer* or *head* is out of range.
+    """
+    totals: list[NDArray[np.float64]] = []
+    for row in rows:
+        if row[0].shape[-1] <= 1 + N_LATEST:
+            continue
+        peaks = [heads[:, 1:-N_LATEST].max(axis=1).astype(np.float64) for heads in row]
+        if totals:
+            peaks = [total + peak for total, peak in zip(totals, peaks, strict=True)]
+        totals = peaks
+    if not totals:
+        return layer or 0, head or 0
+    layers = range(len(totals)) if layer is None else (layer,)
+    candidates = [
+        (float(totals[i][j]), i, j)
+        for i in layers
+        for j in (range(len(totals[i])) if head is None else (head,))
+    ]
+    _, i_layer, i_head = max(candidates, key=lambda candidate: candidate[0])
+    return i_layer, i_head
+
+
+def probabilities(values: WeightArray, kind: str, scale: float) -> WeightArray:
+    """Convert values of any kind of capture to probabilities over the last axis.
+
+    "probs" are returned as they are, without a copy. "qk" is scaled first; the result is
+    approximate for models that cap or bias their scores.
+
+    Args:
+        values: Shape ``(..., n_context)``.
+        kind: Kind of the capture.
+        scale: The model's ``attention_scale``.
+    """
+    if kind == "probs":
+        return values
+    return softmax(values.astype(np.float64) * (scale if kind in RAW_KINDS else 1.0))
