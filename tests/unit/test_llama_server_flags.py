@@ -71,6 +71,10 @@ def of(line: str) -> tuple[str, str]:
             '--chat-template-kwargs {"a":[1,"b"],"c":null}',
             '--template-option a=[1, "b"] --template-option c=null',
         ),
+        ("-md b.gguf --spec-type draft-simple", "--drafter b.gguf"),
+        ("--spec-draft-model=b.gguf", "--drafter b.gguf"),
+        ("--spec-type none,ngram-simple,ngram-mod", "--drafter prompt-lookup"),
+        ("--spec-default -m a.gguf", "--drafter prompt-lookup --model a.gguf"),
         # our own stay as they are
         ("--demo --slots 4 --ctx 512 --ngl 3", "--demo --slots 4 --ctx 512 --ngl 3"),
         ("--max-tokens 5 --allowed-hosts a", "--max-tokens 5 --allowed-hosts a"),
@@ -85,6 +89,28 @@ def test_flags_that_change_nothing_here_are_left_out_and_named():
     assert ours == "--model a.gguf"
     for name in ("--metrics", "--jinja", "-cb", "--mlock", "-tb", "--cache-ram", "--embedding"):
         assert name in note.split()
+
+
+def test_how_many_tokens_are_guessed_and_how_fast_is_left_out_and_named():
+    line = "-md b.gguf --draft-max 8 --spec-draft-p-min 0.5 -ngld 9 --spec-draft-backend-sampling"
+    ours, note = of(f"{line} -td 2 --threads-batch-draft 2 --spec-ngram-mod-n-max 9 --port 0")
+    assert ours == "--drafter b.gguf --port 0"
+    for name in ("--draft-max", "--spec-draft-p-min", "-ngld", "-td", "--spec-ngram-mod-n-max"):
+        assert name in note.split()
+
+
+@pytest.mark.parametrize(
+    ("line", "fact"),
+    [
+        ("--spec-type ngram-mod,draft-mtp", "lacks 'draft-mtp'"),
+        ("-hfd a/b", "downloading"),
+        ("--spec-draft-n-cpu-moe 3", "placing"),
+        ("-lcd a.bin", "looked up"),
+    ],
+)
+def test_drafter_that_kqview_lacks_is_refused_with_the_reason(line: str, fact: str):
+    with pytest.raises(RequestError, match=fact):
+        of(line)
 
 
 def test_worker_does_not_repeat_what_its_supervisor_said():
@@ -168,6 +194,9 @@ def env_of(environ: dict[str, str], line: str = "") -> tuple[str, str]:
             {"LLAMA_ARG_CACHE_TYPE_K": "q8_0", "LLAMA_ARG_CACHE_TYPE_V": "q8_0"}, "",
             "--kv-type q8_0",
         ),
+        ({"LLAMA_ARG_SPEC_DRAFT_MODEL": "b.gguf"}, "", "--drafter b.gguf"),
+        ({"LLAMA_ARG_SPEC_DRAFT_MODEL": "b.gguf"}, "--drafter c.gguf", "--drafter c.gguf"),
+        ({"LLAMA_ARG_SPEC_TYPE": "ngram-cache"}, "", "--drafter prompt-lookup"),
         ({"LLAMA_ARG_MODEL": "", "PATH": "x", "LLAMA_CACHE": "y"}, "", ""),
     ],
 )  # fmt: skip

@@ -210,7 +210,9 @@ def _at_context(
         except KqviewError as error:
             on_run(title, 1 + plan.n_rounds)
             row = row_name(name, n_context, flash_attn=flash_attn)
-            yield LeftOut(row, str(error), is_failure=is_failure(error))
+            # A limit of this version, model or machine is no fault.
+            is_limit = isinstance(error, RequestError | ModelError | CapacityError)
+            yield LeftOut(row, str(error), is_failure=not is_limit)
             continue
         ways[name] = run
     found = {name: Pairs() for name in ways if name != _BASELINE}
@@ -223,22 +225,14 @@ def _at_context(
         yield SweepRow(name, flash_attn, n_context, n_bytes, pairs)
 
 
-def is_failure(error: Exception) -> bool:
-    """Whether *error* is a fault, not a limit of this version, model or machine."""
-    return not isinstance(error, RequestError | ModelError | CapacityError)
-
-
 def _needed_bytes(model: ModelInfo, n_context: int) -> int:
     """Rough upper bound: weights, F16 cache, products of a ubatch, attention that is held."""
-    n_row = int(_metadata(model, "key_length") or model.n_embd // max(1, model.n_head))
+    key_length: Any = model.metadata.get(f"{model.architecture}.attention.key_length")
+    n_row = int(key_length or model.n_embd // max(1, model.n_head))
     cache = 2 * 2 * len(model.attention_layers) * max(1, model.n_head_kv) * n_row * n_context
     products = 2 * 4 * 512 * model.n_head * n_context  # before and after the softmax
     held = _N_HELD * Capture().bytes_per_token(model, n_context)
     return model.size_bytes + cache + products + held
-
-
-def _metadata(model: ModelInfo, name: str) -> Any:
-    return model.metadata.get(f"{model.architecture}.attention.{name}")
 
 
 def _spread(values: Sequence[int], n: int) -> tuple[int, ...]:

@@ -215,7 +215,8 @@ def tokenize(
     text = prompt.read(words)
     with open_engine(model, n_ctx=256, n_gpu_layers=0) as engine:
         ids = engine.tokenize(text, add_special=add_special, parse_special=parse_special)
-        pieces = [] if ids_only else [_piece(engine.token_bytes(i)) for i in ids]
+        # Incomplete characters become escapes, so that different tokens look different.
+        pieces = [engine.token_bytes(one).decode("utf-8", "backslashreplace") for one in ids]
     if as_json:
         typer.echo(json.dumps({"ids": ids} if ids_only else {"ids": ids, "pieces": pieces}))
     elif ids_only:
@@ -223,8 +224,3 @@ def tokenize(
     else:
         for token_id, piece in zip(ids, pieces, strict=True):
             typer.echo(f"{token_id:>7}  {piece!r}")
-
-
-def _piece(data: bytes) -> str:
-    # Incomplete characters become escapes, so that different tokens look different.
-    return data.decode("utf-8", "backslashreplace")

@@ -10,6 +10,7 @@ Pure, but for files of keys and templates.
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, cast
@@ -72,6 +73,18 @@ def _keys_in(name: str, path: str) -> list[str]:
     return keys
 
 
+def _drafters(name: str, text: str) -> list[str]:
+    """What guesses tokens; of llama-server's ways a smaller model is named by a flag of its own."""
+    kinds = [one for one in text.split(",") if one not in ("none", "draft-simple")]
+    for kind in kinds:
+        if not kind.startswith("ngram-"):
+            raise RequestError(
+                f"{name} is {text!r}, and kqview serve lacks {kind!r}; name a smaller model "
+                "(--model-draft), or use ngram-simple"
+            )
+    return ["prompt-lookup"] if kinds else []
+
+
 def _number(name: str, text: str | None) -> int:
     try:
         return int(text or "")
@@ -88,34 +101,22 @@ class _Flag:
 
     Attributes:
         names: Its names.
-        ours: Our flag for it.
-        key: What stands before an "=" in the values of ours; "" for none.
-        variable: Their variable for it, which counts where neither is given; "" if there is none.
+        ours: Our flag for it, "" for none, and what stands before an "=" in the values of ours.
+        variable: What follows "LLAMA_" in their variable for it, which counts where neither is
+            given; "" if there is none.
         values: Makes the values of ours, of which each one repeats the flag.
     """
 
-    names: tuple[str, ...]
+    names: str
     ours: str
-    key: str
-    variable: str
-    values: Callable[[str, str], list[str]]
+    variable: str = ""
+    values: Callable[[str, str], list[str]] = _as_it_is
 
     def written(self, name: str, text: str) -> list[str]:
         """Our flag with what *text* is for it, as often as that takes."""
-        values = self.values(name, text) if self.ours else []
-        return [word for one in values for word in (self.ours, f"{self.key}{one}")]
-
-
-def _flag(
-    names: str,
-    ours: str,
-    variable: str = "",
-    values: Callable[[str, str], list[str]] = _as_it_is,
-) -> _Flag:
-    flag, _, key = ours.partition(" ")
-    return _Flag(
-        tuple(names.split()), flag, key and f"{key}=", variable and f"LLAMA_{variable}", values
-    )
+        flag, _, key = self.ours.partition(" ")
+        values = self.values(name, text) if flag else []
+        return [word for one in values for word in (flag, f"{key}={one}" if key else one)]
 
 
 # What the value of another flag decides as well.
@@ -136,54 +137,57 @@ _UNSET_BELOW_0: Final = frozenset({"top_n_sigma", "seed"})
 _FLAGS: Final = (
     # Our own lists take several values between commas, as llama-server's do.
     *(
-        _flag(one.flag, one.flag, "", _each)
+        _Flag(one.flag, one.flag, "", _each)
         for one in rows_of(Settings).values()
         if one.kind is tuple
     ),
-    _flag("-m --model", "--model", "ARG_MODEL"),
-    _flag("-t --threads", "--threads", "ARG_THREADS"),
-    _flag("-c --ctx-size", "--ctx", "ARG_CTX_SIZE"),
-    _flag(
+    _Flag("-m --model", "--model", "ARG_MODEL"),
+    _Flag("-t --threads", "--threads", "ARG_THREADS"),
+    _Flag("-c --ctx-size", "--ctx", "ARG_CTX_SIZE"),
+    _Flag(
         "-np --parallel", "--slots", "ARG_N_PARALLEL",
         lambda name, text: [str(_AUTO_SLOTS) if _number(name, text) == -1 else text],
     ),
-    _flag(
+    _Flag(
         "-n --predict --n-predict", "--default-max-tokens", "ARG_N_PREDICT",
         lambda name, text: [text] if _number(name, text) > 0 else [],
     ),
-    _flag("-ub --ubatch-size", "--ubatch-size", "ARG_UBATCH"),
-    _flag("-fa --flash-attn", "--flash-attn", "ARG_FLASH_ATTN"),
-    _flag("-ctk --cache-type-k", "--kv-type", "ARG_CACHE_TYPE_K"),
-    _flag("-ctv --cache-type-v", "", "ARG_CACHE_TYPE_V"),
-    _flag(
+    _Flag("-ub --ubatch-size", "--ubatch-size", "ARG_UBATCH"),
+    _Flag("-fa --flash-attn", "--flash-attn", "ARG_FLASH_ATTN"),
+    _Flag("-ctk --cache-type-k", "--kv-type", "ARG_CACHE_TYPE_K"),
+    _Flag("-ctv --cache-type-v", "", "ARG_CACHE_TYPE_V"),
+    _Flag(
         "-ngl --gpu-layers --n-gpu-layers --ngl", "--ngl", "ARG_N_GPU_LAYERS",
         lambda _, text: ["-1" if text in ("auto", "all") else text],
     ),
-    _flag("--alias -a", "--alias", "ARG_ALIAS", _each),
-    _flag("--host", "--host", "ARG_HOST"),
-    _flag("--port", "--port", "ARG_PORT"),
-    _flag("-to --timeout", "--idle-timeout-s", "ARG_TIMEOUT"),
-    _flag("--pooling", "--pooling", "ARG_POOLING"),
-    _flag("--cors-origins", "--cors-origin", "ARG_CORS_ORIGINS", _each),
-    _flag("--ssl-key-file", "--ssl-keyfile", "ARG_SSL_KEY_FILE"),
-    _flag("--ssl-cert-file", "--ssl-certfile", "ARG_SSL_CERT_FILE"),
-    _flag("--api-key", "--api-key", "API_KEY", _each),
-    _flag("--api-key-file", "--api-key", "ARG_API_KEY_FILE", _keys_in),
-    _flag("--models-dir", "--models-dir", "ARG_MODELS_DIR"),
-    _flag("--lora-scaled", "--lora", "", _each),
-    _flag("--chat-template", "--chat-template", "ARG_CHAT_TEMPLATE"),
-    _flag("--chat-template-file", "--chat-template", "ARG_CHAT_TEMPLATE_FILE", _text_in),
-    _flag("--chat-template-kwargs", "--template-option", "ARG_CHAT_TEMPLATE_KWARGS", _kwargs),
-    _flag("--reasoning -rea", "--reasoning", "ARG_REASONING", _reasoning),
-    _flag(
+    _Flag("--alias -a", "--alias", "ARG_ALIAS", _each),
+    _Flag("--host", "--host", "ARG_HOST"),
+    _Flag("--port", "--port", "ARG_PORT"),
+    _Flag("-to --timeout", "--idle-timeout-s", "ARG_TIMEOUT"),
+    _Flag("--pooling", "--pooling", "ARG_POOLING"),
+    _Flag("--cors-origins", "--cors-origin", "ARG_CORS_ORIGINS", _each),
+    _Flag("--ssl-key-file", "--ssl-keyfile", "ARG_SSL_KEY_FILE"),
+    _Flag("--ssl-cert-file", "--ssl-certfile", "ARG_SSL_CERT_FILE"),
+    _Flag("--api-key", "--api-key", "API_KEY", _each),
+    _Flag("--api-key-file", "--api-key", "ARG_API_KEY_FILE", _keys_in),
+    _Flag("--models-dir", "--models-dir", "ARG_MODELS_DIR"),
+    _Flag("--lora-scaled", "--lora", "", _each),
+    _Flag("--chat-template", "--chat-template", "ARG_CHAT_TEMPLATE"),
+    _Flag("--chat-template-file", "--chat-template", "ARG_CHAT_TEMPLATE_FILE", _text_in),
+    _Flag("--chat-template-kwargs", "--template-option", "ARG_CHAT_TEMPLATE_KWARGS", _kwargs),
+    _Flag("--reasoning -rea", "--reasoning", "ARG_REASONING", _reasoning),
+    _Flag(
         "--reasoning-effort", "--template-option reasoning_effort", "ARG_REASONING_EFFORT",
         lambda _, text: [] if text == "default" else [text],
     ),
-    _flag("--reasoning-format", "--reasoning-format", "ARG_THINK"),
-    _flag("--reasoning-budget", "--reasoning-budget", "ARG_THINK_BUDGET"),
+    _Flag("--reasoning-format", "--reasoning-format", "ARG_THINK"),
+    _Flag("--reasoning-budget", "--reasoning-budget", "ARG_THINK_BUDGET"),
+    # Tokens are guessed by one drafter, which the last flag names; the text is the same without it.
+    _Flag("-md --model-draft --spec-draft-model", "--drafter", "ARG_SPEC_DRAFT_MODEL"),
+    _Flag("--spec-type", "--drafter", "ARG_SPEC_TYPE", _drafters),
     # How tokens are chosen if a request does not say.
     *(
-        _flag(
+        _Flag(
             f"--{name.replace('_', '-')} {_SAMPLING_NAMES.get(name, '')}", f"--sampling {name}",
             f"ARG_{name.upper()}", _not_negative if name in _UNSET_BELOW_0 else _as_it_is,
         )
@@ -191,78 +195,73 @@ _FLAGS: Final = (
         if option.low is not None
     ),
 )  # fmt: skip
-_BY_NAME: Final = {name: one for one in _FLAGS for name in one.names}
-_BY_VARIABLE: Final = {one.variable: one for one in _FLAGS if one.variable}
+_BY_NAME: Final = {name: one for one in _FLAGS for name in one.names.split()}
+_BY_VARIABLE: Final = {f"LLAMA_{one.variable}": one for one in _FLAGS if one.variable}
 
 # Flags without a value.
 _ALONE: Final[Mapping[str, tuple[str, ...]]] = {
     **dict.fromkeys(("--rerank", "--reranking"), ("--pooling", "rank")),
     **dict.fromkeys(("-v", "--log-verbose"), ("--verbose",)),
+    "--spec-default": ("--drafter", "prompt-lookup"),
     "--reasoning-preserve": ("--template-option", "preserve_reasoning=true"),
     "--no-reasoning-preserve": ("--template-option", "preserve_reasoning=false"),
     **dict.fromkeys(_UNIFIED, ()),
 }
 _IGNORED: Final = frozenset(
     {
-        "--metrics", "--jinja", "--no-jinja", "-cb", "--cont-batching", "-nocb",
-        "--no-cont-batching", "--mlock",
-        "--mmap", "--no-mmap", "--warmup", "--no-warmup", "--perf", "--no-perf", "--webui",
-        "--no-webui", "--ui", "--no-ui", "-no-kvu", "--no-kv-unified",
-        "--swa-full", "--log-disable", "--log-prefix",
-        "--no-log-prefix", "--log-timestamps", "--no-log-timestamps", "--offline", "--cache-prompt",
-        "--no-cache-prompt", "--cache-idle-slots", "--no-cache-idle-slots",
-        "--repack", "-nr", "--no-repack", "--op-offload", "--no-op-offload", "--embedding",
-        "--embeddings", "-kvo", "--kv-offload", "-nkvo", "--no-kv-offload", "--no-mmproj",
-        "--mmproj-auto", "--no-mmproj-auto", "--mmproj-offload", "--no-mmproj-offload",
-        "--reuse-port", "--escape", "-e", "--no-escape", "--no-host", "--log-jsonl",
-        "--no-log-jsonl", "--check-tensors", "-bs", "--backend-sampling", "--cors-credentials",
-        "--no-cors-credentials",
-        "--prefill-assistant", "--models-autoload", "--no-models-autoload", "--no-agent", "-no-ag",
-        "--no-spec-draft-backend-sampling", "--no-ui-mcp-proxy", "--no-webui-mcp-proxy",
-        "--no-skip-chat-parsing",
+        *(
+            f"--{no}{name}"
+            for no in ("", "no-")
+            for name in (
+                "jinja", "cont-batching", "mmap", "warmup", "perf", "webui", "ui", "log-prefix",
+                "log-timestamps", "cache-prompt", "cache-idle-slots", "repack", "op-offload",
+                "kv-offload", "mmproj-auto", "mmproj-offload", "escape", "log-jsonl",
+                "cors-credentials", "models-autoload", "spec-draft-backend-sampling",
+            )
+        ),
+        "--metrics", "-cb", "-nocb", "--mlock", "-no-kvu", "--no-kv-unified", "--swa-full",
+        "--log-disable", "--offline", "-nr", "--embedding", "--embeddings", "-kvo", "-nkvo",
+        "--no-mmproj", "--reuse-port", "-e", "--no-host", "--check-tensors", "-bs",
+        "--backend-sampling", "--prefill-assistant", "--no-agent", "-no-ag", "--no-ui-mcp-proxy",
+        "--no-webui-mcp-proxy", "--no-skip-chat-parsing",
     }
 )  # fmt: skip
-_IGNORED_WITH_VALUE: Final = frozenset(
-    {
-        "-tb", "--threads-batch", "--threads-http", "-b", "--batch-size", "--prio", "--prio-batch",
-        "--poll", "--poll-batch", "-lm", "--load-mode", "--numa", "--log-file", "--log-colors",
-        "-lv", "--verbosity", "--log-verbosity", "-cram", "--cache-ram", "-ctxcp",
-        "--ctx-checkpoints", "--swa-checkpoints", "--cache-reuse", "-fit", "--fit", "-fitt",
-        "--fit-target", "-fitc", "--fit-ctx", "--path", "--sse-ping-interval", "-sps",
-        "--slot-prompt-similarity", "-dt", "--defrag-thold", "-C", "--cpu-mask", "-Cr",
-        "--cpu-range", "--cpu-strict", "-Cb", "--cpu-mask-batch", "-Crb", "--cpu-range-batch",
-        "--cpu-strict-batch", "-lzm", "--lazy-mode", "-cms", "--checkpoint-min-step", "--tags",
-        "--cors-methods", "--cors-headers", "--ui-config", "--webui-config", "--ui-config-file",
-        "--webui-config-file", "--models-max", "--sleep-idle-seconds", "--log-prompts-dir",
-        "-hft", "--hf-token", "--image-min-tokens", "--image-max-tokens",
-        "--mtmd-batch-max-tokens", "--video-fps", "--video-timestamp-interval",
-        "--video-ffmpeg-dir",
-    }
+# Patterns of names, and so are those of what kqview lacks.
+_IGNORED_WITH_VALUE: Final = (
+    "-tb", "--threads-batch", "--threads-http", "-b", "--batch-size", "--prio", "--prio-batch",
+    "--poll", "--poll-batch", "-lm", "--load-mode", "--numa", "--log-file", "--log-colors",
+    "-lv", "--verbosity", "--log-verbosity", "-cram", "--cache-ram", "-ctxcp",
+    "--ctx-checkpoints", "--swa-checkpoints", "--cache-reuse", "-fit", "--fit", "-fit[tc]",
+    "--fit-target", "--fit-ctx", "--path", "--sse-ping-interval", "-sps", "-dt", "-C", "-C[rb]",
+    "--slot-prompt-similarity", "--defrag-thold", "-Crb", "--cpu-*", "-lzm", "--lazy-mode", "-cms",
+    "--checkpoint-min-step", "--tags", "--cors-methods", "--cors-headers", "--*ui-config*",
+    "--models-max", "--sleep-idle-seconds", "--log-prompts-dir", "-hft", "--hf-token",
+    "--image-m??-tokens", "--mtmd-batch-max-tokens", "--video-*",
+    # How fast tokens are guessed, and how many: a request says the latter (speculative.n_max).
+    "-td", "-tbd", "-Cd", "-Crd", "-Cbd", "-ngld", "-ctkd", "-ctvd", "--draft", "--draft-*",
+    "--*-draft", "--spec-draft-*", "--spec-ngram-*",
 )  # fmt: skip
 
 
-# What kqview lacks, and what to do. A name that ends with "-" is the beginning of several.
+# What kqview lacks, and what to do.
 _LACKING: Final[Mapping[str, Sequence[str]]] = {
     "images and sound": ("-mm", "--mmproj", "-mmu", "--mmproj-url", "-mmdev", "--mmproj-device",
-        "--media-path", "--vision-"),
-    "speculative decoding": ("-md", "--model-draft", "-hfd", "-hfrd", "--hf-repo-draft", "-td",
-        "--threads-draft", "-tbd", "--threads-batch-draft", "-Cd", "-Crd", "-Cbd",
-        "--cpu-mask-draft",
-        "--cpu-range-draft", "--cpu-strict-draft", "--prio-draft", "--poll-draft",
-        "--cpu-mask-batch-draft", "--cpu-strict-batch-draft", "--prio-batch-draft",
-        "--poll-batch-draft", "-otd", "--override-tensor-draft", "-cmoed", "--cpu-moe-draft",
-        "-ncmoed", "--n-cpu-moe-draft", "--draft", "--draft-", "-devd", "--device-draft", "-ngld",
-        "--gpu-layers-draft", "--n-gpu-layers-draft", "-ctkd", "--cache-type-k-draft", "-ctvd",
-        "--cache-type-v-draft", "-lcs", "--lookup-cache-static", "-lcd", "--lookup-cache-dynamic",
-        "--spec-"),
+        "--media-path", "--vision-*"),
+    "files of what was looked up": ("-lcs", "--lookup-cache-static", "-lcd",
+        "--lookup-cache-dynamic"),
+    "guesses that are accepted by chance": ("--spec-synth-*",),
     "placing single layers and tensors": ("-dev", "--device", "--list-devices", "-ot",
         "--override-tensor", "-cmoe", "--cpu-moe", "-ncmoe", "--n-cpu-moe", "-ncffn", "--n-cpu-ffn",
-        "-sm", "--split-mode", "-ts", "--tensor-split", "-mg", "--main-gpu", "--rpc"),
-    "changing a model while it is loaded": ("--rope-", "--yarn-", "--override-kv",
-        "--control-vector", "--control-vector-", "--lora-init-without-apply"),
+        "-sm", "--split-mode", "-ts", "--tensor-split", "-mg", "--main-gpu", "--rpc", "-devd",
+        "--device-draft", "--spec-draft-device", "-otd", "--override-tensor-draft",
+        "--spec-draft-override-tensor", "-cmoed", "-ncmoed", "--*cpu-moe-draft",
+        "--spec-draft-*cpu-moe", "--spec-draft-ncmoe"),
+    "changing a model while it is loaded": ("--rope-*", "--yarn-*", "--override-kv",
+        "--control-vector*", "--lora-init-without-apply"),
     "downloading by these names; use --hf OWNER/REPO/FILE": ("-mu", "--model-url", "-dr",
         "--docker-repo", "-hf", "-hfr", "--hf-repo", "-hff", "--hf-file", "-cl", "--cache-list",
-        "--embd-gemma-default", "--fim-", "--gpt-oss-"),
+        "--embd-gemma-default", "--fim-*", "--gpt-oss-*", "-hfd", "-hfrd", "--hf-repo-draft",
+        "--spec-draft-hf"),
     "this as a default of all requests; send it with each": ("--samplers", "--sampler-seq",
         "--sampling-seq", "--ignore-eos", "--dry-sequence-breaker", "-l", "--logit-bias",
         "--grammar", "--grammar-file", "-j", "--json-schema", "-jf", "--json-schema-file",
@@ -293,10 +292,12 @@ _SWITCHES: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
 # Those of what kqview lacks: the beginnings of their names.
 _LACKING_VARIABLES: Final = (
     "LLAMA_ARG_MMPROJ_URL", "LLAMA_ARG_MODEL_URL", "LLAMA_ARG_DOCKER_REPO", "LLAMA_ARG_HF_",
-    "LLAMA_ARG_ROPE_", "LLAMA_ARG_YARN_", "LLAMA_ARG_RPC", "LLAMA_ARG_DEVICE", "LLAMA_ARG_SPEC_",
+    "LLAMA_ARG_ROPE_", "LLAMA_ARG_YARN_", "LLAMA_ARG_RPC", "LLAMA_ARG_DEVICE",
     "LLAMA_ARG_OVERRIDE_TENSOR", "LLAMA_ARG_CPU_MOE", "LLAMA_ARG_N_CPU_", "LLAMA_ARG_SPLIT_MODE",
     "LLAMA_ARG_TENSOR_SPLIT", "LLAMA_ARG_MAIN_GPU", "LLAMA_ARG_API_PREFIX", "LLAMA_ARG_TOOLS",
-    "LLAMA_ARG_MCP_", "LLAMA_ARG_AGENT", "LLAMA_ARG_MODELS_PRESET", "LLAMA_ARG_DRAFT_",
+    "LLAMA_ARG_MCP_", "LLAMA_ARG_AGENT", "LLAMA_ARG_MODELS_PRESET",
+    "LLAMA_ARG_SPEC_DRAFT_HF_", "LLAMA_ARG_SPEC_DRAFT_CPU_", "LLAMA_ARG_SPEC_DRAFT_N_CPU_",
+    "LLAMA_ARG_SPEC_SYNTH_",
     "LLAMA_ARG_THINK_BUDGET_MESSAGE", "LLAMA_ARG_KV_UNIFIED_PER_SLOT",
 )  # fmt: skip
 
@@ -335,7 +336,13 @@ def translated(
     found: list[str] = []
     variables: dict[str, str] = {}
     for name, value, variable in flags:
-        if name in _IGNORED or name in _IGNORED_WITH_VALUE:
+        for what, names in _LACKING.items():
+            if _is_any(name, names):
+                raise RequestError(
+                    f"{name} is a flag of llama-server, and kqview serve lacks {what}; leave it out"
+                )
+        flag = _BY_NAME.get(name)
+        if name in _IGNORED or (flag is None and _is_any(name, _IGNORED_WITH_VALUE)):
             ignored.append(name)
             continue
         if name in _V_TYPE and value != keys:
@@ -344,8 +351,12 @@ def translated(
             # That of all slots together, unless llama.cpp chooses how many there are.
             n_ctx = _number(name, value) // max(1, n_slots)
             written = ["--ctx", str(n_ctx)] if n_ctx else []
+        elif name in _ALONE or (name == "--slots" and value is None):
+            written = [*_ALONE.get(name, ())]
+        elif value is None:
+            written = [name]
         else:
-            written = _written(name, value)
+            written = [name, value] if flag is None else flag.written(name, value)
         found += written
         for word in written:
             variables.pop(word, None)
@@ -365,9 +376,10 @@ def _of_environ(
         base = variable.replace("LLAMA_ARG_NO_", _PREFIX)
         if flag := _BY_VARIABLE.get(variable):
             # A file of keys adds to keys.
-            winning = flag.names if flag.values is _keys_in else (*flag.names, flag.ours)
+            names, ours = flag.names.split(), flag.ours.partition(" ")[0]
+            winning = names if flag.values is _keys_in else [*names, ours]
             if value and given.isdisjoint(winning):
-                yield flag.names[0], value, variable
+                yield names[0], value, variable
         elif base in _SWITCHES:
             if given.isdisjoint(_SWITCHES[base]):
                 is_on = base == variable and _is_on(variable, value)
@@ -377,6 +389,10 @@ def _of_environ(
             raise RequestError(f"{variable} is set, for what kqview serve lacks; unset it")
         elif variable.startswith(_PREFIX):
             ignored.append(variable)
+
+
+def _is_any(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, one) for one in patterns)
 
 
 def _is_on(name: str, value: str) -> bool:
@@ -399,24 +415,11 @@ def _flags(words: Sequence[str]) -> Iterator[tuple[str, str | None]]:
             yield name, rest.pop(0) if rest and rest[0].lstrip("-").isdecimal() else None
         elif name in ("-fa", "--flash-attn"):  # a flag without a value in older versions
             yield "-fa", rest.pop(0) if rest and rest[0] in ("on", "off", "auto") else "on"
-        elif (name in _BY_NAME or name in _IGNORED_WITH_VALUE) and rest:
+        elif (
+            rest
+            and name not in _IGNORED
+            and (name in _BY_NAME or _is_any(name, _IGNORED_WITH_VALUE))
+        ):
             yield name, rest.pop(0)
         else:
             yield name, None
-
-
-def _written(name: str, value: str | None) -> list[str]:
-    """What the flag *name* is as ours."""
-    for what, names in _LACKING.items():
-        if any(name == one or (one.endswith("-") and name.startswith(one)) for one in names):
-            raise RequestError(
-                f"{name} is a flag of llama-server, and kqview serve lacks {what}; leave it out"
-            )
-    if name in _ALONE or (name == "--slots" and value is None):
-        return list(_ALONE.get(name, ()))
-    if value is None:
-        return [name]
-    flag = _BY_NAME.get(name)
-    if flag is None:
-        return [name, value]
-    return flag.written(name, value)

@@ -19,11 +19,10 @@ if TYPE_CHECKING:
 
 Mark = Literal["sampled", "forced", "removed"]
 # How a mark looks in a terminal, and the characters around it elsewhere.
-_STYLES: dict[Mark, str] = {"sampled": "", "forced": "bold green", "removed": "red strike"}
-_SIGNS: dict[Mark, tuple[str, str]] = {
-    "sampled": ("", ""),
-    "forced": ("{+", "+}"),
-    "removed": ("[-", "-]"),
+_MARKS: dict[Mark, tuple[str, str, str]] = {
+    "sampled": ("", "", ""),
+    "forced": ("bold green", "{+", "+}"),
+    "removed": ("red strike", "[-", "-]"),
 }
 
 
@@ -33,18 +32,14 @@ def show_mods(console: Console, engine: "Engine", prompt: str, max_tokens: int) 
 
     source = prompt.partition(".")[0].strip()
     beginning = " ".join(source.split()[:5])
-    copying = Capture(
-        "probs", layers=[1], heads=[0, 1, 2, 3]
-    )  # heads that attend to what they copy
+    # Heads that attend to what they copy.
+    copying = Capture("probs", layers=[1], heads=[0, 1, 2, 3])
+    colours = ChoicesStrat([" red", " blue", " silver"])
     shown: list[tuple[str, list[Mod], Capture | Kind | None]] = [
         ("Without a mod", [], None),
         (
             "A question, answered within choices and erased",
-            [
-                self_prompt_mod(
-                    " took the", ChoicesStrat([" red", " blue", " silver"]), erase=EraseMode.ALL
-                )
-            ],
+            [self_prompt_mod(" took the", colours, erase=EraseMode.ALL)],
             None,
         ),
         (
@@ -87,5 +82,6 @@ def _mark(piece: ReplayedToken) -> Mark:
 
 
 def _append(text: Text, part: str, mark: Mark, console: Console) -> None:
-    before, after = ("", "") if console.is_terminal else _SIGNS[mark]
-    text.append(f"{before}{part}{after}", style=f"not dim {_STYLES[mark]}")
+    style, before, after = _MARKS[mark]
+    shown = part if console.is_terminal else f"{before}{part}{after}"
+    text.append(shown, style=f"not dim {style}")

@@ -34,6 +34,12 @@ def argument(default: object, text: str, **more: Any) -> Any:
     return typer.Argument(default, help=text, **more)
 
 
+def parameter(name: str, default: Any, annotation: Any) -> inspect.Parameter:
+    """A parameter of a command, whose *default* is an option."""
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(name, keyword, default=default, annotation=annotation)
+
+
 class OptionGroup:
     """Base of the groups: dataclasses whose fields are options.
 
@@ -47,18 +53,11 @@ class OptionGroup:
     def parameters(cls) -> list[inspect.Parameter]:
         """The options, as parameters of a command."""
         hints = get_type_hints(cls, include_extras=True)
-        for one in dataclasses.fields(cls):  # pyright: ignore[reportArgumentType]
+        own = dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]
+        for one in own:
             if isinstance(one.default, OptionInfo) and one.default.rich_help_panel is None:
                 one.default.rich_help_panel = cls.panel
-        return [
-            inspect.Parameter(
-                one.name,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=one.default,
-                annotation=hints[one.name],
-            )
-            for one in dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]
-        ]
+        return [parameter(one.name, one.default, hints[one.name]) for one in own]
 
 
 def with_groups(command: Callable[..., _R]) -> Callable[..., _R]:
@@ -70,11 +69,10 @@ def with_groups(command: Callable[..., _R]) -> Callable[..., _R]:
         kind = hints[one.name]
         if isinstance(kind, type) and issubclass(kind, OptionGroup):
             own = kind.parameters()
-            groups[one.name] = kind, [parameter.name for parameter in own]
+            groups[one.name] = kind, [each.name for each in own]
             parameters += own
         else:
-            keyword = inspect.Parameter.KEYWORD_ONLY
-            parameters.append(one.replace(kind=keyword, annotation=kind))
+            parameters.append(parameter(one.name, one.default, kind))
 
     @functools.wraps(command)
     def run(**given: Any) -> _R:

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
 from kqview import json_input
 from kqview.cli.model_file import check_model_file
-from kqview.cli.option_groups import OptionGroup, argument, option
+from kqview.cli.option_groups import OptionGroup, argument, option, parameter
 from kqview.cli.terminal import argument_text, is_piped, read_stdin, read_text
 from kqview.demo import SMOLLM2, model_path
 from kqview.errors import KqviewError, RequestError
@@ -130,11 +130,7 @@ class ModelChoice(OptionGroup):
     @property
     def is_named(self) -> bool:
         """Whether any model is named."""
-        return self.model is not None or self._has_option
-
-    @property
-    def _has_option(self) -> bool:
-        return self.demo or self.model_file is not None or self.hf is not None
+        return self.demo or any(one is not None for one in (self.model, self.model_file, self.hf))
 
     def resolve(self, *texts: str | None) -> tuple[ModelFile, list[str]]:
         """The model, and the words that are texts. Nothing is downloaded yet.
@@ -458,20 +454,12 @@ class SamplingChoice(OptionGroup):
     @classmethod
     def parameters(cls) -> "list[inspect.Parameter]":
         """Those of the constraints, and of the table of sampling options."""
-        import inspect
-
         found = _Constraints.parameters()
         for row in OPTIONS.values():
             if row.is_plain:
                 names = "--" + row.name.replace("_", "-") + (" -s" if row.name == "seed" else "")
-                found.append(
-                    inspect.Parameter(
-                        row.name,
-                        inspect.Parameter.KEYWORD_ONLY,
-                        default=option(row.default, row.doc, names, panel="Sampling"),
-                        annotation=row.type,
-                    )
-                )
+                default = option(row.default, row.doc, names, panel="Sampling")
+                found.append(parameter(row.name, default, row.type))
         return found
 
     @property

@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperCommand
 
 from kqview.cli.llama_server_flags import translated
-from kqview.cli.option_groups import option
+from kqview.cli.option_groups import option, parameter
 from kqview.demo import SMOLLM2, model_path
 from kqview.server.settings import PREFIX, Settings
 from kqview.server.settings_table import SettingRow, rows_of
@@ -82,7 +82,6 @@ def with_settings(
     rows: Iterable[SettingRow],
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Show typer an option for each of *rows*, which the command takes as ``**given``."""
-    keyword = inspect.Parameter.KEYWORD_ONLY
     options: list[inspect.Parameter] = []
     for row in rows:
         flag = row.flag
@@ -93,14 +92,11 @@ def with_settings(
             shown = ",".join(row.default) if row.kind is tuple else row.default
             text += f" Default: {shown}."
         kind = list[str] if row.kind is tuple else row.kind
-        default = option(None, text, flag)
-        options.append(
-            inspect.Parameter(row.name, keyword, default=default, annotation=kind | None)
-        )
+        options.append(parameter(row.name, option(None, text, flag), kind | None))
 
     def decorated(command: Callable[..., None]) -> Callable[..., None]:
         own = inspect.signature(command).parameters.values()
-        named = [one for one in own if one.kind == keyword]
+        named = [one for one in own if one.kind == one.KEYWORD_ONLY]
         command.__signature__ = inspect.Signature([*named, *options])  # pyright: ignore[reportFunctionMemberAccess]
         return command
 

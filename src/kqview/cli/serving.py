@@ -115,13 +115,14 @@ class Reloads:
         identify: Takes a certificate that was renewed; None without TLS.
     """
 
+    identify: Callable[[ssl.SSLContext], None] | None = None
+
     def __init__(self, app: App, read: Callable[[], Config]) -> None:
         """Replace the configuration of *app* by what *read* returns."""
         self._app = app
         self._read = read
         self._hangup = Hangup()
         self.running: asyncio.Task[None] | None = None
-        self.identify: Callable[[ssl.SSLContext], None] | None = None
         self._is_wanted = False
         if hasattr(signal, "SIGHUP"):  # while the model is loaded, too
             signal.signal(signal.SIGHUP, self._remember)
@@ -166,15 +167,12 @@ class Reloads:
             _log.error("the configuration has errors and stays as it was: %s", reasons)
             return
         _log.info("the configuration was read again: %s", done)
-        if self.identify is not None:
-            await self._renew(self.identify)
-
-    async def _renew(self, identify: Callable[[ssl.SSLContext], None]) -> None:
-        """Read the files of the certificate again, which may hold a newer one."""
-        try:
+        if self.identify is None:
+            return
+        try:  # the files of the certificate may hold a newer one
             certificate = await asyncio.to_thread(tls_context, self._app.service.settings)
             assert certificate is not None  # only of a server with TLS
-            identify(certificate)
+            self.identify(certificate)
         except (KqviewError, OSError) as error:
             _log.error("the certificate stays as it was: %s", error)
 

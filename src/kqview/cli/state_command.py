@@ -95,6 +95,8 @@ def _line(report: "StateReport") -> str:
 
 
 def _facts(report: "StateReport") -> str:
+    from kqview.state.ses1 import checkpoints_in
+
     rows = [("file", report.path), *(("problem", problem) for problem in report.problems)]
     if report.n_bytes is not None:
         rows.append(("size", f"{report.n_bytes:,} bytes"))
@@ -106,23 +108,17 @@ def _facts(report: "StateReport") -> str:
             ("flash attention", flash),
         ]
     if trailer := report.trailer:
-        n_exact = trailer.marks.n_exact
+        n_exact, data = trailer.marks.n_exact, trailer.marks.checkpoints
+        at = ", ".join(map(str, checkpoints_in(data)))
         rows += [
             ("checksum", "correct"),
             ("exact tokens", "unknown" if n_exact is None else f"{n_exact:,}"),
-            ("checkpoints", _checkpoints(trailer.marks.checkpoints)),
+            ("checkpoints", f"at {at} tokens, {len(data):,} bytes" if at else "none"),
             ("model", trailer.facts.model),
         ]
     elif not report.has_trailer and report.state:
         rows.append(("checksum", "none: a raw blob, so the model is unknown as well"))
     return "\n".join(f"{name:<16} {value}" for name, value in rows)
-
-
-def _checkpoints(data: bytes) -> str:
-    from kqview.state.ses1 import checkpoints_in
-
-    counts = checkpoints_in(data)
-    return f"at {', '.join(map(str, counts))} tokens, {len(data):,} bytes" if counts else "none"
 
 
 def _to_json(report: "StateReport") -> dict[str, Any]:

@@ -312,19 +312,15 @@ def _logistic(cases: Sequence[Case], pairs: Sequence[Pair]) -> tuple[tuple[Head,
     ridge = np.diag([_RIDGE] * values.shape[1] + [1e-9])
     weights: Floats = np.zeros(len(pairs) + 1)
     for _ in range(_N_NEWTON):
-        step = _newton_step(design, labels, ridge, weights)
+        chance = logistic(design @ weights)
+        gradient = design.T @ (chance - labels) + ridge @ weights
+        step = _solved((design.T * (chance * (1 - chance))) @ design + ridge, gradient)
         weights -= step
         if np.abs(step).max() < 1e-9:
             break
     slopes = weights[:-1] / spread
     heads = tuple(Head(*pair, float(one)) for pair, one in zip(pairs, slopes, strict=True))
     return heads, float(weights[-1] - slopes @ mean), "logistic"
-
-
-def _newton_step(design: Floats, labels: Floats, ridge: Floats, weights: Floats) -> Floats:
-    chance = logistic(design @ weights)
-    gradient = design.T @ (chance - labels) + ridge @ weights
-    return _solved((design.T * (chance * (1 - chance))) @ design + ridge, gradient)
 
 
 def _solved(matrix: Floats, right: Floats) -> Floats:
@@ -405,10 +401,6 @@ def _mean_of(judge: Callable[[Floats, Floats], float]) -> Callable[[Scored], flo
     return lambda scored: float(np.mean([judge(*one) for one in scored]))
 
 
-def _turned(rank: Callable[[Sequence[Case]], Floats]) -> Callable[[Sequence[Case]], Floats]:
-    return lambda cases: -rank(cases)
-
-
 _METHODS: Final[Mapping[str, _Method]] = {
     "needle": _Method(
         _measured_needle,
@@ -421,7 +413,7 @@ _METHODS: Final[Mapping[str, _Method]] = {
         _measured_ranking, _contrast, _even("rerank"), "nDCG@10", _mean_of(ndcg)
     ),
     "injection": _Method(
-        _measured_injection, _turned(_distance), _even("injection"), "AUROC",
+        _measured_injection, lambda cases: -_distance(cases), _even("injection"), "AUROC",
         lambda scored: auroc(*_pooled(scored)), "injected",
     ),
     "grounding": _Method(

@@ -10,7 +10,7 @@ import json
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from kqview import durable, json_input
 from kqview.corpora.reader import Corpus, open_corpus
@@ -22,63 +22,8 @@ from kqview.extras import needed
 _URL: Final = "://"
 
 
-class Storage(Protocol):
-    """A corpus that is written."""
-
-    @property
-    def n_done(self) -> int:
-        """Documents in its index."""
-        ...
-
-    def ids(self) -> set[str]:
-        """Ids of the documents in the index."""
-        ...
-
-    def add_piece(self, table: Any, n_documents: int) -> None:
-        """Write rows of so many documents as a part of the index."""
-        ...
-
-    def remove_unnamed(self) -> None:
-        """Remove shards that no part of the index names."""
-        ...
-
-    def corpus(self) -> Corpus | None:
-        """The corpus, where it can be mapped."""
-        ...
-
-
-@contextmanager
-def open_storage(sink: str, facts: dict[str, Any]) -> Generator[Storage]:
-    """Open the corpus at *sink*, a path or a URL, or make it.
-
-    Raises:
-        CorpusError: It is of something else, or another process writes to it.
-        OSError: It cannot be read or written.
-        KqviewError: fsspec is needed, but not installed.
-    """
-    facts = {"format": FORMAT, **facts, "plan": {**facts["plan"], "by": "ray"}}
-    if _URL in sink:
-        yield _Objects(sink, facts)
-        return
-    with Writer(Path(sink), facts, 1) as writer:
-        yield _Folder(Path(sink), writer)
-
-
-def write_shard(sink: str, name: str, data: bytes) -> None:
-    """Write a shard of this name, on any node.
-
-    Raises:
-        OSError: It cannot be written.
-    """
-    if _URL in sink:
-        files, root = _files(sink)
-        files.pipe_file(f"{root}/shards/{name}", data)
-    else:
-        durable.write_whole(Path(sink) / "shards" / name, data)
-
-
 class _Folder:
-    """A corpus in a folder, of which the driver holds the lock."""
+    """A corpus in a folder, of which the driver holds the lock; as `_Objects`."""
 
     def __init__(self, folder: Path, writer: Writer) -> None:
         self._folder, self._writer = folder, writer
@@ -97,7 +42,11 @@ class _Folder:
 
 
 class _Objects:
-    """A corpus in an object store."""
+    """A corpus in an object store.
+
+    Attributes:
+        n_done: Documents in its index.
+    """
 
     def __init__(self, sink: str, facts: dict[str, Any]) -> None:
         self._files, self._root = _files(sink)
@@ -131,10 +80,12 @@ class _Objects:
         return json_input.loads(schema.metadata[b"kqview"])
 
     def ids(self) -> set[str]:
+        """Ids of the documents in the index."""
         tables = (_ids(self._files.cat_file(name)) for name in self._named("index"))
         return {one for table in tables for one in table}
 
     def add_piece(self, table: Any, n_documents: int) -> None:
+        """Write rows of so many documents as a part of the index."""
         about = json.dumps({"n_documents": n_documents})
         buffer = io.BytesIO()
         table = table.replace_schema_metadata({"kqview": about})
@@ -145,6 +96,7 @@ class _Objects:
         self.n_done += n_documents
 
     def remove_unnamed(self) -> None:
+        """Remove shards that no part of the index names."""
         known: set[str] = set()
         for name in self._named("index"):
             data = io.BytesIO(self._files.cat_file(name))
@@ -154,8 +106,41 @@ class _Objects:
             if Path(name).name not in known:
                 self._files.rm_file(name)
 
-    def corpus(self) -> Corpus | None:
-        return None
+    def corpus(self) -> None:
+        """The corpus, where it can be mapped."""
+
+
+Storage = _Folder | _Objects
+
+
+@contextmanager
+def open_storage(sink: str, facts: dict[str, Any]) -> Generator[Storage]:
+    """Open the corpus at *sink*, a path or a URL, or make it.
+
+    Raises:
+        CorpusError: It is of something else, or another process writes to it.
+        OSError: It cannot be read or written.
+        KqviewError: fsspec is needed, but not installed.
+    """
+    facts = {"format": FORMAT, **facts, "plan": {**facts["plan"], "by": "ray"}}
+    if _URL in sink:
+        yield _Objects(sink, facts)
+        return
+    with Writer(Path(sink), facts, 1) as writer:
+        yield _Folder(Path(sink), writer)
+
+
+def write_shard(sink: str, name: str, data: bytes) -> None:
+    """Write a shard of this name, on any node.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    if _URL in sink:
+        files, root = _files(sink)
+        files.pipe_file(f"{root}/shards/{name}", data)
+    else:
+        durable.write_whole(Path(sink) / "shards" / name, data)
 
 
 def _ids(part: bytes) -> set[str]:
