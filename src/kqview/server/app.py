@@ -6,6 +6,7 @@ or `SocketEndpoint` for each operation.
 
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import asynccontextmanager
+from types import ModuleType
 from typing import Any, Final
 
 import msgspec
@@ -37,6 +38,8 @@ from kqview.server.web.sockets import SocketEndpoint
 
 DIALECTS: Final = (koboldai, llama_server, openai, responses, anthropic, mia4, models)
 """Modules with ``OPERATIONS``; a further dialect is one folder and one entry here."""
+_DESCRIBED: Final[dict[tuple[tuple[ModuleType, ...], bool], dict[str, Any]]] = {}
+"""What `openapi.describe` made: it takes 0.2 s, and a reload would hold the event loop as long."""
 
 
 class App(EdgeMiddleware):
@@ -106,14 +109,17 @@ def create_app(
     metrics = Metrics(service)
     description: dict[str, Any] = {}
     operations = pages.operations(description) + status.operations(metrics)
-    for dialect in DIALECTS:
+    dialects = DIALECTS
+    for dialect in dialects:
         operations += dialect.OPERATIONS
 
     def describe() -> None:
         has_keys = bool(live.settings.api_keys or live.settings.admin_keys)
-        new = openapi.describe(operations, version=__version__, has_keys=has_keys)
+        if (key := (dialects, has_keys)) not in _DESCRIBED:
+            made = openapi.describe(operations, version=__version__, has_keys=has_keys)
+            _DESCRIBED[key] = made
         description.clear()
-        description.update(new)
+        description.update(_DESCRIBED[key])
 
     describe()
 
