@@ -135,6 +135,13 @@ def architectures(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str
     shutil.rmtree(folder)  # pytest keeps folders, and these are 0.9 GB
 
 
+@pytest.fixture(scope="module")
+def engine(tiny_llama: Path) -> Iterator[Engine]:
+    """One engine of `tiny_llama` for the tests of a module that leave it open and idle."""
+    with open_engine(tiny_llama, n_threads=1, n_ctx=512) as one:
+        yield one
+
+
 @pytest.fixture
 def make_engine() -> Iterator[MakeEngine]:
     """Engines by `open_engine`, with n_threads=1 and n_ctx=512 unless told otherwise."""

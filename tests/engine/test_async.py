@@ -64,10 +64,7 @@ def test_async_and_sync_iteration_give_the_same(
     assert within(collect(generation)) == []
 
 
-async def test_many_generations_at_once_share_one_slot(
-    make_engine: MakeEngine, tiny_llama: Path
-) -> None:
-    engine = make_engine(tiny_llama)
+async def test_many_generations_at_once_share_one_slot(engine: Engine) -> None:
     prompts = [random_ids(10, seed=seed) for seed in range(40)]
     want = [[t.id for t in engine.generate(p, max_tokens=12, **GREEDY)] for p in prompts]
     generations = [engine.generate(p, max_tokens=12, **GREEDY) for p in prompts]
@@ -75,10 +72,7 @@ async def test_many_generations_at_once_share_one_slot(
     assert [[token.id for token in tokens] for tokens in got] == want
 
 
-def test_two_loops_in_two_threads_share_an_engine(
-    make_engine: MakeEngine, tiny_llama: Path
-) -> None:
-    engine = make_engine(tiny_llama)
+def test_two_loops_in_two_threads_share_an_engine(engine: Engine) -> None:
     want = [token.id for token in engine.generate(PROMPT, max_tokens=20, **GREEDY)]
     found: list[list[int]] = []
 
@@ -149,10 +143,7 @@ def work() -> None:
     time.sleep(0.001)
 
 
-async def test_loop_goes_on_while_tokens_are_always_there(
-    make_engine: MakeEngine, tiny_llama: Path
-) -> None:
-    engine = make_engine(tiny_llama)
+async def test_loop_goes_on_while_tokens_are_always_there(engine: Engine) -> None:
     gaps: list[float] = []
     ticker = asyncio.create_task(ticks(gaps))
     await asyncio.sleep(0)
@@ -165,10 +156,7 @@ async def test_loop_goes_on_while_tokens_are_always_there(
     assert max(gaps) < 0.8 * duration  # one that blocks has one gap, as long as all of it
 
 
-async def test_aclose_from_another_task_ends_the_iteration(
-    make_engine: MakeEngine, tiny_llama: Path
-) -> None:
-    engine = make_engine(tiny_llama)
+async def test_aclose_from_another_task_ends_the_iteration(engine: Engine) -> None:
     holder = engine.generate(PROMPT, max_tokens=100, **GREEDY)
     await anext(holder)
     queued = engine.generate(PROMPT, max_tokens=100, **GREEDY)
@@ -224,10 +212,7 @@ async def test_wait_with_a_limit_that_keeps_its_task_loses_no_token(
     assert n_timeouts > 0
 
 
-async def test_cancelled_task_drops_its_generation(
-    make_engine: MakeEngine, tiny_llama: Path
-) -> None:
-    engine = make_engine(tiny_llama)
+async def test_cancelled_task_drops_its_generation(engine: Engine) -> None:
     taken: list[int] = []
 
     async def consume() -> None:
@@ -248,10 +233,7 @@ async def test_cancelled_task_drops_its_generation(
     assert len(await collect(engine.generate(PROMPT, max_tokens=3, **GREEDY))) == 3
 
 
-async def test_cancelled_wait_leaves_other_waits_alone(
-    make_engine: MakeEngine, tiny_llama: Path
-) -> None:
-    engine = make_engine(tiny_llama)
+async def test_cancelled_wait_leaves_other_waits_alone(engine: Engine) -> None:
     holder = engine.generate(PROMPT, max_tokens=30, **GREEDY)
     await anext(holder)
     tasks = [
@@ -268,9 +250,8 @@ async def test_cancelled_wait_leaves_other_waits_alone(
 
 
 async def test_second_task_on_one_generation_is_refused_and_the_first_goes_on(
-    make_engine: MakeEngine, tiny_llama: Path
+    engine: Engine,
 ) -> None:
-    engine = make_engine(tiny_llama)
     holder = engine.generate(PROMPT, max_tokens=30, **GREEDY)
     await anext(holder)
     queued = engine.generate(PROMPT, max_tokens=3, **GREEDY)
@@ -324,8 +305,7 @@ def test_closing_the_engine_wakes_coroutines_that_wait(
 
 
 @pytest.mark.full
-def test_loops_that_ended_leave_no_descriptor(make_engine: MakeEngine, tiny_llama: Path) -> None:
-    engine = make_engine(tiny_llama)
+def test_loops_that_ended_leave_no_descriptor(engine: Engine) -> None:
 
     def n_open(engine: Engine) -> int:
         within(collect(engine.generate(PROMPT, max_tokens=2, **GREEDY)))

@@ -100,10 +100,7 @@ def test_folder_is_no_state_file(make_engine: MakeEngine, tiny_llama: Path, tmp_
 # ---- copies
 
 
-def test_what_lives_in_an_engine_cannot_be_copied(
-    make_engine: MakeEngine, tiny_llama: Path
-) -> None:
-    engine = make_engine(tiny_llama)
+def test_what_lives_in_an_engine_cannot_be_copied(engine: Engine) -> None:
     generation = engine.generate(PROMPT, request_id="one", max_tokens=1)
     for value, match in (
         (engine, "cannot be copied.*second time"),
@@ -295,10 +292,7 @@ def test_progress_goes_up_to_one(make_engine: MakeEngine, tiny_llama: Path) -> N
     [[-1], [320], [2**31], [2**70], [-(2**40)], [True], [1.0], [None], ["1"], [np.float32(1)]],
     ids=str,
 )
-def test_id_outside_the_vocabulary_is_refused(
-    make_engine: MakeEngine, tiny_llama: Path, ids: list[Any]
-) -> None:
-    engine = make_engine(tiny_llama)
+def test_id_outside_the_vocabulary_is_refused(engine: Engine, ids: list[Any]) -> None:
     assert engine.model.n_vocab == 320
     for call in (engine.generate, engine.detokenize, lambda ids: engine.token_bytes(ids[0])):
         with pytest.raises(errors.InvalidToken):
@@ -306,27 +300,20 @@ def test_id_outside_the_vocabulary_is_refused(
     assert works(engine)
 
 
-def test_ids_may_be_any_integers(make_engine: MakeEngine, tiny_llama: Path) -> None:
-    engine = make_engine(tiny_llama)
+def test_ids_may_be_any_integers(engine: Engine) -> None:
     generation = engine.generate(np.array(PROMPT, dtype=np.int64), max_tokens=2, temperature=0)  # pyright: ignore[reportArgumentType]
     assert len(list(generation)) == 2
     assert engine.slots[0].tokens[: len(PROMPT)] == PROMPT
 
 
 @pytest.mark.parametrize("prompt", [[], "", b"text", 5, None], ids=repr)
-def test_prompt_that_is_no_tokens_is_refused(
-    make_engine: MakeEngine, tiny_llama: Path, prompt: Any
-) -> None:
-    engine = make_engine(tiny_llama)
+def test_prompt_that_is_no_tokens_is_refused(engine: Engine, prompt: Any) -> None:
     with pytest.raises(errors.RequestError):
         engine.generate(prompt)
     assert works(engine)
 
 
-def test_token_of_an_option_outside_the_vocabulary_is_refused(
-    make_engine: MakeEngine, tiny_llama: Path
-) -> None:
-    engine = make_engine(tiny_llama)
+def test_token_of_an_option_outside_the_vocabulary_is_refused(engine: Engine) -> None:
     n_vocab = engine.model.n_vocab
     engine.generate(PROMPT, stop_tokens=[n_vocab - 1], max_tokens=1).read()
     for token in (n_vocab, 10**9):
@@ -350,11 +337,10 @@ def test_without_a_limit_of_tokens_the_slot_is_filled(
     assert len(PROMPT) + len(generation.tokens) in (64, 65)
 
 
-def test_async_function_is_no_callable_of_a_step(make_engine: MakeEngine, tiny_llama: Path) -> None:
+def test_async_function_is_no_callable_of_a_step(engine: Engine) -> None:
     async def hook(*_: object) -> list[int]:
         return []
 
-    engine = make_engine(tiny_llama)
     for name in ("logits_processor", "stopping", "forcing"):
         with pytest.raises(
             errors.RequestError, match=f"{name} must be a function that is not async"
@@ -377,10 +363,7 @@ def test_prompt_may_fill_the_slot_but_not_exceed_it(
 
 
 @pytest.mark.parametrize("text", ["a\ud800b", "\udcff"])
-def test_text_with_surrogates_is_refused(
-    make_engine: MakeEngine, tiny_llama: Path, text: str
-) -> None:
-    engine = make_engine(tiny_llama)
+def test_text_with_surrogates_is_refused(engine: Engine, text: str) -> None:
     for call in (engine.tokenize, engine.generate):
         with pytest.raises(errors.RequestError, match="surrogate"):
             call(text)
@@ -389,10 +372,7 @@ def test_text_with_surrogates_is_refused(
 
 
 @pytest.mark.parametrize("wrong", [0, 1, "x", np.int64(1)])
-def test_flag_that_is_no_boolean_is_refused(
-    make_engine: MakeEngine, tiny_llama: Path, wrong: Any
-) -> None:
-    engine = make_engine(tiny_llama)
+def test_flag_that_is_no_boolean_is_refused(engine: Engine, wrong: Any) -> None:
     calls = (engine.tokenize, engine.generate, engine.score, engine.attend)
     for name in ("add_special", "parse_special"):
         for call in calls:
@@ -406,8 +386,7 @@ def test_flag_that_is_no_boolean_is_refused(
             engine.generate("a", **{name: wrong})
 
 
-def test_flag_may_be_numpy_s(make_engine: MakeEngine, tiny_llama: Path) -> None:
-    engine = make_engine(tiny_llama)
+def test_flag_may_be_numpy_s(engine: Engine) -> None:
     yes: Any = np.True_
     no: Any = np.False_
     assert engine.tokenize("a", add_special=no, parse_special=yes) == engine.tokenize(
@@ -416,8 +395,7 @@ def test_flag_may_be_numpy_s(make_engine: MakeEngine, tiny_llama: Path) -> None:
     engine.generate("a", add_special=yes, cache_prompt=no, ignore_eos=yes, max_tokens=1).read()
 
 
-def test_text_with_zero_bytes_is_kept(make_engine: MakeEngine, tiny_llama: Path) -> None:
-    engine = make_engine(tiny_llama)
+def test_text_with_zero_bytes_is_kept(engine: Engine) -> None:
     ids = engine.tokenize("a\0b\0", add_special=False)
     assert ids == list(b"a\0b\0")
     assert engine.detokenize(ids) == "a\0b\0"
@@ -440,10 +418,7 @@ def test_text_with_zero_bytes_is_kept(make_engine: MakeEngine, tiny_llama: Path)
     ],
     ids=repr,
 )
-def test_capture_of_what_is_not_there_is_refused(
-    make_engine: MakeEngine, tiny_llama: Path, capture: Any
-) -> None:
-    engine = make_engine(tiny_llama)
+def test_capture_of_what_is_not_there_is_refused(engine: Engine, capture: Any) -> None:
     with pytest.raises(errors.InvalidCapture) as caught:
         engine.generate(PROMPT, capture=capture)
     assert caught.value.parameter in ("capture", "kind")
@@ -467,9 +442,8 @@ def test_capture_of_what_is_not_there_is_refused(
     ids=str,
 )
 def test_option_of_generate_out_of_range_is_refused(
-    make_engine: MakeEngine, tiny_llama: Path, options: dict[str, Any], kind: type[Exception]
+    engine: Engine, options: dict[str, Any], kind: type[Exception]
 ) -> None:
-    engine = make_engine(tiny_llama)
     with pytest.raises(kind):
         engine.generate(PROMPT, **options)
     assert works(engine)

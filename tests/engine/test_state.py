@@ -246,8 +246,7 @@ def test_truncate_keeps_the_first_tokens(make_engine: MakeEngine, tiny_llama: Pa
     assert slot.n_tokens == 0
 
 
-def test_slot_in_use_is_refused_and_goes_on(make_engine: MakeEngine, tiny_llama: Path) -> None:
-    engine = make_engine(tiny_llama)
+def test_slot_in_use_is_refused_and_goes_on(engine: Engine) -> None:
     fill(engine)
     slot = engine.slots[0]
     blob = slot.save()
@@ -269,8 +268,7 @@ def test_closed_engine_says_so(make_engine: MakeEngine, tiny_llama: Path) -> Non
             call()
 
 
-def test_other_buffers_and_types(make_engine: MakeEngine, tiny_llama: Path) -> None:
-    engine = make_engine(tiny_llama)
+def test_other_buffers_and_types(engine: Engine) -> None:
     fill(engine)
     slot = engine.slots[0]
     blob = slot.save()
@@ -318,11 +316,11 @@ def test_many_threads_save_restore_and_generate(make_engine: MakeEngine, tiny_ll
     assert failures == []
 
 
-def test_messages_end_with_the_end_of_turn(make_engine: MakeEngine, tiny_llama: Path) -> None:
-    engine = make_engine(tiny_llama)
+def test_messages_end_with_the_end_of_turn(engine: Engine) -> None:
     eot = engine.model.eot_token_id
     assert eot == tiny_gguf.END_OF_TEXT
     slot = engine.slots[0]
+    slot.clear()
     assert slot.messages() == []
     for ids, expected in (
         ([1, 2, eot, 3, eot, 4, 5], [(0, 2), (3, 4), (5, 6)]),
@@ -485,11 +483,8 @@ def test_adapters_are_part_of_the_facts(
     assert len(set(facts)) == 3
 
 
-def test_changed_file_is_refused_and_changes_nothing(
-    make_engine: MakeEngine, tiny_llama: Path, tmp_path: Path
-) -> None:
+def test_changed_file_is_refused_and_changes_nothing(engine: Engine, tmp_path: Path) -> None:
     path = tmp_path / "slot.ses1"
-    engine = make_engine(tiny_llama)
     list(engine.attend(SHORT_PROMPT))
     slot = engine.slots[0]
     blob = slot.save()
@@ -501,10 +496,7 @@ def test_changed_file_is_refused_and_changes_nothing(
     assert slot.save() == blob
 
 
-def test_sessions_of_one_slot_do_not_mix(
-    make_engine: MakeEngine, tiny_llama: Path, tmp_path: Path
-) -> None:
-    engine = make_engine(tiny_llama)
+def test_sessions_of_one_slot_do_not_mix(engine: Engine, tmp_path: Path) -> None:
     slot = engine.slots[0]
     store = SessionStore(tmp_path, max_sessions=1)
     prompts = {name: random_ids(20 + i, seed=i) for i, name in enumerate("abc")}

@@ -123,10 +123,7 @@ def test_bytes_of_utf8_are_tokenized_as_their_text(demo_engine: Engine) -> None:
         demo_engine.tokenize(b"Zo\xeb!")
 
 
-def test_prompt_text_is_tokenized_with_the_options_given(
-    make_engine: MakeEngine, tiny_llama: Path
-) -> None:
-    engine = make_engine(tiny_llama)
+def test_prompt_text_is_tokenized_with_the_options_given(engine: Engine) -> None:
     options: dict[str, Any] = {"max_tokens": 1, "temperature": 0}
     text = "ab<|im_start|>"
     list(engine.generate(text, **options))
@@ -141,11 +138,8 @@ def test_prompt_text_is_tokenized_with_the_options_given(
 
 
 @pytest.mark.parametrize("text", [MANY_BYTES, "😀", "plain"])
-def test_texts_of_tokens_join_to_the_output(
-    make_engine: MakeEngine, tiny_llama: Path, text: str
-) -> None:
+def test_texts_of_tokens_join_to_the_output(engine: Engine, text: str) -> None:
     # A token is a byte here, so that every character of several bytes is in several tokens.
-    engine = make_engine(tiny_llama)
     generation = say(engine, text)
     tokens = list(generation)
     assert bytes(token.id for token in tokens) == text.encode()
@@ -163,10 +157,7 @@ def test_texts_of_a_real_vocabulary_join_to_the_output(qwen2: Engine) -> None:
 
 
 @pytest.mark.parametrize("byte", [0xF0, 0x80, 0xC3, 0xFF, 0x00])
-def test_bytes_that_are_no_text_become_replacement_characters(
-    make_engine: MakeEngine, tiny_llama: Path, byte: int
-) -> None:
-    engine = make_engine(tiny_llama)
+def test_bytes_that_are_no_text_become_replacement_characters(engine: Engine, byte: int) -> None:
     banned = [id_ for id_ in range(engine.model.n_vocab) if id_ != byte]
     generation = engine.generate(PROMPT, max_tokens=5, temperature=0, banned_tokens=banned)
     tokens = list(generation)
@@ -243,8 +234,7 @@ async def test_deltas_never_show_what_may_become_a_stop_sequence(
     assert found == expected
 
 
-def test_deltas_are_whole_characters(make_engine: MakeEngine, tiny_llama: Path) -> None:
-    engine = make_engine(tiny_llama)
+def test_deltas_are_whole_characters(engine: Engine) -> None:
     assert list(say(engine, "Ω😀!").deltas()) == ["Ω", "😀", "!"]
     # The last token is in the middle of a character.
     assert list(say(engine, "Ω😀!", max_tokens=4).deltas()) == ["Ω", "�"]
@@ -274,10 +264,7 @@ def test_stop_sequence_inside_one_token_is_found(qwen2: Engine) -> None:
 
 
 @pytest.mark.parametrize("eos", [IM_END, END_OF_TEXT])
-def test_end_of_text_ends_the_generation_unless_it_is_ignored(
-    make_engine: MakeEngine, tiny_llama: Path, eos: int
-) -> None:
-    engine = make_engine(tiny_llama)
+def test_end_of_text_ends_the_generation_unless_it_is_ignored(engine: Engine, eos: int) -> None:
     options: dict[str, Any] = {"max_tokens": 6, "temperature": 0, "logit_bias": {eos: 1e6}}
     generation = engine.generate(PROMPT, **options)
     assert list(generation) == []
