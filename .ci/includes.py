@@ -77,7 +77,7 @@ def main(*, fixes: bool) -> int:
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
         subprocess.run(
             ["cmake", "-S", ROOT, "-B", folder, "-G", "Ninja", "-DCMAKE_EXPORT_COMPILE_COMMANDS=ON",
-             "-DSKBUILD_PROJECT_NAME=kqview", "-DSKBUILD_PROJECT_VERSION=0",
+             "-DKQVIEW_UNITY=OFF", "-DSKBUILD_PROJECT_NAME=kqview", "-DSKBUILD_PROJECT_VERSION=0",
              f"-DPython_EXECUTABLE={sys.executable}"], check=True, stdout=subprocess.DEVNULL,
         )  # fmt: skip
         found = list(pool.map(lambda one: missing(one, Path(folder)), files))

@@ -75,7 +75,7 @@ void close(engine& self, double limit_s) {
     self.close(std::chrono::duration<double>(std::clamp(limit_s, 0.0, 1e6)));
 }
 
-void bind_options(nb::module_& module) {
+void bind_engine_options(nb::module_& module) {
     nb::class_<engine_options>(module, "EngineOptions",
                                "Options of `Engine.open`; see cpp/sched/engine.h.")
         .def(nb::init<>())
@@ -213,7 +213,7 @@ void bind_stats(nb::module_& module) {
 }  // namespace
 
 void bind_engine(nb::module_& module) {
-    bind_options(module);
+    bind_engine_options(module);
     bind_stats(module);
     nb::class_<engine>(module, "Engine")
         .def_static("open", &open_engine, nb::arg("model"), nb::arg("options"),

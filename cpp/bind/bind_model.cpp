@@ -154,7 +154,7 @@ void set_rpc_timeout_s(model_options& self, double seconds) {
     self.rpc_wait = std::chrono::milliseconds(static_cast<std::int64_t>(seconds * 1000));
 }
 
-void bind_options(nb::module_& module) {
+void bind_model_options(nb::module_& module) {
     nb::class_<lora_option>(module, "LoraAdapter")
         .def(nb::init<std::string, float>(), nb::arg("path"), nb::arg("scale"));
     nb::class_<rpc_endpoint>(module, "RpcEndpoint")
@@ -180,7 +180,7 @@ void bind_options(nb::module_& module) {
 }  // namespace
 
 void bind_model(nb::module_& module) {
-    bind_options(module);
+    bind_model_options(module);
     nb::class_<device_need>(module, "DeviceNeed", "Memory that a model and its context need.")
         .def_ro("device", &device_need::device)
         .def_ro("free_bytes", &device_need::free_bytes, "0 for the host.")

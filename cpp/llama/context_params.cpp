@@ -42,8 +42,6 @@ void check_range(const char* name, std::int64_t value, std::int64_t low, std::in
     throw error(errc::request, name, " is ", value, ", allowed are ", low, "..", high);
 }
 
-constexpr int padding = 256;  // llama.cpp pads the cells of a sequence to this
-
 // The most tokens of a prompt that one step scores: their logits take up to this much memory.
 std::uint32_t n_scored_of(const model& source, std::uint32_t n_ubatch) {
     constexpr std::int64_t most_bytes = std::int64_t{64} << 20;
@@ -75,7 +73,7 @@ llama_context_params params_of(const model& source, const context_options& optio
     check_range("n_ubatch", options.n_ubatch, 1, 1 << 20);
     check_range("n_threads", options.n_threads, 1, GGML_MAX_N_THREADS);
 
-    const int n_ctx_padded = (n_ctx + padding - 1) / padding * padding;
+    const int n_ctx_padded = (n_ctx + cell_padding - 1) / cell_padding * cell_padding;
     const int n_ubatch = std::min({options.n_ubatch, options.n_batch, n_ctx_padded});
     auto params = llama_context_default_params();
     params.n_ctx = static_cast<std::uint32_t>(n_ctx_padded * n_slots);

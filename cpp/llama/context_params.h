@@ -15,6 +15,8 @@
 
 namespace kqview {
 
+constexpr int cell_padding = 256;  // llama.cpp pads the cells of a sequence to this
+
 enum class flash_attention { automatic, off, on };
 
 struct context_options {

@@ -18,6 +18,7 @@
 #include "base/error.h"
 #include "llama/backend.h"
 #include "llama/context.h"
+#include "llama/context_params.h"
 #include "llama/devices.h"
 
 namespace kqview {
@@ -74,7 +75,6 @@ std::vector<device_need> planned_at(model& weightless, const llama_context_param
 // is beyond grows linearly.
 constexpr std::uint32_t n_planned_max = 1 << 18;
 constexpr double bytes_of_cell = 64;
-constexpr std::uint32_t padding = 256;  // llama.cpp pads the cells of a sequence to this
 
 constexpr std::uint32_t padded(std::uint32_t n, std::uint32_t to) { return (n + to - 1) / to * to; }
 
@@ -93,7 +93,7 @@ public:
         if (n_slots == 1 || needs.empty()) return needs;
         auto small = params;
         small.n_ubatch = small.n_batch = padded(std::min(params.n_ubatch, n_small_step), n_slots);
-        const auto n_cells = padded(small.n_ubatch, padding);
+        const auto n_cells = padded(small.n_ubatch, cell_padding);
         const auto of_all = plan(resized(small, n_cells, n_slots));
         const auto of_one = plan(resized(small, n_cells, 1));
         if (of_all.size() != needs.size() || of_one.size() != needs.size()) return {};
@@ -120,7 +120,7 @@ private:
     std::vector<device_need> needs_of_slot(const llama_context_params& params) {
         const auto n_cells = params.n_ctx / params.n_seq_max;
         const auto n_planned =
-            std::min(std::max(n_cells, padded(params.n_ubatch, padding)), n_planned_max);
+            std::min(std::max(n_cells, padded(params.n_ubatch, cell_padding)), n_planned_max);
         if (n_planned < n_planned_max) return plan(resized(params, n_planned, 1));
         auto step = params;
         step.n_ubatch = step.n_batch = std::min(params.n_ubatch, n_planned_max / 2);

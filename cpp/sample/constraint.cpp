@@ -23,7 +23,7 @@ namespace {
 
 using clock = process_socket::clock;
 
-constexpr std::size_t n_bytes_max = std::size_t{1} << 20;
+constexpr std::size_t n_text_bytes_max = std::size_t{1} << 20;
 // The longest wait for an answer. The limits on CPU time end it sooner, unless the machine is busy.
 constexpr std::chrono::seconds answer_limit{60};
 // What is spent on a constraint that takes less is no reason to refuse it.
@@ -245,9 +245,9 @@ std::unique_ptr<token_filter> make_constraint(std::shared_ptr<constraint_host> h
                                               const std::string& kind, const std::string& text,
                                               const stop_flag& unwanted, int n_closed) {
     const std::string option = option_of(kind);
-    if (text.size() > n_bytes_max) {
+    if (text.size() > n_text_bytes_max) {
         throw error(errc::invalid_sampling, option, " has ", text.size(), " bytes, the limit is ",
-                    n_bytes_max, "; shorten it");
+                    n_text_bytes_max, "; shorten it");
     }
     if (text.find('\0') != std::string::npos) {
         throw error(errc::invalid_sampling, option, " contains a zero byte; leave it out");

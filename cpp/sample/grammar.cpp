@@ -19,7 +19,7 @@ constexpr std::size_t n_token_bytes_max = 256;     // of a <token>, which gets t
 using kind = grammar_element::kind;
 
 template <typename... Parts>
-[[noreturn]] void refuse(const Parts&... what) {
+[[noreturn]] void refuse_grammar(const Parts&... what) {
     throw error(errc::invalid_sampling, "grammar ", what...);
 }
 
@@ -192,10 +192,11 @@ std::vector<bool> grammar_rules::rules_that_derive(bool with_terminals, work_lim
 void grammar_rules::check_defined() const {
     const auto root = ids_.find("root");
     if (root == ids_.end() || rules_[root->second].empty()) {
-        refuse("has no rule named root, where the output starts; add root ::= ...");
+        refuse_grammar("has no rule named root, where the output starts; add root ::= ...");
     }
     for (const auto& [name, id] : ids_) {
-        if (rules_[id].empty()) refuse("uses the rule ", name, " but does not define it; add it");
+        if (rules_[id].empty())
+            refuse_grammar("uses the rule ", name, " but does not define it; add it");
     }
 }
 
@@ -214,8 +215,9 @@ void grammar_rules::find_components(grammar& made, work_limit& limit) const {
     for (std::uint32_t rule = 0; rule < graph.size(); ++rule) {
         for (const left_corner& edge : graph[rule]) {
             if (!edge.is_last && found.component[edge.rule] == found.component[rule]) {
-                refuse("rule ", name_of(rule),
-                       " is left-recursive: it can begin with itself; put the recursion last");
+                refuse_grammar(
+                    "rule ", name_of(rule),
+                    " is left-recursive: it can begin with itself; put the recursion last");
             }
         }
     }
@@ -232,7 +234,8 @@ grammar grammar_rules::finish(work_limit& limit) {
     const std::vector<bool> can_end = rules_that_derive(true, limit);
     for (std::uint32_t rule = 0; rule < rules_.size(); ++rule) {
         if (!can_end[rule]) {
-            refuse("rule ", name_of(rule), " never ends; add an alternate without recursion");
+            refuse_grammar("rule ", name_of(rule),
+                           " never ends; add an alternate without recursion");
         }
     }
     grammar made;
@@ -292,8 +295,8 @@ protected:
         const std::string got = pos < text_.size()
                                     ? text_of("'", text_.substr(pos, n_bytes_of(text_[pos])), "'")
                                     : "the end of the text";
-        refuse("line ", line, ", column ", pos - line_start + 1, ": expected ", expected...,
-               ", got ", got);
+        refuse_grammar("line ", line, ", column ", pos - line_start + 1, ": expected ", expected...,
+                       ", got ", got);
     }
 
     bool take_if(char c) {
@@ -406,8 +409,8 @@ private:
         limit_.spend(n_elements);
         n_elements_ += n_elements;
         if (n_elements_ > n_elements_max) {
-            refuse("has more than ", n_elements_max,
-                   " elements with its repetitions written out; lower their counts");
+            refuse_grammar("has more than ", n_elements_max,
+                           " elements with its repetitions written out; lower their counts");
         }
     }
 
@@ -587,10 +590,10 @@ private:
 
 grammar read_grammar(std::string_view text, const token_finder& find_token, work_limit& limit) {
     if (text.size() > n_bytes_max) {
-        refuse("has ", text.size(), " bytes, the limit is ", n_bytes_max, "; shorten it");
+        refuse_grammar("has ", text.size(), " bytes, the limit is ", n_bytes_max, "; shorten it");
     }
     if (text.find('\0') != std::string_view::npos) {
-        refuse("contains a zero byte; write it as \\x00");
+        refuse_grammar("contains a zero byte; write it as \\x00");
     }
     return gbnf_reader(text, find_token, limit).read();
 }

@@ -27,8 +27,8 @@ void widen(const key_rows& cells, int n_cells, float* to) {
     for (int c = 0; c < n_cells; ++c, from += cells.cell_stride_bytes, to += cells.n_embd) {
         int i = 0;
         for (; i + lanes <= cells.n_embd; i += lanes)
-            store(to + i, cell_type::get(from + i * cell_type::bytes));
-        for (; i < cells.n_embd; ++i) to[i] = cell_type::one(from + i * cell_type::bytes);
+            store(to + i, cell_type::template get<0>(from + i / lanes * cell_type::bytes));
+        for (; i < cells.n_embd; ++i) to[i] = cell_type::one(from, i);
     }
 }
 
@@ -123,8 +123,9 @@ void take_tile(attended_head& head, float* tile, int n_cells, int n_value, float
 
 // ---- values
 
-// acc[h] += weights[h] * cells, for n_vecs vectors of dimensions.
-template <int n_heads, int n_vecs, class cell_type>
+// acc[h] += weights[h] * cells, for n_vecs vectors of dimensions; `first` is that of the block at
+// `cells` which comes first.
+template <int n_heads, int n_vecs, class cell_type, int first>
 void add_block(const std::byte* cells, std::size_t stride, const float* const* weights, int n_cells,
                float* const* acc, const next_cells& next) {
     vec sums[n_heads][n_vecs];
@@ -135,9 +136,11 @@ void add_block(const std::byte* cells, std::size_t stride, const float* const* w
     for (int c = 0; c < n_cells; ++c, cells += stride) {
         next.fetch(c);
         vec value[n_vecs];
-#pragma GCC unroll 16
-        for (int i = 0; i < n_vecs; ++i)
-            value[i] = cell_type::get(cells + i * lanes * cell_type::bytes);
+        for_each<n_vecs>([&]<int i>() __attribute__((always_inline)) {
+            constexpr int i_block = (first + i) / cell_type::vecs;
+            value[i] = cell_type::template get<(first + i) % cell_type::vecs>(
+                cells + i_block * cell_type::bytes);
+        });
 #pragma GCC unroll 4
         for (int h = 0; h < n_heads; ++h) {
             const vec weight = spread(weights[h][c]);
@@ -157,23 +160,31 @@ void add_values_of(const key_rows& values, const float* const* weights, int n_ce
     constexpr int most_vecs = n_registers / 2 / n_heads;
     const auto stride = values.cell_stride_bytes;
     int dim = 0;
+    constexpr int n_of_block = cell_type::vecs * lanes;
+    const auto* cells = values.data;
     const auto run = [&]<int n_vecs>() {
-        for (; dim + n_vecs * lanes <= values.n_embd; dim += n_vecs * lanes) {
-            float* at[n_heads];
-            for (int h = 0; h < n_heads; ++h) at[h] = acc[h] + dim;
-            add_block<n_heads, n_vecs, cell_type>(values.data + dim * cell_type::bytes, stride,
-                                                  weights, n_cells, at, dim ? next_cells{} : next);
+        constexpr int n_calls = std::max(1, cell_type::vecs / n_vecs);
+        constexpr int n_blocks = n_vecs * n_calls / cell_type::vecs;
+        for (; dim + n_blocks * n_of_block <= values.n_embd; cells += n_blocks * cell_type::bytes) {
+            for_each<n_calls>([&]<int i>() {
+                float* at[n_heads];
+                for (int h = 0; h < n_heads; ++h) at[h] = acc[h] + dim;
+                add_block<n_heads, n_vecs, cell_type, i * n_vecs>(cells, stride, weights, n_cells,
+                                                                  at, dim ? next_cells{} : next);
+                dim += n_vecs * lanes;
+            });
         }
     };
     if constexpr (most_vecs >= 4) run.template operator()<4>();
     if constexpr (most_vecs >= 2) run.template operator()<2>();
-    run.template operator()<1>();
-    for (; dim < values.n_embd; ++dim) {  // head sizes that are no multiple of the vector width
-        const auto* const from = values.data + dim * cell_type::bytes;
-        for (int h = 0; h < n_heads; ++h)
-            for (int c = 0; c < n_cells; ++c)
-                acc[h][dim] +=
-                    weights[h][c] * cell_type::one(from + static_cast<std::size_t>(c) * stride);
+    if constexpr (cell_type::vecs == 1) {
+        run.template operator()<1>();
+        for (; dim < values.n_embd; ++dim)  // head sizes that are no multiple of the vector width
+            for (int h = 0; h < n_heads; ++h)
+                for (int c = 0; c < n_cells; ++c)
+                    acc[h][dim] +=
+                        weights[h][c] *
+                        cell_type::one(values.data + static_cast<std::size_t>(c) * stride, dim);
     }
 }
 
@@ -196,14 +207,27 @@ void add_values(const key_rows& values, const float* const* weights, int n_heads
             return add_values_as<f16_cells>(values, weights, n_heads, n_cells, acc, next);
         case GGML_TYPE_BF16:
             return add_values_as<bf16_cells>(values, weights, n_heads, n_cells, acc, next);
+        case GGML_TYPE_Q8_0:
+            return add_values_as<block_cells<GGML_TYPE_Q8_0>>(values, weights, n_heads, n_cells,
+                                                              acc, next);
+        case GGML_TYPE_Q4_0:
+            return add_values_as<block_cells<GGML_TYPE_Q4_0>>(values, weights, n_heads, n_cells,
+                                                              acc, next);
         default: return add_values_as<f32_cells>(values, weights, n_heads, n_cells, acc, next);
     }
 }
 
-// Types that are floats as soon as they are loaded. The others are converted once for all heads.
-bool is_read_directly(ggml_type type) {
-    return type == GGML_TYPE_F32 || type == GGML_TYPE_BF16 ||
-           (type == GGML_TYPE_F16 && converts_f16);
+// Whether cells become floats as they are loaded, for these heads; else they are converted once for
+// all of them. What takes longer than a load is done once where each cell is read several times.
+bool is_read_directly(ggml_type type, int n_heads) {
+    switch (type) {
+        case GGML_TYPE_F32:
+        case GGML_TYPE_BF16: return true;
+        case GGML_TYPE_F16: return converts_f16;
+        case GGML_TYPE_Q8_0:
+        case GGML_TYPE_Q4_0: return n_heads <= max_heads_at_once;
+        default: return false;
+    }
 }
 
 // A row's values where the query sees nothing.
@@ -249,9 +273,9 @@ void attend(const cell_tile& tile, float scale, float softcap, attended_head* he
         if (!is_read) {
             is_read = true;
             // For few heads dot_rows converts keys in pieces that stay in the first-level cache.
-            if (n_heads > max_heads_at_once && !is_read_directly(keys.type))
+            if (n_heads > max_heads_at_once && !is_read_directly(keys.type, n_heads))
                 keys = as_floats(keys, tile.n_cells, scratch.keys);
-            if (!is_read_directly(values.type))
+            if (!is_read_directly(values.type, n_heads))
                 values = as_floats(values, tile.n_cells, scratch.values);
         }
         dot_rows(keys, q, n, tile.n_cells, out, scratch, next_keys);

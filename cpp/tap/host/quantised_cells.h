@@ -15,12 +15,6 @@
 
 namespace kqview::vectors {
 
-inline float f16_at(const std::byte* from) {
-    ggml_fp16_t value;
-    std::memcpy(&value, from, sizeof value);
-    return ggml_fp16_to_fp32(value);
-}
-
 // `lanes` bytes as integers. gcc takes the bytes of __builtin_convertvector one by one.
 template <class byte_type>
 inline ivec load_small(const std::byte* from) {
@@ -33,6 +27,11 @@ inline ivec load_small(const std::byte* from) {
     const auto bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from));
     return reinterpret_cast<ivec>(is_signed ? _mm256_cvtepi8_epi32(bytes)
                                             : _mm256_cvtepu8_epi32(bytes));
+#elif defined(__SSE4_1__)
+    std::int32_t four;
+    std::memcpy(&four, from, sizeof four);
+    const auto bytes = _mm_cvtsi32_si128(four);
+    return reinterpret_cast<ivec>(is_signed ? _mm_cvtepi8_epi32(bytes) : _mm_cvtepu8_epi32(bytes));
 #else
     byte_type bytes[lanes];
     std::memcpy(bytes, from, sizeof bytes);
@@ -42,47 +41,63 @@ inline ivec load_small(const std::byte* from) {
 #endif
 }
 
-template <int... i>
-constexpr ivec count_up(std::integer_sequence<int, i...>) {
-    return ivec{i...};
+// 0, 1, 2...
+template <class vec_type>
+constexpr vec_type count_up() {
+    return []<int... i>(std::integer_sequence<int, i...>) {
+        return vec_type{i...};
+    }(std::make_integer_sequence<int, lanes>{});
 }
+
+// A block of 32 elements: a scale, for some a least value and the fifth bits, then the integers.
+template <ggml_type type>
+struct block_cells {
+    static_assert(type == GGML_TYPE_Q8_0 || type == GGML_TYPE_Q4_0 || type == GGML_TYPE_Q4_1 ||
+                  type == GGML_TYPE_Q5_0 || type == GGML_TYPE_Q5_1);
+    static constexpr bool has_min = type == GGML_TYPE_Q4_1 || type == GGML_TYPE_Q5_1;
+    static constexpr bool has_fifth_bit = type == GGML_TYPE_Q5_0 || type == GGML_TYPE_Q5_1;
+    static constexpr float zero = has_min ? 0.0f : has_fifth_bit ? 16.0f : 8.0f;
+    static constexpr int fifth_bits_at = has_min ? 4 : 2;
+    static constexpr int quants_at = fifth_bits_at + (has_fifth_bit ? 4 : 0);
+    static constexpr int vecs = 32 / lanes;
+    static constexpr int bytes = quants_at + (type == GGML_TYPE_Q8_0 ? 32 : 16);
+
+    template <int i_vec>
+    [[gnu::always_inline]] static vec get(const std::byte* block) {
+        constexpr int first = i_vec * lanes;
+        const vec scale = spread_f16(block);
+        const auto* const quants = block + quants_at;
+        if constexpr (type == GGML_TYPE_Q8_0) {
+            return __builtin_convertvector(load_small<std::int8_t>(quants + first), vec) * scale;
+        } else {
+            const vec least = has_min ? spread_f16(block + 2) : scale * -zero;
+            // The low halves of the bytes come first.
+            const ivec both = load_small<std::uint8_t>(quants + first % 16);
+#if defined(__AVX512F__)
+            if constexpr (!has_fifth_bit) {  // all values of the block, of which each takes its own
+                const vec values = scale * count_up<vec>() + least;
+                const ivec index = first < 16 ? both : both >> 4;  // by its low four bits
+                return reinterpret_cast<vec>(_mm512_maskz_permutexvar_ps(
+                    0xFFFF, reinterpret_cast<__m512i>(index), reinterpret_cast<__m512>(values)));
+            }
+#endif
+            ivec value = first < 16 ? both & 15 : both >> 4;
+            if constexpr (has_fifth_bit) {
+                std::uint32_t fifth_bits = 0;
+                std::memcpy(&fifth_bits, block + fifth_bits_at, sizeof fifth_bits);
+                const ivec bits = ivec{} + static_cast<std::int32_t>(fifth_bits >> first);
+                value |= (bits >> count_up<ivec>() & 1) << 4;
+            }
+            return __builtin_convertvector(value, vec) * scale + least;
+        }
+    }
+};
 
 // One block of `type` into 32 floats.
 template <ggml_type type>
 inline void widen_block(const std::byte* block, float* to) {
-    static_assert(type == GGML_TYPE_Q8_0 || type == GGML_TYPE_Q4_0 || type == GGML_TYPE_Q4_1 ||
-                  type == GGML_TYPE_Q5_0 || type == GGML_TYPE_Q5_1);
-    constexpr bool has_min = type == GGML_TYPE_Q4_1 || type == GGML_TYPE_Q5_1;
-    constexpr bool has_fifth_bit = type == GGML_TYPE_Q5_0 || type == GGML_TYPE_Q5_1;
-    constexpr int zero = has_min ? 0 : has_fifth_bit ? 16 : 8;
-    const vec scale = vec{} + f16_at(block);
-    if constexpr (type == GGML_TYPE_Q8_0) {
-        for (int i = 0; i < 32; i += lanes)
-            store(to + i,
-                  __builtin_convertvector(load_small<std::int8_t>(block + 2 + i), vec) * scale);
-        return;
-    }
-    const vec least = has_min ? vec{} + f16_at(block + 2) : vec{};
-    const std::byte* quants = block + (has_min ? 4 : 2);
-    std::uint32_t fifth_bits = 0;
-    if constexpr (has_fifth_bit) {
-        std::memcpy(&fifth_bits, quants, sizeof fifth_bits);
-        quants += sizeof fifth_bits;
-    }
-    const auto finish = [&](ivec value, int first) {
-        if constexpr (has_fifth_bit) {
-            const ivec bits = ivec{} + static_cast<std::int32_t>(fifth_bits >> first);
-            value |= (bits >> count_up(std::make_integer_sequence<int, lanes>{}) & 1) << 4;
-        }
-        vec result = __builtin_convertvector(value - zero, vec) * scale;
-        if constexpr (has_min) result += least;
-        store(to + first, result);
-    };
-    for (int i = 0; i < 16; i += lanes) {  // the low halves of the bytes come first
-        const ivec both = load_small<std::uint8_t>(quants + i);
-        finish(both & 15, i);
-        finish(both >> 4, 16 + i);
-    }
+    for_each<block_cells<type>::vecs>(
+        [&]<int i>() { store(to + i * lanes, block_cells<type>::template get<i>(block)); });
 }
 
 // A block of iq4_nl: its nibbles are indices of a table.
@@ -90,7 +105,7 @@ template <>
 inline void widen_block<GGML_TYPE_IQ4_NL>(const std::byte* block, float* to) {
     alignas(sizeof(vec)) float table[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
                                             1,    13,   25,  38,  53,  69,  89,  113};
-    for (int i = 0; i < 16; i += lanes) store(table + i, load(table + i) * f16_at(block));
+    for (int i = 0; i < 16; i += lanes) store(table + i, load(table + i) * one_f16(block));
     for (int i = 0; i < 16; ++i) {
         const auto both = std::to_integer<unsigned>(block[2 + i]);
         to[i] = table[both & 15];

@@ -35,25 +35,29 @@ template <int n_heads, class cell_type>
                                            const float* const* q, int n_embd, float* const* out) {
     using run = run_of<n_heads>;
     constexpr int block = run::block, n_blocks = run::n_blocks;
+    constexpr int step = cell_type::vecs * lanes;
     vec parts[n_heads][n_blocks];
     int i = 0;
 #pragma GCC unroll 1
     for (int b = 0; b < n_blocks; ++b) {
         const auto* const cells = keys + static_cast<std::size_t>(b * block) * stride;
         vec sums[n_sums] = {};
-        for (i = 0; i + lanes <= n_embd; i += lanes) {
-            vec cell[block];
+        const auto* at = cells;
+        for (i = 0; i + step <= n_embd; i += step, at += cell_type::bytes) {
+            for_each<cell_type::vecs>([&]<int i_vec>() __attribute__((always_inline)) {
+                vec cell[block];
 #pragma GCC unroll 16
-            for (int c = 0; c < block; ++c)
-                cell[c] = cell_type::get(cells + static_cast<std::size_t>(c) * stride +
-                                         i * cell_type::bytes);
+                for (int c = 0; c < block; ++c)
+                    cell[c] =
+                        cell_type::template get<i_vec>(at + static_cast<std::size_t>(c) * stride);
 #pragma GCC unroll 4
-            for (int h = 0; h < n_heads; ++h) {
-                vec query = load(q[h] + i);
-                keep_in_register(query);
+                for (int h = 0; h < n_heads; ++h) {
+                    vec query = load(q[h] + i + i_vec * lanes);
+                    keep_in_register(query);
 #pragma GCC unroll 16
-                for (int c = 0; c < block; ++c) sums[h * block + c] += query * cell[c];
-            }
+                    for (int c = 0; c < block; ++c) sums[h * block + c] += query * cell[c];
+                }
+            });
         }
         if constexpr (block < lanes) {
 #pragma GCC unroll 4
@@ -70,11 +74,12 @@ template <int n_heads, class cell_type>
 #pragma GCC unroll 4
         for (int h = 0; h < n_heads; ++h) store(out[h], sum_each<n_blocks, block>(parts[h]));
     }
-    for (; i < n_embd; ++i) {  // head sizes that are not a multiple of the vector width
-        for (int c = 0; c < run::n_cells; ++c) {
-            const float key =
-                cell_type::one(keys + static_cast<std::size_t>(c) * stride + i * cell_type::bytes);
-            for (int h = 0; h < n_heads; ++h) out[h][c] += q[h][i] * key;
+    if constexpr (cell_type::vecs == 1) {
+        for (; i < n_embd; ++i) {  // head sizes that are not a multiple of the vector width
+            for (int c = 0; c < run::n_cells; ++c) {
+                const float key = cell_type::one(keys + static_cast<std::size_t>(c) * stride, i);
+                for (int h = 0; h < n_heads; ++h) out[h][c] += q[h][i] * key;
+            }
         }
     }
 }
@@ -155,6 +160,12 @@ void dot_rows(const key_rows& keys, const float* const* q, int n_heads, int n_co
         case GGML_TYPE_F16: dot_all<f16_cells>(keys, q, n_heads, n_tiled, out, next); break;
         case GGML_TYPE_F32: dot_all<f32_cells>(keys, q, n_heads, n_tiled, out, next); break;
         case GGML_TYPE_BF16: dot_all<bf16_cells>(keys, q, n_heads, n_tiled, out, next); break;
+        case GGML_TYPE_Q8_0:
+            dot_all<block_cells<GGML_TYPE_Q8_0>>(keys, q, n_heads, n_tiled, out, next);
+            break;
+        case GGML_TYPE_Q4_0:
+            dot_all<block_cells<GGML_TYPE_Q4_0>>(keys, q, n_heads, n_tiled, out, next);
+            break;
         default: return dot_quantised(keys, q, n_heads, n_columns, out, scratch, next);
     }
     if (n_tiled == n_columns) return;

@@ -89,34 +89,73 @@ inline vec load_bf16(const std::byte* from) {
     return reinterpret_cast<vec>(bits);
 }
 
-// How cells of a type are read: `lanes` elements, or one.
+inline float one_f16(const std::byte* from) {
+    ggml_fp16_t value;
+    std::memcpy(&value, from, sizeof value);
+#if defined(__x86_64__) && defined(__F16C__)
+    return _cvtsh_ss(value);
+#else
+    return ggml_fp16_to_fp32(value);
+#endif
+}
+
+// In all lanes.
+inline vec spread_f16(const std::byte* from) {
+#if defined(__AVX512F__)
+    std::int16_t value;
+    std::memcpy(&value, from, sizeof value);
+    return reinterpret_cast<vec>(_mm512_maskz_cvtph_ps(0xFFFF, _mm256_set1_epi16(value)));
+#elif defined(__AVX__) && defined(__F16C__)
+    std::int16_t value;
+    std::memcpy(&value, from, sizeof value);
+    return reinterpret_cast<vec>(_mm256_cvtph_ps(_mm_set1_epi16(value)));
+#else
+    return spread(one_f16(from));
+#endif
+}
+
+// How cells of a type are read: in blocks of `bytes` bytes, of which each is `vecs` vectors. Cells
+// of floats may end within a vector: `one` is their i-th element.
 struct f32_cells {
-    static constexpr int bytes = 4;
-    static vec get(const std::byte* from) { return load(reinterpret_cast<const float*>(from)); }
-    static float one(const std::byte* from) {
+    static constexpr int vecs = 1, bytes = lanes * 4;
+    template <int>
+    static vec get(const std::byte* block) {
+        return load(reinterpret_cast<const float*>(block));
+    }
+    static float one(const std::byte* cell, int i) {
         float value;
-        std::memcpy(&value, from, sizeof value);
+        std::memcpy(&value, cell + i * 4, sizeof value);
         return value;
     }
 };
 struct f16_cells {
-    static constexpr int bytes = 2;
-    static vec get(const std::byte* from) { return load_f16(from); }
-    static float one(const std::byte* from) {
-        ggml_fp16_t value;
-        std::memcpy(&value, from, sizeof value);
-        return ggml_fp16_to_fp32(value);
+    static constexpr int vecs = 1, bytes = lanes * 2;
+    template <int>
+    static vec get(const std::byte* block) {
+        return load_f16(block);
     }
+    static float one(const std::byte* cell, int i) { return one_f16(cell + i * 2); }
 };
 struct bf16_cells {
-    static constexpr int bytes = 2;
-    static vec get(const std::byte* from) { return load_bf16(from); }
-    static float one(const std::byte* from) {
+    static constexpr int vecs = 1, bytes = lanes * 2;
+    template <int>
+    static vec get(const std::byte* block) {
+        return load_bf16(block);
+    }
+    static float one(const std::byte* cell, int i) {
         ggml_bf16_t value;
-        std::memcpy(&value, from, sizeof value);
+        std::memcpy(&value, cell + i * 2, sizeof value);
         return ggml_bf16_to_fp32(value);
     }
 };
+
+// run.operator()<0>(), <1>() ... <n - 1>().
+template <int n, class run_type>
+[[gnu::always_inline]] inline void for_each(const run_type& run) {
+    [&]<int... i>(std::integer_sequence<int, i...>) {
+        (run.template operator()<i>(), ...);
+    }(std::make_integer_sequence<int, n>{});
+}
 
 // Two vectors hold n_sums sums each, of which lanes / n_sums lanes are still to be added. Which
 // lane of the two becomes the i-th of a vector with twice the sums, and, `is_upper`, of the one to
@@ -191,7 +230,11 @@ inline void stream(float* to, const float* from, int n) {
     std::memcpy(to, from, static_cast<std::size_t>(n_before) * sizeof(float));
     int i = n_before;
     for (; i + line <= n; i += line) {
+#if defined(__AVX512F__)
+        _mm512_stream_ps(to + i, _mm512_loadu_ps(from + i));
+#else
         for (int j = 0; j < line; j += 4) _mm_stream_ps(to + i + j, _mm_loadu_ps(from + i + j));
+#endif
     }
     std::memcpy(to + i, from + i, static_cast<std::size_t>(n - i) * sizeof(float));
 #else
