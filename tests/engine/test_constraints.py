@@ -74,11 +74,18 @@ def is_person(value: Any) -> bool:
     )
 
 
-@pytest.mark.parametrize("seed", range(8))
-@pytest.mark.parametrize("model", ["demo", "random_model"])
-@pytest.mark.parametrize("options", [{}, {"top_k": 0, "top_p": 1, "min_p": 0}, {"mirostat": 2}])
+MODELS = ("demo", "random_model")
+SAMPLERS: list[dict[str, Any]] = [{}, {"top_k": 0, "top_p": 1, "min_p": 0}, {"mirostat": 2}]
+PATTERNS = (
+    r"[0-9]{4}-[01][0-9]", r"(yes|no|maybe)!?", r"é{1,9}x{2,3}", r"\p{Lu}[^a-z\n]{3}"
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("seed", "model", "options"), [(i, MODELS[i % 2], SAMPLERS[i % 3]) for i in range(12)]
+)
 def test_output_follows_the_schema(
-    model: str, seed: int, options: dict[str, Any], request: pytest.FixtureRequest
+    seed: int, model: str, options: dict[str, Any], request: pytest.FixtureRequest
 ):
     engine: Engine = request.getfixturevalue(model)
     generation = engine.generate(
@@ -89,13 +96,11 @@ def test_output_follows_the_schema(
     assert generation.finish_reason == "stop"
 
 
-@pytest.mark.parametrize("seed", range(8))
-@pytest.mark.parametrize("model", ["demo", "random_model"])
 @pytest.mark.parametrize(
-    "pattern", [r"[0-9]{4}-[01][0-9]", r"(yes|no|maybe)!?", r"é{1,9}x{2,3}", r"\p{Lu}[^a-z\n]{3}"]
+    ("seed", "model", "pattern"), [(i, MODELS[i % 2], PATTERNS[i // 2 % 4]) for i in range(16)]
 )
 def test_output_matches_the_regex_and_stops(
-    model: str, seed: int, pattern: str, request: pytest.FixtureRequest
+    seed: int, model: str, pattern: str, request: pytest.FixtureRequest
 ):
     engine: Engine = request.getfixturevalue(model)
     generation = engine.generate(PROMPT, regex=pattern, temperature=1, seed=seed, max_tokens=200)

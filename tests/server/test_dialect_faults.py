@@ -18,6 +18,7 @@ from tests.server.clients import (
     json_request,
     masked_frame,
     raw_connection,
+    read_all,
     read_to_close,
     read_until,
     reset,
@@ -52,6 +53,9 @@ STREAMS: dict[str, tuple[str, bool, dict[str, Any]]] = {
 _PATHS = {one.path for dialect in DIALECTS for one in dialect.OPERATIONS}
 SERVED = [name for name, (path, _, _) in STREAMS.items() if path in _PATHS]
 EACH = pytest.mark.parametrize("name", SERVED)
+WITH_ROWS = pytest.mark.parametrize(
+    "name", [name for name in SERVED if STREAMS[name][2] in (KOBOLD, DREAM)]
+)
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +67,12 @@ def demo() -> Iterator[Served]:
 @pytest.fixture(scope="module")
 def impatient() -> Iterator[Served]:
     with serving(Settings(n_slots=2, n_ctx=8192, idle_timeout_s=0.5)) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def hurried() -> Iterator[Served]:
+    with serving(Settings(n_slots=2, n_ctx=8192, request_timeout_s=1.5)) as served:
         yield served
 
 
@@ -126,13 +136,29 @@ def test_client_that_leaves_behind_a_large_body_ends_its_request(
     assert demo.engine.stats().n_cancelled == n_cancelled + 1
 
 
-@pytest.mark.parametrize("name", [name for name in SERVED if STREAMS[name][2] in (KOBOLD, DREAM)])
+@WITH_ROWS
 def test_client_that_reads_nothing_is_dropped(impatient: Served, no_collector: None, name: str):
     with begun(impatient, name, receive_bytes=4096) as sock:
         impatient.wait_idle()
         impatient.wait_until(lambda: not impatient.engine.stats().pool.n_leased)
         impatient.wait_until(lambda: not impatient.n_connections)  # who reads on is not idle
         assert is_closed_by_server(sock)
+
+
+@WITH_ROWS
+def test_request_that_takes_too_long_ends_with_an_error(hurried: Served, name: str):
+    # It reads nothing meanwhile, so that rows wait at the server until the time is over.
+    with begun(hurried, name, receive_bytes=4096) as sock:
+        run = hurried.wait_run()
+        hurried.wait_until(lambda: run.error is not None)
+        raw = read_all(sock)
+    assert b'"error_code":"TIMEOUT"' in raw[-400:]
+    if STREAMS[name][1]:
+        assert (1011).to_bytes(2) in raw[-130:]
+    else:
+        assert raw.startswith(b"HTTP/1.1 200 ")
+        assert not raw.endswith(b"0\r\n\r\n")  # without it no client takes the reply as whole
+    hurried.wait_idle()
 
 
 @pytest.mark.parametrize("name", [name for name in SERVED if STREAMS[name][1]])
@@ -192,4 +218,5 @@ def test_wrong_type_of_any_field_of_a_message_is_an_event_and_the_socket_stays(
                 msgspec.convert(body, Generate)
             except msgspec.ValidationError:
                 assert event["type"] == "error", what
+                assert f"`$.{field}" in event["error"], what
     small.wait_idle()

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import hmac
 import json
-from typing import Any
+import re
+from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 
 from kqview.server import Settings
-from kqview.server.errors import Forbidden, RateLimited, Unauthorized
+from kqview.server.app import DIALECTS
+from kqview.server.errors import Forbidden, RateLimited, Unauthorized, answer_of
 from kqview.server.web import access
 from kqview.server.web.access import Gate
+from kqview.server.web.endpoint import error_reply
 from tests.server.clients import (
     WAITS_S,
     check_browser_headers,
@@ -22,6 +26,9 @@ from tests.server.clients import (
     websocket,
 )
 from tests.server.toy_dialect import serving_toy
+
+if TYPE_CHECKING:
+    from kqview.server.web.endpoint import Operation
 
 KEY, OTHER_KEY, ADMIN_KEY = "user-key", "second-key", "admin-key"
 PAGE = "https://page.example"
@@ -216,6 +223,33 @@ def test_http_statuses_of_keys(closed: Any):
         assert client.get("/toy/admin", headers=allowed).status_code == 403
         assert client.get("/toy/admin").status_code == 401
         assert client.get("/toy/admin", headers={"x-api-key": ADMIN_KEY}).status_code == 200
+
+
+GUARDED = [
+    one
+    for dialect in DIALECTS
+    for one in dialect.OPERATIONS
+    if one.access != "open" and one.method != "WS"
+]
+
+
+@pytest.mark.parametrize("one", GUARDED, ids=lambda one: f"{one.method} {one.path}")
+def test_no_operation_answers_without_a_key(closed: Any, one: Operation):
+    with closed.client() as client:
+        reply = client.request(one.method, re.sub("{.*?}", "1", one.path))
+    refused = error_reply(answer_of(Unauthorized("")), one.error_body)
+    assert reply.status_code == refused.status == 401
+    assert reply.json().keys() == msgspec.json.decode(refused.body).keys()
+
+
+@pytest.mark.parametrize(
+    "path", [one.path for dialect in DIALECTS for one in dialect.OPERATIONS if one.method == "WS"]
+)
+def test_no_websocket_answers_without_a_key(closed: Any, path: str):
+    with websocket(closed, path) as socket:
+        (event,), code = read_to_close(socket)
+    assert "UNAUTHORIZED" in str(event)
+    assert code == 1008
 
 
 def test_http_of_a_page_that_is_not_listed_is_refused_before_its_body_is_read(closed: Any):

@@ -338,27 +338,6 @@ def close_code(socket: DreamSocket) -> int | None:
         return closed.rcvd.code if closed.rcvd else None
 
 
-def test_client_that_leaves_frees_its_slot(demo: Served):
-    socket = DreamSocket(demo.ws_url)
-    socket.send(**LONG_ENDS)
-    assert socket.event()["type"] == "token"
-    socket.socket.close()
-    demo.wait_idle()
-    demo.wait_until(lambda: demo.engine.stats().pool.leased_bytes == 0)
-
-
-def test_request_that_takes_too_long_ends_with_an_event_and_1011(serve: Serve):
-    served = serve(Settings(request_timeout_s=0.3, n_ctx=2048))
-    with DreamSocket(served.ws_url) as socket:
-        socket.send(prompt=PROMPT, max_new_tokens=2000, return_attention=True, num_samples=4)
-        events = [socket.event()]
-        while events[-1]["type"] == "token":
-            events.append(socket.event())
-        assert (events[-1]["type"], events[-1]["error_code"]) == ("error", "TIMEOUT")
-        assert close_code(socket) == 1011
-    served.wait_idle()
-
-
 def test_rows_without_room_end_with_an_event_that_has_figures(serve: Serve):
     with Engine.demo(n_threads=1, n_ctx=256, attention_budget_bytes=1024) as engine:
         served = serve(Settings(), engine)
@@ -396,14 +375,3 @@ def test_idle_socket_is_closed_after_a_while(serve: Serve):
     with DreamSocket(served.ws_url) as socket:
         assert len(socket.generate(prompt=PROMPT, max_new_tokens=2)[0]) == 2
         assert close_code(socket) == 1008
-
-
-def test_key_is_needed_where_there_are_keys(serve: Serve):
-    served = serve(Settings(api_keys=("secret",)))
-    with DreamSocket(served.ws_url) as socket:
-        event = socket.event()
-        assert (event["type"], event["error_code"]) == ("error", "UNAUTHORIZED")
-        assert close_code(socket) == 1008
-    headers = {"authorization": "Bearer secret"}
-    with DreamSocket(served.ws_url, additional_headers=headers) as socket:
-        assert len(socket.generate(prompt=PROMPT, max_new_tokens=2)[0]) == 2

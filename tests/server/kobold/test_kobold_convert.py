@@ -163,12 +163,6 @@ async def test_perf_is_of_the_last_generation(monkeypatch: pytest.MonkeyPatch):
     assert (perf.idle, perf.uptime, perf.idletime) == (1, 60.0, 10.0)
 
 
-async def test_perf_before_the_first_generation_has_no_figures(monkeypatch: pytest.MonkeyPatch):
-    perf = await routes.perf(last_run(monkeypatch, LastRun(), runs=(1,)))
-    assert (perf.last_process, perf.last_eval, perf.stop_reason, perf.last_seed) == (0, 0, -1, -1)
-    assert (perf.idle, perf.idletime) == (0, 0.0)
-
-
 def test_logprobs_have_both_forms():
     texts = {1: b"Hi", 2: b" you", 3: b"\xf0\x9f"}
     tokens = [

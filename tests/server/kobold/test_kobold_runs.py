@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -156,26 +155,3 @@ def test_check_shows_the_text_so_far(held: Any):
         assert client.get(f"{path}?genkey=K1").json()["results"][0]["text"].startswith(text)
         assert client.get(path).json() == {"results": [{"text": ""}]}
     del chunks
-
-
-def test_tokenize_does_not_wait_for_a_generation(serve: Serve):
-    served = serve(Settings(n_ctx=8192))
-
-    def generate() -> None:
-        with served.client() as client:
-            body = {"prompt": TEXT, "max_length": 8000, "ban_eos_token": True}
-            client.post("/api/extra/generate/stream", json=body).raise_for_status()
-
-    thread = threading.Thread(target=generate)
-    thread.start()
-    try:
-        run = served.wait_run()
-        with served.client() as client:
-            for _ in range(10):
-                before = run.n_tokens
-                client.post("/api/v1/tokenize", json={"text": TEXT}).raise_for_status()
-                served.wait_until(lambda: run.n_tokens > before)  # noqa: B023
-            assert not run.is_over
-            client.post("/api/extra/abort").raise_for_status()
-    finally:
-        thread.join()

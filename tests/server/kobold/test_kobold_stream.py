@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import socket
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -141,48 +140,6 @@ def test_requests_may_share_a_name_and_are_ended_by_it(demo: Served, client: htt
 
 
 # ---- the end
-
-
-def test_client_that_leaves_frees_the_slot(demo: Served, client: httpx.Client):
-    with client.stream("POST", PATH, json=LONG) as reply:
-        chunks = reply.iter_raw()  # dropping it would close the connection
-        next(chunks)
-        assert len(demo.service.runs) == 1
-    demo.wait_idle()
-
-
-def test_failed_stream_ends_with_an_event_and_is_cut(
-    serve: Serve, caplog: pytest.LogCaptureFixture
-):
-    served = serve(Settings(request_timeout_s=1.5))
-    raw = raw_reply(served, json.dumps(LONG).encode())
-    head, _, rest = raw.partition(b"\r\n\r\n")
-    assert head.startswith(b"HTTP/1.1 200 OK\r\n")
-    assert b"transfer-encoding: chunked" in head.lower()
-    last = rest[rest.rindex(b"data: ") :]
-    event = json.loads(last[len(b"data: ") : last.index(b"\n")])
-    assert (event["type"], event["error_code"]) == ("error", "TIMEOUT")
-    assert not raw.endswith(b"0\r\n\r\n")  # the chunk without which no client takes it as whole
-    assert [record for record in caplog.records if record.exc_info] == []
-
-
-def wait_until_over(served: Served) -> None:
-    """Wait until the time of the only request is over; its client reads nothing meanwhile."""
-    run = served.wait_run()
-    served.wait_until(lambda: run.error is not None)
-
-
-def raw_reply(served: Served, body: bytes) -> bytes:
-    """Every byte of a reply whose client begins to read when the time of its request is over."""
-    host, port = served.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port))) as connection:
-        head = f"POST {PATH} HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(body)}\r\n\r\n"
-        connection.sendall(head.encode() + body)
-        wait_until_over(served)
-        parts: list[bytes] = []
-        while part := connection.recv(1 << 20):
-            parts.append(part)
-        return b"".join(parts)
 
 
 # ---- rows, in every format

@@ -143,12 +143,6 @@ def test_model_that_is_loaded_for_a_request_is_told_to_all_and_listed(serve: Ser
     assert states() == [("unloaded", None), ("loaded", 256)]
 
 
-def test_events_need_a_key(serve: Serve):
-    served = serve(Settings(api_keys=("one",)))
-    with served.client() as client:
-        assert client.get("/events").status_code == 401
-
-
 def test_subscriber_that_leaves_is_forgotten(serve: Serve):
     served = serve()
     bus = served.service.bus

@@ -467,13 +467,6 @@ def test_prompt_that_is_too_long_says_how_long_it_is(demo: Served):
     assert error["n_prompt_tokens"] == len(demo.engine.tokenize("Anna " * 600))
 
 
-def test_key_is_asked_for_in_openais_form(serve: Serve):
-    served = serve(Settings(api_keys=("secret",)))
-    status, error = api.refused(served, CHAT_PATH, **api.CHAT)
-    assert (status, error["type"]) == (401, "authentication_error")
-    assert api.asked(served, CHAT_PATH, key="secret", **api.CHAT)["choices"]
-
-
 def test_stream_that_fails_ends_with_an_error_and_without_the_mark_of_the_end(
     serve: Serve, tmp_path: Path
 ):
