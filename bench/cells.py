@@ -29,22 +29,26 @@ def folder() -> Path:
     return path
 
 
-def name(settings: Settings, *, flash_attn: bool) -> str:
+def name(settings: Settings, *, flash_attn: bool, kv_type: str = "f16") -> str:
     """Name of the file of a prompt of ``settings.n_context`` tokens, without its suffix."""
     way = "flash" if flash_attn else "plain"  # without flash attention values are transposed
-    return f"{model_path(settings).stem}-{settings.n_context}-{way}"
+    cache = "" if kv_type == "f16" else f"-{kv_type}"
+    return f"{model_path(settings).stem}-{settings.n_context}-{way}{cache}"
 
 
-def fill(settings: Settings, engine: Engine, *, flash_attn: bool) -> list[int]:
+def fill(
+    settings: Settings, engine: Engine, *, flash_attn: bool, kv_type: str = "f16"
+) -> list[int]:
     """Bring one prompt of ``settings.n_context`` tokens into every slot and return its ids.
 
     Args:
         settings: The model's shape and the length.
-        engine: Opened by `runs.open_engine` with an F16 cache.
+        engine: Opened by `runs.open_engine`.
         flash_attn: As *engine* was opened.
+        kv_type: The same.
     """
     prompt = prompt_ids(settings.n_context, engine.model.n_vocab)
-    path = folder() / f"{name(settings, flash_attn=flash_attn)}.ses1"
+    path = folder() / f"{name(settings, flash_attn=flash_attn, kv_type=kv_type)}.ses1"
     first, *others = engine.slots
     try:
         first.restore_file(path)

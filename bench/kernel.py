@@ -29,16 +29,16 @@ if TYPE_CHECKING:
 
     from kqview.bench.records import LeftOut
 
-# name -> (tokens of context, whether against llama.cpp, target)
-CASES: Final[dict[str, tuple[int, bool, float]]] = {
-    f"kernel-{n_context}-{'stock' if is_stock else 'own'}": (n_context, is_stock, target)
+# name -> (tokens of context, whether against llama.cpp, target, type of the cache)
+CASES: Final[dict[str, tuple[int, bool, float, str]]] = {
+    f"kernel-{n_context}-{'stock' if is_stock else 'own'}": (n_context, is_stock, target, "f16")
     for n_context, of_stock, of_own in ((1024, 1.0, 1.02), (4096, 0.75, 1.03), (16384, 0.5, 1.05))
     for is_stock, target in ((True, of_stock), (False, of_own))
-}
+} | {f"kernel-16384-{kv_type}": (16384, True, 0.5, kv_type) for kv_type in ("q8_0", "q4_0")}
 # The first row of a context also evaluates its prompt, for each of the ways.
 WEIGHTS = {
     name: 30.0 + n_context * 8e-3 if is_stock else 20.0 + n_context * 5e-4
-    for name, (n_context, is_stock, _) in CASES.items()
+    for name, (n_context, is_stock, *_) in CASES.items()
 }
 QUICK_SHARE = 16  # a quick run has this much less context
 # A prompt of this length takes 24 layers more than four minutes, 6 of them about one.
@@ -55,7 +55,9 @@ N_TRIALS = 3  # by which the faster of llama.cpp's ways is chosen
 def opened(settings: Settings, options: dict[str, Any]) -> Generator[Callable[[str | None], float]]:
     """An engine behind its prompt; what it yields returns the median milliseconds of a token."""
     with open_engine(settings, **options) as engine:
-        prompt = cells.fill(settings, engine, flash_attn=options["flash_attn"])
+        prompt = cells.fill(
+            settings, engine, flash_attn=options["flash_attn"], kv_type=options["kv_type"]
+        )
         runs = decode_runs(settings, engine, prompt)
 
         def ms(capture: str | None) -> float:
@@ -80,14 +82,16 @@ def at_context(settings: Settings, n_context: int) -> Settings:
 
 
 def _measure(settings: Settings, line: ProgressLine, name: str) -> Timing:
-    n_context, is_stock, target = CASES[name]
+    n_context, is_stock, target, kv_type = CASES[name]
     at = at_context(settings, n_context)
     with ExitStack() as stack:
-        ours = stack.enter_context(OwnProcess(opened, at, OURS))
+        cache = {"kv_type": kv_type}
+        ours = stack.enter_context(OwnProcess(opened, at, OURS | cache))
         if is_stock:
             ways = {
-                way: stack.enter_context(OwnProcess(opened, at, options))
+                way: stack.enter_context(OwnProcess(opened, at, options | cache))
                 for way, options in STOCK.items()
+                if kv_type == "f16" or options["flash_attn"]  # else it takes no V of this type
             }
             trials = {
                 way: median(one.ask(None) for _ in range(N_TRIALS)) for way, one in ways.items()
@@ -102,7 +106,8 @@ def _measure(settings: Settings, line: ProgressLine, name: str) -> Timing:
         )
     return Timing(
         name=name,
-        what=f"kqview's attention, logits of all heads, {at.n_context:,} tokens",
+        what=f"kqview's attention, logits of all heads, {at.n_context:,} tokens"
+        + ("" if kv_type == "f16" else f", cache in {kv_type}"),
         baseline=f"llama.cpp without capture, {baseline}" if is_stock else baseline,
         work=f"a decoded token; {at.shape}, {settings.n_threads} threads",
         pairs=pairs,
