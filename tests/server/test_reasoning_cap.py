@@ -17,6 +17,7 @@ from kqview.chat.turn import ChatAnswer, Reading
 from kqview.errors import RequestError
 from kqview.mods import Added, Backtrack, mod
 from kqview.server import Settings
+from kqview.server.api.openai.schema import ChatBody
 from kqview.server.api.wire.chat import ChatRequest, prepare, with_fields
 from kqview.server.api.wire.fields import LlamaFields, most_tokens_of
 from kqview.server.api.wire.reasoning_cap import (
@@ -206,10 +207,10 @@ def test_limit_and_a_grammar_of_the_client_exclude_each_other():
 def test_server_has_a_default_for_chats_without_a_grammar_of_their_own(
     wanted: int | None, default: int, options: dict[str, Any], expected: int | None
 ):
-    fields = LlamaFields(reasoning_budget_tokens=wanted, **options)
+    body = ChatBody(messages=[], reasoning_budget_tokens=wanted, **options)
     engine = cast("Engine", SimpleNamespace(tokenize=str.split))
     server = Settings(reasoning_budget=default)
-    chat = with_fields(ChatRequest(messages=[]), fields, None, engine=engine, settings=server)
+    chat = with_fields(ChatRequest(messages=[]), body, engine=engine, settings=server)
     assert chat.reasoning_budget == expected
 
 

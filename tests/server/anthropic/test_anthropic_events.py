@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
 
 from kqview.chat.turn import Reading
 from kqview.server.api.anthropic.events import MessageWriter, error_body
+from kqview.server.api.wire.chat import ChatWork
 from kqview.server.errors import Answer
 from kqview.server.web.endpoint import NAMED_HEAD
 from kqview.types import Usage
@@ -20,7 +21,10 @@ PIECES = ["<think>Hm", "m.</think>", "It is", " noon."]
 
 
 def writer_of(reading: Reading | None = None) -> MessageWriter:
-    return MessageWriter("msg_1", None, "demo", reading or Reading(), NO_ATTENTION, lambda id_: b"")
+    request = cast("Any", SimpleNamespace(request_id="msg_1"))
+    writer = MessageWriter(None, "demo", ChatWork(request, reading or Reading()), lambda id_: b"")
+    writer.attention = NO_ATTENTION
+    return writer
 
 
 def run_of(text: str, reason: str = "stop", stop_match: str | None = None) -> Any:

@@ -14,6 +14,8 @@ from kqview import Engine
 from kqview.errors import RequestError
 from kqview.server import Settings
 from kqview.server.api.openai import completions, convert, schema
+from kqview.server.api.openai.events import CompletionWriter
+from kqview.server.api.wire.chat import with_fields
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,14 +34,15 @@ def engine() -> Iterator[Engine]:
 def chat(**fields: Any) -> Any:
     body = msgspec.convert({"messages": HELLO, **fields}, schema.ChatBody)
     engine: Any = SimpleNamespace(tokenize=lambda text, **options: [1])
-    return completions.chat_of(body, request_id="r", engine=engine, settings=Settings())
+    chat = completions.chat_of(body, Settings())
+    return with_fields(chat, body, engine=engine, settings=Settings())
 
 
 def completion(
     engine: Engine, settings: Settings | None = None, **fields: Any
-) -> completions.CompletionPlan:
+) -> CompletionWriter:
     body = msgspec.convert({"prompt": "Anna", **fields}, schema.CompletionBody)
-    return completions.completion_plan(
+    return completions.text_writer(
         body, request_id="r", engine=engine, settings=settings or Settings(), model="demo"
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -12,6 +12,7 @@ import pytest
 from kqview.chat.turn import Reading
 from kqview.server.api.responses import schema
 from kqview.server.api.responses.events import ResponseWriter
+from kqview.server.api.wire.chat import ChatWork
 from kqview.server.errors import Answer
 from kqview.server.web.budget import uncounted
 from kqview.server.web.endpoint import NAMED_HEAD
@@ -23,8 +24,10 @@ PIECES = ["<think>Hm", "m.</think>", "It is", " noon."]
 
 def writer_of(**fields: Any) -> ResponseWriter:
     body = msgspec.convert({"input": "Time?", **fields}, schema.ResponsesBody)
-    reading = Reading(calls="hermes")
-    return ResponseWriter("resp_1", body, "demo", reading, NO_ATTENTION, lambda id_: b"%d" % id_)
+    work = ChatWork(cast("Any", SimpleNamespace(request_id="resp_1")), Reading(calls="hermes"))
+    writer = ResponseWriter(body, "demo", work, lambda id_: b"%d" % id_)
+    writer.attention = NO_ATTENTION
+    return writer
 
 
 def run_of(text: str, reason: str = "stop") -> Any:

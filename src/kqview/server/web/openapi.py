@@ -222,6 +222,8 @@ def _describe(schema: Schema, cls: type) -> None:
     for name, one in properties.items():
         if name in OPTIONS and "description" not in one:
             _describe_option(one, OPTIONS[name])
+        elif len(only := one.get("enum", ())) == 1:
+            one.setdefault("description", f'Always "{only[0]}".')
     if isinstance(found, inspect.StructType) and found.tag_field is not None:
         properties[found.tag_field].setdefault("description", f'Always "{found.tag}".')
 

@@ -6,14 +6,12 @@ from itertools import accumulate
 from typing import Final, Literal
 
 from kqview.chat.tool_format import object_of
-from kqview.engine import Engine
 from kqview.errors import RequestError
 from kqview.server.api.anthropic import schema
 from kqview.server.api.anthropic.schema import Object
-from kqview.server.api.wire.chat import ChatRequest, with_fields
-from kqview.server.api.wire.citations import Document, heads_of, shown_document
+from kqview.server.api.wire.chat import ChatRequest
+from kqview.server.api.wire.citations import Document, shown_document
 from kqview.server.api.wire.fields import most_tokens_of
-from kqview.server.settings import Settings
 
 
 def messages_of(body: schema.CountBody) -> list[Object]:
@@ -163,7 +161,7 @@ def template_options_of(body: schema.CountBody) -> Object:
 _EFFORTS: Final[Mapping[str, str]] = {"xhigh": "high", "max": "high"}
 
 
-def chat_of(body: schema.CountBody, *, request_id: str = "") -> ChatRequest:
+def prompt_of(body: schema.CountBody) -> ChatRequest:
     """The prompt that *body* asks for.
 
     Raises:
@@ -178,7 +176,6 @@ def chat_of(body: schema.CountBody, *, request_id: str = "") -> ChatRequest:
         kind = chosen.type
     return ChatRequest(
         messages=messages_of(body),
-        request_id=request_id,
         tools=tools_of(body),
         tool_choice=_CHOICES[kind],
         tool_name=name,
@@ -196,28 +193,10 @@ _CHOICES: Final[Mapping[str, Literal["auto", "none", "required"]]] = {
 }  # fmt: skip
 
 
-def request_of(
-    body: schema.MessagesBody, *, request_id: str, engine: Engine, settings: Settings
-) -> ChatRequest:
-    """What *body* asks for.
-
-    Args:
-        body: The request.
-        request_id: Its name.
-        engine: The engine that will answer.
-        settings: For the server's defaults.
-
-    Raises:
-        RequestError: Or one of its kinds: it cannot work.
-    """
+def chat_of(body: schema.MessagesBody) -> ChatRequest:
+    """What *body* asks for; errors as of `prompt_of`."""
     names = {"stop": "stop_sequences", "json_schema": "output_config.format"}
     if most_tokens_of(body, "reasoning_budget") is None:
         names["reasoning_budget"] = "thinking.budget_tokens"
-    chat = chat_of(body, request_id=request_id)
-    if documents := documents_of(body):
-        heads = heads_of(body.citation_heads, engine, settings)
-        chat = replace(chat, documents=documents, citation_heads=heads)
-    return with_fields(
-        chat, body, body.attention, engine=engine,
-        settings=settings, names=names, stop=body.stop_sequences,
-    )  # fmt: skip
+    chat = prompt_of(body)
+    return replace(chat, documents=documents_of(body), stop=body.stop_sequences, names=names)

@@ -7,11 +7,13 @@ import msgspec
 from msgspec import UNSET, Struct
 
 from kqview.chat.tool_format import CallDelta
+from kqview.server.api.anthropic.convert import chat_of
 from kqview.server.api.anthropic.schema import (
     BlockLocation,
     CharLocation,
     Message,
     Object,
+    StopSequence,
     TextBlock,
     ThinkingBlock,
     ToolUseBlock,
@@ -19,7 +21,13 @@ from kqview.server.api.anthropic.schema import (
 )
 from kqview.server.api.wire.chat import AnswerWriter, ChatRemoved, Part
 from kqview.server.api.wire.citations import Cited
-from kqview.server.api.wire.event_parts import PromptAttention, TokenAttention
+from kqview.server.api.wire.event_parts import (
+    PROMPT_ROWS,
+    TOKEN_ROW,
+    PromptAttention,
+    TokenAttention,
+    named,
+)
 from kqview.server.errors import Answer
 from kqview.server.models.run import Run
 from kqview.server.web.described import about
@@ -106,13 +114,13 @@ class BlockStop(Struct, tag_field="type", tag="content_block_stop"):
 class AttentionEvent(Struct, tag_field="type", tag="attention"):
     """Attention of a token, if asked for; an event of kqview's own."""
 
-    attention: Annotated[TokenAttention, about("The attention.")]
+    attention: Annotated[TokenAttention, about("The attention.", TOKEN_ROW)]
 
 
 class PromptAttentionEvent(Struct, tag_field="type", tag="prompt_attention"):
     """Rows of the prompt, if asked for; an event of kqview's own."""
 
-    attention: Annotated[PromptAttention, about("The rows.")]
+    attention: Annotated[PromptAttention, about("The rows.", PROMPT_ROWS)]
 
 
 class RemovedEvent(ChatRemoved, tag_field="type", tag="removed"):
@@ -125,9 +133,7 @@ class StopFacts(Struct):
     stop_reason: Annotated[
         str, about('"end_turn", "max_tokens", "stop_sequence" or "tool_use".', "end_turn")
     ]
-    stop_sequence: Annotated[
-        str | None, about("The stop sequence that ended it; null without one.", "\n\n")
-    ]
+    stop_sequence: StopSequence
 
 
 class MessageDelta(Struct, tag_field="type", tag="message_delta"):
@@ -139,6 +145,16 @@ class MessageDelta(Struct, tag_field="type", tag="message_delta"):
 
 class MessageStop(Struct, tag_field="type", tag="message_stop"):
     """The end."""
+
+
+EVENTS: Final = tuple(
+    named(kind)
+    for kind in (
+        MessageStart, PromptAttentionEvent, BlockStart, BlockDelta, AttentionEvent, RemovedEvent,
+        BlockStop, MessageDelta, MessageStop, MessageFailure,
+    )
+)  # fmt: skip
+"""In their order."""
 
 
 # ---- who writes them
@@ -158,6 +174,9 @@ _DELTAS: Final = {"text": TextDelta, "reasoning": ThinkingDelta, "call": JsonDel
 class MessageWriter(AnswerWriter):
     """Writes the message of one answer; its parts are blocks, one a sentence with citations."""
 
+    chat_of = staticmethod(chat_of)
+    prompt_event, token_event = PromptAttentionEvent, AttentionEvent
+    removed_event = RemovedEvent
     _ends_with_citation = True
     _citations: Sequence[CharLocation | BlockLocation] = ()  # of the open block
 
@@ -202,12 +221,6 @@ class MessageWriter(AnswerWriter):
         self._citations = [one]
         return [BlockDelta(len(self._parts) - 1, CitationsDelta(one))]
 
-    def _row(self, fields: Any, *, is_prompt: bool) -> Struct:
-        return PromptAttentionEvent(fields) if is_prompt else AttentionEvent(fields)
-
-    def _removed(self, lost: Mapping[str, int]) -> Struct:
-        return RemovedEvent(**lost)
-
     def _ended(self, run: Run) -> list[Struct]:
         reason = self._stop_reason(run)
         message = self._message(run, reason)
@@ -233,7 +246,7 @@ class MessageWriter(AnswerWriter):
     def _message(self, run: Run, stop_reason: str | None) -> Message:
         usage = run.usage
         return Message(
-            id=self._id,
+            id=self.request.request_id,
             model=self._model,
             content=[*self._parts],
             stop_reason=stop_reason,

@@ -11,9 +11,9 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from kqview.server.api.wire.attention import AttentionField
-from kqview.server.api.wire.chat_message import TemplateField
+from kqview.server.api.wire.chat_message import EffortField, TemplateField
 from kqview.server.api.wire.citations import HeadsField
-from kqview.server.api.wire.event_parts import PromptRows, TokenAttention
+from kqview.server.api.wire.event_parts import PromptRows, TokenRows
 from kqview.server.api.wire.fields import LlamaFields, ModelField, Stops
 from kqview.server.web.described import about
 
@@ -126,17 +126,14 @@ class Thinking(Struct, kw_only=True):
 class OutputFormat(Struct, kw_only=True):
     """A schema that the text of the answer has to follow."""
 
-    type: Annotated[Literal["json_schema"], about('Always "json_schema".')]
+    type: Literal["json_schema"]
     schema: Annotated[Object, about("The JSON schema.", {"type": "object"})]
 
 
 class OutputConfig(Struct, kw_only=True):
     """Form and effort of the answer."""
 
-    effort: Annotated[
-        str | None,
-        about("How much to think, as ``reasoning_effort`` of the model's template.", "low"),
-    ] = None
+    effort: EffortField = None
     format: Annotated[
         OutputFormat | None, about("A schema that the text of the answer follows.")
     ] = None
@@ -174,6 +171,10 @@ class MessagesBody(CountBody, kw_only=True):
 
 
 # ---- replies
+
+StopSequence = Annotated[
+    str | None, about("The stop sequence that ended it; null without one.", "\n\n")
+]
 
 
 class Citation(Struct, kw_only=True):
@@ -243,8 +244,8 @@ class Message(Struct, kw_only=True):
     """The answer."""
 
     id: Annotated[str, about("Id of the message; kept attention has it as its name.", "msg_01")]
-    type: Annotated[Literal["message"], about('Always "message".')] = "message"
-    role: Annotated[Literal["assistant"], about('Always "assistant".')] = "assistant"
+    type: Literal["message"] = "message"
+    role: Literal["assistant"] = "assistant"
     model: Annotated[str, about("The model, as the request names it.", "demo")]
     content: Annotated[
         list[TextBlock | ThinkingBlock | ToolUseBlock],
@@ -261,13 +262,9 @@ class Message(Struct, kw_only=True):
             "end_turn",
         ),
     ]
-    stop_sequence: Annotated[
-        str | None, about("The stop sequence that ended it; null without one.", "\n\n")
-    ]
+    stop_sequence: StopSequence
     usage: Annotated[Usage, about("Tokens of the request.")]
-    attention: Annotated[
-        list[TokenAttention] | UnsetType, about("Attention of each token, if asked for.")
-    ] = UNSET
+    attention: TokenRows = UNSET
     prompt_attention: PromptRows = UNSET
 
 

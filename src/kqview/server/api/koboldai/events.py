@@ -43,17 +43,13 @@ from kqview.server.api.koboldai.schema import (
     SampleResult,
     StartEvent,
 )
-from kqview.server.api.wire.attention import event_pieces, joined_text
-from kqview.server.api.wire.event_parts import (
-    ROW,
-    AttentionObject,
-    Removed,
-)
+from kqview.server.api.wire.attention import ReplyLists, event_pieces, joined_text
+from kqview.server.api.wire.event_parts import ROW, AttentionObject, Removed, sent
 from kqview.server.api.wire.fields import first
-from kqview.server.api.wire.logprobs import LogprobsWriter
-from kqview.server.api.wire.mods_field import calls_of, removed
+from kqview.server.api.wire.logprobs import TextLogprobs, logprobs_of, of_token
+from kqview.server.api.wire.mods_field import removed, tool_calls_of
 from kqview.server.errors import Answer
-from kqview.server.models.run import Removal, Run, Step, TokenLogprobs
+from kqview.server.models.run import Removal, Run, Step
 from kqview.server.web.budget import Reservation
 from kqview.server.web.endpoint import NEXT_EVENT, Frames, Sample
 from kqview.stop_strings import ShownText
@@ -83,25 +79,21 @@ def details_of(run: Run, ignored: Sequence[str]) -> dict[str, Any]:
 # ---- what streams have, for the description
 
 
-def _sent(kind: type[Struct], about: str = "", **shown: Any) -> Sample:
-    return Sample("server", about or (kind.__doc__ or "").removesuffix("."), shown, type=kind)
-
-
 _NAMED: Final[dict[str, Any]] = {"request_id": "r1"}
-_PROMPT: Final = _sent(KoboldPromptEvent, **_NAMED, attention={**ROW, "shape": [4, 8, 7, 7]})
-_START: Final = _sent(StartEvent)
-_TOKEN: Final = _sent(KoboldTokenEvent, attention=ROW)
-_REMOVED: Final = _sent(KoboldRemovedEvent, **_NAMED)
-_DONE: Final = _sent(KoboldDoneEvent, **_NAMED)
-_FAILED: Final = _sent(KoboldFailure, "A failure, in place of the end", type="error", **_NAMED)
-EVENTS: Final = (_START, _PROMPT, _TOKEN, _REMOVED, _DONE, _FAILED, _sent(PlainEvent))
+_PROMPT: Final = sent(KoboldPromptEvent, **_NAMED, attention={**ROW, "shape": [4, 8, 7, 7]})
+_START: Final = sent(StartEvent)
+_TOKEN: Final = sent(KoboldTokenEvent, attention=ROW)
+_REMOVED: Final = sent(KoboldRemovedEvent, **_NAMED)
+_DONE: Final = sent(KoboldDoneEvent, **_NAMED)
+_FAILED: Final = sent(KoboldFailure, about="A failure, in place of the end", type="error", **_NAMED)
+EVENTS: Final = (_START, _PROMPT, _TOKEN, _REMOVED, _DONE, _FAILED, sent(PlainEvent))
 """Over SSE."""
 FRAMES: Final = (
-    _START, _sent(KoboldPromptEvent),
+    _START, sent(KoboldPromptEvent),
     Sample("server", "Their values", "float32 values, layers × heads × rows × tokens"),
-    _sent(KoboldTokenFrame),
+    sent(KoboldTokenFrame),
     Sample("server", "Its row", "float32 values, layers × heads × tokens before it"),
-    _sent(KoboldRemovedEvent), _sent(KoboldDoneEvent), _FAILED,
+    sent(KoboldRemovedEvent), sent(KoboldDoneEvent), _FAILED,
 )  # fmt: skip
 """Over kobold's WebSocket."""
 MESSAGES: Final = (
@@ -109,7 +101,7 @@ MESSAGES: Final = (
     Sample("server", "Their values, if encoding is binary", "values in C order, little-endian"),
     _TOKEN,
     Sample("server", "Its row, if encoding is binary", "values in C order, little-endian"),
-    _REMOVED, _sent(PruningEvent), _DONE, _FAILED,
+    _REMOVED, sent(PruningEvent), _DONE, _FAILED,
 )  # fmt: skip
 """Over dream's WebSocket."""
 
@@ -188,10 +180,9 @@ class KoboldEvents:
             finish_reason=run.finish_reason,
             total_tokens=run.n_tokens,
             request_id=run.label if self.names_request else UNSET,
+            tool_calls=tool_calls_of(run.generations[0]),
             **details_of(run, self._plan.ignored),
         )
-        if run.generations[0].tool_calls is not None:
-            event.tool_calls = calls_of(run.generations[0].tool_calls)
         return self._first(run, self._end(run, event))
 
     def _first(self, run: Run, frames: Frames) -> Frames:
@@ -422,10 +413,9 @@ class PlainEvents:
         last = PlainEvent(
             token="",
             finish_reason=kobold_reason(run.finish_reason),
+            tool_calls=tool_calls_of(run.generations[0]),
             **left_out(run, self._ignored),
         )
-        if run.generations[0].tool_calls is not None:
-            last.tool_calls = calls_of(run.generations[0].tool_calls)
         rest = self._shown.rest(run.generations[0].text if self._trims else run.text)
         held = PlainEvent(token=rest, finish_reason=None)
         return (
@@ -531,92 +521,81 @@ class ReplyBuilder:
         self._token_bytes = token_bytes
         self._hold = hold
         self._packs = packs
-        self._encode = msgspec.msgpack.encode if packs else msgspec.json.encode
         shows = first(body.return_attention, body.output_attentions)
         # Dream's own fields follow the results of those who know either field.
         self._has_tokens = shows is not None
         # With attention the text keeps its stop sequence, as its tokens do.
         self._trims_stop = first(body.trim_stop, not shows)
-        n_samples = range(plan.request.n_samples)
-        self._logprobs: list[LogprobsWriter] = []
-        if plan.request.sampling.top_logprobs is not None:
-            self._logprobs = [LogprobsWriter(packs=packs) for _ in n_samples]
-        self._tokens: list[list[msgspec.Raw]] = [[] for _ in n_samples]
-        self._entries: list[list[msgspec.Raw]] = [[] for _ in n_samples]
-        self._blocks: list[msgspec.Raw] = []
-        self.n_bytes = 0
+        self._lists = ReplyLists(hold, packs=packs)
+        self._offsets = [0] * plan.request.n_samples  # characters, for logprobs
+
+    @property
+    def n_bytes(self) -> int:
         """Bytes encoded so far."""
+        return self._lists.n_bytes
 
     def prompt(self, run: Run, block: PromptBlock) -> None:
         """Rows of the prompt."""
         assert block.rows is not None
-        entry = self._entry(run, block.rows, PromptEntry, start=block.start, rows=block.n_rows)
-        self._blocks.append(entry)
+        rows, data = dream_rows(self._plan, block.rows, run.count_copied, packs=self._packs)
+        entry = PromptEntry(start=block.start, rows=block.n_rows, attention=rows)
+        self._lists.add(0, "prompt_attention", entry, data)
 
     def token(self, run: Run, step: Step) -> None:
         """One token."""
         token, sample = step.token, step.sample
-        number = sample if len(self._tokens) > 1 else UNSET
+        number = sample if len(self._offsets) > 1 else UNSET
         watch(self._plan, token)
-        if self._logprobs and token.logprob is not None:
-            top = tuple(token.top_logprobs or ())
-            one = TokenLogprobs(token.id, token.logprob, top)
-            self._count(self._logprobs[sample].add(one, self._token_bytes))
+        if (one := of_token(token)) is not None:
+            found = logprobs_of([one], self._token_bytes, self._offsets[sample])
+            self._offsets[sample] += len(found.tokens[0])
+            self._lists.add_each(sample, "logprobs", found)
         if self._has_tokens:
             shown = dream_token(token, self._token_bytes, sample=number)
-            self._tokens[sample].append(msgspec.Raw(self._encode(shown)))
-            self._count(len(self._tokens[sample][-1]))
+            self._lists.add(sample, "generated_tokens", shown)
         if self._plan.rows is not None and token.attention is not None:
-            entry = self._entry(
-                run, token.attention, AttentionEntry,
-                token_id=token.id, text=token.text, sample=number,
-            )  # fmt: skip
-            self._entries[sample].append(entry)
+            rows, data = dream_rows(
+                self._plan, token.attention, run.count_copied, packs=self._packs
+            )
+            entry = AttentionEntry(token.id, token.text, rows, number)
+            self._lists.add(sample, "attention_data", entry, data)
 
     def body(self, run: Run) -> bytes:
         """The whole reply of a run that is over."""
         plan = self._plan
-        results = [self._result(run.generations[i], i) for i in range(len(self._tokens))]
+        results = [self._result(one, i) for i, one in enumerate(run.generations)]
         details = Details(reason=run.finish_reason, **details_of(run, plan.ignored))
-        lists: dict[str, Any] = {}
+        parts: dict[str, Any] = {}
         if plan.scores is not None:
-            lists["prunable_sentences"] = plan.scores.prunable()
+            parts["prunable_sentences"] = plan.scores.prunable()
         if self._has_tokens:
-            lists["generated_text"] = results[0].text
-            lists["finish_reason"] = run.finish_reason
-            if run.generations[0].tool_calls is not None:
-                lists["tool_calls"] = calls_of(run.generations[0].tool_calls)
-            lists["generated_tokens"] = [one for tokens in self._tokens for one in tokens]
+            parts["generated_text"] = results[0].text
+            parts["finish_reason"] = run.finish_reason
+            parts["tool_calls"] = tool_calls_of(run.generations[0])
+            parts["generated_tokens"] = []
         if plan.rows is not None:
             if plan.rows.wanted.prompt:
-                lists["prompt_attention"] = self._blocks
-            lists["attention_data"] = [one for entries in self._entries for one in entries]
+                parts["prompt_attention"] = []
+            parts["attention_data"] = []
+        for sample in range(len(self._offsets)):
+            for name, elements in self._lists.of(sample).items():
+                parts[name] += elements
         self._hold.take(self.n_bytes)  # the pieces and the whole at the same time
-        whole = self._encode(GenerateReply(results=results, details=details, **lists))
-        self._logprobs, self._tokens, self._entries, self._blocks = [], [], [], []
-        self._hold.take(-2 * self.n_bytes)
+        encode = msgspec.msgpack.encode if self._packs else msgspec.json.encode
+        whole = encode(GenerateReply(results=results, details=details, **parts))
+        self._hold.take(-2 * self.n_bytes)  # the pieces go with the builder
         return whole
 
     def _result(self, generation: Generation, sample: int) -> SampleResult:
         stop = "" if self._trims_stop else generation.stop_match or ""
+        logprobs: Any = UNSET
+        if self._plan.request.sampling.top_logprobs is not None:
+            lists = self._lists.of(sample, "logprobs")
+            logprobs = TextLogprobs(**cast("Any", lists)) if lists else None
         return SampleResult(
             generation.text + stop,
             kobold_reason(generation.finish_reason or "cancelled"),
             generation.usage.prompt_tokens,
             generation.usage.completion_tokens,
-            self._logprobs[sample].whole() if self._logprobs else UNSET,
+            logprobs,
         )
-
-    def _entry(self, run: Run, values: Attention, kind: type[Struct], **fields: Any) -> msgspec.Raw:
-        attention, data = dream_rows(self._plan, values, run.count_copied, packs=self._packs)
-        entry = kind(attention=attention, **fields)
-        if self._packs:
-            encoded = msgspec.msgpack.encode(entry)
-        else:
-            encoded = b"".join(event_pieces(entry, data))
-        self._count(len(encoded))
-        return msgspec.Raw(encoded)
-
-    def _count(self, n_bytes: int) -> None:
-        self._hold.take(n_bytes)
-        self.n_bytes += n_bytes

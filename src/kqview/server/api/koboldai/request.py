@@ -63,9 +63,7 @@ Biases = Annotated[dict[str, float], msgspec.Meta(max_length=2**18)]
 
 
 # Fields that have two names.
-MaxTokens = Annotated[
-    int | None, about("Most tokens to generate; 50 if neither is given.", 128, default=50)
-]
+MaxTokens = Annotated[int | None, about("Most tokens to generate.", 128, default=50)]
 RepeatPenalty = Annotated[
     float | None,
     about(
@@ -148,7 +146,7 @@ class KoboldFields(SamplingFields, kw_only=True):
         float | None,
         about(
             "Keeps the tokens nearest to the expected information, of this probability "
-            "together; 1 if not given, which is off.",
+            "together; 1 is off.",
             0.9,
             default=1,
         ),
@@ -156,8 +154,8 @@ class KoboldFields(SamplingFields, kw_only=True):
     nsigma: Annotated[
         float | None,
         about(
-            "Keeps tokens whose logits are within so many standard deviations of the largest; 0 "
-            "if not given, which is off.",
+            "Keeps tokens whose logits are within so many standard deviations of the largest; "
+            "0 is off.",
             1.5,
             default=0,
         ),
@@ -165,7 +163,7 @@ class KoboldFields(SamplingFields, kw_only=True):
     rep_pen: RepeatPenalty = None
     repetition_penalty: RepeatPenalty = None
     rep_pen_range: Annotated[
-        int | None, about("Of how many of the last tokens; 64 if not given.", 256, default=64)
+        int | None, about("Of how many of the last tokens.", 256, default=64)
     ] = None
     sampler_seed: Seed = None
     seed: Seed = None
@@ -195,7 +193,7 @@ class KoboldFields(SamplingFields, kw_only=True):
         bool | None, about("Whether the text leaves out the stop sequence that ended it.")
     ] = None
     num_samples: Annotated[
-        int | None, about("Texts to generate from the prompt; 1 if not given.", 2, default=1)
+        int | None, about("Texts to generate from the prompt.", 2, default=1)
     ] = None
     logprobs: Annotated[
         bool | int | None,
@@ -220,8 +218,7 @@ class KoboldFields(SamplingFields, kw_only=True):
     ] = None
     attention_format: attention.FormatField = None
     aggregation_mode: Annotated[
-        Aggregation | None,
-        about('How "aggregated" makes one row of many; "mean" if not given.', default="mean"),
+        Aggregation | None, about('How "aggregated" makes one row of many.', default="mean")
     ] = None
     layer_weights: attention.LayerWeightsField = None
     sparse_top_k: attention.TopKField = None
@@ -274,10 +271,7 @@ class KoboldGenerateBody(DreamFields, kw_only=True):
 
     compression: Annotated[
         Literal["gzip", "none"] | None,
-        about(
-            '"gzip" packs the reply for clients that accept it; "none" if not given.',
-            default="none",
-        ),
+        about('"gzip" packs the reply for clients that accept it.', default="none"),
     ] = None
 
 

@@ -284,6 +284,8 @@ async def last_logprobs(call: Call, body: schema.RunBody | None = None) -> schem
     last = call.service.last_of(call.caller, key=key or "")
     if last.model_id != call.model.id:  # its ids would be other texts here
         last = LastRun()
+    if not last.logprobs:
+        return schema.LastLogprobs(None)
     bytes_of = call.model.engine.token_bytes
     n_bytes = LOGPROB_BYTES * len(last.logprobs)
     return schema.LastLogprobs(

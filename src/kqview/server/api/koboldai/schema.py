@@ -18,7 +18,7 @@ from kqview.server.api.wire.event_parts import (
     Removed,
     RowsDescribed,
 )
-from kqview.server.api.wire.logprobs import Logprobs
+from kqview.server.api.wire.logprobs import TextLogprobs
 from kqview.server.web.described import about
 
 API_VERSION: Final = "1.2.5"
@@ -37,14 +37,11 @@ class KoboldTokenizeBody(Struct, kw_only=True):
     content: Annotated[str | None, about("Another name for ``text``.", "Anna is a")] = None
     add_special_tokens: Annotated[
         bool | None,
-        about(
-            "Whether tokens that the model wants around a text are added; false if not given.",
-            default=False,
-        ),
+        about("Whether tokens that the model wants around a text are added.", default=False),
     ] = None
     add_special: Annotated[bool | None, about("Another name for it.")] = None
     with_pieces: Annotated[
-        bool | None, about("Whether each id comes with its text; true if not given.", default=True)
+        bool | None, about("Whether each id comes with its text.", default=True)
     ] = None
 
 
@@ -326,7 +323,9 @@ class Texts(Struct):
 class LastLogprobs(Struct):
     """Logprobs of the last generation that was asked for some."""
 
-    logprobs: Annotated[Logprobs | None, about("Those of its tokens; null if none were asked for.")]
+    logprobs: Annotated[
+        TextLogprobs | None, about("Those of its tokens; null if none were asked for.")
+    ]
 
 
 EMPTY: Final = msgspec.Raw(b"{}")
@@ -430,16 +429,24 @@ class KoboldTokenFrame(Struct, kw_only=True, tag_field="type", tag="token"):
     ] = UNSET
 
 
-class KoboldPromptEvent(Struct, kw_only=True, tag_field="type", tag="prompt_attention"):
-    """Rows of the prompt, with ``prompt_attention``."""
+class PromptEntry(Struct, kw_only=True):
+    """Rows of the prompt."""
 
-    request_id: RequestName = UNSET
     start: Annotated[int, about("Position of their first token.", 0)]
     rows: Annotated[int, about("How many tokens they are of.", 7)]
     attention: Annotated[
         AttentionObject | UnsetType | None,
-        about("Their attention.", {**ROW, "shape": [4, 8, 7, 7]}),
+        about(
+            "Their attention, with an axis for the rows before that of the columns.",
+            {**ROW, "shape": [4, 8, 7, 7]},
+        ),
     ] = UNSET
+
+
+class KoboldPromptEvent(PromptEntry, kw_only=True, tag_field="type", tag="prompt_attention"):
+    """Rows of the prompt, with ``prompt_attention``."""
+
+    request_id: RequestName = UNSET
 
 
 class KoboldRemovedEvent(Removed, kw_only=True, tag_field="type", tag="removed"):
@@ -528,17 +535,6 @@ class AttentionEntry(Struct):
     sample: SampleIndex = UNSET
 
 
-class PromptEntry(Struct):
-    """Rows of the prompt."""
-
-    start: Annotated[int, about("Position of the first token.", 0)]
-    rows: Annotated[int, about("How many tokens.", 6)]
-    attention: Annotated[
-        AttentionObject,
-        about("Their attention, with an axis for the rows before that of the columns."),
-    ]
-
-
 class SampleResult(Struct):
     """One sample, as KoboldAI's clients expect it."""
 
@@ -547,7 +543,7 @@ class SampleResult(Struct):
     prompt_tokens: Annotated[int, about("Tokens of the prompt.", 6)]
     completion_tokens: Annotated[int, about("Tokens that were generated.", 2)]
     logprobs: Annotated[
-        Logprobs | UnsetType | None, about("Those of its tokens, if asked for.")
+        TextLogprobs | UnsetType | None, about("Those of its tokens, if asked for.")
     ] = UNSET
 
 

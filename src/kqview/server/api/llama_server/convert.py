@@ -2,25 +2,12 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Final
 
-from kqview.engine import Engine
 from kqview.errors import RequestError
 from kqview.server.api.llama_server import schema
 from kqview.server.api.wire.chat import ChatRequest
-from kqview.server.api.wire.fields import (
-    LlamaFields,
-    active_samplers,
-    first,
-    most_tokens_of,
-    names_of,
-    options_of,
-    sampling_of,
-)
-from kqview.server.api.wire.reasoning_cap import cap_of_texts
-from kqview.server.models.run import GenerateRequest
+from kqview.server.api.wire.fields import LlamaFields, active_samplers, first
 from kqview.server.settings import Settings
 from kqview.types import Sampling
 from kqview.types.sampling import OPTIONS
@@ -33,91 +20,6 @@ _SHOWN: Final = [
 
 
 # ---- a completion
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CompletionPlan:
-    """A completion that was asked for, and what its reply says of it.
-
-    Attributes:
-        body: As it was sent.
-        request: For the service.
-        model: Name of the model.
-        prompts: Text of each prompt.
-        n_prompt: Tokens of each prompt.
-        most_tokens: Most tokens that are generated for each.
-    """
-
-    body: LlamaFields
-    request: GenerateRequest
-    model: str
-    prompts: Sequence[str]
-    n_prompt: Sequence[int]
-    most_tokens: int
-    settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
-
-    @property
-    def is_prefill(self) -> bool:
-        """Whether only the prompt is evaluated: the one token that comes is not shown."""
-        return self.most_tokens == 0
-
-
-def plan_of(
-    body: LlamaFields,
-    prompts: Sequence[tuple[Sequence[int], str]],
-    engine: Engine,
-    settings: Settings,
-    *,
-    request_id: str,
-    model: str,
-) -> CompletionPlan:
-    """What *body* asks for.
-
-    Args:
-        body: The request.
-        prompts: Ids and text of each prompt.
-        engine: The engine that will answer.
-        settings: Those of the server.
-        request_id: Its name.
-        model: Name of the model.
-
-    Raises:
-        RequestError: Or one of its kinds: it cannot work.
-        NotSupported: As `sampling_of`.
-    """
-    endless = settings.max_tokens if settings.context_shift else engine.n_ctx
-    wanted = first(most_tokens_of(body, "max_tokens"), endless)
-    n = min(wanted, settings.max_tokens)
-    tokenize = partial(engine.tokenize, add_special=False, parse_special=False)
-    sampling = sampling_of(body, tokenize=tokenize)
-    ends = [
-        id_ for id_ in (engine.model.eos_token_id, engine.model.eot_token_id) if id_ is not None
-    ]
-    (ids, _), *more = prompts
-    names, forcing = names_of(body), None
-    if (budget := most_tokens_of(body, "reasoning_budget")) is not None:
-        texts = [text for _, text in prompts]
-        forcing = cap_of_texts(budget, texts, sampling, max_tokens=max(n, 1), names=names)
-    request = GenerateRequest(
-        prompt=ids,
-        more_prompts=tuple(ids for ids, _ in more),
-        max_tokens=max(n, 1),
-        sampling=sampling,
-        request_id=request_id,
-        n_samples=first(body.n_cmpl, body.n, 1),
-        names=names,
-        forcing=forcing,
-        **options_of(body, settings),
-    )
-    return CompletionPlan(
-        body=body,
-        request=request,
-        model=model,
-        prompts=[text for _, text in prompts],
-        n_prompt=[len(ids) for ids, _ in prompts],
-        most_tokens=n,
-        settings=generation_settings(body, sampling, wanted, ends=ends),
-    )
 
 
 def generation_settings(

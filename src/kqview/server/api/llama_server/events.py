@@ -1,8 +1,9 @@
 """Completions of llama.cpp's server while they come: events of a stream, or one reply. Pure."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from math import exp
 from types import MappingProxyType
 from typing import Any, Final, cast
@@ -10,14 +11,28 @@ from typing import Any, Final, cast
 import msgspec
 from msgspec import UNSET
 
+from kqview.engine import Engine
 from kqview.generation.stream import Generation
 from kqview.server.api.llama_server import schema
-from kqview.server.api.llama_server.convert import CompletionPlan
+from kqview.server.api.llama_server.convert import generation_settings
+from kqview.server.api.wire.attention import AttentionWriter, ReplyLists
 from kqview.server.api.wire.failures import error_body
-from kqview.server.api.wire.fields import Clock, prompt_progress, timings
+from kqview.server.api.wire.fields import (
+    Clock,
+    LlamaFields,
+    first,
+    most_tokens_of,
+    names_of,
+    options_of,
+    prompt_progress,
+    sampling_of,
+    timings,
+)
 from kqview.server.api.wire.mods_field import removed, tool_calls_of
+from kqview.server.api.wire.reasoning_cap import cap_of_texts
 from kqview.server.errors import Answer
-from kqview.server.models.run import Removal, Run, Step
+from kqview.server.models.run import GenerateRequest, Removal, Run, Step
+from kqview.server.settings import Settings
 from kqview.server.web.endpoint import NEXT_DATA
 from kqview.stop_strings import ShownText
 from kqview.types import PromptBlock, Token
@@ -38,17 +53,16 @@ _STOP_TYPES: Final[Mapping[str, str]] = MappingProxyType(
 class CompletionText:
     """One text: what was sent of it, and what the reply says of it at its end."""
 
-    def __init__(self, index: int, plan: CompletionPlan) -> None:
-        """Begin the text of sample *index*; stop texts are not shown."""
+    def __init__(self, index: int, prompt: str, n_prompt: int, stops: str | Sequence[str]) -> None:
+        """Begin the text of sample *index*, after *n_prompt* tokens; *stops* are not shown."""
         self.index = index
-        i_prompt = index // plan.request.n_samples
-        self.prompt = plan.prompts[i_prompt]
-        self.n_prompt = plan.n_prompt[i_prompt]
+        self.prompt = prompt
+        self.n_prompt = n_prompt
         self.ids: list[int] = []
         self.logprobs: list[tuple[int, Any]] = []  # JSON, and where its text begins
         self.has_discarded = False
         self._n_text = 0
-        self.shown = ShownText(plan.request.sampling.stop)
+        self.shown = ShownText((stops,) if isinstance(stops, str) else stops)
         self.clock = Clock(index)
 
     def add(self, token: Token) -> str:
@@ -78,13 +92,67 @@ class CompletionText:
 class CompletionEvents:
     """``data: {...}`` for each token, and for the end of each text; no ``[DONE]``."""
 
+    attention: AttentionWriter
+
     def __init__(
-        self, plan: CompletionPlan, n_samples: int, bytes_of: Callable[[int], bytes]
+        self,
+        body: LlamaFields,
+        prompts: Sequence[tuple[Sequence[int], str]],
+        engine: Engine,
+        settings: Settings,
+        *,
+        request_id: str,
+        model: str,
     ) -> None:
-        """Write what *plan* asks for; *bytes_of* gives the bytes of an id."""
-        self._plan = plan
-        self._bytes_of = bytes_of
-        self._samples = [CompletionText(i, plan) for i in range(n_samples)]
+        """Write what *body* asks for.
+
+        Args:
+            body: The request.
+            prompts: Ids and text of each prompt.
+            engine: The engine that will answer.
+            settings: Those of the server.
+            request_id: Its name.
+            model: Name of the model.
+
+        Raises:
+            RequestError: Or one of its kinds: it cannot work.
+            NotSupported: As `sampling_of`.
+        """
+        endless = settings.max_tokens if settings.context_shift else engine.n_ctx
+        wanted = first(most_tokens_of(body, "max_tokens"), endless)
+        n = self._most_tokens = min(wanted, settings.max_tokens)
+        tokenize = partial(engine.tokenize, add_special=False, parse_special=False)
+        sampling = sampling_of(body, tokenize=tokenize)
+        names, forcing = names_of(body), None
+        if (budget := most_tokens_of(body, "reasoning_budget")) is not None:
+            texts = [text for _, text in prompts]
+            forcing = cap_of_texts(budget, texts, sampling, max_tokens=max(n, 1), names=names)
+        (ids, _), *more = prompts
+        self.request = GenerateRequest(
+            prompt=ids,
+            more_prompts=tuple(ids for ids, _ in more),
+            max_tokens=max(n, 1),
+            sampling=sampling,
+            request_id=request_id,
+            n_samples=first(body.n_cmpl, body.n, 1),
+            names=names,
+            forcing=forcing,
+            **options_of(body, settings),
+        )
+        ends = (engine.model.eos_token_id, engine.model.eot_token_id)
+        ids_of_ends = [id_ for id_ in ends if id_ is not None]
+        self._settings = generation_settings(body, sampling, wanted, ends=ids_of_ends)
+        self._is_prefill = n == 0  # the one token that comes is not shown
+        self._body = body
+        self._model = model
+        self._bytes_of = engine.token_bytes
+        self._samples = [
+            CompletionText(i, text, len(ids), sampling.stop)
+            for i, (ids, text) in enumerate(
+                one for one in prompts for _ in range(self.request.n_samples)
+            )
+        ]
+        self.n_bytes = 0
 
     # ---- a stream
 
@@ -94,10 +162,10 @@ class CompletionEvents:
 
     def token(self, run: Run, step: Step) -> list[bytes]:
         """One token, with the text that may be shown now."""
-        if self._plan.is_prefill:
+        if self._is_prefill:
             return []
         sample, text = self._added(run, step)
-        token, body = step.token, self._plan.body
+        token, body = step.token, self._body
         partial = self._partial(run, sample, text, [token.id])
         if token.logprob is not None:
             partial.completion_probabilities = [self._logprob(token)]
@@ -108,7 +176,7 @@ class CompletionEvents:
 
     def removed(self, run: Run, removal: Removal) -> list[bytes]:
         """What a client is to drop, in an event of its own."""
-        if self._plan.is_prefill:
+        if self._is_prefill:
             return []
         sample = self._samples[removal.sample]
         del sample.ids[removal.n_left :]
@@ -132,18 +200,19 @@ class CompletionEvents:
 
     # ---- one reply
 
-    def add(self, run: Run, step: Step) -> int:
-        """Add a token of a reply that is not streamed; returns the bytes that it will take."""
-        if self._plan.is_prefill:
-            return 0
+    def add(self, lists: ReplyLists, run: Run, step: Step) -> None:
+        """Add a token of a reply that is not streamed."""
+        if self._is_prefill:
+            return
         sample, _ = self._added(run, step)
-        token = step.token
-        if token.logprob is None:
-            return _TOKEN_BYTES
-        sample.keep(token, self._logprob(token))
-        return _TOKEN_BYTES + _LOGPROB_BYTES * (1 + len(token.top_logprobs or ()))
+        token, n_bytes = step.token, _TOKEN_BYTES
+        if token.logprob is not None:
+            sample.keep(token, self._logprob(token))
+            n_bytes += _LOGPROB_BYTES * (1 + len(token.top_logprobs or ()))
+        run.hold.take(n_bytes)
+        self.n_bytes += n_bytes
 
-    def whole(self, run: Run) -> bytes:
+    def whole(self, run: Run, lists: ReplyLists) -> bytes:
         """The reply: an object, or a list of them for several texts."""
         ends = [self._end(run, sample, is_stream=False) for sample in self._samples]
         return msgspec.json.encode(ends if len(ends) > 1 else ends[0])
@@ -153,12 +222,12 @@ class CompletionEvents:
     def _added(self, run: Run, step: Step) -> tuple[CompletionText, str]:
         sample = self._samples[step.sample]
         text = sample.add(step.token)
-        if sample.is_late(self._plan.body.t_max_predict_ms, text):
+        if sample.is_late(self._body.t_max_predict_ms, text):
             run.generations[step.sample].cancel()
         return sample, text
 
     def _text(self, run: Run, sample: CompletionText) -> str:
-        return "" if self._plan.is_prefill else run.generations[sample.index].text
+        return "" if self._is_prefill else run.generations[sample.index].text
 
     def _partial(
         self, run: Run, sample: CompletionText, text: str, ids: list[int]
@@ -170,12 +239,12 @@ class CompletionEvents:
             id_slot=_slot(run.generations[sample.index]),
             tokens_predicted=len(sample.ids),
             tokens_evaluated=sample.n_prompt,
-            timings=sample.clock.timings(run) if self._plan.body.timings_per_token else UNSET,
+            timings=sample.clock.timings(run) if self._body.timings_per_token else UNSET,
         )
 
     def _progress(self, run: Run, sample: CompletionText) -> list[schema.Partial]:
         empty = msgspec.structs.replace(self._partial(run, sample, "", []), tokens_predicted=0)
-        has_timings = self._plan.body.timings_per_token
+        has_timings = self._body.timings_per_token
         return [
             msgspec.structs.replace(
                 empty, prompt_progress=progress, timings=spent if has_timings else UNSET
@@ -184,23 +253,23 @@ class CompletionEvents:
         ]
 
     def _end(self, run: Run, sample: CompletionText, *, is_stream: bool) -> Any:
-        plan, generation = self._plan, run.generations[sample.index]
+        generation = run.generations[sample.index]
         text, usage = self._text(run, sample), generation.usage
         n_tokens = len(sample.ids)
         n_predicted = n_tokens + (generation.finish_reason == "stop")  # the end of text counts
-        is_full = generation.finish_reason == "length" and n_tokens < plan.most_tokens
+        is_full = generation.finish_reason == "length" and n_tokens < self._most_tokens
         is_cut = generation.finish_reason == "cancelled" and run.error is None
         shown = [one for start, one in sample.logprobs if start < len(text) or not text]
-        keeps_ids = bool(plan.body.return_tokens) and not is_stream
+        keeps_ids = bool(self._body.return_tokens) and not is_stream
         reply = schema.Completion(
             index=sample.index,
             content="" if is_stream else text,
             tokens=sample.ids if keeps_ids else [],
             id_slot=_slot(generation),
-            model=plan.model,
+            model=self._model,
             tokens_predicted=n_predicted,
             tokens_evaluated=sample.n_prompt,
-            generation_settings=dict(plan.settings),
+            generation_settings=dict(self._settings),
             prompt=sample.prompt,
             has_new_line="\n" in text,
             truncated=is_full or sample.has_discarded,
@@ -212,18 +281,18 @@ class CompletionEvents:
             timings=timings(replace(usage, completion_tokens=n_predicted)),
             completion_probabilities=UNSET if is_stream or not sample.logprobs else shown,
         )
-        if not plan.body.response_fields and generation.tool_calls is None:
+        reply.tool_calls = tool_calls_of(generation)
+        if not self._body.response_fields:
             return reply
         fields = msgspec.structs.asdict(reply) | {"timings": msgspec.to_builtins(reply.timings)}
         fields = {name: value for name, value in fields.items() if value is not UNSET}
-        fields |= tool_calls_of(generation)
-        return _named(fields, plan.body.response_fields)
+        return _named(fields, self._body.response_fields)
 
     def _logprob(self, token: Token) -> schema.CompletionLogprob:
         assert token.logprob is not None
         one = schema.CompletionLogprob(token.id, *self._written(token.id))
         top, of = token.top_logprobs or (), schema.CompletionTopLogprob
-        if self._plan.request.sampling.post_sampling_probs:
+        if self.request.sampling.post_sampling_probs:
             one.prob = exp(token.logprob)
             one.top_probs = [of(id_, *self._written(id_), prob=exp(p)) for id_, p in top]
         else:

@@ -17,7 +17,7 @@ from kqview.errors import HeadFileError, RequestError
 from kqview.guards import rerank as rerank_by_attention
 from kqview.server.api.wire.citations import heads_of
 from kqview.server.api.wire.fields import ModelField
-from kqview.server.api.wire.prompts import ids_of_each, prompts_of
+from kqview.server.api.wire.prompts import TextsUsage, ids_of_each, pooling_of, prompts_of
 from kqview.server.errors import NotSupported, renamed
 from kqview.server.models.service import Call
 from kqview.server.web.described import about
@@ -39,13 +39,6 @@ _RESULT_BYTES: Final = 256  # an object with a label or an index and a number, a
 _ID_BYTES: Final = 40  # a character and its ids
 _SHORT_MAX: Final = 32760  # to which llama.cpp scales the largest number of 16 bits
 _EUCLID: Final = 2
-
-
-class PooledUsage(Struct):
-    """Tokens of all texts, with the special ones."""
-
-    prompt_tokens: Annotated[int, about("Tokens of all texts.", 14)]
-    total_tokens: Annotated[int, about("The same.", 14)]
 
 
 def best_first(scores: Sequence[float]) -> list[int]:
@@ -138,18 +131,12 @@ def vectors_as_json(found: Sequence[Vectors], kind: int, *, per_token: bool) -> 
 async def embed(call: Call, body: EmbeddingBody) -> HttpReply:
     """A vector for each text, or one for each of its tokens."""
     service = call.service
-    pooling = call.model.engine.pooling
-    if pooling is None or pooling == "rank":
-        raise NotSupported(
-            f"{call.model.name} gives no embeddings as it is served; serve an embedding model, "
-            "or start the server with --pooling mean"
-        )
+    per_token = pooling_of(call) == "none"
     name = "content" if body.input is None else "input"
     given = getattr(body, name)
     if given is None:
         raise RequestError("there is neither input nor content; send one", parameter="input")
     ids = await ids_of_each(call, partial(prompts_of, name, given))
-    per_token = pooling == "none"
     n_vectors = sum(map(len, ids)) if per_token else len(ids)
     n_bytes = _NUMBER_BYTES * call.model.engine.model.n_embd * n_vectors
     call.hold.take(n_bytes)
@@ -185,8 +172,7 @@ class RerankBody(Struct, kw_only=True):
     ] = None
     top_n: Annotated[int | None, about("So many of the best; all if not given.", 1)] = None
     return_text: Annotated[
-        bool | None,
-        about("With ``texts``: whether the reply repeats them; false if not given.", default=False),
+        bool | None, about("With ``texts``: whether the reply repeats them.", default=False)
     ] = None
     method: Annotated[
         Literal["head", "attention"] | None,
@@ -227,7 +213,7 @@ class Reranked(Struct, kw_only=True):
 
     model: ModelName
     object: AlwaysList = "list"
-    usage: Annotated[PooledUsage, about("Tokens of the request.")]
+    usage: Annotated[TextsUsage, about("Tokens of the request.")]
     results: Annotated[list[JinaResult], about("Documents by falling score.")]
 
 
@@ -239,7 +225,7 @@ def ranked(body: RerankBody, scores: Sequence[float], *, n_tokens: int, model: s
         return [TeiResult(i, scores[i], texts[i] if texts else UNSET) for i in order]
     return Reranked(
         model=model if body.model is None else body.model,
-        usage=PooledUsage(n_tokens, n_tokens),
+        usage=TextsUsage(n_tokens, n_tokens),
         results=[JinaResult(i, scores[i]) for i in order],
     )
 
@@ -326,7 +312,7 @@ class Classified(Struct, kw_only=True):
 
     model: ModelName
     object: AlwaysList = "list"
-    usage: Annotated[PooledUsage, about("Tokens of the request.")]
+    usage: Annotated[TextsUsage, about("Tokens of the request.")]
     predictions: Annotated[
         list[Prediction | list[Prediction]],
         about(
@@ -367,7 +353,7 @@ async def classify(call: Call, body: ClassifyBody) -> HttpReply:
         predictions = [predictions_of(one) for one in results]
         reply = Classified(
             model=model if body.model is None else body.model,
-            usage=PooledUsage(n_tokens, n_tokens),
+            usage=TextsUsage(n_tokens, n_tokens),
             predictions=[*predictions[0]] if isinstance(body.inputs, str) else [*predictions],
         )
         return json_in_slices(reply)

@@ -1,6 +1,5 @@
 """What llama.cpp's server says about itself: properties, slots, and its LoRA adapters."""
 
-from collections.abc import Mapping
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -12,13 +11,12 @@ from kqview.errors import RequestError
 from kqview.generation.stream import Generation
 from kqview.server.api.llama_server.convert import generation_settings
 from kqview.server.api.wire.fields import LlamaFields, LoraScale
-from kqview.server.errors import renamed
-from kqview.server.models.run import GenerateRequest
+from kqview.server.errors import NotSupported, renamed
+from kqview.server.models.run import Run
 from kqview.server.models.service import Call
-from kqview.server.settings import Settings
 from kqview.server.web.described import about
 from kqview.server.web.endpoint import Upload
-from kqview.types import ModelInfo, Sampling, SlotStats
+from kqview.types import Sampling, SlotStats
 
 _NO_FIELDS: Final = LlamaFields()
 
@@ -96,25 +94,10 @@ class SlotState(Struct, kw_only=True):
     next_token: Annotated[list[NextToken] | UnsetType, about("How far it is.")] = UNSET
 
 
-def props_of(
-    model: ModelInfo,
-    system: Mapping[str, Any],
-    settings: Settings,
-    *,
-    name: str,
-    n_ctx: int,
-    n_slots: int,
-) -> Props:
-    """Properties of a server.
-
-    Args:
-        model: Its model.
-        system: `Engine.system_info`.
-        settings: How it was started.
-        name: Name of the model.
-        n_ctx: Tokens that a slot holds.
-        n_slots: How many slots it has.
-    """
+async def props(call: Call) -> Props:
+    """Properties of the server and its model."""
+    engine, settings = call.model.engine, call.service.settings
+    model = engine.model
     template = model.chat_template or ""
     has_tools = knows_tools(template)
     sampling = Sampling(**settings.sampling_defaults)
@@ -123,12 +106,12 @@ def props_of(
             generation_settings(
                 _NO_FIELDS, sampling, settings.default_max_tokens or -1, is_short=True
             ),
-            n_ctx,
+            engine.n_ctx,
         ),
-        total_slots=n_slots,
-        model_alias=name,
+        total_slots=len(engine.slots),
+        model_alias=call.model.name,
         model_ftype=model.file_type,
-        model_path=settings.model or name,
+        model_path=settings.model or call.model.name,
         modalities={"vision": False, "video": False, "audio": False},
         endpoint_slots=settings.slot_endpoints,
         endpoint_props=settings.props,
@@ -144,18 +127,24 @@ def props_of(
         },
         bos_token=model.special_tokens.get("bos", ""),
         eos_token=model.special_tokens.get("eos", ""),
-        build_info=f"kqview-{__version__}-{str(system['llama_cpp_commit'])[:8]}",
+        build_info=f"kqview-{__version__}-{str(engine.system_info()['llama_cpp_commit'])[:8]}",
     )
 
 
-def slot_state(
-    slot: SlotStats, n_ctx: int, request: GenerateRequest | None, running: Generation | None
-) -> SlotState:
+async def set_props(call: Call) -> Success:
+    """Change properties: none can be changed, as in llama.cpp's server."""
+    if not call.service.settings.props:
+        raise NotSupported("POST /props is off; start the server with --props")
+    return Success()
+
+
+def slot_state(slot: SlotStats, n_ctx: int, running: tuple[Run, Generation] | None) -> SlotState:
     """A slot of *n_ctx* tokens, and what runs on it if the caller may know."""
     state = SlotState(id=slot.id, n_ctx=n_ctx, is_processing=slot.is_busy)
-    if request is None or running is None:
+    if running is None:
         return state
-    usage = running.usage
+    request, generation = running[0].request, running[1]
+    usage = generation.usage
     state.id_task = request.request_id
     state.n_prompt_tokens = usage.prompt_tokens
     state.n_prompt_tokens_processed = usage.prompt_tokens - usage.cached_tokens
@@ -166,7 +155,7 @@ def slot_state(
     state.next_token = [
         NextToken(
             has_next_token=slot.is_busy,
-            has_new_line="\n" in running.text,
+            has_new_line="\n" in generation.text,
             n_remain=request.max_tokens - usage.completion_tokens,
             n_decoded=usage.completion_tokens,
         )

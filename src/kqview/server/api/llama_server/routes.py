@@ -15,7 +15,9 @@ from kqview.server.api.llama_server import (
     schema,
     slots,
 )
-from kqview.server.api.wire.chat import prompt_of
+from kqview.server.api.wire.attention import ReplyLists
+from kqview.server.api.wire.chat import InputTokens, prompt_of, written
+from kqview.server.api.wire.event_parts import sent
 from kqview.server.api.wire.failures import FailureBody, error_body
 from kqview.server.api.wire.fields import LlamaFields, LoraScale, most_tokens_of, with_defaults
 from kqview.server.api.wire.prompts import ids_of, ids_of_each, prompts_of
@@ -27,7 +29,6 @@ from kqview.server.web.endpoint import (
     HttpReply,
     OneOf,
     Operations,
-    Sample,
     Upload,
     empty,
     json_in_slices,
@@ -35,25 +36,16 @@ from kqview.server.web.endpoint import (
 
 _COMPLETIONS: Final = schema.Completion | list[schema.Completion]  # a list for several texts
 _EVENTS: Final = (
-    Sample("server", "Each token", {"stop": False}, type=schema.Partial),
-    Sample(
-        "server", "Tokens that a mod took back",
-        {"content": "", "tokens": [], "stop": False, "removed": {"tokens": 1, "characters": 2}},
-        type=schema.Partial,
+    sent(schema.Partial, stop=False),
+    sent(
+        schema.Partial, about="Tokens that a mod took back",
+        content="", tokens=[], stop=False, removed={"tokens": 1, "characters": 2},
     ),
-    Sample(
-        "server", "The end of each text",
-        {"content": "", "has_new_line": False, "truncated": False, "stop": True},
-        type=schema.Completion,
+    sent(
+        schema.Completion, about="The end of each text",
+        content="", has_new_line=False, truncated=False, stop=True,
     ),
-    Sample(
-        "server", "A failure, in place of the end",
-        {"error": {
-            "code": 503, "message": "the model was switched; send the request again",
-            "type": "unavailable_error", "param": None,
-        }},
-        type=FailureBody,
-    ),
+    sent(FailureBody, about="A failure, in place of the end"),
 )  # fmt: skip
 _SLOT: Final = "Index of the slot, such as 0."
 
@@ -171,24 +163,16 @@ async def _complete(
         return [(ids, engine.detokenize(ids)) for ids in prompts]
 
     shown = await service.converted(call.n_body_bytes, call.hold, with_texts)
-    plan = await service.converted(
-        call.n_body_bytes, call.hold, convert.plan_of, body, shown, engine, settings,
+    writer = await service.converted(
+        call.n_body_bytes, call.hold, events.CompletionEvents, body, shown, engine, settings,
         request_id=call.request_id, model=call.model.name,
     )  # fmt: skip
-    run = await service.start(plan.request, call.caller, call.hold, model=call.model)
-    writer = events.CompletionEvents(plan, len(run.generations), engine.token_bytes)
+    run = await service.start(writer.request, call.caller, call.hold, model=call.model)
     # The end of each text repeats its prompt and how it is generated.
-    n_repeated = len(run.generations) * call.n_body_bytes
-    n_repeated += plan.request.n_samples * sum(map(len, plan.prompts))
-    if body.stream:
-        return Events(run, writer, DATA_HEAD, n_repeated=n_repeated)
-    n_bytes = n_repeated
-    async with run:
-        async for step in run.final_steps():
-            n_step_bytes = await service.offload(step.n_bytes, writer.add, run, step)
-            call.hold.take(n_step_bytes)
-            n_bytes += n_step_bytes
-    return HttpReply(await service.offload(n_bytes, writer.whole, run))
+    writer.n_bytes = len(run.generations) * call.n_body_bytes
+    writer.n_bytes += writer.request.n_samples * sum(len(text) for _, text in shown)
+    lists = ReplyLists(call.hold, settings.max_reply_bytes)
+    return await written(call, run, writer, DATA_HEAD, lists, streams=bool(body.stream))
 
 
 # ---- chats without an answer
@@ -205,9 +189,9 @@ async def apply_template(call: Call, body: schema.TemplateBody) -> schema.Templa
 
 
 @OPERATIONS.post("/v1/chat/completions/input_tokens", also=("/chat/completions/input_tokens",))
-async def input_tokens(call: Call, body: schema.TemplateBody) -> schema.TemplateTokens:
+async def input_tokens(call: Call, body: schema.TemplateBody) -> InputTokens:
     """How many tokens a chat has."""
-    return schema.TemplateTokens(len(await _chat_ids(call, body)))
+    return InputTokens(input_tokens=len(await _chat_ids(call, body)))
 
 
 async def _chat_ids(call: Call, body: schema.TemplateBody) -> list[int]:
@@ -216,32 +200,6 @@ async def _chat_ids(call: Call, body: schema.TemplateBody) -> list[int]:
     # A template may take seconds, however short the body.
     prompt = await service.converted(OFFLOAD_BYTES, call.hold, prompt_of, call.model.engine, chat)
     return prompt.ids
-
-
-# ---- what runs
-
-
-@OPERATIONS.get("/props")
-async def props(call: Call) -> properties.Props:
-    """Properties of the server and its model."""
-    service = call.service
-    engine = call.model.engine
-    return properties.props_of(
-        engine.model,
-        engine.system_info(),
-        service.settings,
-        name=call.model.name,
-        n_ctx=engine.n_ctx,
-        n_slots=len(engine.slots),
-    )
-
-
-@OPERATIONS.post("/props", model="none")
-async def set_props(call: Call) -> properties.Success:
-    """Change properties: none can be changed, as in llama.cpp's server."""
-    if not call.service.settings.props:
-        raise NotSupported("POST /props is off; start the server with --props")
-    return properties.Success()
 
 
 # ---- in files of their own
@@ -253,6 +211,8 @@ OPERATIONS.post(
     example={"query": "a red ball", "documents": ["Tom found a ball.", "It rains."]},
 )(pooled.rerank)  # fmt: skip
 OPERATIONS.post("/classify", also=("/v1/classify",), reply=pooled.Classified)(pooled.classify)
+OPERATIONS.get("/props")(properties.props)
+OPERATIONS.post("/props", model="none")(properties.set_props)
 OPERATIONS.get("/lora-adapters")(properties.list_adapters)
 OPERATIONS.post("/lora-adapters", body=Upload, upload=OneOf((list[LoraScale],)))(
     properties.set_scales

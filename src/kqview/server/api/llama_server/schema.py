@@ -8,7 +8,12 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
-from kqview.server.api.wire.chat_message import GenerationPromptField, MessageObject, ToolObject
+from kqview.server.api.wire.chat_message import (
+    GenerationPromptField,
+    MessageObject,
+    TemplateField,
+    ToolObject,
+)
 from kqview.server.api.wire.event_parts import ModCall, Removed
 from kqview.server.api.wire.fields import LlamaFields, ModelField, Progress, Timings
 from kqview.server.web.described import about
@@ -28,20 +33,13 @@ class TokenizeBody(Struct, kw_only=True):
     model: ModelField = None
     add_special: Annotated[
         bool | None,
-        about(
-            "Whether tokens that the model wants around a text are added; false if not given.",
-            default=False,
-        ),
+        about("Whether tokens that the model wants around a text are added.", default=False),
     ] = None
     parse_special: Annotated[
-        bool | None,
-        about(
-            "Whether texts of special tokens become these tokens; true if not given.", default=True
-        ),
+        bool | None, about("Whether texts of special tokens become these tokens.", default=True)
     ] = None
     with_pieces: Annotated[
-        bool | None,
-        about("Whether each id comes with its text; false if not given.", default=False),
+        bool | None, about("Whether each id comes with its text.", default=False)
     ] = None
 
 
@@ -102,24 +100,13 @@ class TemplateBody(Struct, kw_only=True):
             "{{ messages[0].content }}",
         ),
     ] = None
-    chat_template_kwargs: Annotated[
-        dict[str, Any] | None, about("Variables for the chat template.", {"enable_thinking": False})
-    ] = None
+    chat_template_kwargs: TemplateField = None
 
 
 class TemplatePrompt(Struct):
     """The text that a chat template makes."""
 
     prompt: Annotated[str, about("The text.", "user: Who is Anna?")]
-
-
-class TemplateTokens(Struct):
-    """How many tokens a chat has."""
-
-    input_tokens: Annotated[int, about("How many there are.", 12)]
-    object: Annotated[str, about('Always "response.input_tokens".', "response.input_tokens")] = (
-        "response.input_tokens"
-    )
 
 
 # ---- completions

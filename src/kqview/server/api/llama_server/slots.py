@@ -82,7 +82,7 @@ class RestoredState(Struct, kw_only=True):
 
     id_slot: SlotId
     n_bytes_read: NBytes
-    success: AlwaysTrue
+    success: AlwaysTrue = True
     t_ms: Milliseconds
 
 
@@ -100,7 +100,7 @@ class SlotTokens(Struct, kw_only=True):
 class ShiftedSlot(Struct, kw_only=True):
     """A slot from which tokens were removed."""
 
-    success: AlwaysTrue
+    success: AlwaysTrue = True
     new_n_tokens: Annotated[int, about("Tokens that the slot holds now.", 8)]
 
 
@@ -164,7 +164,7 @@ class SessionRestored(Struct, kw_only=True):
     id_session: SessionId
     id_slot: SlotId
     n_bytes_read: NBytes
-    success: AlwaysTrue
+    success: AlwaysTrue = True
     t_ms: Milliseconds
 
 
@@ -309,9 +309,7 @@ async def _restore_state(call: Call, upload: Upload, slot_id: int) -> RestoredSt
             body.close()
             call.hold.take(len(blob) - len(body))
             n_bytes = await restored(blob)
-    return RestoredState(
-        id_slot=slot_id, n_bytes_read=n_bytes, success=True, t_ms=_ms_since(started_s)
-    )
+    return RestoredState(id_slot=slot_id, n_bytes_read=n_bytes, t_ms=_ms_since(started_s))
 
 
 async def _show_tokens(call: Call, upload: Upload, slot_id: int) -> SlotTokens:
@@ -338,7 +336,7 @@ async def _context_shift(call: Call, upload: Upload, slot_id: int) -> ShiftedSlo
             )
         return slot.shift(n_keep, n_discard)
 
-    return ShiftedSlot(success=True, new_n_tokens=await _use(call, slot_id, work))
+    return ShiftedSlot(new_n_tokens=await _use(call, slot_id, work))
 
 
 async def _save(call: Call, upload: Upload, slot_id: int) -> SlotSaved:
@@ -418,15 +416,12 @@ async def list_slots(call: Call) -> list[properties.SlotState]:
     if call.query.get("fail_on_no_slot") and all(slot.is_busy for slot in slots):
         raise QueueFull("no slot available; try again later")
     running = {
-        generation.slot: (run.request, generation)
+        generation.slot: (run, generation)
         for run in call.model.work.runs.values()
         for generation in run.generations
         if call.caller.may_see(run.owner)
     }
-    return [
-        properties.slot_state(slot, engine.n_ctx, *running.get(slot.id, (None, None)))
-        for slot in slots
-    ]
+    return [properties.slot_state(slot, engine.n_ctx, running.get(slot.id)) for slot in slots]
 
 
 async def info(call: Call) -> SlotInfo:
@@ -487,7 +482,6 @@ async def _restore_session(call: Call, upload: Upload, session_id: int) -> Sessi
         id_session=session_id,
         id_slot=slot_id,
         n_bytes_read=n_bytes,
-        success=True,
         t_ms=_ms_since(started_s),
     )
 

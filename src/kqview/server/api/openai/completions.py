@@ -1,11 +1,9 @@
 """OpenAI's completions, of chats and of texts: what bodies ask for, and how they are answered.
 
-The plan of a body is pure. The handlers are glue: plan, start, write (`events`).
+What is made of a body is pure. The handlers are glue; `wire.chat.answered` plans, starts, writes.
 """
 
-import time
-import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final, Literal, cast
@@ -18,27 +16,20 @@ from kqview.errors import RequestError, shown
 from kqview.server.api.openai import schema
 from kqview.server.api.openai.events import (
     ChatChunk,
-    CompletionPlan,
     CompletionWriter,
     TextChunk,
     echoed_logprobs,
 )
-from kqview.server.api.wire.attention import (
-    ATTENTION_NAMES,
-    AttentionWriter,
-    ReplyLists,
-    attention_of,
-)
+from kqview.server.api.wire.attention import ATTENTION_NAMES, ReplyLists, attention_of
 from kqview.server.api.wire.chat import (
-    ID_BYTES,
     LARGE,
     WHOLE_CONTEXT,
     ChatRequest,
-    collected,
+    answered,
     prepare,
     with_fields,
 )
-from kqview.server.api.wire.citations import heads_of, with_documents
+from kqview.server.api.wire.citations import with_documents
 from kqview.server.api.wire.event_parts import PROMPT_ROWS, TOKEN_ROW
 from kqview.server.api.wire.failures import FailureBody, error_body
 from kqview.server.api.wire.fields import (
@@ -48,7 +39,6 @@ from kqview.server.api.wire.fields import (
     names_of,
     options_of,
     sampling_of,
-    with_defaults,
 )
 from kqview.server.api.wire.reasoning_cap import cap_of_texts
 from kqview.server.errors import renamed
@@ -65,37 +55,37 @@ ToolChoice = Literal["auto", "none", "required"]
 # ---- chat completions
 
 
-def chat_plan(
+def chat_writer(
     body: schema.ChatBody, *, request_id: str, engine: Engine, settings: Settings, model: str
-) -> CompletionPlan:
-    """What a chat completion asks for; any thread, because a template may take seconds.
+) -> CompletionWriter:
+    """Who writes a chat completion; any thread, because a template may take seconds.
 
     Args:
         body: The request.
         request_id: Name of the reply.
         engine: The engine that will answer.
         settings: For the server's defaults.
-        model: Name of the model if the request gives none.
+        model: Name of the model in the reply.
 
     Raises:
         RequestError: Or one of its kinds: it cannot work.
     """
-    chat = chat_of(body, request_id=request_id, engine=engine, settings=settings)
+    chat = with_fields(
+        chat_of(body, settings), body, engine=engine, settings=settings, request_id=request_id
+    )
     is_prefill = chat.max_tokens == 0
     work = prepare(engine, replace(chat, max_tokens=1) if is_prefill else chat)
     prompt = None
     if first(body.verbose, settings.verbose):
         prompt = engine.detokenize(cast("list[int]", work.request.prompt))
-    return CompletionPlan(
-        body=body, request=work.request, model=body.model or model,
-        is_prefill=is_prefill, reading=work.reading, shown_prompt=prompt, sources=work.sources,
+    return CompletionWriter(
+        body, work.request, model, engine.token_bytes, is_prefill=is_prefill,
+        reading=work.reading, sources=work.sources, shown_prompt=prompt,
     )  # fmt: skip
 
 
-def chat_of(
-    body: schema.ChatBody, *, request_id: str, engine: Engine, settings: Settings
-) -> ChatRequest:
-    """The neutral chat in *body*; as `chat_plan`."""
+def chat_of(body: schema.ChatBody, settings: Settings) -> ChatRequest:
+    """The neutral chat in *body*; errors as of `chat_writer`."""
     continues = body.continue_final_message
     if continues is not None:
         continues = continues not in (False, "", "none", "false")
@@ -121,9 +111,10 @@ def chat_of(
     tool_choice, tool_name, allowed = "auto", None, None
     if body.tool_choice is not None:
         tool_choice, tool_name, allowed = _tool_choice(body.tool_choice)
-    chat = ChatRequest(
-        messages=body.messages,
-        request_id=request_id,
+    messages, documents = with_documents(body.messages, body.documents or ())
+    return ChatRequest(
+        messages=messages,
+        documents=documents,
         tools=body.tools or (),
         tool_choice=tool_choice,
         tool_name=tool_name,
@@ -135,16 +126,9 @@ def chat_of(
         adds_generation_prompt=body.add_generation_prompt is not False,
         continues=continues,
         n_samples=first(body.n_cmpl, body.n, 1),
-    )
-    if body.documents:
-        messages, documents = with_documents(body.messages, body.documents)
-        heads = heads_of(body.citation_heads, engine, settings)
-        chat = replace(chat, messages=messages, documents=documents, citation_heads=heads)
-    return with_fields(
-        chat, body, body.attention, engine=engine, settings=settings,
-        names={"prompt": "prompt", "json_schema": "response_format"},
         top_logprobs=n_logprobs,
-    )  # fmt: skip
+        names={"prompt": "prompt", "json_schema": "response_format"},
+    )
 
 
 def _n_logprobs(name: str, n: int) -> int:
@@ -209,10 +193,10 @@ def _response_schema(response_format: dict[str, Any]) -> dict[str, Any] | None:
 # ---- completions
 
 
-def completion_plan(
+def text_writer(
     body: schema.CompletionBody, *, request_id: str, engine: Engine, settings: Settings, model: str
-) -> CompletionPlan:
-    """What a completion asks for; any thread. Arguments and errors as in `chat_plan`."""
+) -> CompletionWriter:
+    """Who writes a completion; any thread. Arguments and errors as of `chat_writer`."""
     if body.suffix:
         raise RequestError(
             f"suffix is {shown(body.suffix)}, but text is only generated at the end; leave it out",
@@ -255,8 +239,8 @@ def completion_plan(
         forcing=forcing,
         **options_of(body, settings),
     )
-    return CompletionPlan(
-        body=body, request=request, model=body.model or model, is_prefill=n == 0,
+    return CompletionWriter(
+        body, request, model, engine.token_bytes, is_prefill=n == 0,
         echoes=texts if body.echo else (), echo_logprobs=n_logprobs if body.echo else None,
     )  # fmt: skip
 
@@ -354,7 +338,7 @@ OPERATIONS: Final = Operations(tag="openai", error_body=error_body, failure=Fail
 )
 async def chat_completions(call: Call, body: schema.ChatBody) -> HttpReply | Events:
     """The assistant's answer to a chat."""
-    return await _completed(call, body, chat_plan, "chatcmpl")
+    return await answered(call, body, chat_writer, prefix="chatcmpl-", head=DATA_HEAD)
 
 
 @OPERATIONS.post(
@@ -368,55 +352,33 @@ async def chat_completions(call: Call, body: schema.ChatBody) -> HttpReply | Eve
 )
 async def completions(call: Call, body: schema.CompletionBody) -> HttpReply | Events:
     """Text that continues a prompt, or each of several."""
-    return await _completed(call, body, completion_plan, "cmpl")
-
-
-async def _completed(
-    call: Call,
-    body: schema.GenerateFields,
-    plan_of: Callable[..., CompletionPlan],
-    prefix: str,
-) -> HttpReply | Events:
-    service, engine, settings = call.service, call.model.engine, call.service.settings
-    body = with_defaults(body, settings)
-    lists = ReplyLists(call.hold, settings.max_reply_bytes)
-    with call.hold.part() as ids:  # a prompt that fits is small
-        ids.take(ID_BYTES * call.n_body_bytes)
-        plan = await service.converted(
-            LARGE, call.hold, plan_of, body, request_id=f"{prefix}-{uuid.uuid4().hex}",
-            engine=engine, settings=settings, model=call.model.name,
-        )  # fmt: skip
-        echoed: Sequence[msgspec.Raw] = ()
-        if plan.echo_logprobs is not None:
-            echoed = await _echoed(call, plan, plan.echo_logprobs, lists)
-        run = await service.start(plan.request, call.caller, call.hold, model=call.model)
-    attention = AttentionWriter(run, engine.model, service.kept)
-    writer = CompletionWriter(plan, engine.token_bytes, attention, int(time.time()), echoed)
-    if body.stream:
-        return Events(run, writer, DATA_HEAD, LARGE if echoed else call.n_body_bytes)
-    return await collected(call, run, writer, lists)
-
-
-async def _echoed(
-    call: Call, plan: CompletionPlan, n_logprobs: int, lists: ReplyLists
-) -> Sequence[msgspec.Raw]:
-    """Logprobs of the prompts that a stream shows, before they are continued; others in *lists*."""
-    scores = await call.service.scores(
-        plan.request, call.caller, top_logprobs=n_logprobs, hold=call.hold, model=call.model
+    return await answered(
+        call, body, text_writer, prefix="cmpl-", head=DATA_HEAD, before=_score_echoes
     )
+
+
+async def _score_echoes(call: Call, writer: CompletionWriter, lists: ReplyLists) -> None:
+    """Logprobs of the prompts that a reply shows, before they are continued."""
+    if writer.echo_logprobs is None:
+        return
+    scores = await call.service.scores(
+        writer.request, call.caller, top_logprobs=writer.echo_logprobs, hold=call.hold,
+        model=call.model,
+    )  # fmt: skip
     bytes_of = call.model.engine.token_bytes
 
-    def written() -> list[msgspec.Raw]:
+    def write() -> None:
         found = [
             echoed_logprobs(score, text, bytes_of)
-            for score, text in zip(scores, plan.echoes, strict=True)
+            for score, text in zip(scores, writer.echoes, strict=True)
         ]
-        if plan.body.stream:
-            return [msgspec.Raw(msgspec.json.encode(one)) for one in found]
-        for i in range(plan.request.n_generations):
-            for name, elements in found[i // plan.request.n_samples].items():
+        if writer.body.stream:
+            writer.echoed = [msgspec.Raw(msgspec.json.encode(one)) for one in found]
+            writer.n_bytes = LARGE
+            return
+        for i in range(writer.request.n_generations):
+            for name, elements in found[i // writer.request.n_samples].items():
                 for element in elements:
-                    lists.add(i, f"logprobs.{name}", element)
-        return []
+                    lists.add(i, name, element, within="logprobs")
 
-    return await call.service.converted(LARGE, call.hold, written)
+    await call.service.converted(LARGE, call.hold, write)

@@ -1,18 +1,15 @@
 """What is kept of attention, models and vectors as replies of OpenAI's API. Pure."""
 
 import re
-from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
 import pybase64
-from msgspec import UNSET
 from numpy.typing import NDArray
 
 from kqview.errors import RequestError
 from kqview.server.api.openai import schema
 from kqview.server.models.row_cache import CachedRows
-from kqview.types import ModelInfo
 
 _RANGE: Final = re.compile(r"bytes=(\d{0,18})-(\d{0,18})", re.ASCII)
 
@@ -66,40 +63,8 @@ def byte_range(header: str, n_bytes: int) -> tuple[int, int] | None:
 # ---- models and embeddings
 
 
-def model_of(
-    info: ModelInfo | None,
-    *,
-    name: str,
-    aliases: Sequence[str],
-    n_ctx: int,
-    state: str,
-    progress: float,
-    created: int,
-) -> schema.Model:
-    """A model; *info* is None if it is not loaded, *state* in the words of llama.cpp's router."""
-    meta = None
-    if info is not None:
-        meta = schema.ModelMeta(
-            n_vocab=info.n_vocab, n_ctx=n_ctx, n_ctx_train=info.n_ctx_train, n_embd=info.n_embd,
-            n_params=info.n_params, size=info.size_bytes, ftype=info.file_type,
-            architecture=info.architecture,
-        )  # fmt: skip
-    status = schema.ModelStatus(
-        value="unloaded" if state == "failed" else state,
-        failed=True if state == "failed" else UNSET,
-        progress=progress if state == "loading" else UNSET,
-    )
-    return schema.Model(
-        id=name, created=created, aliases=list(aliases), tags=[], meta=meta, status=status
-    )
-
-
-def models_of(models: Sequence[schema.Model]) -> schema.Models:
-    """The list of *models*, in the forms of OpenAI and Ollama."""
-    return schema.Models(data=[*models], models=list(map(_in_ollamas_form, models)))
-
-
-def _in_ollamas_form(model: schema.Model) -> schema.Object:
+def in_ollamas_form(model: schema.Model) -> schema.Object:
+    """What Ollama would say of *model*."""
     family, kind = (model.meta.architecture, model.meta.ftype) if model.meta else ("", "")
     return {
         "name": model.id, "model": model.id, "modified_at": "", "size": "", "digest": "",
@@ -141,5 +106,5 @@ def embeddings_of(
         )
         for i, row in enumerate(rows)
     ]
-    usage = schema.EmbeddingUsage(n_tokens, n_tokens)
+    usage = schema.TextsUsage(n_tokens, n_tokens)
     return schema.Embeddings(model=model, data=data, usage=usage)

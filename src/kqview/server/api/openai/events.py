@@ -4,8 +4,8 @@ With attention in the reply, each token is a chunk of its own, even if its text 
 moment; without it, chunks are pieces of text.
 """
 
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from typing import Annotated, Any, Final, Literal
@@ -16,7 +16,7 @@ from msgspec import UNSET, Struct, UnsetType
 from kqview import __version__
 from kqview.chat.turn import AnswerReader, Delta, Reading
 from kqview.server.api.openai import schema
-from kqview.server.api.openai.schema import ChoiceLogprobs, TextLogprobs, ToolCall, Usage
+from kqview.server.api.openai.schema import ChoiceLogprobs, ToolCall, Usage
 from kqview.server.api.wire.attention import AttentionWriter, ReplyLists, event_pieces
 from kqview.server.api.wire.chat import ChatRemoved, taken_back, written_calls
 from kqview.server.api.wire.citations import Annotation, Cited, Citing, Sources, UrlFacts
@@ -27,7 +27,13 @@ from kqview.server.api.wire.event_parts import (
 )
 from kqview.server.api.wire.failures import error_body
 from kqview.server.api.wire.fields import Clock, Progress, Timings, prompt_progress, timings
-from kqview.server.api.wire.logprobs import LOGPROB_BYTES, token_logprob
+from kqview.server.api.wire.logprobs import (
+    LOGPROB_BYTES,
+    TextLogprobs,
+    logprobs_of,
+    of_token,
+    token_logprob,
+)
 from kqview.server.api.wire.mods_field import removed, tool_calls_of
 from kqview.server.errors import Answer
 from kqview.server.models.run import GenerateRequest, Removal, Run, Step, TokenLogprobs
@@ -146,9 +152,7 @@ class CompletionChunk(Struct, kw_only=True):
 class ChatChunk(CompletionChunk, kw_only=True):
     """A piece of a chat completion."""
 
-    object: Annotated[
-        Literal["chat.completion.chunk"], about('Always "chat.completion.chunk".')
-    ] = "chat.completion.chunk"
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     choices: Annotated[
         list[ChatChunkChoice],
         about("The answer that it belongs to; none in the one with the usage."),
@@ -158,9 +162,7 @@ class ChatChunk(CompletionChunk, kw_only=True):
 class TextChunk(CompletionChunk, kw_only=True):
     """A piece of a text completion."""
 
-    object: Annotated[Literal["text_completion"], about('Always "text_completion".')] = (
-        "text_completion"
-    )
+    object: Literal["text_completion"] = "text_completion"
     choices: Annotated[
         list[TextChunkChoice], about("The text that it belongs to; none in the one with the usage.")
     ]
@@ -203,38 +205,6 @@ def echoed_logprobs(
 # ---- who writes them
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CompletionPlan:
-    """A request, and what its reply shows of it.
-
-    Attributes:
-        body: As it was sent.
-        request: For the service.
-        model: Name of the model in the reply.
-        is_prefill: Whether only the prompt is evaluated: the one token that comes is not shown.
-        reading: How answers of a chat are read; None for completions.
-        shown_prompt: Text of the prompt for ``__verbose``; None without.
-        echoes: Text of each prompt, which precedes the generated one; () without ``echo``.
-        sources: What answers of a chat may cite; None if nobody asks.
-        echo_logprobs: Number of most probable tokens to show with those of the prompt; None if it
-            is not shown, or without logprobs.
-    """
-
-    body: schema.GenerateFields
-    request: GenerateRequest
-    model: str
-    is_prefill: bool
-    reading: Reading | None = None
-    shown_prompt: str | None = None
-    sources: Sources | None = None
-    echoes: Sequence[str] = ()
-    echo_logprobs: int | None = None
-
-    def echo(self, sample: int) -> str:
-        """What precedes the text of a sample."""
-        return self.echoes[sample // self.request.n_samples] if self.echoes else ""
-
-
 # Of a choice what is new: of an answer, or text; nothing where a chunk has only attention.
 New = AnswerDelta | str | UnsetType
 
@@ -242,16 +212,18 @@ New = AnswerDelta | str | UnsetType
 class _Choice:
     """What was sent of one choice, and when it began."""
 
-    def __init__(self, plan: CompletionPlan, index: int) -> None:
+    def __init__(self, writer: "CompletionWriter", index: int) -> None:
         self.index = index
         self.has_begun = False
-        self.n_text = 0  # characters before the next token
-        if plan.echoes:
-            self.n_text = len(plan.echo(index))
-        self.nothing: New = "" if plan.reading is None else AnswerDelta()
-        self.citing = None if plan.sources is None else Citing(plan.sources)
+        self.n_text = len(writer.echo(index))  # characters before the next token
+        self.nothing: New = "" if writer.reading is None else AnswerDelta()
+        self.citing = None if writer.sources is None else Citing(writer.sources)
         self.annotations: list[Annotation] = []
-        self._plan = plan
+        self.clock = Clock(index)
+        self.reader = None if writer.reading is None else AnswerReader(writer.reading)
+        """None if it is no chat's."""
+        stops = writer.request.sampling.stop
+        self.shown = ShownText((stops,) if isinstance(stops, str) else stops)
 
     def feed(self, run: Run, token: Token) -> list[AnswerDelta]:
         """What a token adds to the answer of a chat."""
@@ -285,47 +257,64 @@ class _Choice:
         self.annotations.append(one)
         return [AnswerDelta(annotations=[one])]
 
-    @cached_property
-    def clock(self) -> Clock:
-        """Of a stream."""
-        return Clock(self.index)
-
-    @cached_property
-    def reader(self) -> AnswerReader | None:
-        """Of a stream; None if it is no chat's."""
-        return None if self._plan.reading is None else AnswerReader(self._plan.reading)
-
-    @cached_property
-    def shown(self) -> ShownText:
-        """Of a stream of text."""
-        stops = self._plan.request.sampling.stop
-        return ShownText((stops,) if isinstance(stops, str) else stops)
-
 
 class CompletionWriter:
-    """Writes a completion of a chat or a text; as of `Renderer` and `chat.ReplyWriter`."""
+    """Writes a completion of a chat or a text; as of `chat.ReplyWriter`."""
+
+    attention: AttentionWriter
 
     def __init__(
         self,
-        plan: CompletionPlan,
+        body: schema.GenerateFields,
+        request: GenerateRequest,
+        model: str,
         bytes_of: Callable[[int], bytes],
-        attention: AttentionWriter,
-        created_s: int,
-        echoed: Sequence[msgspec.Raw] = (),
+        *,
+        is_prefill: bool,
+        reading: Reading | None = None,
+        sources: Sources | None = None,
+        shown_prompt: str | None = None,
+        echoes: Sequence[str] = (),
+        echo_logprobs: int | None = None,
     ) -> None:
-        """Write what *plan* asks for; *echoed* are the logprobs of each prompt that is shown."""
-        self.attention = attention
+        """Write the reply to *request*.
+
+        Args:
+            body: As it was sent.
+            request: For the service.
+            model: Name of the model in the reply.
+            bytes_of: Bytes of an id.
+            is_prefill: Whether only the prompt is evaluated: the one token that comes is not shown.
+            reading: How answers of a chat are read; None for completions.
+            sources: What answers of a chat may cite; None if nobody asks.
+            shown_prompt: Text of the prompt for ``__verbose``; None without.
+            echoes: Text of each prompt, which precedes the generated one; () without ``echo``.
+            echo_logprobs: Number of most probable tokens to show with those of the prompt; None if
+                it is not shown, or without logprobs.
+        """
+        self.body = body
+        self.request = request
+        self.reading = reading
+        self.sources = sources
+        self.echoes = echoes
+        self.echo_logprobs = echo_logprobs
+        self.echoed: Sequence[msgspec.Raw] = ()
+        """The logprobs of each prompt that a stream shows."""
         self.n_bytes = 0
-        self._plan = plan
-        self._body = plan.body
+        self._model = model
         self._bytes_of = bytes_of
-        self._created_s = created_s
-        self._echoed = echoed
+        self.is_prefill = is_prefill
+        self._shown_prompt = shown_prompt
+        self._created_s = int(time.time())
+
+    def echo(self, sample: int) -> str:
+        """What precedes the text of a sample."""
+        return self.echoes[sample // self.request.n_samples] if self.echoes else ""
 
     @cached_property
     def _choices(self) -> list[_Choice]:
         """Of a stream, or with logprobs."""
-        return [_Choice(self._plan, i) for i in range(self._plan.request.n_generations)]
+        return [_Choice(self, i) for i in range(self.request.n_generations)]
 
     # ---- streamed
 
@@ -341,17 +330,17 @@ class CompletionWriter:
 
     def token(self, run: Run, step: Step) -> list[bytes]:
         """What is certain after one token, and its row."""
-        if self._plan.is_prefill:
+        if self.is_prefill:
             return []
         choice, token = self._choices[step.sample], step.token
         choice.clock.note()
         is_first = not choice.has_begun
         chunks = self._begun(run, choice)
-        if is_first and self._body.return_progress:
+        if is_first and self.body.return_progress:
             for progress, spent in prompt_progress(choice.clock.timings(run)):
                 chunks.append(self._chunk(run))
                 chunks[-1].prompt_progress = progress
-                if self._body.timings_per_token:
+                if self.body.timings_per_token:
                     chunks[-1].timings = spent
         new: list[New] = []
         if choice.reader is not None:
@@ -365,7 +354,7 @@ class CompletionWriter:
         i_row = len(chunks)
         for one in new:
             chunks.append(self._chunk(run, choice, one))
-            if self._body.timings_per_token:
+            if self.body.timings_per_token:
                 chunks[-1].timings = choice.clock.timings(run)
         if new:
             first: Any = chunks[i_row].choices[0]
@@ -376,7 +365,7 @@ class CompletionWriter:
 
     def removed(self, run: Run, removal: Removal) -> list[bytes]:
         """What a client is to drop, in a chunk of its own."""
-        if self._plan.is_prefill:
+        if self.is_prefill:
             return []
         choice = self._choices[removal.sample]
         self.attention.removed(run, removal)
@@ -395,7 +384,7 @@ class CompletionWriter:
         chunks = self._begun(run, choice)
         chunks.append(self._chunk(run, choice, choice.nothing, removed=ChatRemoved(**lost)))
         chunks += [self._chunk(run, choice, _delta(delta)) for delta in again]
-        if self._body.timings_per_token:
+        if self.body.timings_per_token:
             for chunk in chunks:
                 chunk.timings = choice.clock.timings(run)
         return _encoded(chunks)
@@ -405,24 +394,25 @@ class CompletionWriter:
         chunks: list[ChatChunk | TextChunk] = []
         for choice, generation in zip(self._choices, run.generations, strict=True):
             chunks += self._begun(run, choice)
-            more: dict[str, Any] = {}
+            called: list[ModCall] | UnsetType = UNSET
             has_calls = False
             if (reader := choice.reader) is not None:
-                deltas = reader.finish("" if self._plan.is_prefill else generation.text)
+                deltas = reader.finish("" if self.is_prefill else generation.text)
                 if generation.tool_calls is not None:
                     deltas += reader.call(written_calls(generation.tool_calls))
                 has_calls = reader.has_calls
                 new = choice.cited(deltas, is_end=True)
                 chunks += [self._chunk(run, choice, one) for one in new]
             else:
-                more = tool_calls_of(generation)
-                rest = "" if self._plan.is_prefill else choice.shown.rest(generation.text)
+                called = tool_calls_of(generation)
+                rest = "" if self.is_prefill else choice.shown.rest(generation.text)
                 if rest:
                     chunks.append(self._chunk(run, choice, rest))
-            ended = "length" if self._plan.is_prefill else generation.finish_reason
+            ended = "length" if self.is_prefill else generation.finish_reason
             reason = finish_reason(ended, has_calls=has_calls)
+            more = {} if called is UNSET else {"tool_calls": called}
             chunks.append(self._chunk(run, choice, choice.nothing, finish_reason=reason, **more))
-        if self._body.stream_options is not None and self._body.stream_options.include_usage:
+        if self.body.stream_options is not None and self.body.stream_options.include_usage:
             chunks.append(self._chunk(run))
             chunks[-1].usage = self._usage(run)
         chunks[-1].timings = self._choices[0].clock.timings(run)
@@ -439,9 +429,9 @@ class CompletionWriter:
         choice.has_begun = True
         if choice.reader is not None:
             return [self._chunk(run, choice, AnswerDelta(role="assistant", content=None))]
-        echo, logprobs = self._plan.echo(choice.index), None
-        if self._echoed:
-            logprobs = self._echoed[choice.index // self._plan.request.n_samples]
+        echo, logprobs = self.echo(choice.index), None
+        if self.echoed:
+            logprobs = self.echoed[choice.index // self.request.n_samples]
         elif not echo:
             return []
         return [self._chunk(run, choice, echo, logprobs=logprobs)]
@@ -450,10 +440,10 @@ class CompletionWriter:
         self, run: Run, choice: _Choice | None = None, new: Any = UNSET, **more: Any
     ) -> ChatChunk | TextChunk:
         head: dict[str, Any] = {
-            "id": run.request_id, "created": self._created_s, "model": self._plan.model,
+            "id": run.request_id, "created": self._created_s, "model": self._model,
             "system_fingerprint": FINGERPRINT,
         }  # fmt: skip
-        if self._plan.reading is None:
+        if self.reading is None:
             texts = (
                 [] if choice is None else [TextChunkChoice(index=choice.index, text=new, **more)]
             )
@@ -465,53 +455,46 @@ class CompletionWriter:
 
     def add(self, lists: ReplyLists, run: Run, step: Step) -> None:
         """Add a token's row and logprobs, encoded: the engine gets the memory of the row back."""
-        if self._plan.is_prefill:
+        if self.is_prefill:
             return
         logprobs = None
-        if self._plan.sources is not None:
+        if self.sources is not None:
             self._choices[step.sample].feed(run, step.token)
-        if self._plan.request.sampling.top_logprobs is not None:
+        if self.request.sampling.top_logprobs is not None:
             logprobs = self._logprobs(self._choices[step.sample], step.token)
         if logprobs is not None:
             run.hold.take(LOGPROB_BYTES)
-            for name in logprobs.__struct_fields__:
-                lists.add(step.sample, f"logprobs.{name}", getattr(logprobs, name)[0])
+            lists.add_each(step.sample, "logprobs", logprobs)
         lists.add(step.sample, "attention", *self.attention.token(run, step))
 
     def whole(self, run: Run, lists: ReplyLists) -> bytes:
         """The reply."""
-        plan = self._plan
         head: dict[str, Any] = {
-            "id": run.request_id, "created": self._created_s, "model": plan.model,
+            "id": run.request_id, "created": self._created_s, "model": self._model,
             "system_fingerprint": FINGERPRINT, "usage": self._usage(run),
             "timings": timings(run.generations[0].usage),
         }  # fmt: skip
         choices: list[Any] = [
             self._whole_choice(run, i, lists) for i in range(len(run.generations))
         ]
-        if plan.reading is None:
+        if self.reading is None:
             return msgspec.json.encode(schema.TextCompletion(choices=choices, **head))
-        verbose = UNSET if plan.shown_prompt is None else schema.Verbose(plan.shown_prompt)
+        verbose = UNSET if self._shown_prompt is None else schema.Verbose(self._shown_prompt)
         return msgspec.json.encode(schema.ChatCompletion(choices=choices, verbose=verbose, **head))
 
     def _whole_choice(
         self, run: Run, i: int, lists: ReplyLists
     ) -> schema.ChatChoice | schema.TextChoice:
-        generation, reading = run.generations[i], self._plan.reading
-        is_prefill = self._plan.is_prefill
-        text = "" if is_prefill else generation.text
-        ended = "length" if is_prefill else generation.finish_reason
-        rows: dict[str, Any] = {}
-        logprobs: dict[str, Any] = {}
-        for name, elements in lists.of(i).items():
-            of, _, list_ = name.rpartition(".")
-            (logprobs if of else rows)[list_] = elements
-        found: Any = logprobs or None
+        generation, reading = run.generations[i], self.reading
+        text = "" if self.is_prefill else generation.text
+        ended = "length" if self.is_prefill else generation.finish_reason
+        rows: dict[str, Any] = lists.of(i)
+        found: Any = lists.of(i, "logprobs") or None
         if reading is None:
             return schema.TextChoice(
-                index=i, text=self._plan.echo(i) + text, logprobs=found,
-                finish_reason=finish_reason(ended, has_calls=False), **rows,
-                **tool_calls_of(generation),
+                index=i, text=self.echo(i) + text, logprobs=found,
+                finish_reason=finish_reason(ended, has_calls=False),
+                tool_calls=tool_calls_of(generation), **rows,
             )  # fmt: skip
         answer = reading.answer(text)
         if ended == "tool_calls":
@@ -521,7 +504,7 @@ class CompletionWriter:
             reasoning_content=answer.reasoning or UNSET,
             tool_calls=UNSET,
         )
-        if self._plan.sources is not None:
+        if self.sources is not None:
             choice = self._choices[i]
             assert choice.reader is not None
             choice.cited(choice.reader.finish(text), is_end=True)
@@ -545,27 +528,18 @@ class CompletionWriter:
         """Logprobs of a token; None if there are none."""
         offset = choice.n_text
         choice.n_text += len(token.text)
-        if token.logprob is None:
+        if (one := of_token(token)) is None:
             return None
-        one = token_logprob(
-            TokenLogprobs(token.id, token.logprob, tuple(token.top_logprobs or ())), self._bytes_of
-        )
-        if self._plan.reading is not None:
-            return ChoiceLogprobs([one])
-        return TextLogprobs(
-            content=[one],
-            tokens=[one.token],
-            token_logprobs=[one.logprob],
-            top_logprobs=[{top.token: top.logprob for top in one.top_logprobs}],
-            text_offset=[offset],
-        )
+        if self.reading is not None:
+            return ChoiceLogprobs([token_logprob(one, self._bytes_of)])
+        return logprobs_of([one], self._bytes_of, offset)
 
     def _usage(self, run: Run) -> Usage:
         """Tokens of all choices; each prompt counts once, a token that is not shown does not."""
         prompts = [one.usage for one in run.generations[:: run.request.n_samples]]
         n_prompt = sum(usage.prompt_tokens for usage in prompts)
         spent = [one.usage for one in run.generations]
-        n = 0 if self._plan.is_prefill else sum(one.completion_tokens for one in spent)
+        n = 0 if self.is_prefill else sum(one.completion_tokens for one in spent)
         n_guessed = sum(one.draft_tokens for one in spent)
         n_accepted = sum(one.accepted_tokens for one in spent)
         return Usage(

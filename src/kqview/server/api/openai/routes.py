@@ -3,17 +3,20 @@ becomes of them.
 """
 
 import time
+from collections.abc import Sequence
 from functools import partial
 from typing import Final
 
 import msgspec
 import numpy as np
+from msgspec import UNSET
 
 from kqview.errors import RequestError
 from kqview.server.api.openai import completions, convert, schema
 from kqview.server.api.wire.failures import FailureBody, error_body
-from kqview.server.api.wire.prompts import ids_of_each, prompts_of
-from kqview.server.errors import NotFound, NotSupported, renamed
+from kqview.server.api.wire.prompts import ids_of_each, pooling_of, prompts_of
+from kqview.server.errors import NotFound, renamed
+from kqview.server.models.model_entry import ModelEntry
 from kqview.server.models.row_cache import CachedRow, CachedRows
 from kqview.server.models.service import Call
 from kqview.server.web.endpoint import HttpReply, Operations
@@ -122,32 +125,35 @@ def _models(call: Call) -> schema.Models:
     if not pool.has_several:
         _ = pool.default.engine  # says why there is none
     aliases = () if pool.has_several else call.service.settings.aliases
-    models = [
-        convert.model_of(
-            None if one.loaded is None else one.loaded.model,
-            name=one.name,
-            aliases=aliases,
-            n_ctx=0 if one.loaded is None else one.max_context_of(one.loaded),
-            state=one.state,
-            progress=one.progress,
-            created=int(time.time()),
-        )
-        for one in pool
-    ]
-    return convert.models_of(models)
+    models = [_model(one, aliases) for one in pool]
+    return schema.Models(data=models, models=[convert.in_ollamas_form(one) for one in models])
+
+
+def _model(entry: ModelEntry, aliases: Sequence[str]) -> schema.Model:
+    engine, meta = entry.loaded, None
+    if engine is not None:
+        info = engine.model
+        meta = schema.ModelMeta(
+            n_vocab=info.n_vocab, n_ctx=entry.max_context_of(engine), n_ctx_train=info.n_ctx_train,
+            n_embd=info.n_embd, n_params=info.n_params, size=info.size_bytes, ftype=info.file_type,
+            architecture=info.architecture,
+        )  # fmt: skip
+    status = schema.ModelStatus(
+        value="unloaded" if entry.state == "failed" else entry.state,
+        failed=True if entry.state == "failed" else UNSET,
+        progress=entry.progress if entry.state == "loading" else UNSET,
+    )
+    return schema.Model(
+        id=entry.name, created=int(time.time()), aliases=[*aliases], tags=[], meta=meta,
+        status=status,
+    )  # fmt: skip
 
 
 @OPERATIONS.post("/v1/embeddings", reply=schema.Embeddings, model="named")
 async def embeddings(call: Call, body: schema.EmbeddingsBody) -> HttpReply:
     """Vectors of texts, each of length 1."""
-    service = call.service
-    pooling, n_embd = call.model.engine.pooling, call.model.engine.model.n_embd
-    if pooling is None or pooling == "rank":
-        raise NotSupported(
-            f"{call.model.name} gives no embeddings as it is served; serve an embedding model, "
-            "or start the server with --pooling mean"
-        )
-    if pooling == "none":
+    service, n_embd = call.service, call.model.engine.model.n_embd
+    if pooling_of(call) == "none":
         raise RequestError(
             "the server gives a vector for each token (--pooling none); use /embeddings, or start "
             "it with another pooling"

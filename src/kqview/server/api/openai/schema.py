@@ -10,15 +10,18 @@ from msgspec import UNSET, Struct, UnsetType
 
 from kqview.server.api.wire.attention import AttentionField
 from kqview.server.api.wire.chat_message import (
+    EffortField,
     GenerationPromptField,
     MessageObject,
+    ParallelCallsField,
     TemplateField,
     ToolObject,
 )
 from kqview.server.api.wire.citations import Annotation, DocumentsField, HeadsField
-from kqview.server.api.wire.event_parts import ModCall, PromptRows, TokenAttention
+from kqview.server.api.wire.event_parts import ModCall, PromptRows, TokenRows
 from kqview.server.api.wire.fields import LlamaFields, ModelField, Timings
-from kqview.server.api.wire.logprobs import TokenLogprob
+from kqview.server.api.wire.logprobs import TextLogprobs, TokenLogprob
+from kqview.server.api.wire.prompts import TextsUsage
 from kqview.server.web.described import about
 
 Object = dict[str, Any]
@@ -50,7 +53,7 @@ class KeptAttention(Struct, kw_only=True):
     """Reply of ``GET /v1/attention/{id}``: which rows of a reply are kept."""
 
     id: Annotated[str, about("Id of the reply.", "chatcmpl-1")]
-    object: Annotated[Literal["attention"], about('Always "attention".')] = "attention"
+    object: Literal["attention"] = "attention"
     values: Annotated[str, about('What rows hold: "logits", "scores" or "probs".', "probs")]
     format: Annotated[str, about("Format of the rows.", "per_layer")]
     dtype: Annotated[str, about("Type of their values; little-endian.", "float32")]
@@ -68,7 +71,7 @@ class StreamOptions(Struct, kw_only=True):
     """Options of a stream."""
 
     include_usage: Annotated[
-        bool | None, about("Whether a last chunk has the usage; false if not given.", default=False)
+        bool | None, about("Whether a last chunk has the usage.", default=False)
     ] = None
 
 
@@ -106,14 +109,12 @@ class ChatBody(GenerateFields, kw_only=True):
     tool_choice: Annotated[
         str | Object | None,
         about(
-            '"auto", "none", "required", or the one to call; "auto" if not given.',
+            '"auto", "none", "required", or the one to call.',
             {"type": "function", "function": {"name": "weather"}},
             default="auto",
         ),
     ] = None
-    parallel_tool_calls: Annotated[
-        bool | None, about("Whether there may be several calls; true if not given.", default=True)
-    ] = None
+    parallel_tool_calls: ParallelCallsField = None
     response_format: Annotated[
         Object | None,
         about(
@@ -133,14 +134,11 @@ class ChatBody(GenerateFields, kw_only=True):
     reasoning_format: Annotated[
         Literal["none", "auto", "deepseek", "deepseek-legacy"] | None,
         about(
-            '"none" leaves reasoning in ``content``; the others send it as '
-            '``reasoning_content``. "auto" if not given.',
+            '"none" leaves reasoning in ``content``; the others send it as ``reasoning_content``.',
             default="auto",
         ),
     ] = None
-    reasoning_effort: Annotated[
-        str | None, about("How much to think, for templates that know it.", "low")
-    ] = None
+    reasoning_effort: EffortField = None
     chat_template_kwargs: TemplateField = None
     documents: DocumentsField = None
     citation_heads: HeadsField = None
@@ -186,9 +184,7 @@ class EmbeddingsBody(Struct, kw_only=True):
     model: ModelField = None
     encoding_format: Annotated[
         Literal["float", "base64"] | None,
-        about(
-            'Numbers, or base64 of little-endian float32; "float" if not given.', default="float"
-        ),
+        about("Numbers, or base64 of little-endian float32.", default="float"),
     ] = None
     dimensions: Annotated[
         int | None,
@@ -252,14 +248,14 @@ class ToolCall(Struct, kw_only=True):
     id: Annotated[str | UnsetType, about("Id of the call, which its result repeats.", "call_1")] = (
         UNSET
     )
-    type: Annotated[Literal["function"] | UnsetType, about('Always "function".')] = UNSET
+    type: Literal["function"] | UnsetType = UNSET
     function: Annotated[Function, about("What is called.")]
 
 
 class Message(Struct, kw_only=True):
     """An answer."""
 
-    role: Annotated[Literal["assistant"], about('Always "assistant".')] = "assistant"
+    role: Literal["assistant"] = "assistant"
     content: Annotated[
         str | None, about("Text of the answer; null if there are only calls.", "Anna is a teacher.")
     ]
@@ -286,9 +282,7 @@ class ChatChoice(Struct, kw_only=True):
     message: Annotated[Message, about("The answer.")]
     logprobs: Annotated[ChoiceLogprobs | None, about("Those of its tokens, if asked for.")] = None
     finish_reason: Annotated[str, about('Why it ended: "stop", "length" or "tool_calls".', "stop")]
-    attention: Annotated[
-        list[TokenAttention] | UnsetType, about("Attention of each of its tokens, if asked for.")
-    ] = UNSET
+    attention: TokenRows = UNSET
     prompt_attention: PromptRows = UNSET
 
 
@@ -302,9 +296,7 @@ class ChatCompletion(Struct, kw_only=True):
     """Reply of ``POST /v1/chat/completions``."""
 
     id: Annotated[str, about("Id of the reply; kept attention has it as its name.", "chatcmpl-1")]
-    object: Annotated[Literal["chat.completion"], about('Always "chat.completion".')] = (
-        "chat.completion"
-    )
+    object: Literal["chat.completion"] = "chat.completion"
     created: Annotated[int, about("When it was made, in seconds since 1970.", 1767225600)]
     model: Annotated[str, about("The model, as the request names it.", "demo")]
     system_fingerprint: Annotated[str, about("What generated it.", "kqview-0.1.0")]
@@ -314,30 +306,6 @@ class ChatCompletion(Struct, kw_only=True):
     verbose: Annotated[
         Verbose | UnsetType, about("The prompt, with ``verbose``.", {"prompt": "<|im_start|>user"})
     ] = msgspec.field(default=UNSET, name="__verbose")
-
-
-class TextLogprobs(Struct, kw_only=True):
-    """Logprobs in OpenAI's older form, and in that of chat completions.
-
-    Of a prompt that is echoed there is only the older form, with nulls for its first token."""
-
-    content: Annotated[
-        list[TokenLogprob] | UnsetType,
-        about("Each token with those that could have been, as in chat completions."),
-    ] = UNSET
-    tokens: Annotated[list[str], about("Text of each token.", [" a"])]
-    token_logprobs: Annotated[
-        list[float | None], about("Logprob of each before bias, grammar and samplers.", [-0.6])
-    ]
-    top_logprobs: Annotated[
-        list[dict[str, float] | None],
-        about(
-            "The most probable tokens at each place by their texts.", [{" a": -0.6, " the": -1.5}]
-        ),
-    ]
-    text_offset: Annotated[
-        list[int], about("Character of the text at which each token begins.", [0])
-    ]
 
 
 class TextChoice(Struct, kw_only=True):
@@ -353,9 +321,7 @@ class TextChoice(Struct, kw_only=True):
         ),
     ] = None
     finish_reason: Annotated[str, about('Why it ended: "stop" or "length".', "stop")]
-    attention: Annotated[
-        list[TokenAttention] | UnsetType, about("Attention of each of its tokens, if asked for.")
-    ] = UNSET
+    attention: TokenRows = UNSET
     prompt_attention: PromptRows = UNSET
     tool_calls: Annotated[list[ModCall] | UnsetType, about("Calls that a mod made.")] = UNSET
 
@@ -364,9 +330,7 @@ class TextCompletion(Struct, kw_only=True):
     """Reply of ``POST /v1/completions``."""
 
     id: Annotated[str, about("Id of the reply; kept attention has it as its name.", "cmpl-1")]
-    object: Annotated[Literal["text_completion"], about('Always "text_completion".')] = (
-        "text_completion"
-    )
+    object: Literal["text_completion"] = "text_completion"
     created: Annotated[int, about("When it was made, in seconds since 1970.", 1767225600)]
     model: Annotated[str, about("The model, as the request names it.", "demo")]
     system_fingerprint: Annotated[str, about("What generated it.", "kqview-0.1.0")]
@@ -375,17 +339,10 @@ class TextCompletion(Struct, kw_only=True):
     timings: Annotated[Timings, about("What it cost.")]
 
 
-class EmbeddingUsage(Struct):
-    """Tokens of the texts."""
-
-    prompt_tokens: Annotated[int, about("Tokens of all texts.", 6)]
-    total_tokens: Annotated[int, about("The same.", 6)]
-
-
 class Embedding(Struct, kw_only=True):
     """The vector of one text."""
 
-    object: Annotated[Literal["embedding"], about('Always "embedding".')] = "embedding"
+    object: Literal["embedding"] = "embedding"
     index: Annotated[int, about("Of the text, from 0.", 0)]
     embedding: Annotated[
         list[float] | str, about("Its numbers, or base64 of little-endian float32.", [0.6, -0.8])
@@ -395,10 +352,10 @@ class Embedding(Struct, kw_only=True):
 class Embeddings(Struct, kw_only=True):
     """Reply of ``POST /v1/embeddings``."""
 
-    object: Annotated[Literal["list"], about('Always "list".')] = "list"
+    object: Literal["list"] = "list"
     model: Annotated[str, about("The model, as the request names it.", "demo")]
     data: Annotated[list[Embedding], about("The vectors, in the order of the texts.")]
-    usage: Annotated[EmbeddingUsage, about("Tokens of the request.")]
+    usage: Annotated[TextsUsage, about("Tokens of the request.")]
 
 
 class ModelMeta(Struct, kw_only=True):
@@ -426,9 +383,9 @@ class Model(Struct, kw_only=True):
     """A model that answers requests."""
 
     id: Annotated[str, about("Its id, for ``model`` of a request.", "demo")]
-    object: Annotated[Literal["model"], about('Always "model".')] = "model"
+    object: Literal["model"] = "model"
     created: Annotated[int, about("When the list was made, in seconds since 1970.", 1767225600)]
-    owned_by: Annotated[Literal["llamacpp"], about('Always "llamacpp".')] = "llamacpp"
+    owned_by: Literal["llamacpp"] = "llamacpp"
     aliases: Annotated[list[str], about("Further names of it.", ["small"])]
     tags: Annotated[list[str], about("Always [].", [])]
     meta: Annotated[ModelMeta | None, about("Facts about it; null until it is loaded.")]
@@ -438,6 +395,6 @@ class Model(Struct, kw_only=True):
 class Models(Struct, kw_only=True):
     """Reply of ``GET /v1/models``."""
 
-    object: Annotated[Literal["list"], about('Always "list".')] = "list"
+    object: Literal["list"] = "list"
     data: Annotated[list[Model], about("The models.")]
     models: Annotated[list[Object], about("The same in Ollama's form.", [{"name": "demo"}])]

@@ -4,13 +4,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Final, Literal
 
-from kqview.engine import Engine
 from kqview.errors import RequestError
 from kqview.server.api.responses import schema
 from kqview.server.api.responses.schema import Object
-from kqview.server.api.wire.chat import ChatRequest, with_fields
-from kqview.server.api.wire.citations import heads_of, with_documents
-from kqview.server.settings import Settings
+from kqview.server.api.wire.chat import ChatRequest
+from kqview.server.api.wire.citations import with_documents
 
 _ROLES: Final = ("user", "assistant", "system", "developer")
 _MOST_TOP: Final = 20  # OpenAI's
@@ -197,7 +195,7 @@ def template_options_of(body: schema.InputBody) -> Object:
     return options
 
 
-def chat_of(body: schema.InputBody, *, request_id: str = "") -> ChatRequest:
+def prompt_of(body: schema.InputBody) -> ChatRequest:
     """The prompt that *body* asks for.
 
     Raises:
@@ -209,7 +207,6 @@ def chat_of(body: schema.InputBody, *, request_id: str = "") -> ChatRequest:
     return ChatRequest(
         messages=messages,
         documents=documents,
-        request_id=request_id,
         tools=tools_of(body),
         tool_choice=choice,
         tool_name=name,
@@ -217,46 +214,22 @@ def chat_of(body: schema.InputBody, *, request_id: str = "") -> ChatRequest:
         parallel_calls=body.parallel_tool_calls is not False and name is None,
         schema=schema_of(body),
         template_options=template_options_of(body),
-        names={"messages": "input"},
+        names={"messages": "input", "json_schema": "text.format"},
     )
 
 
-def request_of(
-    body: schema.ResponsesBody,
-    *,
-    request_id: str,
-    engine: Engine,
-    settings: Settings,
-) -> ChatRequest:
-    """What *body* asks for.
-
-    Args:
-        body: The request.
-        request_id: Its name.
-        engine: The engine that will answer.
-        settings: For the server's defaults.
-
-    Raises:
-        RequestError: Or one of its kinds: it cannot work.
-    """
+def chat_of(body: schema.ResponsesBody) -> ChatRequest:
+    """What *body* asks for; errors as of `prompt_of`."""
     n_top = body.top_logprobs
     if n_top is None and LOGPROBS in (body.include or ()):
         n_top = 0
     if n_top is not None and n_top > _MOST_TOP:
         raise RequestError(f"top_logprobs is {n_top}, the limit is {_MOST_TOP}; ask for fewer")
-    chat = chat_of(body, request_id=request_id)
-    if chat.documents:
-        heads = heads_of(body.citation_heads, engine, settings)
-        chat = replace(chat, citation_heads=heads)
-    chat = with_fields(
-        chat, body, body.attention, engine=engine,
-        settings=settings, names={"top_logprobs": "top_logprobs", "json_schema": "text.format"},
-        top_logprobs=n_top,
-    )  # fmt: skip
-    if body.max_output_tokens is None:
-        return chat
-    names = {**chat.names, "max_tokens": "max_output_tokens"}
-    return replace(chat, max_tokens=body.max_output_tokens, names=names)
+    chat = prompt_of(body)
+    names = {**chat.names, "top_logprobs": "top_logprobs"}
+    if body.max_output_tokens is not None:
+        names["max_tokens"] = "max_output_tokens"
+    return replace(chat, top_logprobs=n_top, max_tokens=body.max_output_tokens, names=names)
 
 
 LOGPROBS: Final = "message.output_text.logprobs"

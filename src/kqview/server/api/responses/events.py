@@ -10,22 +10,27 @@ from msgspec import UNSET, Struct, UnsetType
 
 from kqview.chat.tool_format import CallDelta
 from kqview.server.api.responses import schema
+from kqview.server.api.responses.convert import chat_of
 from kqview.server.api.responses.schema import (
     CallItem,
     MessageItem,
     OutputItem,
-    OutputLogprob,
     OutputText,
-    OutputTopLogprob,
     ReasoningItem,
     ReasoningText,
     Response,
 )
 from kqview.server.api.wire.chat import AnswerWriter, ChatRemoved, Part
 from kqview.server.api.wire.citations import Cited, UrlCitation
-from kqview.server.api.wire.event_parts import PromptAttention, TokenAttention
+from kqview.server.api.wire.event_parts import (
+    PROMPT_ROWS,
+    TOKEN_ROW,
+    PromptAttention,
+    TokenAttention,
+    named,
+)
 from kqview.server.api.wire.fields import Clock, Progress, Timings, prompt_progress, timings
-from kqview.server.api.wire.logprobs import LOGPROB_BYTES
+from kqview.server.api.wire.logprobs import LOGPROB_BYTES, TokenLogprob, of_token, token_logprob
 from kqview.server.errors import Answer
 from kqview.server.models.run import Run
 from kqview.server.web.described import about
@@ -41,7 +46,7 @@ class ResponseEvent(Struct, kw_only=True):
 
 
 class ResponseState(ResponseEvent, kw_only=True):
-    """The response begins, or ends."""
+    """The response begins, or ends; response.in_progress is as response.created, and follows it."""
 
     type: Annotated[Literal[
         "response.created", "response.in_progress", "response.completed", "response.incomplete",
@@ -97,7 +102,7 @@ class TextDelta(OfPart, kw_only=True, tag_field="type", tag="response.output_tex
     """Text that is new."""
 
     delta: Annotated[str, about("The text.", "Anna")]
-    logprobs: Annotated[list[OutputLogprob], about("Those of its tokens, if asked for.", [])]
+    logprobs: Annotated[list[TokenLogprob], about("Those of its tokens, if asked for.", [])]
     timings: Annotated[
         Timings | UnsetType, about("What it cost so far, with ``timings_per_token``.")
     ] = UNSET
@@ -107,7 +112,7 @@ class TextDone(OfPart, kw_only=True, tag_field="type", tag="response.output_text
     """Text that is whole."""
 
     text: Annotated[str, about("The text.", "Anna is a teacher.")]
-    logprobs: Annotated[list[OutputLogprob], about("Those of its tokens, if asked for.", [])]
+    logprobs: Annotated[list[TokenLogprob], about("Those of its tokens, if asked for.", [])]
 
 
 class AnnotationAdded(
@@ -151,7 +156,7 @@ class ArgumentsDone(
 class AttentionEvent(ResponseEvent, kw_only=True, tag_field="type", tag="response.attention"):
     """Attention of a token, if asked for; an event of kqview's own."""
 
-    attention: Annotated[TokenAttention, about("The attention.")]
+    attention: Annotated[TokenAttention, about("The attention.", TOKEN_ROW)]
 
 
 class PromptAttentionEvent(
@@ -159,13 +164,28 @@ class PromptAttentionEvent(
 ):
     """Rows of the prompt, if asked for; an event of kqview's own."""
 
-    attention: Annotated[PromptAttention, about("The rows.")]
+    attention: Annotated[PromptAttention, about("The rows.", PROMPT_ROWS)]
 
 
 class RemovedEvent(ChatRemoved, kw_only=True, tag_field="type", tag="response.removed"):
     """What mods took back, which a client drops; an event of kqview's own."""
 
     sequence_number: Annotated[int, about("Its place in the stream, from 0.", 0)] = 0
+
+
+EVENTS: Final = (
+    named(ResponseState, "response.created"),
+    named(PromptAttentionEvent),
+    named(ItemEvent, "response.output_item.added"),
+    named(PartEvent, "response.content_part.added"),
+    *(named(kind) for kind in (TextDelta, AnnotationAdded, ReasoningDelta, ArgumentsDelta)),
+    *(named(kind) for kind in (AttentionEvent, RemovedEvent)),
+    *(named(kind) for kind in (TextDone, ReasoningDone, ArgumentsDone)),
+    named(PartEvent, "response.content_part.done"),
+    named(ItemEvent, "response.output_item.done"),
+    named(ResponseState, "response.completed"),
+)
+"""In their order."""
 
 
 # ---- who writes them
@@ -178,13 +198,17 @@ class ResponseWriter(AnswerWriter):
 
     _body: schema.ResponsesBody
 
+    chat_of = staticmethod(chat_of)
+    prompt_event, token_event = PromptAttentionEvent, AttentionEvent
+    removed_event = RemovedEvent
+
     def __init__(self, *given: Any) -> None:
         """As `AnswerWriter`."""
         super().__init__(*given)
         self._clock = Clock()
         self._created_at = int(time.time())
-        self._logprobs: list[OutputLogprob] = []  # of tokens whose text is held back
-        self._text_logprobs: list[OutputLogprob] = []  # of the open item
+        self._logprobs: list[TokenLogprob] = []  # of tokens whose text is held back
+        self._text_logprobs: list[TokenLogprob] = []  # of the open item
         self._annotations: list[UrlCitation] = []  # of the open item
         self._n_events = 0
 
@@ -205,22 +229,16 @@ class ResponseWriter(AnswerWriter):
                 ResponseState(type="response.in_progress", response=response, prompt_progress=one)
                 for one, _ in prompt_progress(self._clock.timings(run))
             ]
-        if token.logprob is not None:
-            top = [OutputTopLogprob(**self._logprob(*one)) for one in token.top_logprobs or ()]
-            n_bytes = LOGPROB_BYTES * (1 + len(top))
+        if (known := of_token(token)) is not None:
+            n_bytes = LOGPROB_BYTES * (1 + len(known.top))
             run.hold.take(n_bytes)
             self.n_bytes += n_bytes
-            one = self._logprob(token.id, token.logprob)
-            self._logprobs.append(OutputLogprob(**one, top_logprobs=top))
+            self._logprobs.append(token_logprob(known, self._bytes_of))
         new = super().feed(run, token)
         for event in new if self._body.timings_per_token else ():
             if isinstance(event, TextDelta):
                 event.timings = self._clock.timings(run)
         return events + new
-
-    def _logprob(self, id_: Any, logprob: float) -> dict[str, Any]:
-        data = self._bytes_of(id_)
-        return {"token": data.decode("utf-8", "replace"), "bytes": [*data], "logprob": logprob}
 
     def _started(self, run: Run | None) -> list[Struct]:
         response = self._response("in_progress")
@@ -228,6 +246,10 @@ class ResponseWriter(AnswerWriter):
             ResponseState(type="response.created", response=response),
             ResponseState(type="response.in_progress", response=response),
         ]
+
+    def _restart(self) -> None:
+        super()._restart()
+        self._logprobs, self._text_logprobs, self._annotations = [], [], []
 
     def _opened(self, kind: Part, call: CallDelta | None) -> list[Struct]:
         if call is not None:
@@ -288,14 +310,6 @@ class ResponseWriter(AnswerWriter):
     def _of(self) -> dict[str, Any]:
         return {"output_index": len(self._parts) - 1, "item_id": self._parts[-1].id}
 
-    def _row(self, fields: Any, *, is_prompt: bool) -> Struct:
-        kind = PromptAttentionEvent if is_prompt else AttentionEvent
-        return kind(attention=fields)
-
-    def _removed(self, lost: Mapping[str, int]) -> Struct:
-        self._logprobs, self._text_logprobs, self._annotations = [], [], []
-        return RemovedEvent(**lost)
-
     def _ended(self, run: Run) -> list[Struct]:
         response = self.message(run)
         kind: Any = f"response.{response.status}"
@@ -333,7 +347,7 @@ class ResponseWriter(AnswerWriter):
                 total_tokens=used.prompt_tokens + used.completion_tokens,
             )
         return Response(
-            id=self._id,
+            id=self.request.request_id,
             created_at=self._created_at,
             completed_at=None if run is None else int(time.time()),
             status=status,

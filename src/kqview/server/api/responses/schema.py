@@ -7,13 +7,14 @@ and others that only OpenAI's own servers can act on. ``attention`` is ours and 
 
 from typing import Annotated, Any, Literal
 
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import UNSET, Struct
 
 from kqview.server.api.wire.attention import AttentionField
-from kqview.server.api.wire.chat_message import TemplateField
+from kqview.server.api.wire.chat_message import EffortField, ParallelCallsField, TemplateField
 from kqview.server.api.wire.citations import DocumentsField, HeadsField, UrlCitation
-from kqview.server.api.wire.event_parts import PromptRows, TokenAttention
+from kqview.server.api.wire.event_parts import PromptRows, TokenRows
 from kqview.server.api.wire.fields import LlamaFields, ModelField
+from kqview.server.api.wire.logprobs import TokenLogprob
 from kqview.server.web.described import about
 
 Object = dict[str, Any]
@@ -95,10 +96,7 @@ class TextConfig(Struct, kw_only=True):
 class Reasoning(Struct, kw_only=True):
     """How much the model thinks, where its template leaves the choice."""
 
-    effort: Annotated[
-        str | None,
-        about("How much to think, as ``reasoning_effort`` of the model's template.", "low"),
-    ] = None
+    effort: EffortField = None
 
 
 class Tool(Struct, kw_only=True):
@@ -155,11 +153,9 @@ class InputBody(LlamaFields, kw_only=True):
     tools: Annotated[list[Tool] | None, about("Functions that the model may call.")] = None
     tool_choice: Annotated[
         Literal["none", "auto", "required"] | NamedTool | None,
-        about('Whether it calls them; "auto" if not given.', default="auto"),
+        about("Whether it calls them.", default="auto"),
     ] = None
-    parallel_tool_calls: Annotated[
-        bool | None, about("Whether there may be several calls; true if not given.", default=True)
-    ] = None
+    parallel_tool_calls: ParallelCallsField = None
     text: Annotated[TextConfig | None, about("How the text is written.")] = None
     reasoning: Annotated[Reasoning | None, about("How much the model thinks.")] = None
     documents: DocumentsField = None
@@ -204,34 +200,15 @@ class ResponsesBody(InputBody, kw_only=True):
         dict[str, str] | None, about("Texts that the response repeats.", {"topic": "names"})
     ] = None
     store: Annotated[
-        bool | None,
-        about("Has to be false: the server keeps no responses. false if not given.", default=False),
+        bool | None, about("Has to be false: the server keeps no responses.", default=False)
     ] = None
     background: Annotated[
-        bool | None,
-        about("Has to be false: it is not supported. false if not given.", default=False),
+        bool | None, about("Has to be false: it is not supported.", default=False)
     ] = None
     attention: AttentionField = None
 
 
 # ---- replies
-
-
-class OutputTopLogprob(Struct, kw_only=True):
-    """A token that could have been chosen."""
-
-    token: Annotated[str, about("Its text; U+FFFD for bytes that are not UTF-8.", " the")]
-    bytes: Annotated[list[int], about("Its bytes.", [32, 116, 104, 101])]
-    logprob: Annotated[float, about("Its logprob before bias, grammar and samplers.", -1.5)]
-
-
-class OutputLogprob(OutputTopLogprob, kw_only=True):
-    """A token that was chosen, and those that could have been."""
-
-    top_logprobs: Annotated[
-        list[OutputTopLogprob],
-        about("The most probable tokens at its place, the most probable first."),
-    ]
 
 
 class InputDetails(Struct, kw_only=True):
@@ -264,7 +241,7 @@ class OutputText(Struct, tag_field="type", tag="output_text"):
     annotations: Annotated[
         list[UrlCitation], about("What its sentences are from, if there are ``documents``.", [])
     ] = []
-    logprobs: Annotated[list[OutputLogprob], about("Those of its tokens, if asked for.", [])] = []
+    logprobs: Annotated[list[TokenLogprob], about("Those of its tokens, if asked for.", [])] = []
 
 
 class ReasoningText(Struct, tag_field="type", tag="reasoning_text"):
@@ -278,7 +255,7 @@ class MessageItem(Struct, kw_only=True, tag_field="type", tag="message"):
 
     id: Annotated[str, about("Its id.", "msg_1")]
     status: Annotated[Status, about("Whether it is whole.")] = "in_progress"
-    role: Annotated[Literal["assistant"], about('Always "assistant".')] = "assistant"
+    role: Literal["assistant"] = "assistant"
     content: Annotated[list[OutputText], about("Its one part; none while it comes.")] = []
 
 
@@ -334,7 +311,7 @@ class Response(Struct, kw_only=True):
     """The answer, or what of it there is so far."""
 
     id: Annotated[str, about("Id of the response; kept attention has it as its name.", "resp_1")]
-    object: Annotated[Literal["response"], about('Always "response".')] = "response"
+    object: Literal["response"] = "response"
     created_at: Annotated[int, about("When it was begun, in seconds since 1970.", 1767225600)]
     completed_at: Annotated[int | None, about("When it ended; null before.", 1767225601)] = None
     status: Annotated[Status, about('Whether it is whole; "incomplete" is one that a limit cut.')]
@@ -359,20 +336,9 @@ class Response(Struct, kw_only=True):
     tools: Annotated[list[Tool], about("Those of the request.", [])]
     top_logprobs: Annotated[int, about("That of the request.", 0)]
     top_p: Annotated[float | None, about("That of the request.", 0.9)]
-    truncation: Annotated[Literal["disabled"], about('Always "disabled".')] = "disabled"
+    truncation: Literal["disabled"] = "disabled"
     usage: Annotated[ResponseUsage | None, about("Tokens of the request; null before its end.")] = (
         None
     )
-    attention: Annotated[
-        list[TokenAttention] | UnsetType, about("Attention of each token, if asked for.")
-    ] = UNSET
+    attention: TokenRows = UNSET
     prompt_attention: PromptRows = UNSET
-
-
-class InputTokens(Struct, kw_only=True):
-    """How many tokens the prompt of a conversation has."""
-
-    object: Annotated[
-        Literal["response.input_tokens"], about('Always "response.input_tokens".')
-    ] = "response.input_tokens"
-    input_tokens: Annotated[int, about("How many there are.", 12)]

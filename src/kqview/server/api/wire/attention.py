@@ -6,6 +6,7 @@ base64 is that one copy too: it reads the view and writes text. It may be megaby
 separate piece from there to the transport: `event_pieces` assembles an event without joining them.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
@@ -56,9 +57,9 @@ _ELEMENT_BYTES: Final = 64  # of an element in a list, besides its text
 FormatField = Annotated[
     Format | None,
     about(
-        '"per_layer" has a row for each head of each layer; "aggregated" one row of '
-        'them all; "sparse" the columns with the largest weights; "viz" a summary of '
-        'each layer. "per_layer" if not given.',
+        '"per_layer" has a row for each head of each layer; "aggregated" one row of them '
+        'all; "sparse" the columns with the largest weights; "viz" a summary of each '
+        "layer.",
         default="per_layer",
     ),
 ]
@@ -75,17 +76,12 @@ SpansField = Annotated[
 LayerWeightsField = Annotated[
     Weights | None, about('Weight of each layer for "weighted_layers".', [0, 0, 1, 1])
 ]
-TopKField = Annotated[int | None, about('Columns of "sparse"; 50 if not given.', 10, default=50)]
+TopKField = Annotated[int | None, about('Columns of "sparse".', 10, default=50)]
 DTypeField = Annotated[
-    Literal["float32", "float16"] | None,
-    about('Type of the values; "float32" if not given.', default="float32"),
+    Literal["float32", "float16"] | None, about("Type of the values.", default="float32")
 ]
 PromptField = Annotated[
-    bool | None,
-    about(
-        "Whether rows of the prompt's own tokens are sent as well; false if not given.",
-        default=False,
-    ),
+    bool | None, about("Whether rows of the prompt's own tokens are sent as well.", default=False)
 ]
 
 
@@ -96,8 +92,7 @@ class Attention(Struct, kw_only=True):
         AttentionValues | None,
         about(
             "What rows hold: logits before the softmax, scores with the mask, or "
-            'probabilities; "probs" if not given, unless the server was started with '
-            "another default.",
+            "probabilities; the server may have been started with another default.",
             default="probs",
         ),
     ] = None
@@ -120,7 +115,7 @@ class Attention(Struct, kw_only=True):
         Literal["inline", "id"] | None,
         about(
             '"inline" puts rows into the reply; "id" keeps them for ``GET '
-            '/v1/attention/{id}/{n}``, where id is the reply\'s own. "inline" if not given.',
+            "/v1/attention/{id}/{n}``, where id is the reply's own.",
             default="inline",
         ),
     ] = None
@@ -475,26 +470,39 @@ class ReplyLists:
     The engine gets the memory of a row back before the reply is complete.
     """
 
-    def __init__(self, hold: Reservation, most_bytes: int) -> None:
-        """Take up to *most_bytes*, counted in *hold*."""
+    def __init__(
+        self, hold: Reservation, most_bytes: float = math.inf, *, packs: bool = False
+    ) -> None:
+        """Take up to *most_bytes*, counted in *hold*, of JSON, or MessagePack if *packs*."""
         self._hold = hold
         self._most_bytes = most_bytes
+        self._packs = packs
         self.n_bytes = 0
-        self._elements: dict[tuple[int, str], list[bytes]] = {}
+        self._lists: dict[tuple[int, str], dict[str, list[msgspec.Raw]]] = {}
 
     def prompt(self, writer: AttentionWriter, run: Run, block: PromptBlock) -> None:
         """Append the attention object of rows of the prompt."""
         self.add(0, "prompt_attention", *writer.prompt(run, block))
 
-    def add(self, sample: int, name: str, value: Any, data: bytes | None = None) -> None:
+    def add(
+        self, sample: int, name: str, value: Any, data: bytes | None = None, *, within: str = ""
+    ) -> None:
         """Append *value*, with *data* at its `DATA_HERE`; None is nothing.
+
+        Args:
+            sample: Whose list it is.
+            name: Name of the list.
+            value: What msgspec can encode.
+            data: As of `event_pieces`.
+            within: Name of the object that has the list; "" for the sample itself.
 
         Raises:
             TooLarge: The reply would be larger than allowed.
         """
         if value is None:
             return
-        element = b"".join(event_pieces(value, data))
+        pieces = [msgspec.msgpack.encode(value)] if self._packs else event_pieces(value, data)
+        element = msgspec.Raw(b"".join(pieces))
         n_bytes = len(element) + _ELEMENT_BYTES
         self._hold.take(n_bytes)
         self.n_bytes += n_bytes
@@ -503,12 +511,14 @@ class ReplyLists:
                 f"the reply has more than {self._most_bytes} bytes, the limit of max_reply_bytes; "
                 "stream it, or ask for less attention"
             )
-        self._elements.setdefault((sample, name), []).append(element)
+        self._lists.setdefault((sample, within), {}).setdefault(name, []).append(element)
 
-    def of(self, sample: int) -> dict[str, msgspec.Raw]:
-        """The lists of a sample by name, as JSON."""
-        return {
-            name: msgspec.Raw(b"[" + b",".join(elements) + b"]")
-            for (i, name), elements in self._elements.items()
-            if i == sample
-        }
+    def add_each(self, sample: int, within: str, lists: Struct) -> None:
+        """Append the elements of all *lists* to those of the same names."""
+        for name in lists.__struct_fields__:
+            for value in getattr(lists, name):
+                self.add(sample, name, value, within=within)
+
+    def of(self, sample: int, within: str = "") -> dict[str, list[msgspec.Raw]]:
+        """The lists of a sample by name, encoded."""
+        return self._lists.get((sample, within), {})

@@ -2,17 +2,16 @@
 
 A dialect makes a neutral `ChatRequest` of its body, and `with_fields` adds what the fields say that
 all of them have. `prepare` turns it into a `ChatWork`: the request for the service, and how its
-answer is read (`kqview.chat.turn.Reading`). An `AnswerWriter` writes the answer, `answered` does
-all of that for one request.
+answer is read (`kqview.chat.turn.Reading`). An `AnswerWriter` is made of that and writes the
+answer; `answered` does all of it for one request.
 """
 
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, Final, Literal, NamedTuple, Protocol, cast
+from typing import Annotated, Any, ClassVar, Final, Literal, NamedTuple, Protocol, Self, cast
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
@@ -27,16 +26,14 @@ from kqview.heads import HeadFile
 from kqview.mods.events import Dialogue
 from kqview.server.api.wire.attention import (
     ATTENTION_NAMES,
-    Attention,
     AttentionWriter,
     ReplyLists,
     attention_of,
     event_pieces,
 )
-from kqview.server.api.wire.citations import Cited, Citing, Document, Sources
+from kqview.server.api.wire.citations import Cited, Citing, Document, Sources, heads_of
 from kqview.server.api.wire.event_parts import Removed
 from kqview.server.api.wire.fields import (
-    LlamaFields,
     first,
     most_tokens_of,
     names_of,
@@ -49,10 +46,10 @@ from kqview.server.api.wire.reasoning_cap import cap_of, default_budget
 from kqview.server.errors import Answer, renamed
 from kqview.server.models.run import AttentionWanted, GenerateRequest, Removal, Run, Step
 from kqview.server.models.service import Call
-from kqview.server.models.stream import Events
+from kqview.server.models.stream import Events, Renderer
 from kqview.server.settings import ReasoningFormat, Settings
 from kqview.server.web.described import about
-from kqview.server.web.endpoint import DECODED_TIMES, EVENT_TAIL, NAMED_HEAD, HttpReply, Sample
+from kqview.server.web.endpoint import DECODED_TIMES, EVENT_TAIL, NAMED_HEAD, HttpReply
 from kqview.types import PromptBlock, Sampling, Token
 
 ChooseSplit = Callable[[str, str, Split], Split]
@@ -64,8 +61,6 @@ WHOLE_CONTEXT: Final = 2**31 - 1
 LARGE: Final = 2**20
 ID_BYTES: Final = 40
 """Of an id of a prompt, of which there are at most as many as bytes."""
-
-_NO_NAMES: Final[Mapping[str, str]] = MappingProxyType({})
 
 
 # ---- requests
@@ -99,6 +94,8 @@ class ChatRequest:
         adds_generation_prompt: Whether the prompt ends with the header of the answer.
         continues: Whether the last message, the assistant's, is continued; None if it is one.
         n_samples: Answers to generate.
+        top_logprobs: As of `Sampling`, if the API has a field of its own for it; for `with_fields`.
+        stop: The same.
         attention: As in GenerateRequest.
         documents: Documents of the messages, of which the answer says what is from them.
         citation_heads: The heads that tell; None for all alike.
@@ -124,6 +121,8 @@ class ChatRequest:
     adds_generation_prompt: bool = True
     continues: bool | None = None
     n_samples: int = 1
+    top_logprobs: int | None = None
+    stop: Sequence[str] | None = None
     attention: AttentionWanted | None = None
     documents: Sequence[Document] = ()
     citation_heads: HeadFile | None = None
@@ -132,34 +131,23 @@ class ChatRequest:
 
 
 def with_fields(
-    chat: ChatRequest,
-    body: LlamaFields,
-    attention: Attention | bool | None,
-    *,
-    engine: Engine,
-    settings: Settings,
-    names: Mapping[str, str] = _NO_NAMES,
-    top_logprobs: int | None = None,
-    stop: Sequence[str] | None = None,
+    chat: ChatRequest, body: Any, *, engine: Engine, settings: Settings, request_id: str = ""
 ) -> ChatRequest:
-    """*chat*, which is the prompt, with what the other fields of *body* ask for.
+    """*chat*, which is what a dialect reads itself, with what other fields of *body* ask for.
 
     Args:
-        chat: The prompt.
-        body: The request.
-        attention: Its field of that name.
+        chat: The prompt, and names of the dialect's own fields.
+        body: The request, `LlamaFields` with ``attention`` and ``citation_heads``.
         engine: The engine that will answer.
         settings: For the server's defaults.
-        names: Parameter of the core -> the client's own name, where it has one of its own.
-        top_logprobs: As of `Sampling`, if the API has a field of its own for it.
-        stop: The same.
+        request_id: As in GenerateRequest.
 
     Raises:
         RequestError: Or one of its kinds: it cannot work.
     """
     tokenize = partial(engine.tokenize, add_special=False, parse_special=False)
-    sampling = sampling_of(body, tokenize=tokenize, top_logprobs=top_logprobs, stop=stop)
-    json_schema = chat.schema
+    sampling = sampling_of(body, tokenize=tokenize, top_logprobs=chat.top_logprobs, stop=chat.stop)
+    names, json_schema = chat.names, chat.schema
     if json_schema is None and body.json_schema is not None:
         json_schema, names = body.json_schema, {**names, "json_schema": "json_schema"}
     # `prepare` decides how the answer is held to its schema.
@@ -168,14 +156,17 @@ def with_fields(
     budget = first(most_tokens_of(body, "reasoning_budget"), chat.reasoning_budget)
     if budget is None and settings.reasoning_budget >= 0:
         budget = default_budget(sampling, settings)
+    heads = heads_of(body.citation_heads, engine, settings) if chat.documents else None
     return replace(
         chat,
         sampling=sampling,
-        max_tokens=most_tokens_of(body, "max_tokens"),
+        request_id=request_id,
+        max_tokens=first(chat.max_tokens, most_tokens_of(body, "max_tokens")),
         schema={"type": "object"} if json_schema == {} else json_schema,
         reasoning_budget=budget,
-        attention=attention_of(attention, settings),
-        names={**chat.names, **names_of(body), **ATTENTION_NAMES, **names},
+        attention=attention_of(body.attention, settings),
+        citation_heads=heads,
+        names={**names_of(body), **ATTENTION_NAMES, **names},
         options=options_of(body, settings),
     )
 
@@ -347,6 +338,13 @@ def _constrained(
         raise renamed(error, chat.names) from None
 
 
+class InputTokens(Struct, kw_only=True):
+    """How many tokens the prompt of a conversation has."""
+
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+    input_tokens: Annotated[int, about("How many there are.", 12)]
+
+
 async def counted(call: Call, chat_of: Callable[[], ChatRequest]) -> int:
     """How many tokens the prompt of a chat has; raises as `prompt_of`."""
     engine = call.model.engine
@@ -360,25 +358,70 @@ async def counted(call: Call, chat_of: Callable[[], ChatRequest]) -> int:
 # ---- replies
 
 
-class ReplyWriter(Protocol):
-    """Adds up one reply that is not streamed."""
+class ReplyWriter(Renderer, Protocol):
+    """Writes the reply to one request, streamed or whole."""
 
+    request: GenerateRequest
+    """What it writes the reply to."""
     attention: AttentionWriter
+    """Set when the run has begun."""
     n_bytes: int
-    """About what the reply has besides the lists."""
+    """About what the reply has of the request, and besides the lists."""
 
     def add(self, lists: ReplyLists, run: Run, step: Step) -> None:
-        """Add a token; may run in another thread."""
+        """Add a token to a reply that is not streamed; may run in another thread."""
         ...
 
     def whole(self, run: Run, lists: ReplyLists) -> bytes:
-        """The reply, once the run has ended."""
+        """The reply that is not streamed, once the run has ended."""
         ...
 
 
-async def collected(call: Call, run: Run, writer: ReplyWriter, lists: ReplyLists) -> HttpReply:
-    """The whole reply of *run*, once it has ended."""
+async def answered(
+    call: Call,
+    body: Any,
+    planned: Callable[..., ReplyWriter],
+    *,
+    prefix: str,
+    head: bytes,
+    before: Callable[..., Awaitable[None]] | None = None,
+) -> HttpReply | Events:
+    """The reply to a chat or a text.
+
+    Args:
+        call: The request.
+        body: Its body, `LlamaFields`.
+        planned: Makes the writer of the reply; runs in another thread.
+        prefix: Of the reply's id.
+        head: As of `Events`.
+        before: What is to be done before the run, given the call, the writer and its lists.
+    """
+    service, settings = call.service, call.service.settings
+    body = with_defaults(body, settings)
+    lists = ReplyLists(call.hold, settings.max_reply_bytes)
+    with call.hold.part() as ids:  # a prompt that fits is small
+        ids.take(ID_BYTES * call.n_body_bytes)
+        writer = await service.converted(
+            LARGE, call.hold, planned, body, request_id=prefix + uuid.uuid4().hex,
+            engine=call.model.engine, settings=settings, model=body.model or call.model.name,
+        )  # fmt: skip
+        writer.n_bytes = call.n_body_bytes
+        if isinstance(writer, AnswerWriter) and writer.request.dialogue is not None:
+            call.hold.take(DECODED_TIMES * call.n_body_bytes)  # messages besides the body's own
+        if before is not None:
+            await before(call, writer, lists)
+        run = await service.start(writer.request, call.caller, call.hold, model=call.model)
+    return await written(call, run, writer, head, lists, streams=bool(body.stream))
+
+
+async def written(
+    call: Call, run: Run, writer: ReplyWriter, head: bytes, lists: ReplyLists, *, streams: bool
+) -> HttpReply | Events:
+    """*run* as a stream of events with *head*, or its whole reply, once it has ended."""
     offload = call.service.offload
+    writer.attention = AttentionWriter(run, call.model.engine.model, call.service.kept)
+    if streams:
+        return Events(run, writer, head, writer.n_bytes)
     async with run:
         if run.request.attention is not None and run.request.attention.prompt:
             async for block in run.prompt_blocks():
@@ -389,51 +432,6 @@ async def collected(call: Call, run: Run, writer: ReplyWriter, lists: ReplyLists
             del step
     body = await offload(lists.n_bytes + writer.n_bytes, writer.whole, run, lists)
     return HttpReply(body, headers=run.request.headers)
-
-
-async def answered(
-    call: Call,
-    body: Any,
-    *,
-    prefix: str,
-    request_of: Callable[..., ChatRequest],
-    writer_of: "type[AnswerWriter]",
-    repeats: bool = False,
-) -> HttpReply | Events:
-    """The reply to a chat, in events that are named by their type or whole.
-
-    Args:
-        call: The request.
-        body: Its body, `LlamaFields` with ``attention``.
-        prefix: Of the reply's id.
-        request_of: What *body* asks for; runs in another thread.
-        writer_of: The dialect's.
-        repeats: Whether the reply repeats what was asked.
-    """
-    service, engine, settings = call.service, call.model.engine, call.service.settings
-    body = with_defaults(body, settings)
-    id_ = f"{prefix}_{uuid.uuid4().hex}"
-
-    def prepared() -> ChatWork:
-        return prepare(engine, request_of(body, request_id=id_, engine=engine, settings=settings))
-
-    with call.hold.part() as ids:  # a prompt that fits is small
-        ids.take(ID_BYTES * call.n_body_bytes)
-        work = await service.converted(LARGE, call.hold, prepared)
-        if work.request.dialogue is not None:  # messages that are not the body's own, for mods
-            call.hold.take(DECODED_TIMES * call.n_body_bytes)
-        run = await service.start(work.request, call.caller, call.hold, model=call.model)
-    attention = AttentionWriter(run, engine.model, service.kept)
-    writer = writer_of(
-        id_, body, body.model or call.model.name, work.reading, attention, engine.token_bytes
-    )
-    writer.n_bytes = call.n_body_bytes if repeats else 0
-    if work.sources is not None:
-        writer.citing = Citing(work.sources)
-    if body.stream:
-        return Events(run, writer, NAMED_HEAD, writer.n_bytes)
-    lists = ReplyLists(call.hold, settings.max_reply_bytes)
-    return await collected(call, run, writer, lists)
 
 
 # ---- answers
@@ -498,37 +496,33 @@ class AnswerWriter(ABC):
     its parts says a dialect. As of `Renderer` and `ReplyWriter`.
     """
 
+    prompt_event: ClassVar[type[Any]]
+    token_event: ClassVar[type[Any]]
+    """Events of rows of the prompt, and of a token."""
+    removed_event: ClassVar[type[Any]]
+    """What mods took back, a `ChatRemoved`."""
     _ends_with_citation: ClassVar = False
     """Whether a part of text ends with its first citation."""
 
-    def __init__(
-        self,
-        id_: str,
-        body: Any,
-        model: str,
-        reading: Reading,
-        attention: AttentionWriter,
-        bytes_of: Callable[[int], bytes],
-    ) -> None:
+    attention: AttentionWriter
+
+    def __init__(self, body: Any, model: str, work: ChatWork, bytes_of: Callable[[int], bytes]):
         """Begin an answer.
 
         Args:
-            id_: The reply's own.
             body: The request.
             model: The name that the client called the model by.
-            reading: How the answer is read.
-            attention: Writes its rows.
+            work: What to run, and how the answer is read.
             bytes_of: Bytes of an id, for logprobs.
         """
-        self.attention = attention
+        self.request = work.request
         self.n_bytes = 0
-        self.citing: Citing | None = None
+        self.citing = None if work.sources is None else Citing(work.sources)
         """Tells what sentences are from; None if nobody asks."""
-        self._id = id_
         self._body = body
         self._model = model
         self._bytes_of = bytes_of
-        self._reader = AnswerReader(reading)
+        self._reader = AnswerReader(work.reading)
         self._has_begun = False
         self._parts: list[Any] = []  # the open one is as it was when it was opened
         self._open: Part | None = None
@@ -536,9 +530,19 @@ class AnswerWriter(ABC):
 
     # ---- of a dialect
 
+    @staticmethod
+    @abstractmethod
+    def chat_of(body: Any) -> ChatRequest:
+        """What *body* asks for in fields of its dialect."""
+
     @abstractmethod
     def _started(self, run: Run | None) -> list[Struct]:
         """The events that begin an answer."""
+
+    def _restart(self) -> None:
+        """Mods took tokens back: all parts begin again."""
+        self._parts.clear()
+        self._pieces.clear()
 
     @abstractmethod
     def _opened(self, kind: Part, call: CallDelta | None) -> list[Struct]:
@@ -557,20 +561,22 @@ class AnswerWriter(ABC):
         """A sentence of the open part is whole: note where it is from, for `_closed`."""
 
     @abstractmethod
-    def _row(self, fields: Any, *, is_prompt: bool) -> Struct:
-        """The event of an attention object."""
-
-    @abstractmethod
-    def _removed(self, lost: Mapping[str, int]) -> Struct:
-        """The event of what mods took back."""
-
-    @abstractmethod
     def _ended(self, run: Run) -> list[Struct]:
         """The events that end an answer whose parts are whole."""
 
     @abstractmethod
     def message(self, run: Run) -> Struct:
         """The whole answer; its parts are."""
+
+    @classmethod
+    def planned(
+        cls, body: Any, *, request_id: str, engine: Engine, settings: Settings, model: str
+    ) -> Self:
+        """The writer of the answer to *body*; arguments and errors as of `with_fields`."""
+        chat = with_fields(
+            cls.chat_of(body), body, engine=engine, settings=settings, request_id=request_id
+        )
+        return cls(body, model, prepare(engine, chat), engine.token_bytes)
 
     # ---- streamed
 
@@ -579,7 +585,7 @@ class AnswerWriter(ABC):
         events = self._begun(run)
         fields, data = self.attention.prompt(run, block)
         if fields is not None:
-            events.append(self._row(fields, is_prompt=True))
+            events.append(self.prompt_event(attention=fields))
         return self._encoded(events, data)
 
     def token(self, run: Run, step: Step) -> list[bytes]:
@@ -587,7 +593,7 @@ class AnswerWriter(ABC):
         events = self._begun(run) + self.feed(run, step.token)
         fields, data = self.attention.token(run, step)
         if fields is not None:
-            events.append(self._row(fields, is_prompt=False))
+            events.append(self.token_event(attention=fields))
         return self._encoded(events, data)
 
     def removed(self, run: Run, removal: Removal) -> list[bytes]:
@@ -595,11 +601,10 @@ class AnswerWriter(ABC):
         self.attention.removed(run, removal)
         taken = taken_back(self._reader, removal)
         self._reader, self._open = taken.reader, None
-        self._parts.clear()
-        self._pieces.clear()
+        self._restart()
         if self.citing is not None:
             self.citing.take_back(removal.n_left)
-        events = [*self._begun(run), self._removed(taken.removed)]
+        events = [*self._begun(run), self.removed_event(**taken.removed)]
         for delta in taken.deltas:
             again = self._written([delta])
             if delta.call is not None:
@@ -708,17 +713,3 @@ class AnswerWriter(ABC):
 def name_of(event: Struct) -> str:
     """The type of an event, which is its name."""
     return str(event.__struct_config__.tag or getattr(event, "type"))  # noqa: B009
-
-
-def named_sample(about: str, kind: type[Struct], name: str = "", **shown: Any) -> Sample:
-    """An event of a described stream.
-
-    Args:
-        about: When it is sent.
-        kind: Its type.
-        name: Its name, if the type has no single one.
-        **shown: Values in place of those of the type's own example.
-    """
-    if name:
-        shown["type"] = name
-    return Sample("server", about, shown, name or str(kind.__struct_config__.tag), kind)

@@ -89,8 +89,11 @@ TemplateField = Annotated[
     about("Variables for the model's chat template.", {"enable_thinking": False}),
 ]
 GenerationPromptField = Annotated[
-    bool | None,
-    about(
-        "Whether the prompt ends with the beginning of an answer; true if not given.", default=True
-    ),
+    bool | None, about("Whether the prompt ends with the beginning of an answer.", default=True)
+]
+ParallelCallsField = Annotated[
+    bool | None, about("Whether there may be several calls.", default=True)
+]
+EffortField = Annotated[
+    str | None, about("How much to think, as ``reasoning_effort`` of the model's template.", "low")
 ]

@@ -148,7 +148,7 @@ class UrlFacts(Struct, kw_only=True):
 class Annotation(Struct, kw_only=True):
     """A citation in an answer of chat completions."""
 
-    type: Annotated[Literal["url_citation"], about('Always "url_citation".')] = "url_citation"
+    type: Literal["url_citation"] = "url_citation"
     url_citation: Annotated[UrlFacts, about("The sentence, and where it is from.")]
 
 

@@ -8,6 +8,7 @@ from msgspec import UNSET, Struct, UnsetType
 from kqview.server.models.run import Format
 from kqview.server.settings import AttentionValues
 from kqview.server.web.described import about
+from kqview.server.web.endpoint import Sample
 
 ROW: Final = {
     "format": "per_layer", "shape": [4, 8, 7], "context_length": 7, "encoding": "base64",
@@ -111,6 +112,9 @@ class PromptAttention(AttentionObject, kw_only=True):
     rows: Annotated[int, about("How many tokens they are of.", 6)]
 
 
+TokenRows = Annotated[
+    list[TokenAttention] | UnsetType, about("Attention of each token, if asked for.")
+]
 PromptRows = Annotated[
     list[PromptAttention] | UnsetType, about("Rows of the prompt, if asked for.")
 ]
@@ -158,5 +162,28 @@ class ModCall(Struct, kw_only=True):
     """A call that a mod made."""
 
     id: Annotated[str, about("Its id.", "call_1")]
-    type: Annotated[Literal["function"], about('Always "function".')]
+    type: Literal["function"]
     function: Annotated[CalledFunction, about("What is called.")]
+
+
+# ---- events of described streams
+
+
+def sent(kind: type[Struct], event: str = "message", about: str = "", **shown: Any) -> Sample:
+    """An event of a stream.
+
+    Args:
+        kind: Its type, whose docstring says when it is sent.
+        event: Its name, over SSE.
+        about: When it is sent, in place of the docstring.
+        **shown: Values in place of those of the type's own example.
+    """
+    about = about or (kind.__doc__ or "").removesuffix(".")
+    return Sample("server", about, shown, event, kind)
+
+
+def named(kind: type[Struct], name: str = "") -> Sample:
+    """An event that is named by its type, by *name* if there are several."""
+    if name:
+        return sent(kind, name, type=name)
+    return sent(kind, str(kind.__struct_config__.tag))

@@ -18,14 +18,15 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
+from kqview.edits.objects import edits_of
 from kqview.errors import InvalidSampling, InvalidToken, RequestError
-from kqview.server.api.wire.edits_field import EditsField, wanted_edits
 from kqview.server.api.wire.mods_field import ModsField, mods_of_model
 from kqview.server.errors import NotSupported, renamed
 from kqview.server.models.run import Run
@@ -44,6 +45,7 @@ Stops = Annotated[list[Annotated[str, msgspec.Meta(max_length=1000)]], msgspec.M
 Indices = Annotated[tuple[int, ...], msgspec.Meta(max_length=4096)]
 Spans = Annotated[tuple[tuple[int, int | None], ...], msgspec.Meta(max_length=MOST_SPANS)]
 Weights = Annotated[tuple[float, ...], msgspec.Meta(max_length=4096)]
+Edits = Annotated[list[dict[str, Any]], msgspec.Meta(max_length=256)]
 
 
 class SamplingFields(Struct, kw_only=True):
@@ -89,11 +91,6 @@ class FieldTable:
         own = {name: (name,) for name in OPTIONS if name in body.__struct_fields__}
         self.sampling: Final = {**own, **sampling}
         self.fields: Final = {**self.sampling, **others}
-        # What one field alone gives is looked up without a choice.
-        self._own = {option: of[0] for option, of in self.sampling.items() if len(of) == 1}
-        self._chosen = {option: of for option, of in self.sampling.items() if len(of) > 1}
-        self._names = {parameter: of[0] for parameter, of in self.fields.items()}
-        self._several = {name: of for name, of in self.fields.items() if len(of) > 1}
 
     def name(self, body: Struct, parameter: str) -> str:
         """The field of *body* that gives *parameter*; the first one if none does."""
@@ -105,14 +102,11 @@ class FieldTable:
 
     def names(self, body: Struct) -> dict[str, str]:
         """Parameter -> the field that the client gave it by, for `GenerateRequest`."""
-        return self._names | {name: _given(body, of) for name, of in self._several.items()}
+        return {parameter: _given(body, of) for parameter, of in self.fields.items()}
 
     def options(self, body: Struct) -> dict[str, Any]:
         """Option of `Sampling` -> what *body* gives for it, None for nothing."""
-        found: dict[str, Any] = {option: getattr(body, name) for option, name in self._own.items()}
-        for option, of in self._chosen.items():
-            found[option] = getattr(body, _given(body, of))
-        return found
+        return {option: getattr(body, _given(body, of)) for option, of in self.sampling.items()}
 
     def n_logprobs(self, body: Struct, *, if_true: int) -> int | None:
         """How many top logprobs are wanted, None for none; ``true`` is *if_true*.
@@ -120,7 +114,7 @@ class FieldTable:
         Raises:
             RequestError: It is above `MOST_LOGPROBS`.
         """
-        n: bool | int | None = getattr(body, _given(body, self.fields["top_logprobs"]))
+        n: bool | int | None = self.value(body, "top_logprobs")
         if n is None or n is False:
             return None
         if n > MOST_LOGPROBS:
@@ -137,8 +131,7 @@ class FieldTable:
         try:
             return Sampling(**{name: one for name, one in options.items() if one is not None})
         except InvalidSampling as error:
-            names = {option: _given(body, names) for option, names in self.sampling.items()}
-            raise renamed(error, names) from None
+            raise renamed(error, self.names(body)) from None
 
 
 def first(*values: Any) -> Any:
@@ -150,10 +143,9 @@ def first(*values: Any) -> Any:
 
 
 def _given(body: Struct, names: tuple[str, ...]) -> str:
-    for name in names:
-        if getattr(body, name) is not None:
-            return name
-    return names[0]
+    if len(names) == 1:  # as most
+        return names[0]
+    return next((name for name in names if getattr(body, name) is not None), names[0])
 
 
 # Long lists, which are checked on the event loop, hold others up.
@@ -181,7 +173,7 @@ class PredictionPart(Struct):
     """A part of a predicted text."""
 
     text: Annotated[str, about("Its text.", "def add(a, b):")]
-    type: Annotated[Literal["text"], about('Always "text".')] = "text"
+    type: Literal["text"] = "text"
 
 
 class Prediction(Struct):
@@ -191,7 +183,7 @@ class Prediction(Struct):
         str | Annotated[list[PredictionPart], msgspec.Meta(max_length=4096)],
         about("The text, or its parts.", "def add(a, b):"),
     ]
-    type: Annotated[Literal["content"], about('Always "content".')] = "content"
+    type: Literal["content"] = "content"
 
 
 class LlamaFields(SamplingFields, kw_only=True):
@@ -210,16 +202,10 @@ class LlamaFields(SamplingFields, kw_only=True):
         None
     )
     max_tokens: Annotated[int | None, about("Another name for ``n_predict``.", 128)] = None
-    n_cmpl: Annotated[
-        int | None, about("Texts to generate from each prompt; 1 if not given.", 2, default=1)
-    ] = None
+    n_cmpl: Annotated[int | None, about("Texts to generate from each prompt.", 2, default=1)] = None
     n: Annotated[int | None, about("Another name for ``n_cmpl``.", 2, default=1)] = None
     stream: Annotated[
-        bool | None,
-        about(
-            "Whether the reply is a stream of Server-Sent Events; false if not given.",
-            default=False,
-        ),
+        bool | None, about("Whether the reply is a stream of Server-Sent Events.", default=False)
     ] = None
 
     typical_p: float | None = None
@@ -237,8 +223,7 @@ class LlamaFields(SamplingFields, kw_only=True):
     min_keep: int | None = None
     top_n_sigma: float | None = None
     adaptive_target: Annotated[
-        float | None,
-        about("Has to be negative: this sampler does not exist here. -1 if not given.", default=-1),
+        float | None, about("Has to be negative: this sampler does not exist here.", default=-1)
     ] = None
     adaptive_decay: Annotated[
         float | None, about("Not read, as that sampler does not exist here; anything.", 0.9)
@@ -279,10 +264,7 @@ class LlamaFields(SamplingFields, kw_only=True):
     )
     cache_prompt: Annotated[
         bool | None,
-        about(
-            "Whether tokens of the prompt that a slot holds are reused; true if not given.",
-            default=True,
-        ),
+        about("Whether tokens of the prompt that a slot holds are reused.", default=True),
     ] = None
     n_cache_reuse: Annotated[
         int | None,
@@ -295,8 +277,7 @@ class LlamaFields(SamplingFields, kw_only=True):
     n_keep: Annotated[
         int | None,
         about(
-            "Tokens at the start that stay when the context is shifted; 0 if not given, -1 "
-            "for the whole prompt.",
+            "Tokens at the start that stay when the context is shifted; -1 for the whole prompt.",
             4,
             default=0,
         ),
@@ -343,7 +324,7 @@ class LlamaFields(SamplingFields, kw_only=True):
     ] = msgspec.field(default=None, name="speculative.n_max")
 
     edits: Annotated[
-        EditsField | None,
+        Edits | None,
         about(
             "What to change in the model for this request, on a server that allows it.",
             [{"type": "attention_bias", "spans": [[0, 25]], "log_factor": 1.5}],
@@ -374,20 +355,16 @@ class LlamaFields(SamplingFields, kw_only=True):
         ),
     ] = None
     timings_per_token: Annotated[
-        bool | None,
-        about(
-            "Whether each event of a stream has timings so far; false if not given.", default=False
-        ),
+        bool | None, about("Whether each event of a stream has timings so far.", default=False)
     ] = None
     return_tokens: Annotated[
-        bool | None,
-        about("Whether the reply has the ids of the text; false if not given.", default=False),
+        bool | None, about("Whether the reply has the ids of the text.", default=False)
     ] = None
     return_progress: Annotated[
         bool | None,
         about(
             "Whether a stream begins with two events about the prompt: how much of it was "
-            "cached, and that it is evaluated; false if not given.",
+            "cached, and that it is evaluated.",
             default=False,
         ),
     ] = None
@@ -447,7 +424,7 @@ def with_defaults(body: _Body, settings: Settings) -> _Body:
     missing = {
         FIELDS.fields[option][0]: value
         for option, value in defaults.items()
-        if option in FIELDS.fields and getattr(body, _given(body, FIELDS.fields[option])) is None
+        if option in FIELDS.fields and FIELDS.value(body, option) is None
     }
     return msgspec.structs.replace(body, **missing) if missing else body
 
@@ -522,7 +499,7 @@ def most_tokens_of(
     Raises:
         RequestError: It is below -1.
     """
-    name = _given(fields, FIELDS.fields[of])
+    name = FIELDS.name(fields, of)
     n: int | None = getattr(fields, name)
     if n is not None and n < -1:
         raise RequestError(f"{name} is {n}; send {_NO_TOKENS[of]}, or more", parameter=name)
@@ -534,7 +511,6 @@ def options_of(fields: LlamaFields, settings: Settings) -> dict[str, Any]:
     has_mods, mods = settings.mods_dir is not None, ()
     if has_mods or fields.mods:
         mods = mods_of_model(fields.mods, getattr(fields, "model", None), has_mods=has_mods)
-    has_mods = settings.mods_dir is not None
     return {
         "slot": None if fields.id_slot == -1 else fields.id_slot,
         # Adapters that are left out have 0.
@@ -545,7 +521,10 @@ def options_of(fields: LlamaFields, settings: Settings) -> dict[str, Any]:
         "n_reuse_min": first(fields.n_cache_reuse, 0),
         "cache_prompt": fields.cache_prompt is not False,
         "mods": mods,
-        "edits": wanted_edits(fields.edits, settings) if fields.edits else None,
+        # Making them may read files.
+        "edits": partial(edits_of, fields.edits, settings.control_vectors_dir)
+        if fields.edits
+        else None,
         "drafting": _drafting_of(fields) if fields.prediction or fields.n_draft is not None else {},
     }
 

@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Annotated, Any, Final, cast
+from typing import Annotated, Final
 
-import msgspec
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 
 from kqview.server.models.run import TokenLogprobs
 from kqview.server.web.described import about
+from kqview.types import Token
 
 LOGPROB_BYTES: Final = 2048
 """About the size of the JSON of a token's logprobs, with as many as a run keeps."""
@@ -30,17 +30,21 @@ class TokenLogprob(TopLogprob, kw_only=True):
     ]
 
 
-class Logprobs(Struct, kw_only=True):
-    """Logprobs of a generation as KoboldCpp sends them, in both of OpenAI's forms."""
+class TextLogprobs(Struct, kw_only=True):
+    """Logprobs in OpenAI's older form, and in that of chat completions.
+
+    Of a prompt that is echoed there is only the older form, with nulls for its first token."""
 
     content: Annotated[
-        list[TokenLogprob],
+        list[TokenLogprob] | UnsetType,
         about("Each token with those that could have been, as in chat completions."),
-    ]
+    ] = UNSET
     tokens: Annotated[list[str], about("Text of each token.", [" a"])]
-    token_logprobs: Annotated[list[float], about("Logprob of each.", [-0.6])]
+    token_logprobs: Annotated[
+        list[float | None], about("Logprob of each before bias, grammar and samplers.", [-0.6])
+    ]
     top_logprobs: Annotated[
-        list[dict[str, float]],
+        list[dict[str, float] | None],
         about(
             "The most probable tokens at each place by their texts.", [{" a": -0.6, " the": -1.5}]
         ),
@@ -51,14 +55,12 @@ class Logprobs(Struct, kw_only=True):
 
 
 def logprobs_of(
-    tokens: Sequence[TokenLogprobs], bytes_of: Callable[[int], bytes]
-) -> Logprobs | None:
-    """Logprobs of a generation's tokens; None if none were asked for."""
-    if not tokens:
-        return None
+    tokens: Sequence[TokenLogprobs], bytes_of: Callable[[int], bytes], offset: int = 0
+) -> TextLogprobs:
+    """Logprobs of *tokens*, of which the first begins at character *offset*."""
     content = [token_logprob(one, bytes_of) for one in tokens]
-    ends = accumulate((len(one.token) for one in content), initial=0)
-    return Logprobs(
+    ends = accumulate((len(one.token) for one in content), initial=offset)
+    return TextLogprobs(
         content=content,
         tokens=[one.token for one in content],
         token_logprobs=[one.logprob for one in content],
@@ -67,38 +69,19 @@ def logprobs_of(
     )
 
 
-class LogprobsWriter:
-    """`logprobs_of` while the tokens come; keeps the bytes of the reply, no objects."""
-
-    def __init__(self, *, packs: bool) -> None:
-        """Write JSON, or MessagePack if *packs*."""
-        self._encode = msgspec.msgpack.encode if packs else msgspec.json.encode
-        self._lists: dict[str, Any] = {name: [] for name in Logprobs.__struct_fields__}
-        self._offset = 0
-
-    def add(self, one: TokenLogprobs, bytes_of: Callable[[int], bytes]) -> int:
-        """Write one token's logprobs; returns their size in bytes."""
-        found = cast("Logprobs", logprobs_of([one], bytes_of))
-        found.text_offset[0] = self._offset
-        self._offset += len(found.tokens[0])
-        n_bytes = 0
-        for name, elements in self._lists.items():
-            elements.append(msgspec.Raw(self._encode(getattr(found, name)[0])))
-            n_bytes += len(elements[-1])
-        return n_bytes
-
-    def whole(self) -> Logprobs | None:
-        """What `logprobs_of` returns; the elements are encoded."""
-        return Logprobs(**self._lists) if self._lists["tokens"] else None
-
-
 def token_logprob(one: TokenLogprobs, bytes_of: Callable[[int], bytes]) -> TokenLogprob:
     """Logprobs of one token with the texts; *bytes_of* gives the bytes of an id."""
 
-    def shown(id_: int, logprob: float) -> TopLogprob:
+    def shown(id_: int, logprob: float) -> tuple[str, float, list[int]]:
         data = bytes_of(id_)
-        return TopLogprob(data.decode("utf-8", "replace"), logprob, list(data))
+        return data.decode("utf-8", "replace"), logprob, list(data)
 
-    chosen = shown(one.token_id, one.logprob)
-    tops = [shown(*pair) for pair in one.top]
-    return TokenLogprob(chosen.token, chosen.logprob, chosen.bytes, top_logprobs=tops)
+    tops = [TopLogprob(*shown(*pair)) for pair in one.top]
+    return TokenLogprob(*shown(one.token_id, one.logprob), top_logprobs=tops)
+
+
+def of_token(token: Token) -> TokenLogprobs | None:
+    """The logprobs that *token* has; None if none were asked for."""
+    if token.logprob is None:
+        return None
+    return TokenLogprobs(token.id, token.logprob, tuple(token.top_logprobs or ()))

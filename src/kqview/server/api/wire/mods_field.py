@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final, cast
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from kqview import json_input
 from kqview.errors import RequestError
@@ -70,11 +71,9 @@ def removed(removal: Removal, n_characters: int | None = None) -> Object:
     return {"tokens": removal.n_tokens, "characters": n}
 
 
-def tool_calls_of(generation: Generation) -> Object:
-    """``tool_calls`` of a reply in an API that has none itself; empty without any."""
-    if generation.tool_calls is None:
-        return {}
-    return {"tool_calls": calls_of(generation.tool_calls)}
+def tool_calls_of(generation: Generation) -> list[ModCall] | UnsetType:
+    """``tool_calls`` of a reply in an API that has none itself; UNSET without any."""
+    return UNSET if generation.tool_calls is None else calls_of(generation.tool_calls)
 
 
 def calls_of(payload: object) -> list[ModCall]:

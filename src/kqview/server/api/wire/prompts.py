@@ -2,17 +2,42 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Final, cast
+from typing import Annotated, Any, Final, cast
+
+from msgspec import Struct
 
 from kqview.errors import RequestError
 from kqview.server.errors import NotSupported
 from kqview.server.models.service import Call
+from kqview.server.web.described import about
 
 Parts = Sequence[int | str]
 """A prompt: ids and texts, which follow one another."""
 
 _ID_BYTES: Final = 40  # a character and its ids
 _COST: Final = 4  # short texts take longer to tokenize than bytes to check
+
+
+class TextsUsage(Struct):
+    """Tokens of all texts, with the special ones."""
+
+    prompt_tokens: Annotated[int, about("Tokens of all texts.", 14)]
+    total_tokens: Annotated[int, about("The same.", 14)]
+
+
+def pooling_of(call: Call) -> str:
+    """How the model makes vectors of texts.
+
+    Raises:
+        NotSupported: It makes none.
+    """
+    pooling = call.model.engine.pooling
+    if pooling is None or pooling == "rank":
+        raise NotSupported(
+            f"{call.model.name} gives no embeddings as it is served; serve an embedding model, "
+            "or start the server with --pooling mean"
+        )
+    return pooling
 
 
 async def ids_of(
