@@ -38,9 +38,7 @@ def chat(**fields: Any) -> Any:
     return with_fields(chat, body, engine=engine, settings=Settings())
 
 
-def completion(
-    engine: Engine, settings: Settings | None = None, **fields: Any
-) -> CompletionWriter:
+def completion(engine: Engine, settings: Settings | None = None, **fields: Any) -> CompletionWriter:
     body = msgspec.convert({"prompt": "Anna", **fields}, schema.CompletionBody)
     return completions.text_writer(
         body, request_id="r", engine=engine, settings=settings or Settings(), model="demo"

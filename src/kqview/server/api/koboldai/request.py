@@ -436,7 +436,7 @@ def _check_ids(body: KoboldFields, model: ModelInfo, max_context: int, *, is_dre
 
 
 def _sampling(body: KoboldFields, banned_ids: list[int]) -> Sampling:
-    options = FIELDS.options(body)
+    options = {name: FIELDS.value(body, name) for name in FIELDS.sampling}
     for name in ("grammar", "json_schema", "regex"):
         options[name] = None if options[name] == "" else options[name]
     for name in ("stop", "dry_sequence_breakers"):

@@ -111,7 +111,9 @@ def chat_of(body: schema.ChatBody, settings: Settings) -> ChatRequest:
     tool_choice, tool_name, allowed = "auto", None, None
     if body.tool_choice is not None:
         tool_choice, tool_name, allowed = _tool_choice(body.tool_choice)
-    messages, documents = with_documents(body.messages, body.documents or ())
+    messages, documents = body.messages, ()
+    if body.documents:
+        messages, documents = with_documents(body.messages, body.documents)
     return ChatRequest(
         messages=messages,
         documents=documents,

@@ -102,11 +102,10 @@ class FieldTable:
 
     def names(self, body: Struct) -> dict[str, str]:
         """Parameter -> the field that the client gave it by, for `GenerateRequest`."""
-        return {parameter: _given(body, of) for parameter, of in self.fields.items()}
-
-    def options(self, body: Struct) -> dict[str, Any]:
-        """Option of `Sampling` -> what *body* gives for it, None for nothing."""
-        return {option: getattr(body, _given(body, of)) for option, of in self.sampling.items()}
+        return {
+            parameter: of[0] if len(of) == 1 else _given(body, of)
+            for parameter, of in self.fields.items()
+        }
 
     def n_logprobs(self, body: Struct, *, if_true: int) -> int | None:
         """How many top logprobs are wanted, None for none; ``true`` is *if_true*.
@@ -114,7 +113,7 @@ class FieldTable:
         Raises:
             RequestError: It is above `MOST_LOGPROBS`.
         """
-        n: bool | int | None = self.value(body, "top_logprobs")
+        n: bool | int | None = getattr(body, _given(body, self.fields["top_logprobs"]))
         if n is None or n is False:
             return None
         if n > MOST_LOGPROBS:
@@ -143,9 +142,10 @@ def first(*values: Any) -> Any:
 
 
 def _given(body: Struct, names: tuple[str, ...]) -> str:
-    if len(names) == 1:  # as most
-        return names[0]
-    return next((name for name in names if getattr(body, name) is not None), names[0])
+    for name in names:
+        if getattr(body, name) is not None:
+            return name
+    return names[0]
 
 
 # Long lists, which are checked on the event loop, hold others up.
@@ -424,7 +424,7 @@ def with_defaults(body: _Body, settings: Settings) -> _Body:
     missing = {
         FIELDS.fields[option][0]: value
         for option, value in defaults.items()
-        if option in FIELDS.fields and FIELDS.value(body, option) is None
+        if option in FIELDS.fields and getattr(body, _given(body, FIELDS.fields[option])) is None
     }
     return msgspec.structs.replace(body, **missing) if missing else body
 
@@ -449,7 +449,10 @@ def sampling_of(
             raise NotSupported(
                 f"{name} is {value!r}, which this server does not support; leave it out"
             )
-    given = FIELDS.options(fields)
+    given = {
+        name: getattr(fields, of[0] if len(of) == 1 else _given(fields, of))
+        for name, of in FIELDS.sampling.items()
+    }
     for option, (low, high) in _CLAMPED.items():
         if (value := given[option]) is not None:
             given[option] = type(value)(min(max(value, low), high))
@@ -499,7 +502,7 @@ def most_tokens_of(
     Raises:
         RequestError: It is below -1.
     """
-    name = FIELDS.name(fields, of)
+    name = _given(fields, FIELDS.fields[of])
     n: int | None = getattr(fields, name)
     if n is not None and n < -1:
         raise RequestError(f"{name} is {n}; send {_NO_TOKENS[of]}, or more", parameter=name)
