@@ -477,14 +477,14 @@ def test_reasoning_content_and_calls_are_taken_back_apart():
     answer = ChatAnswer()
     answer.add(reader.feed(whole))
     assert (answer.reasoning, answer.content, len(answer.calls)) == ("Hmm.", "It is noon.", 1)
-    taken = taken_back(reader, removal("<think>Hmm.</think>It is", 9))
-    assert taken.removed == {"tokens": 9, "characters": len(" noon."), "tool_calls": 1}
-    taken = taken_back(taken.reader, removal("<think>Hm", 4))
-    assert taken.removed == {
+    reader, lost, _ = taken_back(reader, removal("<think>Hmm.</think>It is", 9))
+    assert lost == {"tokens": 9, "characters": len(" noon."), "tool_calls": 1}
+    reader, lost, _ = taken_back(reader, removal("<think>Hm", 4))
+    assert lost == {
         "tokens": 4, "characters": len("It is"), "reasoning_characters": len("m.")
     }  # fmt: skip
     rest = ChatAnswer()
-    rest.add(taken.reader.finish("<think>Hm</think>No."))
+    rest.add(reader.finish("<think>Hm</think>No."))
     assert (rest.reasoning, rest.content) == ("", "No.")
 
 
@@ -494,7 +494,7 @@ def test_tokens_of_each_part_are_counted_again_after_a_removal():
         reader.feed(text)
     assert (reader.tokens.n_reasoning, reader.tokens.n_final) == (2, 2)
     left = ["<think>", "One"]
-    reader = taken_back(reader, Removal(0, 4, 0, 2, left)).reader
+    reader, _, _ = taken_back(reader, Removal(0, 4, 0, 2, left))
     reader.feed(" no")
     reader.finish("<think>One no")
     assert (reader.tokens.n_reasoning, reader.tokens.n_final, reader.tokens.n_marks) == (2, 0, 1)

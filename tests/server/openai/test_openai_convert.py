@@ -14,11 +14,12 @@ from kqview import Engine
 from kqview.errors import RequestError
 from kqview.server import Settings
 from kqview.server.api.openai import completions, convert, schema
-from kqview.server.api.openai.events import CompletionWriter
 from kqview.server.api.wire.chat import with_fields
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from kqview.server.api.openai.events import CompletionWriter
 
 HELLO = [{"role": "user", "content": "Who?"}]
 TOOLS = [{"type": "function", "function": {"name": "f"}}]

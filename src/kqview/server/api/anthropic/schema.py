@@ -11,7 +11,7 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from kqview.server.api.wire.attention import AttentionField
-from kqview.server.api.wire.chat_message import EffortField, TemplateField
+from kqview.server.api.wire.chat_message import ANY_MESSAGES, EffortField, TemplateField
 from kqview.server.api.wire.citations import HeadsField
 from kqview.server.api.wire.event_parts import PromptRows, TokenRows
 from kqview.server.api.wire.fields import LlamaFields, ModelField, Stops
@@ -142,13 +142,7 @@ class OutputConfig(Struct, kw_only=True):
 class CountBody(LlamaFields, kw_only=True):
     """A conversation whose tokens to count."""
 
-    messages: Annotated[
-        list[InputMessage],
-        about(
-            "The conversation, the oldest message first.",
-            [{"role": "user", "content": "Who is Anna?"}],
-        ),
-    ]
+    messages: Annotated[list[InputMessage], ANY_MESSAGES]
     model: ModelField = None
     system: Annotated[
         str | list[Block] | None, about("System prompt, or blocks of text.", "Answer briefly.")

@@ -350,6 +350,11 @@ Ignored = Annotated[
 RequestName = Annotated[
     str | UnsetType, about("Name of the request; absent in kobold's frames.", "r1")
 ]
+_REASON: Final = about(
+    'Why it ended exactly: "stop" if the model ended the text, "stop_token", "stop_sequence", '
+    '"length", "cancelled" or "tool_calls".',
+    "length",
+)
 SampleIndex = Annotated[int | UnsetType, about("Index of the sample, if there are several.", 0)]
 
 
@@ -482,14 +487,7 @@ class KoboldDoneEvent(Struct, kw_only=True, tag_field="type", tag="done"):
     ]
     total_tokens: Annotated[int, about("Tokens that were generated.", 2)]
     request_id: RequestName = UNSET
-    reason: Annotated[
-        str | UnsetType,
-        about(
-            'Of kobold, why it ended exactly: "stop" if the model ended the text, "stop_token", '
-            '"stop_sequence", "length", "cancelled" or "tool_calls".',
-            "length",
-        ),
-    ] = UNSET
+    reason: Annotated[str | UnsetType, _REASON] = UNSET
     generation_time_ms: Annotated[
         int | UnsetType, about("Of dream, milliseconds from admission to the end.", 4)
     ] = UNSET
@@ -550,14 +548,7 @@ class SampleResult(Struct):
 class Details(KoboldLeftOut, kw_only=True):
     """What a reply tells of its request; times and counts are of its first sample."""
 
-    reason: Annotated[
-        str,
-        about(
-            'Why that ended exactly: "stop" if the model ended the text, "stop_token", '
-            '"stop_sequence", "length", "cancelled" or "tool_calls".',
-            "length",
-        ),
-    ]
+    reason: Annotated[str, _REASON]
     seed: Seed
     prompt_tokens: PromptTokens
     cached_tokens: CachedTokens

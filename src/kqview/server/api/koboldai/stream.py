@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
@@ -80,12 +79,6 @@ _BUSY: Final = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class _Running:
-    run: Run
-    sending: "asyncio.Task[None]"
-
-
 class DreamSession:
     """Serves one socket; belongs to the event loop."""
 
@@ -94,7 +87,8 @@ class DreamSession:
         self._call = call
         self._socket = socket
         self._packs = socket.subprotocol == SUBPROTOCOL
-        self._running: _Running | None = None
+        self._run: Run | None = None
+        self._sending: asyncio.Task[None] | None = None  # of the run, with its end
         self._last_id: str | None = None
 
     async def serve(self) -> None:
@@ -108,9 +102,14 @@ class DreamSession:
         reading = asyncio.ensure_future(self._socket.receive())
         try:
             while not self._socket.is_closed:
-                await self._wait(reading)
-                if self._running is not None and self._running.sending.done():
-                    await self._end_running()
+                idle_s = None if self._sending else self._call.service.settings.idle_timeout_s
+                done, _ = await asyncio.wait(
+                    self._tasks(reading), timeout=idle_s, return_when=asyncio.FIRST_COMPLETED
+                )
+                if not done:
+                    raise TimeoutError
+                if self._sending in done:
+                    await self._end_sending()
                 elif reading.done():
                     raw = reading.result()
                     reading = asyncio.ensure_future(self._socket.receive())
@@ -121,22 +120,13 @@ class DreamSession:
             await asyncio.gather(*self._tasks(reading), return_exceptions=True)
 
     def _tasks(self, reading: "asyncio.Future[Any]") -> "list[asyncio.Future[Any]]":
-        return [reading] if self._running is None else [reading, self._running.sending]
+        return [reading] if self._sending is None else [reading, self._sending]
 
-    async def _wait(self, reading: "asyncio.Future[Any]") -> None:
-        """Wait for a message, or for the end of the generation."""
-        idle_s = None if self._running else self._call.service.settings.idle_timeout_s
-        done, _ = await asyncio.wait(
-            self._tasks(reading), timeout=idle_s, return_when=asyncio.FIRST_COMPLETED
-        )
-        if not done:
-            raise TimeoutError
-
-    async def _end_running(self) -> None:
-        """Wait until its last event is sent; then the socket is free, or closed if it failed."""
-        assert self._running is not None
-        await self._running.sending
-        self._running = None
+    async def _end_sending(self) -> None:
+        """Wait until the last event is sent; then the socket is free, or closed if it failed."""
+        if self._sending is not None:
+            await self._sending
+        self._run = self._sending = None
 
     # ---- messages
 
@@ -152,8 +142,8 @@ class DreamSession:
             await self._cancel(message)
             return
         # A client told of the end may ask again, even if the task that told it has a step left.
-        if self._running is not None and self._running.run.is_over:
-            await self._end_running()
+        if self._run is not None and self._run.is_over:
+            await self._end_sending()
         if not self._socket.is_closed:
             await self._generate(message, raw, unknown)
 
@@ -165,9 +155,9 @@ class DreamSession:
         )
 
     async def _cancel(self, message: Cancel) -> None:
-        running, wanted = self._running, message.request_id
-        if running is not None and wanted in (None, running.run.label):
-            running.run.end()
+        wanted = message.request_id
+        if self._run is not None and wanted in (None, self._run.label):
+            self._run.end()
         elif wanted is None or wanted != self._last_id:  # its end and this message may have crossed
             error = RequestError(
                 "no generation with this request_id runs on this socket; name one that does"
@@ -176,7 +166,7 @@ class DreamSession:
 
     async def _generate(self, message: Generate, raw: bytes | str, unknown: Sequence[str]) -> None:
         request_id = message.request_id or uuid.uuid4().hex
-        if self._running is not None:
+        if self._run is not None:
             await self._refuse(BusyError(_BUSY), request_id)
             return
         service = self._call.service
@@ -202,8 +192,8 @@ class DreamSession:
                 packs=self._packs,
             )
             self._last_id = request_id
-            sending = asyncio.ensure_future(self._send(run, renderer, use.pop_all()))
-            self._running = _Running(run, sending)
+            self._run = run
+            self._sending = asyncio.ensure_future(self._send(run, renderer, use.pop_all()))
 
     async def _send(self, run: Run, renderer: DreamEvents, use: contextlib.AsyncExitStack) -> None:
         async with use:

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from math import exp
 from types import MappingProxyType
 from typing import Any, Final, cast
@@ -146,13 +146,15 @@ class CompletionEvents:
         self._body = body
         self._model = model
         self._bytes_of = engine.token_bytes
-        self._samples = [
-            CompletionText(i, text, len(ids), sampling.stop)
-            for i, (ids, text) in enumerate(
-                one for one in prompts for _ in range(self.request.n_samples)
-            )
-        ]
+        self._prompts = prompts
         self.n_bytes = 0
+
+    @cached_property
+    def _samples(self) -> list[CompletionText]:
+        """Of a run that was admitted: before, there may be any number."""
+        stops, n = self.request.sampling.stop, self.request.n_samples
+        texts = [one for one in self._prompts for _ in range(n)]
+        return [CompletionText(i, text, len(ids), stops) for i, (ids, text) in enumerate(texts)]
 
     # ---- a stream
 

@@ -17,7 +17,7 @@ from kqview.errors import HeadFileError, RequestError
 from kqview.guards import rerank as rerank_by_attention
 from kqview.server.api.wire.citations import heads_of
 from kqview.server.api.wire.fields import ModelField
-from kqview.server.api.wire.prompts import TextsUsage, ids_of_each, pooling_of, prompts_of
+from kqview.server.api.wire.prompts import TEXTS, TextsUsage, ids_of_each, pooling_of, prompts_of
 from kqview.server.errors import NotSupported, renamed
 from kqview.server.models.service import Call
 from kqview.server.web.described import about
@@ -70,13 +70,7 @@ async def _engine(call: Call, field: str) -> AsyncGenerator[Engine]:
 class EmbeddingBody(Struct, kw_only=True):
     """Texts to embed, in any form of a prompt."""
 
-    input: Annotated[
-        str | dict[str, Any] | list[Any] | None,
-        about(
-            'A text, ids, {"content": [{"type": "text", "text": "Anna"}]}, or a list of these.',
-            "Anna is a teacher.",
-        ),
-    ] = None
+    input: Annotated[str | dict[str, Any] | list[Any] | None, TEXTS] = None
     content: Annotated[
         str | dict[str, Any] | list[Any] | None,
         about("Another name for ``input``.", "Anna is a teacher."),

@@ -9,6 +9,8 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from kqview.server.api.wire.chat_message import (
+    ANY_MESSAGES,
+    ANY_TOOLS,
     GenerationPromptField,
     MessageObject,
     TemplateField,
@@ -76,21 +78,9 @@ class PlainText(Struct):
 class TemplateBody(Struct, kw_only=True):
     """Messages of a chat."""
 
-    messages: Annotated[
-        list[MessageObject] | None,
-        about(
-            "The conversation, the oldest message first.",
-            [{"role": "user", "content": "Who is Anna?"}],
-        ),
-    ] = None
+    messages: Annotated[list[MessageObject] | None, ANY_MESSAGES] = None
     model: ModelField = None
-    tools: Annotated[
-        list[ToolObject] | None,
-        about(
-            "Functions that the model may call.",
-            [{"type": "function", "function": {"name": "weather"}}],
-        ),
-    ] = None
+    tools: Annotated[list[ToolObject] | None, ANY_TOOLS] = None
     add_generation_prompt: GenerationPromptField = None
     chat_template: Annotated[
         str | None,

@@ -1,4 +1,4 @@
-"""What is kept of attention, models and vectors as replies of OpenAI's API. Pure."""
+"""Parts of kept rows, models in Ollama's form, and vectors as a reply of OpenAI's API. Pure."""
 
 import re
 from typing import Final
@@ -9,32 +9,11 @@ from numpy.typing import NDArray
 
 from kqview.errors import RequestError
 from kqview.server.api.openai import schema
-from kqview.server.models.row_cache import CachedRows
 
 _RANGE: Final = re.compile(r"bytes=(\d{0,18})-(\d{0,18})", re.ASCII)
 
 
 # ---- attention that is kept
-
-
-def kept_attention(name: str, rows: CachedRows) -> schema.KeptAttention:
-    """The list of rows that are kept of a reply."""
-    choices = [
-        schema.KeptChoice(
-            index=i,
-            n_left_out=rows.n_left_out[i],
-            rows=[
-                schema.KeptRow(n=n, token_id=row.token_id, text=row.text, shape=row.shape)
-                for n, row in rows.shown(i)
-            ],
-        )
-        for i in range(len(rows.choices))
-    ]
-    wanted = rows.wanted
-    return schema.KeptAttention(
-        id=name, values=wanted.kind, format=wanted.format, dtype=wanted.dtype, layers=rows.layers,
-        choices=choices,
-    )  # fmt: skip
 
 
 def byte_range(header: str, n_bytes: int) -> tuple[int, int] | None:

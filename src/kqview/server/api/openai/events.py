@@ -372,13 +372,12 @@ class CompletionWriter:
         choice.n_text -= removal.n_characters
         again: list[Delta] = []
         if choice.reader is not None:
-            taken = taken_back(choice.reader, removal)
-            choice.reader, lost = taken.reader, taken.removed
+            choice.reader, lost, left = taken_back(choice.reader, removal)
             if choice.citing is not None:
                 choice.citing.take_back(removal.n_left)
                 choice.annotations.clear()
-                choice.cited(taken.deltas)  # which the client has
-            again = [delta for delta in taken.deltas if delta.call is not None]
+                choice.cited(left)  # which the client has
+            again = [delta for delta in left if delta.call is not None]
         else:
             lost = removed(removal, choice.shown.take_back(removal.text))
         chunks = self._begun(run, choice)

@@ -37,10 +37,23 @@ async def list_attention(call: Call) -> schema.KeptAttention:
     """Attention rows that are kept of a reply with attention {"delivery": "id"}."""
     name = call.path["id"]
     rows = _kept(call, name)
+
+    def choice(i: int) -> schema.KeptChoice:
+        kept = [
+            schema.KeptRow(n=n, token_id=row.token_id, text=row.text, shape=row.shape)
+            for n, row in rows.shown(i)
+        ]
+        return schema.KeptChoice(index=i, n_left_out=rows.n_left_out[i], rows=kept)
+
+    def written() -> schema.KeptAttention:
+        wanted, choices = rows.wanted, [choice(i) for i in range(len(rows.choices))]
+        return schema.KeptAttention(
+            id=name, values=wanted.kind, format=wanted.format, dtype=wanted.dtype,
+            layers=rows.layers, choices=choices,
+        )  # fmt: skip
+
     n_rows = sum(map(len, rows.choices))
-    return await call.service.converted(
-        _VALUE_BYTES * n_rows, call.hold, convert.kept_attention, name, rows
-    )
+    return await call.service.converted(_VALUE_BYTES * n_rows, call.hold, written)
 
 
 @OPERATIONS.get(

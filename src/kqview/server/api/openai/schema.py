@@ -10,6 +10,7 @@ from msgspec import UNSET, Struct, UnsetType
 
 from kqview.server.api.wire.attention import AttentionField
 from kqview.server.api.wire.chat_message import (
+    ANY_TOOLS,
     EffortField,
     GenerationPromptField,
     MessageObject,
@@ -21,7 +22,7 @@ from kqview.server.api.wire.citations import Annotation, DocumentsField, HeadsFi
 from kqview.server.api.wire.event_parts import ModCall, PromptRows, TokenRows
 from kqview.server.api.wire.fields import LlamaFields, ModelField, Timings
 from kqview.server.api.wire.logprobs import TextLogprobs, TokenLogprob
-from kqview.server.api.wire.prompts import TextsUsage
+from kqview.server.api.wire.prompts import TEXTS, TextsUsage
 from kqview.server.web.described import about
 
 Object = dict[str, Any]
@@ -95,16 +96,7 @@ class ChatBody(GenerateFields, kw_only=True):
         ),
     ]
     tools: Annotated[
-        Annotated[list[ToolObject], msgspec.Meta(max_length=1024)] | None,
-        about(
-            "Functions that the model may call.",
-            [
-                {
-                    "type": "function",
-                    "function": {"name": "weather", "parameters": {"type": "object"}},
-                }
-            ],
-        ),
+        Annotated[list[ToolObject], msgspec.Meta(max_length=1024)] | None, ANY_TOOLS
     ] = None
     tool_choice: Annotated[
         str | Object | None,
@@ -175,11 +167,7 @@ class EmbeddingsBody(Struct, kw_only=True):
     """Body of ``POST /v1/embeddings``."""
 
     input: Annotated[
-        str | dict[str, Any] | Annotated[list[Any], msgspec.Meta(max_length=65_536)],
-        about(
-            'A text, ids, {"content": [{"type": "text", "text": "Anna"}]}, or a list of these.',
-            "Anna is a teacher.",
-        ),
+        str | dict[str, Any] | Annotated[list[Any], msgspec.Meta(max_length=65_536)], TEXTS
     ]
     model: ModelField = None
     encoding_format: Annotated[

@@ -19,6 +19,7 @@ from msgspec import UNSET, Struct
 
 from kqview.errors import RequestError
 from kqview.server.api.wire.event_parts import (
+    FORMATS,
     AttentionObject,
     PromptAttention,
     RowsDescribed,
@@ -54,15 +55,7 @@ _ELEMENT_BYTES: Final = 64  # of an element in a list, besides its text
 
 
 # Fields that dialects have under names of their own.
-FormatField = Annotated[
-    Format | None,
-    about(
-        '"per_layer" has a row for each head of each layer; "aggregated" one row of them '
-        'all; "sparse" the columns with the largest weights; "viz" a summary of each '
-        "layer.",
-        default="per_layer",
-    ),
-]
+FormatField = Annotated[Format | None, about(FORMATS, default="per_layer")]
 LayersField = Annotated[Indices | None, about("Layers to send; all if not given.", [0, 3])]
 HeadsField = Annotated[Indices | None, about("Heads to send; all if not given.", [0, 5])]
 SpansField = Annotated[

@@ -449,23 +449,15 @@ class ChatRemoved(Removed, kw_only=True):
     ] = UNSET
 
 
-@dataclass(frozen=True, slots=True)
-class TakenBack:
+def taken_back(
+    reader: AnswerReader, removal: Removal
+) -> tuple[AnswerReader, dict[str, int], list[Delta]]:
     """What is left of an answer of which mods took tokens back.
 
-    Attributes:
-        reader: Reads on.
-        removed: What the client is to drop, fields of a `ChatRemoved`.
-        deltas: What is left. The client has all of it but the calls, which are to be sent again.
+    Returns:
+        A reader that reads on; what the client is to drop, fields of a `ChatRemoved`; what is left.
+        The client has all of that but the calls, which are to be sent again.
     """
-
-    reader: AnswerReader
-    removed: dict[str, int]
-    deltas: list[Delta]
-
-
-def taken_back(reader: AnswerReader, removal: Removal) -> TakenBack:
-    """Mods took tokens back: a reader of what is left, and what the client is to hear."""
     left = AnswerReader(reader.reading)
     deltas = [delta for text in removal.texts for delta in left.feed(text)]
     lost = removed(removal, reader.n_content - left.n_content)
@@ -473,7 +465,7 @@ def taken_back(reader: AnswerReader, removal: Removal) -> TakenBack:
         lost["reasoning_characters"] = n
     if reader.n_calls:  # calls cannot be shortened: all of them are sent again
         lost["tool_calls"] = reader.n_calls
-    return TakenBack(left, lost, deltas)
+    return left, lost, deltas
 
 
 def written_calls(payload: object) -> list[turn.WrittenCall]:
@@ -599,13 +591,13 @@ class AnswerWriter(ABC):
     def removed(self, run: Run, removal: Removal) -> list[bytes]:
         """What a client is to drop; an event of ours."""
         self.attention.removed(run, removal)
-        taken = taken_back(self._reader, removal)
-        self._reader, self._open = taken.reader, None
+        self._reader, lost, left = taken_back(self._reader, removal)
+        self._open = None
         self._restart()
         if self.citing is not None:
             self.citing.take_back(removal.n_left)
-        events = [*self._begun(run), self.removed_event(**taken.removed)]
-        for delta in taken.deltas:
+        events = [*self._begun(run), self.removed_event(**lost)]
+        for delta in left:
             again = self._written([delta])
             if delta.call is not None:
                 events += again

@@ -5,7 +5,7 @@ objects, which `kqview.chat.turn` checks. The classes here only describe them: n
 of them.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
@@ -97,3 +97,11 @@ ParallelCallsField = Annotated[
 EffortField = Annotated[
     str | None, about("How much to think, as ``reasoning_effort`` of the model's template.", "low")
 ]
+
+ANY_MESSAGES: Final = about(
+    "The conversation, the oldest message first.", [{"role": "user", "content": "Who is Anna?"}]
+)
+ANY_TOOLS: Final = about(
+    "Functions that the model may call.", [{"type": "function", "function": {"name": "weather"}}]
+)
+"""What messages and tools are, in a body."""

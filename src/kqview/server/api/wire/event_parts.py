@@ -15,6 +15,11 @@ ROW: Final = {
     "dtype": "float32", "values": "probs", "data": "…",
 }  # fmt: skip
 """An attention object of the description."""
+FORMATS: Final = (
+    '"per_layer" has a row for each head of each layer; "aggregated" one row of them all; '
+    '"sparse" the columns with the largest weights; "viz" a summary of each layer.'
+)
+"""What each format is."""
 TOKEN_ROW: Final = {**ROW, "n": 0, "token_id": 259}
 PROMPT_ROWS: Final = {**ROW, "shape": [4, 8, 7, 7], "start": 0, "rows": 7}
 """The same of a token, and of a prompt."""
@@ -23,13 +28,7 @@ PROMPT_ROWS: Final = {**ROW, "shape": [4, 8, 7, 7], "start": 0, "rows": 7}
 class AttentionObject(Struct, kw_only=True):
     """Attention of a token, or rows of the prompt; ``format`` says which fields there are."""
 
-    format: Annotated[
-        Format,
-        about(
-            '"per_layer" has a row for each head of each layer; "aggregated" one row of them '
-            'all; "sparse" the columns with the largest weights; "viz" a summary of each layer.'
-        ),
-    ]
+    format: Annotated[Format, about(FORMATS)]
     shape: Annotated[
         tuple[int, ...] | UnsetType,
         about(

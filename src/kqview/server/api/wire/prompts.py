@@ -18,6 +18,13 @@ _ID_BYTES: Final = 40  # a character and its ids
 _COST: Final = 4  # short texts take longer to tokenize than bytes to check
 
 
+TEXTS: Final = about(
+    'A text, ids, {"content": [{"type": "text", "text": "Anna"}]}, or a list of these.',
+    "Anna is a teacher.",
+)
+"""What texts to embed are, in a body."""
+
+
 class TextsUsage(Struct):
     """Tokens of all texts, with the special ones."""
 
