@@ -32,7 +32,7 @@ from kqview.mods import (
     ToolCalls,
 )
 from kqview.mods.calls import EventCall, ModCaller, Outcome
-from kqview.trace import Trace, final_ids
+from kqview.trace import final_ids
 from tests.support.mods import at
 from tests.support.rows import near, random_ids
 from tests.support.tiny_gguf import END_OF_TEXT
@@ -461,12 +461,11 @@ def test_trace_and_end_hook_know_how_the_request_ended(engine: Engine, reason: s
     assert [end.finish_reason for end in ends] == [reason] == [generation.finish_reason]
     assert list(ends[0].ids) == generation.tokens
     assert isinstance(ends[0].error, LookupError) == (reason == "error")
-    request = Trace.from_json(generation.trace.to_json()).request
-    assert request.inference_stats is not None
-    assert request.inference_stats["finish_reason"] == reason
-    assert request.completed_at is not None
-    assert request.final_token_ids == generation.tokens
-    assert (request.request_id, request.mod_text) == (generation.request_id, "<lambda>")
+    request = generation.trace.to_payload()["request"]
+    assert request["inference_stats"]["finish_reason"] == reason
+    assert request["completed_at"] is not None
+    assert request["final_token_ids"] == generation.tokens
+    assert (request["request_id"], request["mod_text"]) == (generation.request_id, "<lambda>")
 
 
 def test_generation_that_is_never_iterated_ends_too(engine: Engine):

@@ -11,8 +11,8 @@ import pytest
 
 from kqview.ingest import IngestSettings
 from kqview.trace.post import Poster
-from kqview.trace.record import Trace
 from tests.support.receiving import Receiving, receiving, sqlite_url
+from tests.support.traces import read_trace
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -38,7 +38,7 @@ def received(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Receiving]:
 
 
 def test_traces_of_every_action_arrive_as_they_were_posted(received: Receiving) -> None:
-    traces = [Trace.from_json(path.read_bytes()) for path in TRACES]
+    traces = [read_trace(path.read_bytes()) for path in TRACES]
     assert len(traces) >= 9
     with Poster(f"{received.url}/ingest") as poster:
         for trace in traces:
@@ -48,7 +48,7 @@ def test_traces_of_every_action_arrive_as_they_were_posted(received: Receiving) 
     with received.client() as client:
         for trace in traces:
             read = client.get(f"/v1/traces/{trace.request.request_id}").content
-            assert Trace.from_json(read).to_payload() == trace.to_payload()
+            assert read_trace(read).to_payload() == trace.to_payload()
 
 
 @pytest.fixture(scope="module")

@@ -12,10 +12,10 @@ import pytest
 from kqview import Engine, Mod
 from kqview.ingest import IngestSettings
 from kqview.ingest.settings import web_settings
-from kqview.trace import Trace, final_ids
+from kqview.trace import final_ids
 from tests.support.browser import PHONE, sync_api, violations
 from tests.support.receiving import Receiving, receiving, sqlite_url
-from tests.support.traces import SHORT, cut, long_trace, short_trace
+from tests.support.traces import SHORT, cut, long_trace, read_trace, short_trace
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -86,7 +86,7 @@ def test_scrubber_shows_the_tokens_after_each_event(page: Any, served: Receiving
     n_events = len(payload["events"])
     for n in [*range(n_events, 0, -1), *range(2, n_events + 1)]:
         page.locator("[type=range]").fill(str(n - 1))
-        ids = final_ids(Trace.from_payload(cut(payload, n)))
+        ids = final_ids(read_trace(cut(payload, n)))
         assert page.locator(LIVE).all_inner_texts() == [texts[one] for one in ids]
 
 

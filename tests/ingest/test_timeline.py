@@ -10,9 +10,9 @@ import pytest
 
 import kqview.ingest
 from kqview.ingest.payload import Posted
-from kqview.trace import Trace, final_ids
+from kqview.trace import final_ids
 from tests.support.browser import open_tab
-from tests.support.traces import SHORT, cut, long_trace, short_trace
+from tests.support.traces import SHORT, cut, long_trace, read_trace, short_trace
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -72,7 +72,7 @@ def test_ids_are_those_of_the_request_and_of_the_replay(page: Any, name: str):
     payload = short_trace(name)
     wanted = payload["request"]["final_token_ids"]
     assert timeline(page, payload)["finalIds"] == wanted
-    assert final_ids(Trace.from_payload(payload)) == wanted
+    assert final_ids(read_trace(payload)) == wanted
 
 
 def test_ids_after_every_event_of_long_traces_are_those_of_the_replay(page: Any):
@@ -81,7 +81,7 @@ def test_ids_after_every_event_of_long_traces_are_those_of_the_replay(page: Any)
         found = page.evaluate(READ_IDS, [SOURCE, json.dumps(payload)])
         assert found[-1] == payload["request"]["final_token_ids"]
         for n_events in range(1, len(found) + 1, 7):
-            trace = Trace.from_payload(cut(payload, n_events))
+            trace = read_trace(cut(payload, n_events))
             assert found[n_events - 1] == final_ids(trace)
 
 

@@ -20,8 +20,9 @@ from kqview.server.api.wire.chat import taken_back
 from kqview.server.api.wire.mods_field import calls_of
 from kqview.server.models.run import Removal
 from kqview.stop_strings import ShownText
-from kqview.trace import Trace, final_ids, post
+from kqview.trace import final_ids, post
 from tests.support.trace_receiver import receiving
+from tests.support.traces import read_trace
 from tests.support.waiting import hanging, wait_until
 
 if TYPE_CHECKING:
@@ -722,7 +723,7 @@ def test_traces_of_every_end_are_posted(serve: Serve, mods_dir: Path, tmp_path: 
             ask([])  # not traced
             receiver.wait(lambda: len(receiver.posts) >= 6)
             served.wait_until(lambda: "kqview_traces_sent_total 6" in client.get("/metrics").text)
-    traces = [Trace.from_payload(one) for one in receiver.payloads]
+    traces = [read_trace(one) for one in receiver.payloads]
     assert len(traces) == 6
     assert receiver.posts[0][1]["authorization"] == "Bearer k"
     reasons = [(one.request.inference_stats or {})["finish_reason"] for one in traces]
@@ -749,7 +750,7 @@ def test_traces_of_two_keys_differ_in_their_ids_however_long_these_are(serve: Se
                 body = {**kobold(), "request_id": "x" * 400}
                 assert client.post("/api/v1/generate", json=body).status_code == 200
         receiver.wait(lambda: len(receiver.posts) >= 2)
-    ids = {Trace.from_payload(one).request.request_id for one in receiver.payloads}
+    ids = {read_trace(one).request.request_id for one in receiver.payloads}
     assert len(ids) == 2
 
 
@@ -758,7 +759,7 @@ def test_every_request_is_traced_if_the_operator_wants_it(serve: Serve):
         served = serve(Settings(trace_url=receiver.url, trace="all"))
         reply = asked(served, APIS["chat"], None).json()
         receiver.wait(lambda: len(receiver.posts) >= 1)
-    [trace] = map(Trace.from_payload, receiver.payloads)
+    [trace] = map(read_trace, receiver.payloads)
     assert trace.request.request_id == reply["id"]
     assert trace.request.final_text == reply["choices"][0]["message"]["content"]
     assert final_ids(trace) == trace.request.final_token_ids

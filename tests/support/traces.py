@@ -1,4 +1,7 @@
-"""A long trace as an engine posts it, with mods at work in it; the short ones are JSON files."""
+"""A long trace as an engine posts it, with mods at work in it; the short ones are JSON files.
+
+Traces are read back as their readers may do it.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,20 @@ import random
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from kqview.trace import Trace
+
 FOLDER = Path(__file__).parents[1] / "ingest" / "traces"
 SHORT = sorted(path.stem for path in FOLDER.glob("*.json"))
 
 _WORDS = ["One", " day", ",", " Tom", " found", " a", " red", " ball", ".", " Then", " he", "\n"]
+
+
+def read_trace(given: str | bytes | dict[str, Any]) -> Trace:
+    """The trace in JSON, or in what `Trace.to_payload` returns."""
+    msgspec: Any = pytest.importorskip("msgspec")
+    return msgspec.convert(json.loads(given) if isinstance(given, str | bytes) else given, Trace)
 
 
 def short_trace(name: str) -> dict[str, Any]:

@@ -25,7 +25,6 @@ from kqview.mods.actions import ToolCalls
 from kqview.server.api.koboldai.stream import message_of
 from kqview.server.errors import Unprocessable
 from kqview.server.web.endpoint import decoded
-from kqview.trace import Trace
 from kqview.types.closed_schema import held
 from kqview.types.json_schema import schema_text
 
@@ -134,7 +133,6 @@ READERS: dict[str, tuple[type[Exception], Callable[[int, Path], object]]] = {
         lambda depth, _: checked_tools([{"name": "f", "parameters": {"a": lists(depth - 2)}}]),
     ),
     "mod's answer": (InvalidActionError, lambda depth, _: ToolCalls(lists(depth))),
-    "trace": (RequestError, lambda depth, _: Trace.from_json(text_of(depth))),
     "posted trace": (RequestError, lambda depth, _: Posted(text_of(depth).encode())),
     "saved generation": (StateFormatError, lambda depth, folder: _saved(folder, text_of(depth))),
     "body": (RequestError, lambda depth, _: decoded(msgspec.json.Decoder(), text_of(depth))),

@@ -16,6 +16,7 @@ from kqview.errors import RequestError
 from kqview.trace import Trace, TraceRequest
 from kqview.trace.post import Poster
 from tests.support.trace_receiver import LONG_S, Receiver, receiving
+from tests.support.traces import read_trace
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
@@ -114,7 +115,7 @@ def test_trace_that_is_refused_is_put_aside_and_not_sent_again(
     assert (stats.n_refused, stats.n_sent, stats.n_waiting_bytes) == (1, 1, 0)
     assert files(tmp_path) == []
     [kept] = files(tmp_path / "refused")
-    assert Trace.from_json(kept.read_bytes()) == trace("bad")
+    assert read_trace(kept.read_bytes()) == trace("bad")
 
 
 def test_trace_that_the_receiver_chokes_on_holds_up_no_other(receiver: Receiver, tmp_path: Path):

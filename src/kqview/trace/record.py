@@ -1,4 +1,4 @@
-"""Trace: what happened in one request, as data that converts to JSON and back.
+"""Trace: what happened in one request, as data that becomes JSON.
 
 The JSON is what is posted to `kqview ingest`, or any other receiver of Thunder's ingest format: an
 object with ``request``, ``events``, ``mod_calls``, ``mod_logs`` and ``actions``. A call
@@ -8,22 +8,20 @@ event's ``sequence_order`` is its own index. Fields have the names of the JSON k
 A trace holds what was recorded, unchanged. `Trace.to_payload` makes it valid for JSON and
 databases: without NUL, lone surrogates or infinities, and with names and token texts cut to the
 width of receivers' columns. `kqview.trace.recorder` writes a trace, `kqview.trace.replay` rebuilds
-a request's ids from one.
+a request's ids from one. Libraries that make dataclasses of JSON, such as msgspec, read it back.
 """
 
 import json
 import math
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from types import NoneType
-from typing import Any, Final, Literal, Self, cast, get_args, get_origin, get_type_hints
+from typing import Any, Final, Literal, cast
 
 import numpy as np
 
 from kqview import json_input
-from kqview.errors import RequestError
 
 Json = Any
 """A JSON value: None, bool, int, float, str, or a list or dict of these."""
@@ -271,48 +269,6 @@ class Trace:
         """Return `to_payload` as JSON; ASCII only, on one line."""
         return "".join(self.json_parts())
 
-    @classmethod
-    def from_payload(cls, payload: object) -> Self:
-        """Return the trace of a payload. Unknown keys are ignored, missing lists are empty.
-
-        Raises:
-            RequestError: A key is missing or has the wrong type, or an index is out of range; the
-                message names it.
-        """
-        top: Object = _value(dict, payload, "payload")
-        request = _value(TraceRequest, top.get("request"), "request")
-        events, calls, logs, actions = (
-            _value(list[kind], top.get(name, []), name)
-            for name, kind in zip(_LISTS, (TraceEvent, ModCall, ModLog, TraceAction), strict=True)
-        )
-        for i, one in enumerate(top.get("events", [])):
-            order = one.get("sequence_order")
-            if isinstance(order, bool) or order != i:
-                raise _wrong(f"events[{i}].sequence_order", order, f"{i}, the event's own index")
-        for name, owned, key, n in (
-            ("mod_calls", calls, "event_sequence_order", len(events)),
-            ("mod_logs", logs, "mod_call_sequence", len(calls)),
-            ("actions", actions, "mod_call_sequence", len(calls)),
-        ):
-            for i, one in enumerate(owned):
-                index = getattr(one, key)
-                if not 0 <= index < n:
-                    raise _wrong(f"{name}[{i}].{key}", index, f"an index below {n}")
-        return cls(request, events, calls, logs, actions)
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> Self:
-        """Return the trace of a JSON text.
-
-        Raises:
-            RequestError: It is not JSON, or as for `from_payload`.
-        """
-        try:
-            payload = json_input.loads(text)
-        except ValueError as error:
-            raise RequestError(f"the trace is not JSON: {error}", parameter="text") from None
-        return cls.from_payload(payload)
-
 
 # ---- writing
 
@@ -370,93 +326,9 @@ def _repr(value: object) -> str:
 def _json(record: Any, index: int = 0) -> str:
     written = {
         name: cleaned(value, name)
-        for name in _FIELDS[type(record)]
+        for name in record.__slots__
         if (value := getattr(record, name)) is not None
     }
     if isinstance(record, TraceEvent):
         written["sequence_order"] = index
     return json.dumps(written, allow_nan=False, separators=(",", ":"))
-
-
-# ---- reading
-
-
-def _value(hint: Any, value: Any, where: str) -> Any:
-    """*value*, of JSON, as *hint* says; messages call it *where*."""
-    if type(value) is hint or hint is Any:
-        return value
-    kind, inner = get_origin(hint) or hint, get_args(hint)
-    if kind is Literal:
-        if value not in inner:
-            raise _wrong(where, value, f"one of {', '.join(inner)}")
-        return value
-    if kind is datetime:
-        return _time(value, where)
-    if kind is float and type(value) is int:
-        return float(value)
-    is_record = kind in _FIELDS
-    json_kind = dict if is_record else kind
-    if type(value) is not json_kind:  # a bool is no int
-        raise _wrong(where, value, _EXPECTED[json_kind])
-    if is_record:
-        return _record(kind, value, where)
-    if kind is list and inner:
-        item = get_origin(inner[0]) or inner[0]
-        return [
-            one if type(one) is item else _value(item, one, f"{where}[{i}]")
-            for i, one in enumerate(value)
-        ]
-    return value
-
-
-_EXPECTED: Final[Mapping[Any, str]] = {
-    str: "a text", int: "an integer", float: "a number", bool: "true or false",
-    list: "a list", dict: "an object",
-}  # fmt: skip
-
-
-def _record(cls: type[Any], given: Object, where: str) -> Any:
-    found: Object = {}
-    for name, (hint, is_required, is_optional) in _FIELDS[cls].items():
-        if name not in given:
-            if is_required:
-                raise _wrong(f"{where}.{name}", None, "a value; it is missing")
-        elif given[name] is not None or not is_optional:
-            value = given[name]
-            found[name] = value if type(value) is hint else _value(hint, value, f"{where}.{name}")
-    return cls(**found)
-
-
-def _time(value: object, where: str) -> datetime:
-    try:
-        if isinstance(value, str):
-            found = datetime.fromisoformat(value)
-            if found.tzinfo is not None:
-                return found
-        elif isinstance(value, int | float) and not isinstance(value, bool):
-            return datetime.fromtimestamp(value, UTC)
-    except (ValueError, OverflowError, OSError):
-        pass
-    raise _wrong(where, value, "a time such as 2025-12-01T18:30:00Z, or seconds since 1970")
-
-
-def _wrong(where: str, value: object, expected: str) -> RequestError:
-    return RequestError(f"{where} is {reprlib.repr(value)}; it must be {expected}", parameter=where)
-
-
-def _fields_of(cls: type[Any]) -> dict[str, tuple[Any, bool, bool]]:
-    """Name of each field -> (type, whether it is required, whether it may be null)."""
-    hints = get_type_hints(cls)
-    found: dict[str, tuple[Any, bool, bool]] = {}
-    for spec in fields(cls):
-        hint = hints[spec.name]
-        is_optional = NoneType in get_args(hint)
-        found[spec.name] = (
-            get_args(hint)[0] if is_optional else hint, spec.default is MISSING, is_optional,
-        )  # fmt: skip
-    return found
-
-
-_FIELDS: Final = {
-    cls: _fields_of(cls) for cls in (TraceRequest, TraceEvent, ModCall, ModLog, TraceAction)
-}

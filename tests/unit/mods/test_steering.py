@@ -45,6 +45,7 @@ from kqview.mods.failures import ModFailures, logging_failures
 from kqview.mods.steering import Decision, Steering
 from kqview.trace import Trace, TraceRecorder, TraceRequest, final_ids
 from tests.support.mods import FakeForward, Picked, at
+from tests.support.traces import read_trace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -869,7 +870,7 @@ def test_trace_of_random_mods_rebuilds_the_ids():
         ran = run(*mods, max_tokens=120, stops=frozenset({1}), stop_at=[2, 3])
         ends.add(ran.end)
         if n_requests % 20 == 0:
-            assert final_ids(Trace.from_json(ran.trace.to_json())) == ran.ids
+            assert final_ids(read_trace(ran.trace.to_json())) == ran.ids
         n_steps += len(ran.forwards)
         n_requests += 1
     assert ends >= {"length", "stop", "stop_token"}
