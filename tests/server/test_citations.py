@@ -357,7 +357,9 @@ def engine() -> Iterator[Engine]:
 def test_many_sentences_share_a_passage(engine: Engine):
     texts = ["A cat ran. " * 400, "\n B dog sat. " * 200]
     ids = engine.tokenize("".join(texts))
-    sources = Sources.of(engine, ids, [Document(one, index=i) for i, one in enumerate(texts)], None)
+    sources = Sources.of(
+        engine, ids, [Document(one, index=i) for i, one in enumerate(texts)], {"cite": None}
+    )
     assert 256 < len(sources.passages) <= 512
     assert {one.text.count(".") for one in sources.passages} == {2}
     spans = sources.capture.spans
@@ -369,6 +371,8 @@ def test_many_sentences_share_a_passage(engine: Engine):
 class Piece:
     """A token whose attention goes to one passage of two."""
 
+    index = 0
+
     def __init__(self, i: int) -> None:
         self.attention = np.zeros((1, 1, 2), np.float32)
         self.attention[0, 0, i] = 1
@@ -377,7 +381,7 @@ class Piece:
 def test_sentences_of_an_answer_are_cited_when_the_next_one_begins():
     document = Document("One. Two.")
     two = [Passage(document, 0, 4, 0, 1), Passage(document, 5, 9, 1, 1)]
-    sources = Sources(two, Capture(spans=[(0, 1), (1, 2)]), (0,), None)
+    sources = Sources(two, Capture(spans=[(0, 1), (1, 2)]), (0,), {"cite": None})
     citing = Citing(sources)
     seen: list[tuple[str, str | None]] = []
     n = 0

@@ -207,7 +207,11 @@ class HeadFile:
         Returns:
             Scores, float64 of shape ``(...)``.
         """
-        raw = self.bias + measures @ self.weights(pairs)
+        return self.score_of_sums(measures @ self.weights(pairs))
+
+    def score_of_sums(self, sums: Floats) -> Floats:
+        """Scores of measures that were multiplied by `weights` and added up."""
+        raw = self.bias + sums
         return np.asarray(logistic(raw) if self.link == "logistic" else raw)
 
     def weights(self, pairs: Sequence[Pair]) -> Floats:

@@ -212,6 +212,7 @@ class MessageWriter(AnswerWriter):
         facts: dict[str, Any] = {
             "cited_text": passage.text, "document_index": document.index,
             "document_title": document.title or None, "score": cited.score,
+            "grounding": cited.grounding,
         }  # fmt: skip
         if document.blocks:
             end = passage.block + passage.n_blocks
@@ -258,6 +259,7 @@ class MessageWriter(AnswerWriter):
                 cache_read_input_tokens=usage.cached_tokens,
                 output_tokens=usage.completion_tokens,
             ),
+            injection=self.injection,
         )
 
 

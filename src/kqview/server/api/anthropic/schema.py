@@ -12,7 +12,13 @@ from msgspec import UNSET, Struct, UnsetType
 
 from kqview.server.api.wire.attention import AttentionField
 from kqview.server.api.wire.chat_message import ANY_MESSAGES, EffortField, TemplateField
-from kqview.server.api.wire.citations import HeadsField
+from kqview.server.api.wire.citations import (
+    GroundingField,
+    GroundingFound,
+    HeadsField,
+    InjectionField,
+    InjectionFound,
+)
 from kqview.server.api.wire.event_parts import PromptRows, TokenRows
 from kqview.server.api.wire.fields import LlamaFields, ModelField, Stops
 from kqview.server.web.described import about
@@ -160,6 +166,8 @@ class MessagesBody(CountBody, kw_only=True):
     """A conversation to continue; llama.cpp's sampling fields work too."""
 
     citation_heads: HeadsField = None
+    grounding: GroundingField = None
+    injection: InjectionField = None
     stop_sequences: Annotated[Stops | None, about("Texts that end the answer.", ["\n\n"])] = None
     attention: AttentionField = None
 
@@ -180,6 +188,7 @@ class Citation(Struct, kw_only=True):
     score: Annotated[
         float, about("Attention that the passage got, the mean over the sentence's tokens.", 0.4)
     ]
+    grounding: GroundingFound = UNSET
 
 
 class CharLocation(Citation, kw_only=True, tag_field="type", tag="char_location"):
@@ -260,6 +269,7 @@ class Message(Struct, kw_only=True):
     usage: Annotated[Usage, about("Tokens of the request.")]
     attention: TokenRows = UNSET
     prompt_attention: PromptRows = UNSET
+    injection: InjectionFound = UNSET
 
 
 class TokenCount(Struct):

@@ -19,7 +19,15 @@ from kqview.server.api.openai import schema
 from kqview.server.api.openai.schema import ChoiceLogprobs, ToolCall, Usage
 from kqview.server.api.wire.attention import AttentionWriter, ReplyLists, event_pieces
 from kqview.server.api.wire.chat import ChatRemoved, taken_back, written_calls
-from kqview.server.api.wire.citations import Annotation, Cited, Citing, Sources, UrlFacts
+from kqview.server.api.wire.citations import (
+    Annotation,
+    Cited,
+    Citing,
+    Injection,
+    InjectionFound,
+    Sources,
+    UrlFacts,
+)
 from kqview.server.api.wire.event_parts import (
     ModCall,
     PromptAttention,
@@ -69,6 +77,7 @@ class AnswerDelta(Struct, kw_only=True):
         list[Annotation] | UnsetType,
         about("What a sentence that has ended is from, in a chunk of its own."),
     ] = UNSET
+    injection: InjectionFound = UNSET
 
 
 Index = Annotated[int, about("Of the answer, from 0.", 0)]
@@ -225,6 +234,11 @@ class _Choice:
         stops = writer.request.sampling.stop
         self.shown = ShownText((stops,) if isinstance(stops, str) else stops)
 
+    @property
+    def injection(self) -> Injection | UnsetType:
+        """Whether the data of a chat contain orders; known with the first token, if asked for."""
+        return UNSET if self.citing is None else self.citing.injection
+
     def feed(self, run: Run, token: Token) -> list[AnswerDelta]:
         """What a token adds to the answer of a chat."""
         assert self.reader is not None
@@ -286,7 +300,7 @@ class CompletionWriter:
             bytes_of: Bytes of an id.
             is_prefill: Whether only the prompt is evaluated: the one token that comes is not shown.
             reading: How answers of a chat are read; None for completions.
-            sources: What answers of a chat may cite; None if nobody asks.
+            sources: What answers of a chat are judged by; None if nobody asks.
             shown_prompt: Text of the prompt for ``__verbose``; None without.
             echoes: Text of each prompt, which precedes the generated one; () without ``echo``.
             echo_logprobs: Number of most probable tokens to show with those of the prompt; None if
@@ -334,6 +348,8 @@ class CompletionWriter:
             return []
         choice, token = self._choices[step.sample], step.token
         choice.clock.note()
+        if choice.citing is not None:
+            choice.citing.judge(token)
         is_first = not choice.has_begun
         chunks = self._begun(run, choice)
         if is_first and self.body.return_progress:
@@ -427,7 +443,8 @@ class CompletionWriter:
             return []
         choice.has_begun = True
         if choice.reader is not None:
-            return [self._chunk(run, choice, AnswerDelta(role="assistant", content=None))]
+            delta = AnswerDelta(role="assistant", content=None, injection=choice.injection)
+            return [self._chunk(run, choice, delta)]
         echo, logprobs = self.echo(choice.index), None
         if self.echoed:
             logprobs = self.echoed[choice.index // self.request.n_samples]
@@ -507,7 +524,7 @@ class CompletionWriter:
             choice = self._choices[i]
             assert choice.reader is not None
             choice.cited(choice.reader.finish(text), is_end=True)
-            message.annotations = choice.annotations
+            message.annotations, message.injection = choice.annotations, choice.injection
         if answer.calls:
             message.tool_calls = [
                 ToolCall(

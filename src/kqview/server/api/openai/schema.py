@@ -18,7 +18,14 @@ from kqview.server.api.wire.chat_message import (
     TemplateField,
     ToolObject,
 )
-from kqview.server.api.wire.citations import Annotation, DocumentsField, HeadsField
+from kqview.server.api.wire.citations import (
+    Annotation,
+    DocumentsField,
+    GroundingField,
+    HeadsField,
+    InjectionField,
+    InjectionFound,
+)
 from kqview.server.api.wire.event_parts import ModCall, PromptRows, TokenRows
 from kqview.server.api.wire.fields import LlamaFields, ModelField, Timings
 from kqview.server.api.wire.logprobs import TextLogprobs, TokenLogprob
@@ -134,6 +141,8 @@ class ChatBody(GenerateFields, kw_only=True):
     chat_template_kwargs: TemplateField = None
     documents: DocumentsField = None
     citation_heads: HeadsField = None
+    grounding: GroundingField = None
+    injection: InjectionField = None
     add_generation_prompt: GenerationPromptField = None
     continue_final_message: Annotated[
         bool | str | None,
@@ -255,6 +264,7 @@ class Message(Struct, kw_only=True):
         list[Annotation] | UnsetType,
         about("What its sentences are from, if there are ``documents``."),
     ] = UNSET
+    injection: InjectionFound = UNSET
 
 
 class ChoiceLogprobs(Struct):

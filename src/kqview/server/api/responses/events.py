@@ -366,6 +366,7 @@ class ResponseWriter(AnswerWriter):
             top_logprobs=body.top_logprobs or 0,
             top_p=body.top_p,
             usage=usage,
+            injection=self.injection,
         )
 
 

@@ -11,7 +11,14 @@ from msgspec import UNSET, Struct
 
 from kqview.server.api.wire.attention import AttentionField
 from kqview.server.api.wire.chat_message import EffortField, ParallelCallsField, TemplateField
-from kqview.server.api.wire.citations import DocumentsField, HeadsField, UrlCitation
+from kqview.server.api.wire.citations import (
+    DocumentsField,
+    GroundingField,
+    HeadsField,
+    InjectionField,
+    InjectionFound,
+    UrlCitation,
+)
 from kqview.server.api.wire.event_parts import PromptRows, TokenRows
 from kqview.server.api.wire.fields import LlamaFields, ModelField
 from kqview.server.api.wire.logprobs import TokenLogprob
@@ -177,6 +184,8 @@ class ResponsesBody(InputBody, kw_only=True):
     """A conversation to continue; llama.cpp's sampling fields work too."""
 
     citation_heads: HeadsField = None
+    grounding: GroundingField = None
+    injection: InjectionField = None
     max_output_tokens: Annotated[
         int | None, about("Most tokens to generate; as many as fit the context if not given.", 128)
     ] = None
@@ -342,3 +351,4 @@ class Response(Struct, kw_only=True):
     )
     attention: TokenRows = UNSET
     prompt_attention: PromptRows = UNSET
+    injection: InjectionFound = UNSET

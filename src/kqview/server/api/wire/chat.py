@@ -22,7 +22,6 @@ from kqview.chat.tool_format import CallDelta, Reasoning, Tool
 from kqview.chat.turn import AnswerReader, Delta, Reading
 from kqview.engine import Engine
 from kqview.errors import RequestError
-from kqview.heads import HeadFile
 from kqview.mods.events import Dialogue
 from kqview.server.api.wire.attention import (
     ATTENTION_NAMES,
@@ -31,7 +30,16 @@ from kqview.server.api.wire.attention import (
     attention_of,
     event_pieces,
 )
-from kqview.server.api.wire.citations import Cited, Citing, Document, Sources, heads_of
+from kqview.server.api.wire.citations import (
+    Cited,
+    Citing,
+    Document,
+    Guards,
+    Injection,
+    Sources,
+    guards_of,
+    instruction_of,
+)
 from kqview.server.api.wire.event_parts import Removed
 from kqview.server.api.wire.fields import (
     first,
@@ -98,7 +106,7 @@ class ChatRequest:
         stop: The same.
         attention: As in GenerateRequest.
         documents: Documents of the messages, of which the answer says what is from them.
-        citation_heads: The heads that tell; None for all alike.
+        guards: What else is told of the request and its answer, and by which heads.
         names: As in GenerateRequest.
         options: Further fields of the GenerateRequest, such as ``slot``.
     """
@@ -125,7 +133,7 @@ class ChatRequest:
     stop: Sequence[str] | None = None
     attention: AttentionWanted | None = None
     documents: Sequence[Document] = ()
-    citation_heads: HeadFile | None = None
+    guards: Guards = field(default_factory=dict[str, Any])
     names: Mapping[str, str] = field(default_factory=dict[str, str])
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
@@ -137,7 +145,7 @@ def with_fields(
 
     Args:
         chat: The prompt, and names of the dialect's own fields.
-        body: The request, `LlamaFields` with ``attention`` and ``citation_heads``.
+        body: The request, `LlamaFields` with ``attention`` and those of guards.
         engine: The engine that will answer.
         settings: For the server's defaults.
         request_id: As in GenerateRequest.
@@ -156,7 +164,6 @@ def with_fields(
     budget = first(most_tokens_of(body, "reasoning_budget"), chat.reasoning_budget)
     if budget is None and settings.reasoning_budget >= 0:
         budget = default_budget(sampling, settings)
-    heads = heads_of(body.citation_heads, engine, settings) if chat.documents else None
     return replace(
         chat,
         sampling=sampling,
@@ -165,7 +172,7 @@ def with_fields(
         schema={"type": "object"} if json_schema == {} else json_schema,
         reasoning_budget=budget,
         attention=attention_of(body.attention, settings),
-        citation_heads=heads,
+        guards=guards_of(body, engine, settings, cites=bool(chat.documents)),
         names={**names_of(body), **ATTENTION_NAMES, **names},
         options=options_of(body, settings),
     )
@@ -294,25 +301,26 @@ def prepare(engine: Engine, chat: ChatRequest) -> ChatWork:
         **chat.options,
     )
     sources = None
-    if chat.documents:
-        sources, request = _citing(engine, chat, request)
+    if chat.guards:
+        sources, request = _guarded(engine, chat, request)
     stops = (sampling.stop,) if isinstance(sampling.stop, str) else tuple(sampling.stop)
     if chat.reasoning == "none" and not (is_harmony and tools):
         split = Split(mode="none")
     return ChatWork(request, replace(reading, split=split, stops=stops), sources)
 
 
-def _citing(
+def _guarded(
     engine: Engine, chat: ChatRequest, request: GenerateRequest
 ) -> tuple[Sources, GenerateRequest]:
-    """What the answers may cite, and *request* with the capture that tells."""
+    """What the answers are judged by, and *request* with the capture that tells."""
     if chat.attention is not None:
+        asked = "citations" if chat.documents else "injection"
         raise RequestError(
-            "attention and citations are asked for, but a request has one capture; leave one out",
+            f"attention and {asked} are asked for, but a request has one capture; leave one out",
             parameter="attention",
         )
-    ids = cast("list[int]", request.prompt)
-    sources = Sources.of(engine, ids, chat.documents, chat.citation_heads)
+    ids, instruction = cast("list[int]", request.prompt), instruction_of(chat.messages)
+    sources = Sources.of(engine, ids, chat.documents, chat.guards, instruction)
     # Documents stay where they are.
     options = {"capture": sources.capture, "headers": sources.headers, "context_shift": False}
     return sources, replace(request, **options)
@@ -510,7 +518,7 @@ class AnswerWriter(ABC):
         self.request = work.request
         self.n_bytes = 0
         self.citing = None if work.sources is None else Citing(work.sources)
-        """Tells what sentences are from; None if nobody asks."""
+        """What the guards say; None if nobody asks."""
         self._body = body
         self._model = model
         self._bytes_of = bytes_of
@@ -519,6 +527,11 @@ class AnswerWriter(ABC):
         self._parts: list[Any] = []  # the open one is as it was when it was opened
         self._open: Part | None = None
         self._pieces: list[str] = []  # of the open part
+
+    @property
+    def injection(self) -> Injection | UnsetType:
+        """Whether the data contain orders; known with the first token, if asked for."""
+        return UNSET if self.citing is None else self.citing.injection
 
     # ---- of a dialect
 
@@ -582,6 +595,8 @@ class AnswerWriter(ABC):
 
     def token(self, run: Run, step: Step) -> list[bytes]:
         """What is clear with this token, and its row."""
+        if self.citing is not None:
+            self.citing.judge(step.token)
         events = self._begun(run) + self.feed(run, step.token)
         fields, data = self.attention.token(run, step)
         if fields is not None:

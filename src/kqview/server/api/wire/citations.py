@@ -1,21 +1,32 @@
-"""Citations: which passage of the request's documents each sentence of an answer is from. Pure.
+"""Guards of a chat while its answer comes: which passage of the documents each sentence is from,
+whether the documents say it, and whether the chat's data contain orders. Pure.
 
-As `kqview.guards.cite`, but while the answer comes: passages, which are sentences of the documents,
-are spans of the prompt, and of each token nothing but its sums over them is captured. A sentence
-is from the passage that its tokens looked at most.
+As `kqview.guards.cite`, `grounding` and `injection_score`, but of the request itself: passages,
+which are sentences of the documents, and the system message are spans of the prompt, and of each
+token nothing but its sums over them is captured. A sentence is from the passage that its tokens
+looked at most.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple, TypeVar, cast
 
 import numpy as np
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 
+from kqview.chat.tool_format import objects_of
 from kqview.engine import Engine
 from kqview.errors import HeadFileError, RequestError
 from kqview.heads.file import Floats, HeadFile, checked_layers, even_heads
-from kqview.heads.measures import find_pieces, joined, pairs_of, sentences_of
+from kqview.heads.measures import (
+    find_parts,
+    find_pieces,
+    joined,
+    lookback_ratios,
+    pairs_of,
+    sentences_of,
+)
 from kqview.server.settings import Settings
 from kqview.server.web.described import about
 from kqview.server.web.endpoint import warned
@@ -32,6 +43,66 @@ HeadsField = Annotated[
         "given, the server's counts, or else all heads alike.",
         {"params": {"important_heads": [[1, 1], [1, 3]]}},
     ),
+]
+InjectionField = Annotated[
+    bool | dict[str, Any] | None,
+    about(
+        "Whether the reply says, before its text, if the data distract the model from its system "
+        "message; experimental. True, or a head file for that, as kqview calibrate injection "
+        "writes it; with true the server's counts, or else all heads alike.",
+        default=False,
+    ),
+]
+GroundingField = Annotated[
+    bool | dict[str, Any] | None,
+    about(
+        "With documents to cite: whether each citation says if the documents say its sentence; "
+        "experimental. True, or a head file for that, as kqview calibrate grounding writes it; "
+        "with true the server's counts, or else all heads alike.",
+        default=False,
+    ),
+]
+_THRESHOLD: Final = about("Score from which it counts; null where no head file says.", 0.5)
+
+
+class Injection(Struct):
+    """Whether the data of a request contain orders."""
+
+    score: Annotated[
+        float,
+        about("Higher is more suspicious: 1 less the attention that the system message gets.", 0.9),
+    ]
+    threshold: Annotated[float | None, _THRESHOLD]
+    is_injected: Annotated[
+        bool | None, about("Whether the score reaches the threshold; null without one.", True)
+    ]
+
+
+InjectionFound = Annotated[
+    Injection | UnsetType,
+    about("Whether the data contain orders, with ``injection``; there before the text."),
+]
+
+
+class Grounding(Struct):
+    """Whether the documents say a sentence."""
+
+    score: Annotated[
+        float,
+        about(
+            "With a head file the probability that they do, otherwise the share of attention to "
+            "them, beside that to the answer so far.",
+            0.7,
+        ),
+    ]
+    threshold: Annotated[float | None, _THRESHOLD]
+    is_grounded: Annotated[
+        bool | None, about("Whether the score reaches the threshold; null without one.", True)
+    ]
+
+
+GroundingFound = Annotated[
+    Grounding | UnsetType, about("Whether the documents say the sentence, with ``grounding``.")
 ]
 
 
@@ -101,6 +172,46 @@ def heads_of(
         raise RequestError(f"{name}: {error}", parameter=name) from None
 
 
+_FIELDS: Final = {"cite": "citation_heads", "grounding": "grounding", "injection": "injection"}
+
+Guards = Mapping[str, HeadFile | None]
+"""Heads of each guard that is asked for, by its task; None for all heads alike."""
+
+
+def guards_of(body: Any, engine: Engine, settings: Settings, *, cites: bool) -> Guards:
+    """The guards that *body* asks for with its fields of these names.
+
+    Args:
+        body: The request.
+        engine: The engine that will answer.
+        settings: For the server's head files.
+        cites: Whether it has documents to cite.
+
+    Raises:
+        RequestError: A field is no head file.
+    """
+    given = {task: getattr(body, name, None) for task, name in _FIELDS.items()}
+    given["cite"] = cites and (True if given["cite"] is None else given["cite"])
+    return {
+        task: heads_of(
+            None if value is True else value, engine, settings, task=task, name=_FIELDS[task]
+        )
+        for task, value in given.items()
+        if value is not None and value is not False
+    }
+
+
+def instruction_of(messages: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Texts of the system messages."""
+    found: list[str] = []
+    for one in messages:
+        if one.get("role") in ("system", "developer"):
+            content: object = one.get("content")
+            texts = [content, *(part.get("text") for part in objects_of(content))]
+            found += [text.strip() for text in texts if isinstance(text, str) and text.strip()]
+    return found
+
+
 def with_documents(
     messages: Sequence[Mapping[str, Any]], documents: Sequence[DocumentField]
 ) -> tuple[list[Mapping[str, Any]], list[Document]]:
@@ -143,6 +254,7 @@ class UrlFacts(Struct, kw_only=True):
     score: Annotated[
         float, about("Attention that it got, the mean over the sentence's tokens.", 0.4)
     ]
+    grounding: GroundingFound = UNSET
 
 
 class Annotation(Struct, kw_only=True):
@@ -179,11 +291,11 @@ class Passage(NamedTuple):
         return self.document.text[self.start : self.stop]
 
 
-def _passages(documents: Sequence[Document]) -> Iterator[Passage]:
-    """At most as many as there can be spans, of several sentences if need be."""
+def _passages(documents: Sequence[Document], most: int) -> Iterator[Passage]:
+    """At most *most* of them, of several sentences if need be."""
     parts = [(one, one.blocks or sentences_of(one.text)) for one in documents]
     size = 1
-    while sum(-(-len(ranges) // size) for _, ranges in parts) > MOST_SPANS:
+    while sum(-(-len(ranges) // size) for _, ranges in parts) > most:
         size += 1
     for document, ranges in parts:
         for i in range(0, len(ranges), size):
@@ -193,20 +305,23 @@ def _passages(documents: Sequence[Document]) -> Iterator[Passage]:
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """What the answers to one request may cite.
+    """What the answers to one request are judged by.
 
     Attributes:
-        passages: The passages.
-        capture: Sums over them, of the layers of *heads*.
+        passages: The passages that they may cite.
+        capture: Sums over them, over the system message, and over the answer so far, if a guard
+            reads them; of the layers of the guards' heads.
         layers: These layers.
-        heads: A head file; None for all heads alike.
-        headers: Those of a reply that warn of *heads*.
+        guards: What is asked for.
+        n_marked: Tokens of all passages together.
+        headers: Those of a reply that warn of a head file.
     """
 
     passages: Sequence[Passage]
     capture: Capture
     layers: Sequence[int]
-    heads: HeadFile | None
+    guards: Guards
+    n_marked: int = 0
     headers: Mapping[str, str] = field(default_factory=dict[str, str])
 
     @classmethod
@@ -215,33 +330,55 @@ class Sources:
         engine: Engine,
         ids: Sequence[int],
         documents: Sequence[Document],
-        heads: HeadFile | None,
+        guards: Guards,
+        instruction: Sequence[str] = (),
     ) -> "Sources":
-        """Find *documents*, which follow each other, in a prompt.
+        """Find *documents* and the texts of *instruction*, which follow each other, in a prompt.
 
         Raises:
-            RequestError: There are too many, the prompt shows one in another way, or *heads* are of
-                another model.
+            RequestError: There are too many, the prompt shows one in another way, heads are of
+                another model, or a guard has nothing to judge by.
         """
-        if len(documents) > MOST_SPANS:
+        for task, given, what in (
+            ("grounding", documents, "documents"), ("injection", instruction, "a system message"),
+        ):  # fmt: skip
+            if task in guards and not given:
+                raise RequestError(
+                    f"{task} is asked for, but there is nothing to judge by; send {what}",
+                    parameter=task,
+                )
+        judged = find_parts(engine, ids, instruction) if "injection" in guards else []
+        most = max(0, MOST_SPANS - len(judged) - ("grounding" in guards))
+        if len(documents) > most or not most:
             raise RequestError(
-                f"there are {len(documents)} documents, at most {MOST_SPANS} can be cited",
+                f"there are {len(documents)} documents, at most {most} can be cited"
+                + (f" beside {len(judged)} texts of the system message" if judged else ""),
                 parameter="documents",
             )
-        try:
-            layers = checked_layers(heads, "cite", engine) or engine.model.attention_layers
-        except HeadFileError as error:
-            raise RequestError(f"citation_heads: {error}", parameter="citation_heads") from None
-        passages = [*_passages(documents)]
+        layers: set[int] = set()
+        for task, heads in guards.items():
+            try:
+                layers |= {*(checked_layers(heads, task, engine) or engine.model.attention_layers)}
+            except HeadFileError as error:
+                name = _FIELDS[task]
+                raise RequestError(f"{name}: {error}", parameter=name) from None
+        passages = [*_passages(documents, most)]
         parts: list[tuple[str, list[tuple[int, int]]]] = []
         for document in documents:
             n = len(document.text) - len(document.text.lstrip())  # templates remove them
             ranges = [(p.start - n, p.stop - n) for p in passages if p.document is document]
             parts.append((document.text.strip(), ranges))
-        spans: list[Span] = [span for found in find_pieces(engine, ids, parts) for span in found]
-        capture = Capture(layers=layers, spans=spans, on_full="wait")
-        warning = heads and heads.doubt(engine.model, engine.fingerprint())
-        return cls(passages, capture, layers, heads, warned(warning))
+        marked = [*chain.from_iterable(find_pieces(engine, ids, parts))]
+        spans: list[Span] = [*marked, *judged]
+        if "grounding" in guards:
+            spans.append((len(ids), None))
+        at = sorted(layers)
+        capture = Capture(layers=at, spans=spans, on_full="wait")
+        doubts = (one and one.doubt(engine.model, engine.fingerprint()) for one in guards.values())
+        n_marked = sum(stop - start for start, stop in marked)
+        return cls(
+            passages, capture, at, guards, n_marked, warned(next(filter(None, doubts), None))
+        )
 
 
 FactsT = TypeVar("FactsT", bound=UrlFacts)
@@ -255,12 +392,14 @@ class Cited(NamedTuple):
         stop: The character behind its last one.
         passage: What its tokens looked at most.
         score: How much, as `kqview.guards.Citation`.
+        grounding: Whether the documents say it, if asked for.
     """
 
     start: int
     stop: int
     passage: Passage
     score: float
+    grounding: Grounding | UnsetType = UNSET
 
     def facts(self, kind: type[FactsT], **more: Any) -> FactsT:
         """It in OpenAI's words, with further fields of *kind*."""
@@ -269,7 +408,7 @@ class Cited(NamedTuple):
             start_index=self.start, end_index=self.stop, title=document.title, url=document.url,
             document_index=document.index, start_char_index=passage.start,
             end_char_index=passage.stop, cited_text=passage.text, score=self.score,
-            **more,
+            grounding=self.grounding, **more,
         )  # fmt: skip
 
 
@@ -277,7 +416,7 @@ _SCORE_BYTES: Final = 8
 
 
 class Citing:
-    """The citations of one answer while its text comes.
+    """What the guards say of one answer while its text comes.
 
     For each token `add`, then `feed` with what is new of the content; `finish` where a part of the
     answer ends. A sentence has ended when the next one begins.
@@ -285,9 +424,12 @@ class Citing:
 
     def __init__(self, sources: Sources) -> None:
         """Begin an answer."""
+        self.injection: Injection | UnsetType = UNSET
+        """Known once the first token was seen by `judge` or `add`, if asked for."""
         self._sources = sources
-        self._weights: Floats | None = None
-        self._scores: list[Floats] = []  # of each token, for each passage
+        self._heads: dict[str, tuple[HeadFile, Floats]] = {}  # with the weight of each row
+        # Of each token, for each passage, and last what grounding adds up.
+        self._scores: list[Floats] = []
         self._ends: list[int] = []  # characters of the content after each token
         self._restart()
 
@@ -299,18 +441,43 @@ class Citing:
     @property
     def bytes_per_token(self) -> int:
         """What the scores of a token take."""
-        return _SCORE_BYTES * len(self._sources.passages)
+        return _SCORE_BYTES * (len(self._sources.passages) + 1)
+
+    def _sums(self, token: Token) -> Floats | None:
+        """Its sums over the spans, ``(n_pairs, n_spans)``; None of one that was not predicted."""
+        rows: Attention | None = token.attention
+        if rows is None:
+            return None
+        if not self._heads:
+            pairs = pairs_of(self._sources.layers, list(rows))
+            for task, file in self._sources.guards.items():
+                heads = file or even_heads(task, pairs)
+                self._heads[task] = heads, heads.weights(pairs)
+        return joined(list(rows))
+
+    def judge(self, token: Token) -> None:
+        """See the first token, whose row is that of the prompt; another one says nothing."""
+        if token.index or "injection" not in self._sources.guards:
+            return
+        if (sums := self._sums(token)) is not None:
+            grounding = "grounding" in self._sources.guards
+            spans = slice(len(self._sources.passages), sums.shape[1] - grounding)
+            heads, weights = self._heads["injection"]
+            looked = weights @ sums[:, spans].sum(axis=1)
+            self.injection = Injection(*_verdict(heads, looked, "injected"))
 
     def add(self, token: Token, n_content: int) -> None:
         """Add a token, with which the content has *n_content* characters."""
-        rows: Attention | None = token.attention
-        scores = np.zeros(len(self._sources.passages))
-        if rows is not None:
-            if self._weights is None:
-                pairs = pairs_of(self._sources.layers, list(rows))
-                heads = self._sources.heads or even_heads("cite", pairs)
-                self._weights = heads.weights(pairs)
-            scores = self._weights @ joined(list(rows))
+        self.judge(token)
+        n_passages, place = len(self._sources.passages), len(self._scores)
+        scores = np.zeros(n_passages + 1)
+        scores[-1] = np.nan
+        if n_passages and (sums := self._sums(token)) is not None:
+            scores[:-1] = self._heads["cite"][1] @ sums[:, :n_passages]
+            if "grounding" in self._heads:
+                back, new = sums[:, :n_passages].sum(axis=1), sums[:, -1]
+                ratios = lookback_ratios(back, new, self._sources.n_marked, place)
+                scores[-1] = self._heads["grounding"][1] @ ratios
         self._scores.append(scores)
         self._ends.append(n_content)
 
@@ -339,12 +506,30 @@ class Citing:
         self._part, self._open = self._n, ""
         return cited
 
-    def _cited(self, start: int, stop: int) -> Cited:
+    def _cited(self, start: int, stop: int) -> Cited | None:
+        if not self._sources.passages:
+            return None
         start, stop = self._n + start, self._n + stop
         ends = np.array(self._ends)
         first = min(int(np.searchsorted(ends, start, side="right")), len(ends) - 1)
         last = min(int(np.searchsorted(ends, stop)), len(ends) - 1)
-        scores = np.mean(self._scores[first : last + 1], axis=0)
+        found = np.array(self._scores[first : last + 1])
+        scores = found[:, :-1].mean(axis=0)
         best = int(np.argmax(scores))
-        passage = self._sources.passages[best]
-        return Cited(start - self._part, stop - self._part, passage, float(scores[best]))
+        return Cited(
+            start - self._part, stop - self._part, self._sources.passages[best],
+            float(scores[best]), self._grounding(found[:, -1]),
+        )  # fmt: skip
+
+    def _grounding(self, sums: Floats) -> Grounding | UnsetType:
+        """The verdict on a sentence, from what its tokens add up to; NaN of those without a row."""
+        seen = sums[~np.isnan(sums)]
+        if not seen.size:
+            return UNSET
+        return Grounding(*_verdict(self._heads["grounding"][0], seen.mean(), "grounded"))
+
+
+def _verdict(heads: HeadFile, sums: Any, name: str) -> tuple[float, float | None, bool | None]:
+    """Score, threshold and whether the one reaches the other."""
+    score, threshold = float(heads.score_of_sums(sums)), heads.thresholds.get(name)
+    return score, threshold, None if threshold is None else score >= threshold

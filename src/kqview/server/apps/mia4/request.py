@@ -13,7 +13,7 @@ from kqview.engine import Engine
 from kqview.errors import RequestError
 from kqview.server.api.wire.attention import ATTENTION_NAMES, Attention, attention_of
 from kqview.server.api.wire.chat import ChatRequest, prepare, prompt_of
-from kqview.server.api.wire.citations import Sources, heads_of, with_documents
+from kqview.server.api.wire.citations import Sources, guards_of, with_documents
 from kqview.server.api.wire.mods_field import mods_of
 from kqview.server.apps.conversation_store import Message
 from kqview.server.apps.mia4 import schema
@@ -126,9 +126,6 @@ def plan_of(
         messages, documents = with_documents(messages, body.documents)
         return replace(chat, messages=messages, documents=documents)
 
-    heads = None
-    if body.documents:
-        heads = heads_of(body.citation_heads, engine, settings)
     chat = ChatRequest(
         messages=(),
         sampling=replace(merged.sampling, stop=llm.stop),
@@ -137,7 +134,7 @@ def plan_of(
         reasoning_budget=merged.reasoning_max_tokens,
         split=partial(split_for, llm, model.passport, f"{system}\n{body.prompt}"),
         attention=attention,
-        citation_heads=heads,
+        guards=guards_of(body, engine, settings, cites=bool(body.documents)),
         names=_NAMES,
         continues=False,
         options={"mods": mods_of(body.mods)} if body.mods else {},

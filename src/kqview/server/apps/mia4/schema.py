@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal, TypeAlias, get_args
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from kqview.server.api.wire.citations import DocumentsField, HeadsField, UrlFacts
+from kqview.server.api.wire.citations import DocumentsField, GroundingField, HeadsField, UrlFacts
 from kqview.server.api.wire.event_parts import Removed
 from kqview.server.api.wire.mods_field import ModsField
 from kqview.server.apps.conversation_store import ConversationInfo, Message
@@ -66,6 +66,7 @@ class GenerateBody(Struct, kw_only=True):
     ] = None
     documents: DocumentsField = None
     citation_heads: HeadsField = None
+    grounding: GroundingField = None
     replaces: Annotated[
         Annotated[int, Meta(ge=0)] | None,
         about(
