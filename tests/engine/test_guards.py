@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from kqview import Capture, Engine, guards
+from kqview import Capture, Engine, Sampling, guards
 from kqview.errors import (
     EmittedError,
     HeadFileError,
@@ -276,6 +276,35 @@ def test_ungrounded_sentence_is_taken_back_and_the_best_attempt_stays(engine: En
     )
     assert again.read() == plain
     assert seen.scores[0] >= again.mods[0].scores[0] - 1e-3
+
+
+def test_best_of_several_branches_stays_sentence_by_sentence(engine: Engine):
+    prompt = story(engine)
+    before = engine.stats().prefill_tokens
+    chosen: dict[int, list[guards.GroundedSentence]] = {}
+    for n in (1, 2):
+        sampling = Sampling(temperature=1.0, seed=5)
+        found = guards.best_grounded(engine, prompt, n=n, max_tokens=40, sampling=sampling)
+        chosen[n] = [*found]
+    # The prompt is evaluated once, then one token for each branch.
+    n_sentences = sum(n * len(some) for n, some in chosen.items())
+    assert engine.stats().prefill_tokens - before <= len(prompt.ids) + n_sentences + 3
+    assert chosen[2][0].score >= chosen[1][0].score - 1e-2  # the first of the two is the same
+    for some in chosen.values():
+        ids = engine.tokenize("".join(one.text for one in some), add_special=False)
+        assert [one.start for one in some] == [0, *(one.stop for one in some[:-1])]
+        assert len(ids) == some[-1].stop <= 40
+        given = measures.Answered(prompt, ids, list(some))
+        want = measures.grounding(engine, given).values.mean(axis=1)
+        assert [one.score for one in some] == pytest.approx(want, abs=2e-2)
+        assert all(one.text.endswith((".", "!", "?", "\n")) for one in some[:-1])
+
+
+def test_best_of_more_branches_than_slots_is_refused(engine: Engine):
+    with pytest.raises(RequestError, match="n must be a whole number from 1 to 2"):
+        guards.best_grounded(engine, story(engine), n=3)
+    with pytest.raises(RequestError, match="max_tokens"):
+        guards.best_grounded(engine, story(engine), n=1, max_tokens=0)
 
 
 def test_align_att_follows_the_weighted_heads_of_a_file(engine: Engine):

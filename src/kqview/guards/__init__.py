@@ -4,12 +4,14 @@
 - `injection_score`: whether data contain orders that the model would follow
 - `cite`: which source each sentence of an answer is from
 - `grounding`: whether each sentence of an answer is said by its sources
+- `best_grounded`: a text of which each sentence is the best grounded of several
 - `StopOnInjection`, `TakeBackUngrounded`: mods that act on the second and the last
 - `AlignAttByHeads`: the mod AlignAtt with the heads of a file
 
 Each captures sums over spans and nothing else. The measures are in `kqview.heads.measures`.
 """
 
+from kqview.guards.branches import best_grounded
 from kqview.guards.mods import AlignAttByHeads, StopOnInjection, TakeBackUngrounded
 from kqview.guards.scores import (
     Citation,
@@ -30,6 +32,7 @@ __all__ = [
     "Prompt",
     "StopOnInjection",
     "TakeBackUngrounded",
+    "best_grounded",
     "cite",
     "grounding",
     "injection_score",

@@ -84,6 +84,34 @@ def _layers(engine: Engine, heads: HeadFile | None, task: str) -> tuple[int, ...
     return engine.model.attention_layers if found is None else found
 
 
+def ends_sentence(data: bytes) -> bool:
+    """Whether *data*, the last of a text, end a sentence."""
+    return data.rstrip(b" ").endswith(_ENDS)
+
+
+def sentence_score(
+    heads: HeadFile | None,
+    pairs: Sequence[Pair],
+    prompt: Prompt,
+    sums: Sequence[Floats],
+    places: Sequence[int],
+) -> float:
+    """The score of a sentence, as `grounding` has it.
+
+    Args:
+        heads: A head file for "grounding"; None for all heads alike.
+        pairs: Layer and head of each row.
+        prompt: Its spans are the sources.
+        sums: What each token looked at, ``(n_pairs, n_sources + 1)``; last, the answer so far.
+        places: Place of each in the answer; there may be more.
+    """
+    stacked = np.stack(sums, axis=1)  # (n_pairs, n_tokens, n_spans)
+    back, new = stacked[..., :-1].sum(axis=2), stacked[..., -1]
+    n_new = np.array(places[: len(sums)], np.float64)
+    ratios = lookback_ratios(back, new, prompt.n_marked, n_new).mean(axis=1)
+    return float(weighed(heads, "grounding", ratios, pairs))
+
+
 def _threshold(given: object, heads: HeadFile | None, name: str) -> float:
     known = None if heads is None else heads.thresholds.get(name)
     threshold = known if given is None else to_number(given)
@@ -221,7 +249,7 @@ class TakeBackUngrounded(_SpanMod):
             self._begin_sentence()
             return None
         added = b"".join(map(tokenizer.token_bytes, event.added_tokens))
-        if not added.rstrip(b" ").endswith(_ENDS):
+        if not ends_sentence(added):
             return None
         score, ids = self._score(), self._ids[self._start :]
         self._attempts.append((score, ids))
@@ -240,10 +268,8 @@ class TakeBackUngrounded(_SpanMod):
     def _score(self) -> float:
         """That of the sentence that has ended."""
         places = [i for i in range(self._start, len(self._ids)) if i in self._sums]
-        sums = np.stack([self._sums[i] for i in places], axis=1)  # (n_pairs, n_tokens, n_spans)
-        back, new, n_new = sums[..., :-1].sum(axis=2), sums[..., -1], np.array(places, np.float64)
-        ratios = lookback_ratios(back, new, self._prompt.n_marked, n_new).mean(axis=1)
-        return float(weighed(self._heads, "grounding", ratios, self._pairs))
+        sums = [self._sums[i] for i in places]
+        return sentence_score(self._heads, self._pairs, self._prompt, sums, places)
 
     def _begin_sentence(self) -> None:
         self._start = len(self._ids)
