@@ -30,7 +30,6 @@ from kqview.conversation import (
 )
 from kqview.demo import MODEL_PATH, model_path
 from kqview.edit import Edit
-from kqview.embedding import Embedding, EmbedOptions, Pair, Vectors
 from kqview.engine_options import (
     DEFAULTS,
     PROMPT_LOOKUP,
@@ -42,12 +41,12 @@ from kqview.engine_options import (
 from kqview.errors import RequestError, UnknownSlot, UnsupportedModel, shown
 from kqview.generation.prompt import PromptAttention
 from kqview.generation.stream import Generation
+from kqview.given_texts import EmbedOptions, GivenTexts, Pair, ScoreOptions, Vectors
 from kqview.hub import check_is_path, fetch_model
 from kqview.lora import EngineLora, LoraAdapter, LoraScales
 from kqview.machine import capture_path, system_info
 from kqview.many import MapOptions, Prompt, mapped
 from kqview.option_names import NamesMethods, lists_options, names_options, unknown_option
-from kqview.scoring import ScoreOptions, Scoring
 from kqview.slot import Slot
 from kqview.state.files import StateFacts
 from kqview.state.fingerprint import ModelFiles
@@ -405,8 +404,7 @@ class Engine(NamesMethods):
             template_options=given["template_options"] or {},
             trusts_template=template is not None or self._path == os.path.abspath(MODEL_PATH),
         )
-        self._embedding = Embedding(core, facts, info, self._submission)
-        self._scoring = Scoring(core, self._submission)
+        self._given_texts = GivenTexts(core, facts, info, self._submission)
         self.slots: Final = tuple(
             Slot(
                 core,
@@ -1029,7 +1027,7 @@ class Engine(NamesMethods):
             BusyError: Every slot is kept until tokens are taken that nobody takes, see `generate`.
             KqviewError: As for `generate`: QueueFull, ClosedError.
         """
-        return self._embedding.embed(texts, **options).result()
+        return self._given_texts.embed(texts, **options).result()
 
     @overload
     async def aembed(self, texts: Text, **options: Unpack[EmbedOptions]) -> Vectors: ...
@@ -1045,7 +1043,7 @@ class Engine(NamesMethods):
 
         Cancelling the task drops the texts that are not done.
         """
-        return await awaited(self._embedding.embed, texts, **options)
+        return await awaited(self._given_texts.embed, texts, **options)
 
     # A str is also a sequence of str; the first overload that fits applies.
     @overload
@@ -1080,7 +1078,7 @@ class Engine(NamesMethods):
             UnsupportedModel: The model has no classifier head, or ``pooling`` is not "rank".
             RequestError: As for `embed`, like the other errors of `embed`.
         """
-        return self._embedding.classify(texts, **options).result()
+        return self._given_texts.classify(texts, **options).result()
 
     @overload
     async def aclassify(  # pyright: ignore[reportOverlappingOverload]
@@ -1098,7 +1096,7 @@ class Engine(NamesMethods):
 
         Cancelling the task drops the texts that are not done.
         """
-        return await awaited(self._embedding.classify, texts, **options)
+        return await awaited(self._given_texts.classify, texts, **options)
 
     def pair_ids(self, query: str, document: str) -> list[int]:
         """The ids that `classify` makes of the tuple (query, document), for a reranker.
@@ -1109,7 +1107,7 @@ class Engine(NamesMethods):
             ClosedError: The engine is closed.
         """
         self._core.check_open()
-        return self._embedding.pair_ids("texts", query, document)
+        return self._given_texts.pair_ids("texts", query, document)
 
     # A str is also a sequence of str; the first overload that fits applies.
     @overload
@@ -1152,7 +1150,7 @@ class Engine(NamesMethods):
                 the next token.
             KqviewError: As for `embed`: BusyError, QueueFull, ClosedError.
         """
-        return self._scoring.score(texts, **options).result()
+        return self._given_texts.score(texts, **options).result()
 
     @overload
     async def ascore(  # pyright: ignore[reportOverlappingOverload]
@@ -1170,7 +1168,7 @@ class Engine(NamesMethods):
 
         Cancelling the task drops the texts that are not done.
         """
-        return await awaited(self._scoring.score, texts, **options)
+        return await awaited(self._given_texts.score, texts, **options)
 
     # ---- closing
 

@@ -56,7 +56,7 @@ from kqview.mods.events import current_conversation
 from kqview.mods.steering import Forcing, LogitsProcessor, Steering, Stopping
 from kqview.mods.tokenizer import ModTokenizer
 from kqview.option_names import unknown_option
-from kqview.text_batch import in_turn, ordered
+from kqview.text_batch import in_turn
 from kqview.trace import Trace, TraceRecorder, TraceRequest
 from kqview.types import Capture, ModelInfo, Sampling, Score
 from kqview.types.capture import Kind
@@ -575,7 +575,7 @@ class Submission:
             return attention_of(0, submit(0))
         with contextlib.closing(in_turn(texts, self._core.n_slots, submit)) as requests:
             found = {i: attention_of(i, generation) for i, generation in requests}
-        return ordered(found)
+        return [found[i] for i in range(len(found))]
 
     # ---- requests that mods or callables steer
 

@@ -1,6 +1,6 @@
 """Text batch: many texts as requests of one engine, some of them queued ahead.
 
-Shared by `Embedding` and `Scoring`: tells one text from several, keeps every slot busy, and takes
+Tells one text from several, keeps every slot busy, and takes
 the results with or without an event loop.
 """
 
@@ -112,8 +112,3 @@ def in_turn(
     finally:
         for _, one in pending:
             one.cancel()
-
-
-def ordered(found: dict[int, _Result]) -> list[_Result]:
-    """Results in the order of their texts."""
-    return [found[i] for i in range(len(found))]

@@ -22,6 +22,7 @@ from kqview import _core
 from kqview.arguments import flag, invalid, seconds
 from kqview.errors import BusyError, ClosedError, RequestError, shown
 from kqview.generation.source import Consumer, Event, PlainSource
+from kqview.mods.calls import at_once
 from kqview.mods.decorator import check_mods
 from kqview.mods.events import Dialogue, ForwardPass
 from kqview.mods.failures import ModFailure
@@ -160,62 +161,43 @@ class SteeredSource:
 
     def take(self) -> Token | PromptBlock | None:
         """As `PlainSource.take`."""
-        try:
-            while not self._has_ready and self.transcript.reason is None:
-                event = None
-                if self._is_submitted:
-                    event = self._plain.next_event()
-                    if not isinstance(event, _core.ForwardEvent):
-                        return self._receive(event)
-                else:
-                    self._plain.consumer.note()
-                try:
-                    if event is not None and self._steering.is_direct:
-                        decision = self._steering.direct(event, self.transcript.cut)
-                    else:
-                        decision = self._steering.run(self._steps(event))
-                except BusyError as error:  # of a callable: its forward pass is gone
-                    self.stop("error", error)
-                    raise
-                finally:
-                    if not self._steering.is_direct:  # a mod with a time limit has its own thread
-                        self._plain.consumer.note()
-                self._decide(event, decision)
-        except ClosedError:
-            if self.transcript.reason is None:
-                raise  # else it was cancelled during the step
-        return self._ready.popleft() if self._has_ready else None
+        return at_once(self._taken(is_async=False))
 
     async def atake(self) -> Token | PromptBlock | None:
         """As `PlainSource.atake`."""
         if self._has_ready and len(self._ready) % _READY_AT_ONCE == 1:
             await asyncio.sleep(0)  # a mod may force thousands
+        return await self._taken(is_async=True)
+
+    async def _taken(self, *, is_async: bool) -> Token | PromptBlock | None:
+        plain, steering = self._plain, self._steering
+        task = asyncio.current_task() if is_async else None
         try:
             while not self._has_ready and self.transcript.reason is None:
                 event = None
                 if self._is_submitted:
-                    event = await self._plain.anext_event()
+                    event = await plain.anext_event() if is_async else plain.next_event()
                     if event is None:
                         break
                     if not isinstance(event, _core.ForwardEvent):
                         return self._receive(event)
                 else:
-                    self._plain.consumer.note(asyncio.current_task())
+                    plain.consumer.note(task)
                 try:
-                    if event is not None and self._steering.is_direct:
-                        decision = self._steering.direct(event, self.transcript.cut)
+                    if event is not None and steering.is_direct:
+                        decision = steering.direct(event, self.transcript.cut)
                     else:
-                        decision = await self._steering.arun(self._steps(event))
-                except BusyError as error:
+                        decision = await steering.run(self._steps(event), is_async=is_async)
+                except BusyError as error:  # of a callable: its forward pass is gone
                     self.stop("error", error)
                     raise
                 finally:
-                    if not self._steering.is_direct:
-                        self._plain.consumer.note(asyncio.current_task())
+                    if not steering.is_direct:  # a mod with a time limit has its own thread
+                        plain.consumer.note(task)
                 self._decide(event, decision)
         except ClosedError:
             if self.transcript.reason is None:
-                raise
+                raise  # else it was cancelled during the step
         return self._ready.popleft() if self._has_ready else None
 
     def peek(self, within_s: float) -> None:

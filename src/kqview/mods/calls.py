@@ -13,12 +13,12 @@ import asyncio
 import inspect
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any, Final, cast
+from typing import Any, Final, TypeVar, cast
 
 from kqview.errors import RequestError
 from kqview.mods.actions import ActionBuilder
@@ -29,6 +29,16 @@ from kqview.mods.logs import Captured, Log
 from kqview.mods.tokenizer import ModTokenizer
 
 _IDLE_S: Final = 10.0  # an idle thread of a request ends after this, and a new one starts if needed
+_Result = TypeVar("_Result")
+
+
+def at_once(steps: Coroutine[Any, Any, _Result]) -> _Result:
+    """What *steps* returns, which wait for nothing on an event loop: for consumers without one."""
+    try:
+        steps.send(None)
+    except StopIteration as done:
+        return cast("_Result", done.value)
+    raise AssertionError("a call of a synchronous consumer waits for an event loop")
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +122,8 @@ class ModCaller:
         if late is not None:
             return late
         if self.time_limit_s is None:
-            return self._run(call)
-        job = self._job(partial(self._run, call, is_elsewhere=True))
+            return at_once(self._outcome(call))
+        job = self._job(partial(self._outcome_elsewhere, call))
         try:
             return job.result(self.time_limit_s)  # an exception of the mod is in the outcome
         except TimeoutError:
@@ -130,16 +140,16 @@ class ModCaller:
         if late is not None:
             return late
         if self.time_limit_s is None:
-            return await self._arun(call) if call.mod.is_async else self._run(call)
+            return await self._outcome(call)
         loop = None
         wanted: asyncio.Future[Outcome]
         if call.mod.is_async:
             job: Future[Any] = Future()
-            wanted = asyncio.ensure_future(self._arun(call, is_elsewhere=True))
+            wanted = asyncio.ensure_future(self._outcome(call, is_elsewhere=True))
             wanted.add_done_callback(lambda _: job.set_result(None))
             loop = wanted.get_loop()
         else:
-            job = self._job(partial(self._run, call, is_elsewhere=True))
+            job = self._job(partial(self._outcome_elsewhere, call))
             wanted = asyncio.wrap_future(job)
         try:
             done, _ = await asyncio.wait({wanted}, timeout=self.time_limit_s)
@@ -175,49 +185,39 @@ class ModCaller:
             self._thread.end()
             self._thread = None
 
-    def _run(self, call: EventCall, *, is_elsewhere: bool = False) -> Outcome:
-        """Call a mod on this thread: the consumer's own, or one that is the mod's alone."""
+    async def _outcome(self, call: EventCall, *, is_elsewhere: bool = False) -> Outcome:
+        """Call a mod on this thread, and await it in this task if it is async.
+
+        Args:
+            is_elsewhere: The thread or the task is the mod's alone, not the consumer's own.
+        """
         if is_elsewhere:
             self.note()
-        started = time.perf_counter()
-        try:
-            with Captured(call.log):
-                answer = call.mod.call(*self._arguments(call))
-                if answer is not None and inspect.isawaitable(answer):
-                    if (close := getattr(answer, "close", None)) is not None:
-                        close()
-                    raise RequestError(
-                        f"mod {call.mod.name} returned an awaitable; declare it with async def",
-                        parameter="mods",
-                    )
-        except BaseException as error:
-            # No signal is raised on a thread of the mod's own.
-            if is_elsewhere or isinstance(error, Exception):
-                return failure(error, _ms_since(started))
-            raise
-        return Outcome(answer, _ms_since(started))
-
-    async def _arun(self, call: EventCall, *, is_elsewhere: bool = False) -> Outcome:
-        """Await a mod in this task: the consumer's own, or one that is the mod's alone."""
-        if is_elsewhere:
-            self.note()
-        started = time.perf_counter()
-        try:
-            with Captured(call.log):
-                answer: object = call.mod.call(*self._arguments(call))
-                if inspect.isawaitable(answer):
-                    answer = await cast("Awaitable[object]", answer)
-        except (asyncio.CancelledError, KeyboardInterrupt):
-            raise
-        except BaseException as error:
-            if is_elsewhere or isinstance(error, Exception):
-                return failure(error, _ms_since(started))
-            raise
-        return Outcome(answer, _ms_since(started))
-
-    def _arguments(self, call: EventCall) -> tuple[Any, ...]:
         arguments = (call.event, ActionBuilder(call.event), self.tokenizer)
-        return arguments[: call.mod.n_arguments]
+        started = time.perf_counter()
+        try:
+            with Captured(call.log):
+                answer: Any = call.mod.call(*arguments[: call.mod.n_arguments])
+                if answer is not None and inspect.isawaitable(answer):
+                    if not call.mod.is_async:
+                        if (close := getattr(answer, "close", None)) is not None:
+                            close()
+                        raise RequestError(
+                            f"mod {call.mod.name} returned an awaitable; declare it with async def",
+                            parameter="mods",
+                        )
+                    answer = await answer
+        except BaseException as error:
+            # No signal is raised on a thread of the mod's own; a task of its own passes it on.
+            is_signal = isinstance(error, asyncio.CancelledError | KeyboardInterrupt)
+            is_caught = is_elsewhere and not (call.mod.is_async and is_signal)
+            if is_caught or isinstance(error, Exception):
+                return failure(error, _ms_since(started))
+            raise
+        return Outcome(answer, _ms_since(started))
+
+    def _outcome_elsewhere(self, call: EventCall) -> Outcome:
+        return at_once(self._outcome(call, is_elsewhere=True))
 
     def _job(self, work: Callable[[], Any]) -> "Future[Any]":
         """What *work* returns, on the request's thread."""

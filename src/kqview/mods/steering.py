@@ -2,8 +2,8 @@
 
 Each step is one forward pass: `Steering.step` tells the mods of the pass, of the token sampled from
 its logits and of the tokens added, and turns their actions into one `Decision`. It is a generator
-of calls, so that synchronous and asynchronous consumers share it: `run` and `arun` make each call
-through a `ModCaller` and send the outcome in.
+of calls, so that synchronous and asynchronous consumers share it: `run` makes each call through a
+`ModCaller` and sends the outcome in.
 
 Within a step, tokens are a list of pieces, not visible outside before the decision. Backtrack
 removes pieces from its end first, then tokens added in earlier steps. Finally the list is cut where
@@ -11,7 +11,6 @@ the text ends: at an end-of-text token, at the limit of tokens, or after a stop 
 """
 
 import asyncio
-import contextlib
 import threading
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
@@ -587,23 +586,16 @@ class Steering:
 
     # ---- running the generators
 
-    def run(self, steps: Steps) -> Decision | None:
-        """Run `prefill` or `step` with calls that block; None if the request ended meanwhile."""
-        with self._running(steps):
-            outcome: Any = None
-            while True:
-                try:
-                    call = steps.send(outcome)
-                except StopIteration as done:
-                    return cast("Decision", done.value)
-                outcome = self.caller.call(call) if isinstance(call, EventCall) else call()
-                if self._has_ended:
-                    self.void()
-                    return None
+    async def run(self, steps: Steps, *, is_async: bool) -> Decision | None:
+        """Run `prefill` or `step`; None if the request ended meanwhile.
 
-    async def arun(self, steps: Steps) -> Decision | None:
-        """Like `run`, with calls that await."""
-        with self._running(steps):
+        Args:
+            is_async: Whether calls are awaited. If not, they block, and nothing is waited for.
+        """
+        with self._lock:
+            self.check_idle()
+            self._is_stepping = True
+        try:
             outcome: Any = None
             while True:
                 try:
@@ -611,20 +603,12 @@ class Steering:
                 except StopIteration as done:
                     return cast("Decision", done.value)
                 if isinstance(call, EventCall):
-                    outcome = await self.caller.acall(call)
+                    outcome = await self.caller.acall(call) if is_async else self.caller.call(call)
                 else:
-                    outcome = await asyncio.to_thread(call)
+                    outcome = await asyncio.to_thread(call) if is_async else call()
                 if self._has_ended:
                     self.void()
                     return None
-
-    @contextlib.contextmanager
-    def _running(self, steps: Steps) -> Generator[None]:
-        with self._lock:
-            self.check_idle()
-            self._is_stepping = True
-        try:
-            yield
         except BaseException:
             self.void()
             raise

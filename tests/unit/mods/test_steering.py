@@ -39,7 +39,7 @@ from kqview.mods import (
     ToolCalls,
     mod,
 )
-from kqview.mods.calls import ModCaller
+from kqview.mods.calls import ModCaller, at_once
 from kqview.mods.decorator import begin
 from kqview.mods.failures import ModFailures, logging_failures
 from kqview.mods.steering import Decision, Steering
@@ -143,7 +143,9 @@ def run(
         decisions.append(decision)
         return decision
 
-    decision = take(steering.run(steering.prefill(PROMPT, max_tokens=max_tokens)))
+    decision = take(
+        at_once(steering.run(steering.prefill(PROMPT, max_tokens=max_tokens), is_async=False))
+    )
     prompt, limit = decision.prompt, decision.max_tokens
     while decision.end is None:
         context = [*prompt, *ids]
@@ -152,7 +154,7 @@ def run(
             logits_after(context), len(context), limit - len(ids), n_removable, stops
         )
         forwards.append(forward)
-        decision = take(steering.run(steering.step(forward, cut)))
+        decision = take(at_once(steering.run(steering.step(forward, cut), is_async=False)))
     steering.finish(decision.end)
     assert steering.recorder is not None
     trace = steering.recorder.trace
@@ -702,7 +704,7 @@ class Broken(Mod):
 def prefilled_twice(mods: Sequence[Any], request_id: str, **options: Any) -> Steering:
     steering = steer(mods, [], request_id, **options)
     for _ in range(2):
-        steering.run(steering.prefill([1, 2], max_tokens=4))
+        at_once(steering.run(steering.prefill([1, 2], max_tokens=4), is_async=False))
     return steering
 
 
@@ -818,7 +820,7 @@ def test_request_that_ends_while_a_mod_runs_calls_the_hooks_after_it():
 
     hooked = mod(on_end=lambda end: order.append("end"))(finish)
     steering = steer([hooked, mod(lambda event: order.append("later"))], [])
-    assert steering.run(steering.prefill(PROMPT, max_tokens=1)) is None
+    assert at_once(steering.run(steering.prefill(PROMPT, max_tokens=1), is_async=False)) is None
     assert order == ["mod", "end"]
 
 
@@ -886,11 +888,11 @@ async def test_slow_pick_does_not_hold_up_the_loop():
 
     for picks_slowly in (False, True):
         steering = steer([], [], picks_slowly=picks_slowly)
-        await steering.arun(steering.prefill(PROMPT, max_tokens=8))
+        await steering.run(steering.prefill(PROMPT, max_tokens=8), is_async=True)
         forward = Forward(logits_after(PROMPT), len(PROMPT), 8, 0)
         decisions = [
-            await steering.arun(steering.step(forward, lambda n, ids: None)),
-            steering.run(steering.step(forward, lambda n, ids: None)),
+            await steering.run(steering.step(forward, lambda n, ids: None), is_async=True),
+            at_once(steering.run(steering.step(forward, lambda n, ids: None), is_async=False)),
         ]
         ids = [[] if one is None else one.ids for one in decisions]
         assert ids == [[int(np.argmax(forward.logits))]] * 2

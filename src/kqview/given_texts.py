@@ -1,11 +1,13 @@
-"""Embedding: vectors and labels of texts; a part of Engine.
+"""Given texts: their vectors, labels and log-probabilities; a part of Engine.
 
 A text becomes a request that evaluates its prompt and samples nothing. Several are queued together
-(`text_batch`), so that no slot is idle and the texts of several slots share a step.
+(`text_batch`), so that no slot is idle and the texts of several slots share a step. The engine
+thread turns the logits of each step into scores before the next one, so only one step's logits are
+in memory at a time, however long a text is.
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from typing import Any, Final, TypeVar, cast
 
@@ -13,12 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kqview import _core
-from kqview.arguments import encode
-from kqview.errors import InternalError, UnsupportedModel
+from kqview.arguments import encode, whole_number
+from kqview.edit import Edit
+from kqview.errors import InternalError, RequestError, UnsupportedModel
 from kqview.generation.stream import Generation
-from kqview.submission import Submission
+from kqview.lora import LoraScales
+from kqview.submission import Submission, be_alone
 from kqview.text_batch import Batch, TextOptions, in_turn, items_of
-from kqview.types import Classification, ModelInfo, PromptBlock
+from kqview.types import Classification, ModelInfo, PromptBlock, Score
 
 Pair = tuple[str, str]
 Vectors = NDArray[np.float32]
@@ -36,8 +40,18 @@ class EmbedOptions(TextOptions, total=False):
     normalize: bool
 
 
-class Embedding:
-    """`Engine.embed` and `Engine.classify`; any thread."""
+class ScoreOptions(TextOptions, total=False):
+    """Options of `Engine.score`."""
+
+    last: int | Sequence[int] | None
+    top_logprobs: int | None
+    lora: LoraScales | None
+    edits: Sequence[Edit] | Edit | None
+    deterministic: bool
+
+
+class GivenTexts:
+    """`Engine.embed`, `Engine.classify` and `Engine.score`; any thread."""
 
     def __init__(
         self, core: _core.Engine, model: _core.Model, info: ModelInfo, submission: Submission
@@ -102,8 +116,12 @@ class Embedding:
         ids: list[list[int]] = []
         for i, given in enumerate(items):
             name, item = "texts" if is_one else f"texts[{i}]", given
-            if who == "classify" and not is_one and _is_pair(item):
-                item = self.pair_ids(name, *cast("Pair", item))
+            if who == "classify" and not is_one and isinstance(given, tuple):
+                match cast("tuple[object, ...]", given):
+                    case str(query), str(document):
+                        item = self.pair_ids(name, query, document)
+                    case _:
+                        pass
             submission = self._submission
             ids.append(submission.prompt_ids(item, add_special, parse_special, name, embeds=True))
 
@@ -165,21 +183,20 @@ class Embedding:
     @cached_property
     def _labels(self) -> list[str]:
         """A name for each score, all different."""
-        names = self._info.classifier_labels[: self._core.n_classes]
-        found = [f"LABEL_{i}" for i in range(self._core.n_classes)]
+        n = self._core.n_classes
+        names = [*self._info.classifier_labels, *[""] * n][:n]
         count = Counter(names)
-        for i, name in enumerate(names):
-            if name and count[name] == 1:
-                found[i] = name
-        return found
+        return [name if name and count[name] == 1 else f"LABEL_{i}" for i, name in enumerate(names)]
 
     def _classified(self, raw: NDArray[np.float32]) -> Classification:
         labels = self._labels
         scores = raw.astype(np.float64)
         if self._info.architecture not in _GIVES_PROBABILITIES:
-            # tanh does not overflow.
-            is_several = len(scores) > 1
-            scores = _softmax(scores) if is_several else 0.5 * (1 + np.tanh(0.5 * scores))
+            if len(scores) > 1:
+                scores = np.exp(scores - scores.max())
+                scores /= scores.sum()
+            else:
+                scores = 0.5 * (1 + np.tanh(0.5 * scores))  # which does not overflow
         best = int(scores.argmax())
         return Classification(
             label=labels[best],
@@ -188,13 +205,60 @@ class Embedding:
             raw=tuple(raw.tolist()),
         )
 
+    def score(
+        self,
+        texts: object,
+        *,
+        last: int | Sequence[int] | None = None,
+        top_logprobs: int | None = None,
+        priority: int = 0,
+        lora: LoraScales | None = None,
+        edits: Sequence[Edit] | Edit | None = None,
+        deterministic: bool = False,
+        add_special: bool = True,
+        parse_special: bool = True,
+    ) -> Batch[Score | list[Score]]:
+        """As of Engine."""
+        self._core.check_open()
+        n_top = self._submission.checked_top(top_logprobs)
+        is_one, items = items_of(texts)
+        names = ["texts"] if is_one else [f"texts[{i}]" for i in range(len(items))]
+        ids = [
+            self._submission.prompt_ids(item, add_special, parse_special, name)
+            for name, item in zip(names, items, strict=True)
+        ]
+        n_last = _counts("last", last, ids)
 
-def _is_pair(item: object) -> bool:
-    if not isinstance(item, tuple) or len(cast("tuple[object, ...]", item)) != 2:
-        return False
-    return all(isinstance(part, str) for part in cast("tuple[object, ...]", item))
+        def submit(i: int) -> Generation:
+            request = self._submission.request(ids[i], priority=priority, lora=lora, edits=edits)
+            request.only_attends = True
+            be_alone(request, deterministic)
+            request.n_scores = n_last[i]
+            request.n_top_scores = n_top or 0
+            return self._submission.submit("score", request, ids[i])
+
+        scores = [Score.empty(one, has_top=n_top is not None) for one in ids]
+        return Batch(
+            in_turn(ids, self._core.n_slots, submit),
+            lambda i, block: scores[i].set(block.start, block.scores),
+            lambda: scores[0] if is_one else scores,
+        )
 
 
-def _softmax(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    weights = np.exp(values - values.max())
-    return weights / weights.sum()
+def _counts(name: str, given: object, ids: list[list[int]]) -> list[int]:
+    """How many tokens of each text to score, at most all but the first."""
+    most = [len(one) - 1 for one in ids]
+    if given is None:
+        return most
+    if not isinstance(given, Sequence) or isinstance(given, str | bytes):
+        return [min(whole_number(name, given), n) for n in most]
+    counts = list(cast("Sequence[object]", given))
+    if len(counts) != len(ids):
+        raise RequestError(
+            f"{name} has {len(counts)} numbers, but there are {len(ids)} texts; pass one for each",
+            parameter=name,
+        )
+    return [
+        min(whole_number(f"{name}[{i}]", count), n)
+        for i, (count, n) in enumerate(zip(counts, most, strict=True))
+    ]
