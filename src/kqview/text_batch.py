@@ -1,7 +1,7 @@
 """Text batch: many texts as requests of one engine, some of them queued ahead.
 
-Tells one text from several, keeps every slot busy, and takes
-the results with or without an event loop.
+Tells one text from several, keeps every slot busy, and takes the results with or without an event
+loop.
 """
 
 from asyncio import to_thread
