@@ -325,9 +325,9 @@ class Edit(ABC):
         return _Hook(fn, at, named, limit)
 
     @property
-    @abstractmethod
     def has_places(self) -> bool:
         """Whether it names positions of the text, which must then stay where they are."""
+        return False
 
     @abstractmethod
     def write(self, plan: _core.EditPlan, target: EditTarget) -> tuple[object, int]:
@@ -385,10 +385,6 @@ class _Residual(Edit):
 class _Heads(Edit):
     factors: tuple[tuple[tuple[int, int], float], ...]
 
-    @property
-    def has_places(self) -> bool:
-        return False
-
     def write(self, plan: _core.EditPlan, target: EditTarget) -> tuple[object, int]:
         found: list[tuple[int, int, float]] = []
         for (given_layer, given_head), factor in self.factors:
@@ -445,10 +441,6 @@ class _Hook(Edit):
     layers: tuple[int, ...]
     limit_s: float
 
-    @property
-    def has_places(self) -> bool:
-        return False
-
     def write(self, plan: _core.EditPlan, target: EditTarget) -> tuple[object, int]:
         layers = [target.layer("layers", one) for one in self.layers]
         channel = plan.hook(layers, self.at, self.limit_s)
@@ -488,11 +480,6 @@ class HeadRecord(Edit):
     def __init__(self, layers: Sequence[int]) -> None:
         self._layers = list(layers)
         self.record: _core.HeadRecord | None = None
-
-    @property
-    def has_places(self) -> bool:
-        """As of Edit."""
-        return False
 
     def write(self, plan: _core.EditPlan, target: EditTarget) -> tuple[object, int]:
         """As of Edit. Nothing comes from a cache, whose heads gave out their values before."""

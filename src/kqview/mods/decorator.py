@@ -100,15 +100,7 @@ class Mod:
         self, event: Event, actions: ActionBuilder, tokenizer: ModTokenizer
     ) -> "Answer | Awaitable[Answer]":
         """Call the method for *event*."""
-        match event:
-            case Prefilled():
-                return self.on_prefilled(event, actions, tokenizer)
-            case ForwardPass():
-                return self.on_forward_pass(event, actions, tokenizer)
-            case Sampled():
-                return self.on_sampled(event, actions, tokenizer)
-            case Added():
-                return self.on_added(event, actions, tokenizer)
+        return getattr(self, _HOOK_OF[type(event)])(event, actions, tokenizer)
 
 
 class FunctionMod:
@@ -181,7 +173,8 @@ class BoundMod:
     """A mod in one request: how to call it, what it is called, and its end hook."""
 
     __slots__ = (
-        "call", "failures", "given", "handled", "is_async", "mod", "n_arguments", "name", "on_end"
+        "call", "failures", "given", "handled", "is_async", "is_required", "mod", "n_arguments",
+        "name", "on_end",
     )  # fmt: skip
 
     def __init__(self, mod: Any, given: Any, failures: ModFailures) -> None:
@@ -193,13 +186,20 @@ class BoundMod:
         self.on_end: EndHook | None = getattr(mod, "on_end", None)
         self.call = mod.function if isinstance(mod, FunctionMod) else mod
         self.n_arguments = n_arguments_of(mod)
-        self.handled = _handled(mod)
-        self.is_async = _is_async(mod)
-
-    @property
-    def is_required(self) -> bool:
-        """Whether the request ends if it fails."""
-        return bool(getattr(self.mod, "required", False))
+        self.is_required = bool(getattr(mod, "required", False))  # its failure ends the request
+        # The events for which it does something: all, unless it has the hooks of `Mod` itself.
+        self.handled = frozenset[type](_HOOK_OF)
+        is_async = inspect.iscoroutinefunction
+        if isinstance(mod, Mod) and type(mod).__call__ is Mod.__call__:
+            hooks = {kind: getattr(mod, hook) for kind, hook in _HOOK_OF.items()}
+            self.handled = frozenset(
+                kind
+                for kind, hook in hooks.items()
+                if getattr(hook, "__func__", None) is not getattr(Mod, _HOOK_OF[kind])
+            )
+            self.is_async = any(map(is_async, hooks.values()))
+        else:
+            self.is_async = is_async(self.call) or is_async(getattr(self.call, "__call__", None))  # noqa: B004
 
     def end(self, end: RequestEnd) -> None:
         """Call the end hook, if there is one; see `Mod.on_end` for its exceptions."""
@@ -320,26 +320,6 @@ def n_arguments_of(function: object, parameter: str = "mod") -> int:
             f"{_name_of(function)}{inspect.signature(function)}",
         )
     return min(len(taken), _N_ARGUMENTS)
-
-
-def _handled(mod: Any) -> frozenset[type]:
-    """The events for which *mod* does something; all, unless it has the hooks of `Mod` itself."""
-    if not (isinstance(mod, Mod) and type(mod).__call__ is Mod.__call__):
-        return frozenset(_HOOK_OF)
-    return frozenset(
-        kind
-        for kind, hook in _HOOK_OF.items()
-        if getattr(getattr(mod, hook), "__func__", None) is not getattr(Mod, hook)
-    )
-
-
-def _is_async(mod: Any) -> bool:
-    if isinstance(mod, Mod) and type(mod).__call__ is Mod.__call__:
-        return any(inspect.iscoroutinefunction(getattr(mod, hook)) for hook in _HOOK_OF.values())
-    call = mod.function if isinstance(mod, FunctionMod) else mod
-    return inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(
-        getattr(call, "__call__", None)  # noqa: B004
-    )
 
 
 def _name_of(function: Any) -> str:

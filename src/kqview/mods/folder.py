@@ -13,7 +13,6 @@ the version they began with. Code comes only from the folder: names are checked,
 caller sends is ever executed.
 """
 
-import importlib.util
 import logging
 import os
 import re
@@ -21,9 +20,11 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any, Final, cast
 
+from kqview.durable import FileIdentity
 from kqview.errors import ModFileError, RequestError, shown
 from kqview.mods.decorator import FunctionMod, Mod, check_mods
 
@@ -54,7 +55,7 @@ class ModInfo:
 class _Loaded:
     """A loaded file: its identity, and how to make its mod or why that fails."""
 
-    identity: tuple[int, ...]
+    identity: FileIdentity
     make: Callable[..., Any] | None
     takes_options: bool = True
     summary: str = ""
@@ -149,22 +150,23 @@ class ModFolder:
         """The current file of *name*; None if there is none."""
         path = os.path.join(self.path, name + _SUFFIX)
         with self._lock:
-            try:
-                status = os.stat(path)
-            except OSError:
+            identity, loaded = FileIdentity.at(path), self._loaded.get(name)
+            if identity is None:
                 self._loaded.pop(name, None)
                 return None
-            identity = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
-            loaded = self._loaded.get(name)
-            if loaded is None or loaded.identity != identity:
-                loaded = _load(name, path, identity)
-                self._loaded[name] = loaded
+            if loaded is None or not identity.has_content_of(loaded.identity):
+                loaded = self._loaded[name] = _load(name, path, identity)
             return loaded
 
 
-def _load(name: str, path: str, identity: tuple[int, ...]) -> _Loaded:
+def _load(name: str, path: str, identity: FileIdentity) -> _Loaded:
+    # Classes look up their module by name; the bytecode cache is bypassed, because it
+    # would serve a file that changes twice within a second in its older version.
+    module = sys.modules[_MODULE + name] = ModuleType(_MODULE + name)
+    module.__file__ = path
     try:
-        module = _module(name, path)
+        code = compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)
+        exec(code, module.__dict__)  # a file of the operator's
         make, takes_options = _maker(name, module)
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt):
@@ -175,21 +177,6 @@ def _load(name: str, path: str, identity: tuple[int, ...]) -> _Loaded:
     summary = (module.__doc__ or "").strip().partition("\n")[0]
     _log.info("mod %s is loaded from %s", name, path)
     return _Loaded(identity, make, takes_options, summary)
-
-
-def _module(name: str, path: str) -> ModuleType:
-    module_name = _MODULE + name
-    spec = importlib.util.spec_from_file_location(module_name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    # Classes look up their module by name; the bytecode cache is bypassed, because it
-    # would serve a file that changes twice within a second in its older version.
-    sys.modules[module_name] = module
-    with open(path, "rb") as file:
-        code = compile(file.read(), path, "exec", dont_inherit=True)
-    exec(code, module.__dict__)  # a file of the operator's
-    return module
 
 
 def _maker(name: str, module: ModuleType) -> tuple[Callable[..., Any], bool]:

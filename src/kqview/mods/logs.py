@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, Final, Literal, cast
 
 Level = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
@@ -23,15 +24,21 @@ _n_calls = 0
 _has_factory = False
 
 
-class _Lines:
-    """Cuts what a call prints into lines; one thread or task at a time."""
+class Captured:
+    """Context manager: passes lines that this thread or task prints, and records, to *log*.
+
+    Threads that the code inside starts are not captured.
+    """
+
+    __slots__ = ("_rest", "_token", "is_open", "log")
 
     def __init__(self, log: Log) -> None:
         self.log = log
         self.is_open = True
-        self._rest = ""
+        self._rest = ""  # of a line that goes on
 
     def print(self, text: str) -> None:
+        """Pass on the lines that *text* ends."""
         *lines, rest = (self._rest + text).split("\n")
         n_cut = max(0, len(rest) - 1) // _LONGEST_LINE * _LONGEST_LINE
         lines += (rest[i : i + _LONGEST_LINE] for i in range(0, n_cut, _LONGEST_LINE))
@@ -39,19 +46,36 @@ class _Lines:
         for line in lines:
             self.log(line, "INFO")
 
-    def close(self) -> None:
-        """Log an unfinished line; what is printed later goes where it would without mods."""
-        self.is_open = False
+    def __enter__(self) -> None:
+        global _n_calls, _has_factory
+        self._token = _captured.set(self)
+        with _lock:
+            _n_calls += 1
+            if not isinstance(sys.stdout, _Router):
+                sys.stdout = cast("Any", _Router(sys.stdout))
+            if not _has_factory:
+                logging.setLogRecordFactory(partial(_seen, logging.getLogRecordFactory()))
+                _has_factory = True
+
+    def __exit__(self, *_: object) -> None:
+        global _n_calls
+        _captured.reset(self._token)
+        with _lock:
+            _n_calls -= 1
+            # Whoever has replaced the router meanwhile keeps the stream.
+            if _n_calls == 0 and isinstance(sys.stdout, _Router):
+                sys.stdout = sys.stdout.stream
+        self.is_open = False  # what is printed later goes where it would without mods
         if self._rest:
             self.log(self._rest, "INFO")
 
 
-_lines: Final[ContextVar[_Lines | None]] = ContextVar("kqview_mod_lines", default=None)
+_captured: Final[ContextVar[Captured | None]] = ContextVar("kqview_mod_lines", default=None)
 
 
-def _current() -> _Lines | None:
-    lines = _lines.get()
-    return lines if lines is not None and lines.is_open else None
+def _current() -> Captured | None:
+    captured = _captured.get()
+    return captured if captured is not None and captured.is_open else None
 
 
 class _Router:
@@ -61,10 +85,10 @@ class _Router:
         self.stream = stream
 
     def write(self, text: str) -> int:
-        lines = _current()
-        if lines is None:
+        captured = _current()
+        if captured is None:
             return cast("int", self.stream.write(text))
-        lines.print(text)
+        captured.print(text)
         return len(text)
 
     def writelines(self, lines: Any) -> None:
@@ -75,48 +99,19 @@ class _Router:
         return getattr(self.stream, name)
 
 
-class Captured:
-    """Context manager: passes lines that this thread or task prints, and records, to *log*.
-
-    Threads that the code inside starts are not captured.
-    """
-
-    __slots__ = ("_lines", "_token")
-
-    def __init__(self, log: Log) -> None:
-        self._lines = _Lines(log)
-
-    def __enter__(self) -> None:
-        global _n_calls, _has_factory
-        self._token = _lines.set(self._lines)
-        with _lock:
-            _n_calls += 1
-            if not isinstance(sys.stdout, _Router):
-                sys.stdout = cast("Any", _Router(sys.stdout))
-            if not _has_factory:
-                logging.setLogRecordFactory(_seeing(logging.getLogRecordFactory()))
-                _has_factory = True
-
-    def __exit__(self, *_: object) -> None:
-        global _n_calls
-        _lines.reset(self._token)
-        with _lock:
-            _n_calls -= 1
-            # Whoever has replaced the router meanwhile keeps the stream.
-            if _n_calls == 0 and isinstance(sys.stdout, _Router):
-                sys.stdout = sys.stdout.stream
-        self._lines.close()
+def _seen(
+    make: Callable[..., logging.LogRecord], *arguments: Any, **options: Any
+) -> logging.LogRecord:
+    record = make(*arguments, **options)
+    if (captured := _current()) is not None:
+        level = next((name for least, name in _LEVELS if record.levelno >= least), "DEBUG")
+        captured.log(_text_of(record), level)
+    return record
 
 
-def _seeing(make: Callable[..., logging.LogRecord]) -> Callable[..., logging.LogRecord]:
-    def factory(*arguments: Any, **options: Any) -> logging.LogRecord:
-        record = make(*arguments, **options)
-        lines = _current()
-        if lines is not None:
-            lines.log(_text_of(record), _level_of(record))
-        return record
-
-    return factory
+_LEVELS: Final[tuple[tuple[int, Level], ...]] = (
+    (logging.ERROR, "ERROR"), (logging.WARNING, "WARNING"), (logging.INFO, "INFO"),
+)  # fmt: skip
 
 
 def _text_of(record: logging.LogRecord) -> str:
@@ -127,11 +122,3 @@ def _text_of(record: logging.LogRecord) -> str:
     if record.exc_info and record.exc_info[0] is not None:
         text += "\n" + logging.Formatter().formatException(record.exc_info)
     return text
-
-
-def _level_of(record: logging.LogRecord) -> Level:
-    if record.levelno >= logging.ERROR:
-        return "ERROR"
-    if record.levelno >= logging.WARNING:
-        return "WARNING"
-    return "INFO" if record.levelno >= logging.INFO else "DEBUG"
