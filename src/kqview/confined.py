@@ -127,7 +127,14 @@ class Confined:
             raise
         finally:
             self._give(child)
-        return _read(kind, body)
+        value = json.loads(body.decode("utf-8", "surrogatepass"))
+        if kind == b"e":
+            error: KqviewError = getattr(errors, value["error"])(value["message"])
+            error.__dict__ |= value["about"]
+            raise error
+        if kind != b"a":
+            raise InternalError(f"a helper process failed: {value}")
+        return value
 
     def close(self) -> None:
         """End all children; calls that run raise ClosedError. Idempotent."""
@@ -305,17 +312,6 @@ def _exactly(line: socket.socket, n: int, end_s: float) -> bytearray:
             raise ConnectionError
         rest = rest[n_read:]
     return data
-
-
-def _read(kind: bytes, body: bytearray) -> Any:
-    value = json.loads(body.decode("utf-8", "surrogatepass"))
-    if kind == b"a":
-        return value
-    if kind == b"e":
-        error: KqviewError = getattr(errors, value["error"])(value["message"])
-        error.__dict__ |= value["about"]
-        raise error
-    raise InternalError(f"a helper process failed: {value}")
 
 
 def _end_all(children: list[_Child], owner: int) -> None:

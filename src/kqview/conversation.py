@@ -8,7 +8,6 @@ from itertools import pairwise
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypedDict
 
-from kqview import _core
 from kqview.arguments import encode, invalid
 from kqview.chat import CHATML
 from kqview.chat.formats import FORMATS, format_of
@@ -37,10 +36,9 @@ from kqview.generation.stream import Generation
 from kqview.mods.events import Dialogue, conversation_of
 from kqview.option_names import unknown_option
 from kqview.submission import GenerateOptions, Submission, arguments_of
-from kqview.types import ChatPrompt, ModelInfo
+from kqview.types import ChatPrompt
 from kqview.types.json_schema import Parsed
 from kqview.types.sampling import OPTIONS
-from kqview.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
     from kqview.chat.template import ChatTemplate
@@ -96,19 +94,14 @@ class Conversation:
 
     def __init__(
         self,
-        core: _core.Engine,
-        model: _core.Model,
-        info: ModelInfo,
-        vocabulary: Vocabulary,
         submission: Submission,
         *,
         template_options: Mapping[str, Any],
         trusts_template: bool,
     ) -> None:
-        self._core = core
-        self._model = model
-        self._info = info
-        self._vocabulary = vocabulary
+        self._core = submission.core
+        self._model = model = submission.model
+        self._info = info = submission.info
         self._submission = submission
         self._template_options = template_options
         ids = model.control_tokens()
@@ -214,7 +207,7 @@ class Conversation:
             return ids
         text = text_of_parts(chat.parts)
         ends = chat.ends(text=text, ends_of_turn=self._ends_of_turn())
-        starts = [start for start, _ in self._vocabulary.offsets(text, rendered)]
+        starts = [start for start, _ in self._submission.vocabulary.offsets(text, rendered)]
         n_before = len(ids) - len(rendered)
         # A message that has no text of its own has no BOS either.
         places = [0, *(end and n_before + bisect_left(starts, end) for end in ends)]

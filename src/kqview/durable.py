@@ -142,7 +142,7 @@ class WholeFile:
     def __exit__(self, error_type: object, *_: object) -> None:
         """Commit, or discard after an exception."""
         if error_type is None:
-            self.commit()
+            self.identity = self.commit()
         else:
             self.discard()
 
@@ -167,14 +167,10 @@ def write_whole(
     Raises:
         OSError: The file cannot be written; an old file stays.
     """
-    file = WholeFile(path, is_private=is_private, follows=follows)
-    try:
+    with WholeFile(path, is_private=is_private, follows=follows) as file:
         for part in parts:
             file.stream.write(part)
-    except BaseException:
-        file.discard()
-        raise
-    return file.commit()
+    return file.identity
 
 
 def append_line(path: str | os.PathLike[str], line: str) -> None:

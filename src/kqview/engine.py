@@ -16,6 +16,7 @@ import traceback
 import weakref
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final, Literal, Self, SupportsIndex, Unpack, cast, overload
 
 from kqview import _core
@@ -186,10 +187,6 @@ def _fitting_n_ctx(model: _core.Model, options: _core.EngineOptions) -> int:
 
 def _mib(n_bytes: int) -> str:
     return f"{n_bytes / 2**20:,.0f} MiB"
-
-
-def _opened(cls: type["Engine"], model: str, options: EngineOptions) -> "Engine":
-    return cls(model, **options)
 
 
 def _model_info(model: _core.Model, engine: _core.Engine) -> ModelInfo:
@@ -396,15 +393,11 @@ class Engine(NamesMethods):
             on_end=_forward_log,
         )
         self._conversation = Conversation(
-            core,
-            facts,
-            info,
-            self._vocabulary,
             self._submission,
             template_options=given["template_options"] or {},
             trusts_template=template is not None or self._path == os.path.abspath(MODEL_PATH),
         )
-        self._given_texts = GivenTexts(core, facts, info, self._submission)
+        self._given_texts = GivenTexts(self._submission)
         self.slots: Final = tuple(
             Slot(
                 core,
@@ -1200,7 +1193,7 @@ class Engine(NamesMethods):
 
         Nothing that a slot holds goes with it, nor does ``progress``.
         """
-        return _opened, (type(self), self._path, self._arguments)
+        return partial(type(self), self._path, **self._arguments), ()
 
     def __copy__(self) -> Self:
         """Refused: a copy would load the model again.

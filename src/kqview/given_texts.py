@@ -8,13 +8,13 @@ in memory at a time, however long a text is.
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, Final, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kqview import _core
 from kqview.arguments import encode, whole_number
 from kqview.edit import Edit
 from kqview.errors import InternalError, RequestError, UnsupportedModel
@@ -22,7 +22,7 @@ from kqview.generation.stream import Generation
 from kqview.lora import LoraScales
 from kqview.submission import Submission, be_alone
 from kqview.text_batch import Batch, TextOptions, in_turn, items_of
-from kqview.types import Classification, ModelInfo, PromptBlock, Score
+from kqview.types import Classification, PromptBlock, Score
 
 Pair = tuple[str, str]
 Vectors = NDArray[np.float32]
@@ -50,16 +50,11 @@ class ScoreOptions(TextOptions, total=False):
     deterministic: bool
 
 
+@dataclass(frozen=True, eq=False, repr=False)
 class GivenTexts:
     """`Engine.embed`, `Engine.classify` and `Engine.score`; any thread."""
 
-    def __init__(
-        self, core: _core.Engine, model: _core.Model, info: ModelInfo, submission: Submission
-    ) -> None:
-        self._core = core
-        self._model = model
-        self._info = info
-        self._submission = submission
+    submission: Submission
 
     def embed(
         self, texts: object, *, normalize: bool = True, **options: Any
@@ -90,9 +85,10 @@ class GivenTexts:
         parse_special: bool = True,
     ) -> Batch[_Result]:
         """The requests of *texts*, all of which are checked before any is computed."""
-        self._core.check_open()
-        name, pooling = self._info.name or self._info.architecture, self._core.pooling
-        if who == "classify" and self._core.n_classes == 0:
+        submission, core, info = self.submission, self.submission.core, self.submission.info
+        core.check_open()
+        name, pooling = info.name or info.architecture, core.pooling
+        if who == "classify" and core.n_classes == 0:
             raise UnsupportedModel(
                 f"{name} has no classifier head; use a sequence classifier or a reranker, or embed "
                 "for vectors"
@@ -122,13 +118,12 @@ class GivenTexts:
                         item = self.pair_ids(name, query, document)
                     case _:
                         pass
-            submission = self._submission
             ids.append(submission.prompt_ids(item, add_special, parse_special, name, embeds=True))
 
         def submit(i: int) -> Generation:
-            request = self._submission.request(ids[i], priority=priority)
+            request = submission.request(ids[i], priority=priority)
             request.only_attends = request.embeds = True
-            return self._submission.submit(who, request, ids[i])
+            return submission.submit(who, request, ids[i])
 
         found: dict[int, Vectors] = {}
 
@@ -141,26 +136,25 @@ class GivenTexts:
                 raise InternalError(f"{who} ended without the vectors of a text")
             return finish([found[i] for i in range(len(ids))], is_one)
 
-        return Batch(in_turn(ids, self._core.n_slots, submit), put, finished)
+        return Batch(in_turn(ids, core.n_slots, submit), put, finished)
 
     def _embedded(
         self, found: list[Vectors], is_one: bool, *, normalize: bool
     ) -> Vectors | list[Vectors]:
+        is_listed = self.submission.core.pooling == "none"
         if not found:
-            return (
-                [] if self._core.pooling == "none" else np.empty((0, self._info.n_embd), np.float32)
-            )
+            return [] if is_listed else np.empty((0, self.submission.info.n_embd), np.float32)
         if normalize:
             for vectors in found:
                 length = np.linalg.norm(vectors, axis=-1, keepdims=True)
                 vectors /= np.where(length > 0, length, 1)
-        if self._core.pooling == "none":
+        if is_listed:
             return found[0] if is_one else found
         return found[0][0] if is_one else np.concatenate(found)
 
     def pair_ids(self, name: str, query: str, document: str) -> list[int]:
         """The prompt of a reranker, joined as in llama-server (format_prompt_rerank)."""
-        facts = self._model
+        facts = self.submission.model
         template: str | None = facts.rerank_template
         if template is not None:
             # One pass, so that {document} in a query stays text.
@@ -168,14 +162,14 @@ class GivenTexts:
             text = parts[0] + "".join(
                 document + part[1:] if part[:1] == "\0" else query + part for part in parts[1:]
             )
-            return self._model.tokenize(encode(name, text), False, True)
+            return self.submission.model.tokenize(encode(name, text), False, True)
         end = facts.sep_token_id if facts.eos_token_id is None else facts.eos_token_id
         ids = [
-            *self._info.begin_ids,
-            *self._model.tokenize(encode(name, query), False, False),
+            *self.submission.info.begin_ids,
+            *self.submission.model.tokenize(encode(name, query), False, False),
             end if facts.adds_eos else None,
             facts.sep_token_id if facts.adds_sep else None,
-            *self._model.tokenize(encode(name, document), False, False),
+            *self.submission.model.tokenize(encode(name, document), False, False),
             end if facts.adds_eos else None,
         ]
         return [token_id for token_id in ids if token_id is not None]
@@ -183,15 +177,15 @@ class GivenTexts:
     @cached_property
     def _labels(self) -> list[str]:
         """A name for each score, all different."""
-        n = self._core.n_classes
-        names = [*self._info.classifier_labels, *[""] * n][:n]
+        n = self.submission.core.n_classes
+        names = [*self.submission.info.classifier_labels, *[""] * n][:n]
         count = Counter(names)
         return [name if name and count[name] == 1 else f"LABEL_{i}" for i, name in enumerate(names)]
 
     def _classified(self, raw: NDArray[np.float32]) -> Classification:
         labels = self._labels
         scores = raw.astype(np.float64)
-        if self._info.architecture not in _GIVES_PROBABILITIES:
+        if self.submission.info.architecture not in _GIVES_PROBABILITIES:
             if len(scores) > 1:
                 scores = np.exp(scores - scores.max())
                 scores /= scores.sum()
@@ -219,27 +213,27 @@ class GivenTexts:
         parse_special: bool = True,
     ) -> Batch[Score | list[Score]]:
         """As of Engine."""
-        self._core.check_open()
-        n_top = self._submission.checked_top(top_logprobs)
+        self.submission.core.check_open()
+        n_top = self.submission.checked_top(top_logprobs)
         is_one, items = items_of(texts)
         names = ["texts"] if is_one else [f"texts[{i}]" for i in range(len(items))]
         ids = [
-            self._submission.prompt_ids(item, add_special, parse_special, name)
+            self.submission.prompt_ids(item, add_special, parse_special, name)
             for name, item in zip(names, items, strict=True)
         ]
         n_last = _counts("last", last, ids)
 
         def submit(i: int) -> Generation:
-            request = self._submission.request(ids[i], priority=priority, lora=lora, edits=edits)
+            request = self.submission.request(ids[i], priority=priority, lora=lora, edits=edits)
             request.only_attends = True
             be_alone(request, deterministic)
             request.n_scores = n_last[i]
             request.n_top_scores = n_top or 0
-            return self._submission.submit("score", request, ids[i])
+            return self.submission.submit("score", request, ids[i])
 
         scores = [Score.empty(one, has_top=n_top is not None) for one in ids]
         return Batch(
-            in_turn(ids, self._core.n_slots, submit),
+            in_turn(ids, self.submission.core.n_slots, submit),
             lambda i, block: scores[i].set(block.start, block.scores),
             lambda: scores[0] if is_one else scores,
         )

@@ -403,7 +403,8 @@ def _merged(ranges: object) -> list[tuple[int, int]]:
         raise invalid("ranges", "(start, stop) pairs such as [(0, 4)]", shown(ranges))
     checked: list[tuple[int, int]] = []
     for i, given in enumerate(cast("Iterable[Any]", ranges)):
-        pair = _pair(given)
+        is_pair = isinstance(given, Iterable) and not isinstance(given, str | bytes)
+        pair = tuple(cast("Iterable[Any]", given)) if is_pair else ()
         if len(pair) != 2:
             raise invalid(f"ranges[{i}]", "a (start, stop) pair", shown(given))
         start = whole_number(f"the start of ranges[{i}]", pair[0], low=0)
@@ -415,12 +416,6 @@ def _merged(ranges: object) -> list[tuple[int, int]]:
         else:
             merged.append((start, stop))
     return merged
-
-
-def _pair(given: object) -> tuple[Any, ...]:
-    if isinstance(given, str | bytes) or not isinstance(given, Iterable):
-        return ()
-    return tuple(cast("Iterable[Any]", given))
 
 
 def _bytes_of(blob: "Buffer") -> bytes:

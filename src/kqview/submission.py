@@ -12,7 +12,7 @@ import uuid
 import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -151,38 +151,32 @@ def owned_by(owner: str, unwanted: _core.StopFlag | None = None) -> Generator[No
         _unwanted.reset(tokens[1])
 
 
+@dataclass(eq=False, repr=False)
 class Submission:
-    """The requests of one engine; any thread."""
+    """The requests of one engine; any thread.
 
-    def __init__(
-        self,
-        core: _core.Engine,
-        model: _core.Model,
-        info: ModelInfo,
-        vocabulary: Vocabulary,
-        *,
-        lora: EngineLora,
-        run_ahead: int,
-        drafts: bool,
-        partial_layers: Sequence[int],
-        fingerprint: Callable[[], str],
-        on_end: Callable[[], None],
-    ) -> None:
-        self._core = core
-        self._model = model
-        self._info = info
-        self._vocabulary = vocabulary
-        self._lora = lora
-        self._run_ahead = run_ahead
-        self._drafts = drafts
-        self._partial_layers = partial_layers
-        self._uncaptured_layers = [
-            one.layer
-            for one in core.attention_layers
-            if one.on_device and one.layer in partial_layers
-        ]
-        self._fingerprint = fingerprint
-        self._on_end = on_end
+    Attributes:
+        lora: The adapters of the engine.
+        run_ahead: Number of tokens computed before they are requested.
+        drafts: Whether something guesses tokens.
+        partial_layers: Layers whose cells are in any order.
+        fingerprint: That of the engine.
+        on_end: Called when a generation has ended.
+    """
+
+    core: _core.Engine
+    model: _core.Model
+    info: ModelInfo
+    vocabulary: Vocabulary
+    _: KW_ONLY
+    lora: EngineLora
+    run_ahead: int
+    drafts: bool
+    partial_layers: Sequence[int]
+    fingerprint: Callable[[], str]
+    on_end: Callable[[], None]
+
+    def __post_init__(self) -> None:
         self._consumers = Consumers()
         self._wakers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LoopWaker] = (
             weakref.WeakKeyDictionary()
@@ -190,7 +184,7 @@ class Submission:
 
     def close(self) -> None:
         """End the engine thread, if it was not; its generations raise ClosedError."""
-        self._core.close(_EXIT_S)
+        self.core.close(_EXIT_S)
 
     # ---- one request
 
@@ -203,10 +197,10 @@ class Submission:
             RequestError: As of `Engine.generate`, as are other errors.
         """
         given, sampling = arguments_of(who, options)
-        self._core.check_open()
-        if not (self._model.can_generate and self._core.has_cache):
+        self.core.check_open()
+        if not (self.model.can_generate and self.core.has_cache):
             raise UnsupportedModel(
-                f"{self._info.architecture} models do not generate token by token"
+                f"{self.info.architecture} models do not generate token by token"
             )
         steers = {name: given[name] for name in _STEERING}
         # A request without mods passes no file of theirs.
@@ -238,15 +232,15 @@ class Submission:
             request.max_tokens = min(n, INT32_MAX)
         if given["slot"] is not None:
             slot = to_index(given["slot"])
-            if slot is None or not 0 <= slot < self._core.n_slots:
+            if slot is None or not 0 <= slot < self.core.n_slots:
                 raise UnknownSlot(
-                    f"slot must be one of 0..{self._core.n_slots - 1}, got {shown(given['slot'])}",
+                    f"slot must be one of 0..{self.core.n_slots - 1}, got {shown(given['slot'])}",
                     parameter="slot",
                 )
             request.slot = slot
-        if self._drafts or given["speculate"] is not None or given["prediction"] is not None:
+        if self.drafts or given["speculate"] is not None or given["prediction"] is not None:
             self._set_draft(request, given["speculate"], given["prediction"])
-        set_sampling(request, sampling, self._info.n_vocab)
+        set_sampling(request, sampling, self.info.n_vocab)
         if any(given[name] is not GENERATE_DEFAULTS[name] for name in _REUSE):  # the core's own
             self._set_reuse(request, given, len(ids))
         if steering is not None:
@@ -272,7 +266,7 @@ class Submission:
     ) -> list[int]:
         """The ids of the argument *name*, a text or ids; refuses what no slot takes."""
         if isinstance(prompt, str):
-            ids = self._vocabulary.ids_of(name, prompt, add_special, parse_special)
+            ids = self.vocabulary.ids_of(name, prompt, add_special, parse_special)
         else:
             ids: list[int] = prompt
             if not (type(ids) is list and ids and type(ids[0]) is int) and name[0] == "p":
@@ -287,9 +281,9 @@ class Submission:
             raise RequestError(
                 f"{name} has no tokens; pass at least 1", parameter=parameter_of(name)
             )
-        n_ctx, n_chunk = self._core.n_ctx, self._core.n_chunk
+        n_ctx, n_chunk = self.core.n_ctx, self.core.n_chunk
         if len(ids) > n_ctx:
-            is_final = n_ctx == self._core.n_positions
+            is_final = n_ctx == self.core.n_positions
             limit = (
                 f"the model knows {n_ctx} positions; shorten it"
                 if is_final
@@ -301,9 +295,9 @@ class Submission:
                 n_tokens=len(ids),
                 n_max=n_ctx,
             )
-        is_one_step = not self._core.has_cache or (embeds and not self._core.can_split_embedding)
+        is_one_step = not self.core.has_cache or (embeds and not self.core.can_split_embedding)
         if is_one_step and len(ids) > n_chunk:
-            what = "an embedding takes" if embeds else f"{self._info.architecture} models take"
+            what = "an embedding takes" if embeds else f"{self.info.architecture} models take"
             raise PromptTooLong(
                 f"{name} has {len(ids)} tokens, {what} it in one step, which holds "
                 f"{n_chunk}; raise n_ubatch and n_batch, or shorten the prompt",
@@ -311,7 +305,7 @@ class Submission:
                 n_tokens=len(ids),
                 n_max=n_chunk,
             )
-        self._model.check_tokens(ids, name)
+        self.model.check_tokens(ids, name)
 
     def request(
         self,
@@ -336,18 +330,24 @@ class Submission:
             raise invalid("request_id", "a str or None", shown(request_id))
         request = _core.RequestOptions()
         request.prompt = ids
-        scales = self._lora.scales if lora is None else self._lora.scales_of("lora", lora)
+        scales = self.lora.scales if lora is None else self.lora.scales_of("lora", lora)
         request.lora = list(scales)
-        request.run_ahead = self._run_ahead
+        request.run_ahead = self.run_ahead
         if edits is not None and (found := listed(edits)):
-            request.set_edits(self._core, self._plan_of(found, len(ids), moves=moves))
+            request.set_edits(self.core, self._plan_of(found, len(ids), moves=moves))
         request.owner = _owner.get()
         request.priority = whole_number("priority", priority, low=-(2**31))
         if capture:
-            capture = capture.counted(self._info)
-            capture.check_columns(self._uncaptured_layers)
+            capture = capture.counted(self.info)
+            capture.check_columns(
+                [
+                    one.layer
+                    for one in self.core.attention_layers
+                    if one.on_device and one.layer in self.partial_layers
+                ]
+            )
             try:
-                request.set_capture(self._core, capture)
+                request.set_capture(self.core, capture)
             except InvalidCapture as error:
                 error.parameter = "capture"
                 raise
@@ -364,11 +364,11 @@ class Submission:
                 parameter="edits",
             )
         target = EditTarget(
-            n_layer=self._info.n_layer,
-            n_embd=self._info.n_embd,
-            n_heads={one.layer: one.n_head for one in self._core.attention_layers},
+            n_layer=self.info.n_layer,
+            n_embd=self.info.n_embd,
+            n_heads={one.layer: one.n_head for one in self.core.attention_layers},
             n_prompt=n_tokens,
-            partial_layers=self._partial_layers,
+            partial_layers=self.partial_layers,
         )
         return plan_of(edits, target)
 
@@ -380,24 +380,24 @@ class Submission:
             n = N_DRAFT if speculate is None or speculate else 0
         else:
             n = whole_number("speculate", speculate, low=0, high=N_DRAFT_MAX)
-        if n > 0 and not self._drafts and prediction is None:
+        if n > 0 and not self.drafts and prediction is None:
             raise RequestError(
                 "speculate needs something that guesses tokens, and the engine was opened without; "
                 'open it with Engine(draft="prompt-lookup"), or give a prediction',
                 parameter="speculate",
             )
         if isinstance(prediction, str):
-            ids = self._vocabulary.ids_of("prediction", prediction, False, False)
+            ids = self.vocabulary.ids_of("prediction", prediction, False, False)
         else:
             ids = [] if prediction is None else checked_ids("prediction", prediction)
-        self._model.check_tokens(ids, "prediction")
-        request.n_draft_max, request.prediction = n, ids[: self._core.n_ctx]
+        self.model.check_tokens(ids, "prediction")
+        request.n_draft_max, request.prediction = n, ids[: self.core.n_ctx]
 
     def _set_reuse(
         self, request: _core.RequestOptions, given: Mapping[str, Any], n_prompt: int
     ) -> None:
         """Fill in the options that reuse and move cached tokens."""
-        core, reuse = self._core, choice("reuse", given["reuse"], Reuse)
+        core, reuse = self.core, choice("reuse", given["reuse"], Reuse)
         cache_prompt = flag("cache_prompt", given["cache_prompt"])
         deterministic = flag("deterministic", given["deterministic"])
         context_shift = flag("context_shift", given["context_shift"])
@@ -461,14 +461,14 @@ class Submission:
 
         *name* begins the ``request_id`` if the caller gives none; *capture* is that of *request*.
         """
-        handle = self._core.submit(request)
+        handle = self.core.submit(request)
         request_id = request_id or f"{name}-{handle.id}"
         source = self._source(handle, request_id, request, prompt, capture, stop)
         return Generation(
             source,
             request_id=request_id,
-            model=self._info,
-            fingerprint=self._fingerprint,
+            model=self.info,
+            fingerprint=self.fingerprint,
             schema=cast("str | None", schema),  # as Sampling stores it
         )
 
@@ -481,13 +481,13 @@ class Submission:
         capture: Capture | None,
         stop: Sequence[str],
     ) -> PlainSource:
-        token_bytes = self._vocabulary.bytes
+        token_bytes = self.vocabulary.bytes
         if capture is not None:  # its columns have texts
             for token_id in set(prompt) - token_bytes.keys():
                 token_bytes[token_id]
-            capture = capture.resolved(self._info)
-        context = Context(list(prompt), len(prompt), self._info.n_head, token_bytes)
-        transcript = Transcript(context, capture, stop, token_bytes, request.n_keep, self._on_end)
+            capture = capture.resolved(self.info)
+        context = Context(list(prompt), len(prompt), self.info.n_head, token_bytes)
+        transcript = Transcript(context, capture, stop, token_bytes, request.n_keep, self.on_end)
         return PlainSource(request_id, handle, transcript, self._consumers, self._waker)
 
     def checked_top(self, top_logprobs: object) -> int | None:
@@ -497,9 +497,9 @@ class Submission:
             RequestError: It is no number, or too large.
             UnsupportedModel: The model cannot score texts.
         """
-        if not (self._model.can_generate and self._core.has_cache):
+        if not (self.model.can_generate and self.core.has_cache):
             raise UnsupportedModel(
-                f"{self._info.architecture} models do not predict the next token, so they "
+                f"{self.info.architecture} models do not predict the next token, so they "
                 "cannot score texts; use a causal language model"
             )
         if top_logprobs is None:
@@ -522,7 +522,7 @@ class Submission:
         parse_special: object = True,
     ) -> PromptAttention | list[PromptAttention]:
         """See `Engine.attend`."""
-        self._core.check_open()
+        self.core.check_open()
         is_one = not has_prompts(prompt)
         prompts = {"prompt": prompt}
         if not is_one:
@@ -568,12 +568,12 @@ class Submission:
             found = Score.empty(texts[i], has_top=n_top is not None) if is_scored else None
             if not is_one:
                 generation.take_blocks(found)
-            budget_bytes = self._core.stats().pool.budget_bytes
+            budget_bytes = self.core.stats().pool.budget_bytes
             return generation.blocks(first=first[i], budget_bytes=budget_bytes, score=found)
 
         if is_one:
             return attention_of(0, submit(0))
-        with contextlib.closing(in_turn(texts, self._core.n_slots, submit)) as requests:
+        with contextlib.closing(in_turn(texts, self.core.n_slots, submit)) as requests:
             found = {i: attention_of(i, generation) for i, generation in requests}
         return [found[i] for i in range(len(found))]
 
@@ -600,13 +600,13 @@ class Submission:
             names = [one.name for one in mods]
             about = TraceRequest(
                 request_id=request_id,
-                model=self._info.name or self._info.architecture,
+                model=self.info.name or self.info.architecture,
                 max_tokens=request.max_tokens,
                 temperature=sampling.temperature,
                 mod_text=", ".join(names) or None,
                 active_mod_name=names[0] if names else None,
             )
-            text_of = self._vocabulary.token_text
+            text_of = self.vocabulary.token_text
             recorder = TraceRecorder(about, text_of=text_of, on_finish=steering.on_trace)
             if request.edits:
                 recorder.edited(0, [(one.hash, one.first) for one in request.edits])
@@ -620,10 +620,10 @@ class Submission:
             request.prompt = ids
             request.max_tokens = max_tokens
             if edits is not None:
-                request.set_edits(self._core, edits)
+                request.set_edits(self.core, edits)
             if request.n_prompt_rows:
                 request.n_prompt_rows = len(ids)
-            return self._core.submit(request)
+            return self.core.submit(request)
 
         def context_of(ids: list[int]) -> Context:
             return self._source(None, "", request, ids, capture, ()).transcript.context
@@ -633,7 +633,7 @@ class Submission:
             request_id,
             mods,
             ModCaller(self._tokenizer, time_limit_s=limit_s, note=note),
-            n_vocab=self._info.n_vocab,
+            n_vocab=self.info.n_vocab,
             ids=plain.transcript.ids,
             text=lambda: text.text_before_stop,
             recorder=recorder,
@@ -642,9 +642,9 @@ class Submission:
             forcing=steering.forcing,
             check_prompt=lambda given: self.check_prompt("tokens of AdjustedPrefill", given),
             plan_edits=lambda edits, n: self._plan_of(edits, n, moves=request.n_discard > 0),
-            detokenize=self._vocabulary.text_of,
-            is_end={self._info.eos_token_id, self._info.eot_token_id}.__contains__,
-            attention=looker(plain.transcript.capture, self._info.attention_scale),
+            detokenize=self.vocabulary.text_of,
+            is_end={self.info.eos_token_id, self.info.eot_token_id}.__contains__,
+            attention=looker(plain.transcript.capture, self.info.attention_scale),
             picks_slowly=any(one is not None for one in constraints),
             is_strict=steering.mods_strict,
         )
@@ -652,9 +652,7 @@ class Submission:
             plain,
             made,
             prompt=prompt,
-            max_tokens=min(
-                request.max_tokens, INT32_MAX if request.n_discard else self._core.n_ctx
-            ),
+            max_tokens=min(request.max_tokens, INT32_MAX if request.n_discard else self.core.n_ctx),
             dialogue=current_conversation(),
             submit=submit,
             context_of=context_of,
@@ -662,16 +660,16 @@ class Submission:
         return Generation(
             source,
             request_id=request_id,
-            model=self._info,
-            fingerprint=self._fingerprint,
+            model=self.info,
+            fingerprint=self.fingerprint,
             schema=cast("str | None", sampling.json_schema),
         )
 
     @cached_property
     def _tokenizer(self) -> ModTokenizer:
-        words = self._vocabulary
+        words = self.vocabulary
         return ModTokenizer(
-            self._model,
+            self.model,
             tokenize=lambda text, add: cast("list[int]", words.tokenize(text, add)),
             detokenize=words.detokenize,
             token_bytes=words.bytes.__getitem__,

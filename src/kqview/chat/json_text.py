@@ -103,7 +103,8 @@ class JsonText:
             char = text[at]
             at = at + 1 if run is None else run.end()
             if self._n_raw:
-                made.append(self._raw(char))
+                self._n_raw += (char in "{[") - (char in "}]")
+                made += quoted(char)[1:-1], "" if self._n_raw else '"' + self._end_item()
             elif self._in_string:
                 made.append(self._string(char) if run is None else run[0])
             elif run is not None:
@@ -134,10 +135,6 @@ class JsonText:
             self._in_string = False
             return char + self._end_item()
         return quoted(char)[1:-1]
-
-    def _raw(self, char: str) -> str:
-        self._n_raw += (char in "{[") - (char in "}]")
-        return quoted(char)[1:-1] + ("" if self._n_raw else '"' + self._end_item())
 
     def _bare(self) -> str:
         """The word before a sign, with the white space around it."""

@@ -20,6 +20,7 @@ import json
 import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from itertools import takewhile
 from typing import Any, Final, NamedTuple, NoReturn, cast
@@ -424,9 +425,12 @@ def _with_results(messages: Iterable[Mapping[str, Any]]) -> list[Mapping[str, An
             known = last.get("tool_responses", [])
             id_ = message.get("tool_call_id")
             call = last["tool_calls"][ids.index(id_) if id_ in ids else len(known) % len(ids)]
+            response: Any = _content_text(message.get("content"))
+            with suppress(ValueError):
+                response = json_input.loads(response)
             result = {
                 "name": call.get("function", call)["name"],
-                "response": _read(_content_text(message.get("content"))),
+                "response": response,
             }
             made[-1] = {**last, "tool_responses": [*known, result], "content": ""}
         elif (
@@ -438,13 +442,6 @@ def _with_results(messages: Iterable[Mapping[str, Any]]) -> list[Mapping[str, An
         else:
             made.append(message)
     return made
-
-
-def _read(text: str) -> Any:
-    try:
-        return json_input.loads(text)
-    except ValueError:
-        return text
 
 
 def _has_calls(message: Mapping[str, Any]) -> bool:
@@ -690,11 +687,10 @@ def _refuse(message: object = "") -> NoReturn:
     raise _Refusal(str(message)[:_N_SHOWN])
 
 
-def _now(form: str) -> str:
-    return datetime.now().strftime(form)
-
-
-_GLOBALS: Final = {"raise_exception": _refuse, "strftime_now": _now}
+_GLOBALS: Final = {
+    "raise_exception": _refuse,
+    "strftime_now": lambda form: datetime.now().strftime(form),
+}
 
 
 # ---- the program of a helper process

@@ -12,6 +12,7 @@ to look like; `constrained` makes sampling options of it, and a `Reading` says h
 Shared by `Engine.chat` and every API of the server. Pure.
 """
 
+import contextlib
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -153,22 +154,18 @@ def _calls(where: str, value: object) -> list[Any]:
         if not isinstance(function.get("name"), str):
             raise RequestError(f"{where}[{i}]: the name of the function is missing")
         # Clients of OpenAI's API send arguments as JSON text; templates expect objects.
-        function["arguments"] = _arguments(f"{where}[{i}]", function.get("arguments", {}))
+        given: Any = function.setdefault("arguments", {})
+        if isinstance(given, str):
+            try:
+                function["arguments"] = json_input.loads(given) if given.strip() else {}
+            except json_input.TooDeep as error:
+                raise RequestError(f"{where}[{i}]: arguments cannot be read: {error}") from None
+            except ValueError:
+                raise RequestError(
+                    f"{where}[{i}]: arguments is {shown(given)}; pass an object or JSON text"
+                ) from None
         calls[i] = {**fields, "function": function} if "function" in fields else function
     return calls
-
-
-def _arguments(where: str, value: object) -> Any:
-    if not isinstance(value, str):
-        return value
-    try:
-        return json_input.loads(value) if value.strip() else {}
-    except json_input.TooDeep as error:
-        raise RequestError(f"{where}: arguments cannot be read: {error}") from None
-    except ValueError:
-        raise RequestError(
-            f"{where}: arguments is {shown(value)}; pass an object or JSON text"
-        ) from None
 
 
 def _tool(where: str, value: object) -> dict[str, Any]:
@@ -606,7 +603,12 @@ class Reading:
     def reply(self, text: str) -> Reply:
         """The same as a Reply, without a call that was cut off."""
         answer = self.answer(text)
-        calls = [call for one in answer.calls if (call := _call_of(one)) is not None]
+        calls: list[ToolCall] = []
+        for one in answer.calls:
+            with contextlib.suppress(ValueError):
+                arguments: object = json_input.loads(one.arguments) if one.arguments.strip() else {}
+                if isinstance(arguments, dict):
+                    calls.append(ToolCall(one.name, cast("dict[str, Any]", arguments), one.id))
         return Reply(answer.content, tuple(calls), answer.reasoning)
 
 
@@ -704,14 +706,3 @@ class AnswerReader:
                 self.n_calls += one.id is not None
                 deltas.append(Delta(call=one))
         return deltas
-
-
-def _call_of(call: WrittenCall) -> ToolCall | None:
-    """*call* as callers get it; None if it was cut off."""
-    try:
-        arguments: object = json_input.loads(call.arguments) if call.arguments.strip() else {}
-    except ValueError:
-        return None
-    if not isinstance(arguments, dict):
-        return None
-    return ToolCall(call.name, cast("dict[str, Any]", arguments), call.id)

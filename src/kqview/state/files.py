@@ -163,7 +163,13 @@ def read_trailer(blob: bytes, trailer: bytes) -> Trailer:
             "the checksum of the state file does not match; the file was altered"
         )
     facts = StateFacts(str(content.get("model")), str(content.get("kv_type")))
-    return Trailer(facts, _marks(content, checkpoints))
+    n_exact = content.get("n_exact")
+    if n_exact is not None and (type(n_exact) is not int or n_exact < 0):
+        raise StateFormatError(
+            f"n_exact in the trailer is {n_exact!r}, but must be a whole number from 0"
+        )
+    lora, edits = _scales(content.get("lora")), _edits(content.get("edits"))
+    return Trailer(facts, SlotMarks(n_exact, lora, edits, checkpoints))
 
 
 def check_trailer(blob: bytes, trailer: bytes, facts: StateFacts | None) -> SlotMarks:
@@ -197,16 +203,6 @@ def split(data: bytes) -> tuple[bytes, bytes]:
     """*data* as (blob, trailer); the trailer is b"" if there is none."""
     n = sum(_trailer_bytes(data[-_END_BYTES:], len(data)))
     return (data[:-n], data[-n:]) if n else (data, b"")
-
-
-def _marks(content: Mapping[str, Any], checkpoints: bytes) -> SlotMarks:
-    n_exact = content.get("n_exact")
-    if n_exact is not None and (type(n_exact) is not int or n_exact < 0):
-        raise StateFormatError(
-            f"n_exact in the trailer is {n_exact!r}, but must be a whole number from 0"
-        )
-    lora, edits = _scales(content.get("lora")), _edits(content.get("edits"))
-    return SlotMarks(n_exact, lora, edits, checkpoints)
 
 
 def _text_of_edits(runs: tuple[EditedRun, ...]) -> str:

@@ -4,6 +4,7 @@ import os
 import threading
 import time
 from collections import OrderedDict
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Protocol
@@ -271,7 +272,10 @@ class SessionStore:
         written = session.written if session else None
         if session is None or written is None or not file.has_content_of(written):
             written_s = file.modified_ns / 1e9
-            info = SessionInfo(name, _slot_bytes(path, file), written_s, written_s, path)
+            n_bytes = file.n_bytes
+            with suppress(OSError, StateFormatError):  # restoring it reports why
+                n_bytes = slot_bytes(path)
+            info = SessionInfo(name, n_bytes, written_s, written_s, path)
             session = self._sessions[name] = _Session(info, written=file)
         return session
 
@@ -320,13 +324,6 @@ class SessionStore:
 
 def _unknown(name: str) -> RequestError:
     return RequestError(f"there is no session {name!r}; sessions() lists all")
-
-
-def _slot_bytes(path: Path, file: FileIdentity) -> int:
-    try:
-        return slot_bytes(path)
-    except (OSError, StateFormatError):  # restoring it reports why
-        return file.n_bytes
 
 
 def is_plain_name(name: str) -> bool:
