@@ -32,7 +32,6 @@ an array for the rows of each token, ``attention_NNNNN`` and ``positions_NNNNN``
 import io
 import json
 import os
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from itertools import count, takewhile
@@ -148,15 +147,16 @@ class _TokenColumn:
         first = next((value for value in values if value is not None), None)
         if first is None:
             return {}
-        widths = np.array([_width(value) for value in values], np.int32)
+        arrays = (value[0] if isinstance(value, tuple) else value for value in values)
+        widths = np.array([-1 if one is None else one.shape[-1] for one in arrays], np.int32)
         if not isinstance(first, tuple):
             return {self.name: _padded(values), self.widths: widths}
         n_layers = len(cast("tuple[Array, ...]", first))
-        arrays = {
+        layers = {
             f"{self.name}.{i}": _padded([None if value is None else value[i] for value in values])
             for i in range(n_layers)
         }
-        return {**arrays, self.widths: widths}
+        return {**layers, self.widths: widths}
 
 
 _COLUMNS: Final = (
@@ -204,12 +204,6 @@ class _TokenValues(NamedTuple):
         if isinstance(self.arrays, tuple):
             return tuple(array[i, ..., :n] for array in self.arrays)
         return self.arrays[i, ..., :n]
-
-
-def _width(value: Array | tuple[Array, ...] | None) -> int:
-    if value is None:
-        return -1
-    return (value[0] if isinstance(value, tuple) else value).shape[-1]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -403,11 +397,11 @@ def save_prompt(
     facts = {"ids": of.column_ids, "layers": layers, "heads": of.heads, "start": of.start}
     arrays |= {name: np.array(value, np.int32) for name, value in facts.items()}
     texts = of.column_texts
+    column_texts = dict(zip(of.column_ids, texts, strict=True))
+    taken = _Taken(of.column_ids, "", Usage())
     metadata = {
-        **_facts("", [], _Taken(of.column_ids, "", Usage()), None, capture, of.heads),
-        "column_texts": dict(zip(of.column_ids, texts, strict=True)),
-        "start": of.start,
-    }
+        **_facts("", [], taken, None, capture, of.heads, column_texts), "start": of.start
+    }  # fmt: skip
     kind = "" if capture is None else capture.kind
     named = {"texts": texts, "kind": kind, "kqview": json.dumps(metadata)}
     write_arrays(path, "attention", arrays, named)
@@ -519,15 +513,9 @@ def _content(
     capture = next((token.capture for token in tokens if token.capture is not None), None)
     last = tokens[-1] if tokens else None
     texts = dict(zip(last.column_ids, last.column_texts, strict=True)) if last else {}
-    facts = _facts(
-        name,
-        [token.text for token in tokens],
-        generation,
-        error,
-        capture,
-        last.heads if last else (),
-    )
-    return arrays, {**facts, "column_texts": texts}
+    heads = last.heads if last else ()
+    shown = [token.text for token in tokens]
+    return arrays, _facts(name, shown, generation, error, capture, heads, texts)
 
 
 def _facts(
@@ -537,8 +525,15 @@ def _facts(
     error: str | None,
     capture: Capture | None,
     heads: Sequence[int],
+    column_texts: Mapping[int, str],
+    *,
+    has_fingerprint: bool = True,
 ) -> dict[str, Any]:
-    model = generation.model
+    model, named = generation.model, dict[str, str]()
+    if model is not None and not isinstance(generation, _Taken):
+        named = {"name": model.name, "architecture": model.architecture}
+        if has_fingerprint:
+            named["fingerprint"] = generation.fingerprint()
     return {
         "schema": SCHEMA,
         "id": name,
@@ -550,13 +545,8 @@ def _facts(
         "error": error,
         "capture": None if capture is None else asdict(capture),
         "heads": heads,
-        "model": {}
-        if model is None or isinstance(generation, _Taken)
-        else {
-            "name": model.name,
-            "architecture": model.architecture,
-            "fingerprint": generation.fingerprint(),
-        },
+        "model": named,
+        "column_texts": column_texts,
     }
 
 
@@ -567,14 +557,14 @@ def streamed_metadata(
     column_texts: Mapping[int, str],
 ) -> str:
     """The JSON of a file into which the rows of *generation* went one by one."""
-    model = generation.model
-    heads = tuple(range(model.n_head) if capture.heads is None else capture.heads)
-    taken = _Taken(generation.prompt_ids, generation.text, generation.usage)
-    facts = _facts(generation.request_id, texts, taken, None, capture, heads)
+    name = generation.request_id
+    heads = tuple(range(generation.model.n_head) if capture.heads is None else capture.heads)
     # Without a fingerprint, for which a command would read the whole model.
-    named = {"name": model.name, "architecture": model.architecture}
-    more = {"finish_reason": generation.finish_reason, "column_texts": column_texts, "model": named}
-    return json.dumps({**facts, **more})
+    return json.dumps(
+        _facts(
+            name, texts, generation, None, capture, heads, column_texts, has_fingerprint=False
+        )
+    )  # fmt: skip
 
 
 def write_arrays(
@@ -684,17 +674,12 @@ def _saved(arrays: Mapping[str, Array], metadata: Mapping[str, Any]) -> Saved:
         known = {one.name for one in fields(Capture)}
         capture = Capture(**{name: value for name, value in capture.items() if name in known})
     return Saved(
-        id=metadata["id"],
         prompt_ids=prompt_ids,
         ids=ids,
-        texts=metadata["texts"],
-        text=metadata["text"],
-        finish_reason=metadata["finish_reason"],
         usage=Usage(**metadata["usage"]),
         capture=capture,
         heads=tuple(metadata["heads"]),
-        model=metadata["model"],
-        error=metadata["error"],
+        **{name: metadata[name] for name in _AS_WRITTEN},
         _values={
             column.name: _TokenValues(values, arrays[column.widths])
             for column in _COLUMNS
@@ -705,28 +690,34 @@ def _saved(arrays: Mapping[str, Array], metadata: Mapping[str, Any]) -> Saved:
     )
 
 
+_AS_WRITTEN: Final = ("id", "texts", "text", "finish_reason", "model", "error")
+
+
 def _block(arrays: Mapping[str, Array], start: int) -> PromptBlock:
-    rows, hidden = _named(arrays, "attention"), arrays.get("hidden")
+    rows, hidden = _array(arrays, "attention"), arrays.get("hidden")
     first = rows[0] if isinstance(rows, tuple) else hidden if rows is None else rows
     if first is None:
         raise KeyError("attention")
-    return PromptBlock(start, first.shape[-2], rows, _named(arrays, "positions"), hidden)
+    return PromptBlock(start, first.shape[-2], rows, _array(arrays, "positions"), hidden)
 
 
-def _named(arrays: Mapping[str, Array], name: str) -> Array | tuple[Array, ...] | None:
+def _array(arrays: Mapping[str, Array], name: str) -> Array | tuple[Array, ...] | None:
     """The array, or those of layers that differ; None if there is neither."""
     if name in arrays:
         return arrays[name]
-    layers = takewhile(arrays.__contains__, (f"{name}_layer_{i:03d}" for i in count()))
-    return tuple(arrays[one] for one in layers) or None
+    for form in (f"{name}.{{}}", f"{name}_layer_{{:03d}}"):
+        layers = takewhile(arrays.__contains__, map(form.format, count()))
+        if found := tuple(arrays[one] for one in layers):
+            return found
+    return None
 
 
 def _joined(arrays: Mapping[str, Array], n_tokens: int) -> dict[str, Array]:
     """The arrays of rows that were written one by one, as `save` writes them."""
     tokens = [
         Token(
-            0, "", i, attention=_named(arrays, f"attention_{i:05d}"),
-            attention_positions=_named(arrays, f"positions_{i:05d}"),
+            0, "", i, attention=_array(arrays, f"attention_{i:05d}"),
+            attention_positions=_array(arrays, f"positions_{i:05d}"),
         )
         for i in range(n_tokens)
     ]  # fmt: skip
@@ -734,13 +725,6 @@ def _joined(arrays: Mapping[str, Array], n_tokens: int) -> dict[str, Array]:
     for column in _COLUMNS:
         found |= column.written(tokens)
     return found
-
-
-def _array(arrays: Mapping[str, Array], name: str) -> Array | tuple[Array, ...] | None:
-    if name in arrays:
-        return arrays[name]
-    n = sum(re.fullmatch(rf"{name}\.\d+", key) is not None for key in arrays)
-    return tuple(arrays[f"{name}.{i}"] for i in range(n)) or None
 
 
 class SavedFolder(Mapping[str, Saved]):
