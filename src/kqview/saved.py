@@ -354,9 +354,9 @@ def save(
         target = _file(path, (SUFFIX, ".npz"), "attention of a prompt")
         capture = generation.capture
         rows = positions = None
-        if capture is not None and capture.top_k is not None and capture.layers:
+        if capture.top_k is not None and capture.layers:
             rows, positions = generation.top_k()
-        elif capture is None or capture.layers:
+        elif capture.layers:
             rows = generation.array()
         return save_prompt(target, generation, rows, positions)
     safetensors = require_safetensors("save")
@@ -387,14 +387,13 @@ def save_prompt(
     """Write the *rows* that were taken of a prompt, as `save` does; see `write_arrays`."""
     arrays: dict[str, Array] = {}
     capture = of.capture
-    hidden = of.hidden if capture is not None and len(capture.hidden) > 0 else None
+    hidden = of.hidden if len(capture.hidden) > 0 else None
     for name, values in (("attention", rows), ("positions", positions), ("hidden", hidden)):
         if isinstance(values, tuple):
             arrays |= {f"{name}_layer_{i:03d}": one for i, one in enumerate(values)}
         elif values is not None:
             arrays[name] = values
-    layers = () if capture is None else capture.layers or ()
-    facts = {"ids": of.column_ids, "layers": layers, "heads": of.heads, "start": of.start}
+    facts = {"ids": of.column_ids, "layers": of.layers, "heads": of.heads, "start": of.start}
     arrays |= {name: np.array(value, np.int32) for name, value in facts.items()}
     texts = of.column_texts
     column_texts = dict(zip(of.column_ids, texts, strict=True))
@@ -402,8 +401,7 @@ def save_prompt(
     metadata = {
         **_facts("", [], taken, None, capture, of.heads, column_texts), "start": of.start
     }  # fmt: skip
-    kind = "" if capture is None else capture.kind
-    named = {"texts": texts, "kind": kind, "kqview": json.dumps(metadata)}
+    named = {"texts": texts, "kind": capture.kind, "kqview": json.dumps(metadata)}
     write_arrays(path, "attention", arrays, named)
     return path
 

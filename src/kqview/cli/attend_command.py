@@ -110,7 +110,6 @@ class _Shown:
 
     def __init__(self, engine: "Engine", text: str, plan: "Capture", asked: dict[str, Any]) -> None:
         self.found = found = engine.attend(text, plan, **asked)
-        assert found.capture is not None
         self._model = engine.model
         self._capture = found.capture
         self._layers, self._heads = found.layers, found.heads

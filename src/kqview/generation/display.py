@@ -98,9 +98,7 @@ def _strong(weak: Any) -> Any:
     return None if weak is None else weak()
 
 
-def prompt_rows(
-    context: Context, capture: Capture | None, parts: Iterable[tuple[int, Any, Any]]
-) -> Rows:
+def prompt_rows(context: Context, capture: Capture, parts: Iterable[tuple[int, Any, Any]]) -> Rows:
     """The rows in *parts*: start, rows and positions of each."""
     texts = context.texts_of(context.ids[: context.n_prompt])
     found: dict[int, Row] = {}
@@ -110,17 +108,16 @@ def prompt_rows(
         causal = positions is None and _is_causal(layers, start)
         at, made = rows_of_queries(layers, start, places, n_context=len(texts), causal=causal)
         found.update(zip(at, made, strict=True))
-    is_reduced = capture is not None and capture.reduce is not None
     return Rows(
         texts,
         sorted(found),
         [found[i] for i in sorted(found)],
         None,
-        tuple(capture.layers or ()) if capture is not None else (),
-        () if is_reduced else context.heads_of(capture),
-        "probs" if capture is None else capture.kind,
-        None if capture is None else capture.reduce,
-        capture is not None and bool(capture.spans),
+        tuple(capture.layers or ()),
+        () if capture.reduce is not None else context.heads_of(capture),
+        capture.kind,
+        capture.reduce,
+        bool(capture.spans),
     )
 
 
@@ -132,7 +129,7 @@ def _is_causal(layers: Sequence[NDArray[Any]], start: int) -> bool:
 
 def prompt_html(
     context: Context,
-    capture: Capture | None,
+    capture: Capture,
     n_rows: int,
     handed: HandedRows,
     peek: Callable[[float], PromptBlock | None],

@@ -9,8 +9,8 @@ import numpy as np
 from kqview.coloured.rows import Rows
 from kqview.errors import InvalidCapture, OutOfMemory
 from kqview.generation.display import HandedRows, prompt_html, prompt_rows
-from kqview.types import Capture, PromptBlock, Score, Usage
-from kqview.types.forms import Array, Framework, check_framework, check_hf, hf_form, lens_name
+from kqview.types import Capture, PromptBlock, Score, Usage, forms
+from kqview.types.forms import Array, Framework
 from kqview.types.token import AnyAttention, AnyPositions, Attention, Context, Positions
 
 
@@ -50,6 +50,7 @@ class PromptAttention:
 
     Attributes:
         start: Position of the first row's query.
+        capture: What was captured, with its layers filled in.
         n_rows: Number of rows in all blocks together. A mod may still change it before the first.
         score: With ``attend(..., score=True)``, the log-probabilities of the tokens of which there
             are rows, but for the prompt's first; filled in as blocks are taken, so complete after
@@ -67,7 +68,7 @@ class PromptAttention:
         source: BlockSource,
         start: int,
         context: Callable[[], Context],
-        capture: Capture | None,
+        capture: Capture,
         *,
         count_copied: Callable[[int], None],
         budget_bytes: int = 0,
@@ -78,7 +79,7 @@ class PromptAttention:
         self._count_copied = count_copied
         self.start = start
         self._context = context
-        self._capture = capture
+        self.capture = capture
         self._budget_bytes = budget_bytes
         self._handed = HandedRows()
         self._kept: _Whole | None = None  # what was joined, with hidden states
@@ -99,24 +100,19 @@ class PromptAttention:
         return [self._context().text_of(i) for i in self.column_ids]
 
     @property
-    def capture(self) -> Capture | None:
-        """What was captured, with its layers filled in."""
-        return self._capture
-
-    @property
     def layers(self) -> tuple[int, ...]:
         """The model's layers that were captured, in the order of the rows."""
-        return tuple(self._capture.layers or ()) if self._capture is not None else ()
+        return tuple(self.capture.layers or ())
 
     @property
     def heads(self) -> tuple[int, ...]:
         """The heads of each layer that were captured, in the order of the rows."""
-        return self._context().heads_of(self._capture)
+        return self._context().heads_of(self.capture)
 
     def __repr__(self) -> str:
         """One line; takes no block."""
-        kind = None if self._capture is None else self._capture.kind
-        return f"PromptAttention(start={self.start}, n_rows={self.n_rows}, kind={kind!r})"
+        facts = f"start={self.start}, n_rows={self.n_rows}, kind={self.capture.kind!r}"
+        return f"PromptAttention({facts})"
 
     def __iter__(self) -> Self:
         return self
@@ -196,7 +192,7 @@ class PromptAttention:
 
     @property
     def _has_hidden(self) -> bool:
-        return self._capture is not None and len(self._capture.hidden) > 0
+        return len(self.capture.hidden) > 0
 
     def to_hf(self, framework: Framework = "np") -> tuple[Any, ...]:
         """The rows of all remaining blocks in the form of Hugging Face transformers.
@@ -204,10 +200,9 @@ class PromptAttention:
         As `Token.to_hf`, with arrays of shape ``(1, n_heads, n_rows, n_context)``. Raises what that
         and `array` raise.
         """
-        check_framework(framework)
-        if self._capture is not None:
-            check_hf(self._capture)
-        return hf_form(self.array(), framework)
+        forms.check_framework(framework)
+        forms.check_hf(self.capture)
+        return forms.hf_form(self.array(), framework)
 
     def named(self, framework: Framework = "np") -> dict[str, Any]:
         """The rows of all remaining blocks under the names of TransformerLens' activation cache.
@@ -215,18 +210,14 @@ class PromptAttention:
         As `Token.named`, with rows of shape ``(1, n_heads, n_rows, n_context)`` and hidden states
         of shape ``(1, n_rows, n_embd)``. Raises what that and `array` raise.
         """
-        check_framework(framework)
+        forms.check_framework(framework)
         named: dict[str, Any] = {}
         if self.layers or not self._has_hidden:
-            name = "" if self._capture is None else lens_name(self._capture)
-            rows = hf_form(self.array(), framework)
-            named |= {f"blocks.{i}.{name}": one for i, one in zip(self.layers, rows, strict=True)}
-        if self._capture is not None and self._has_hidden:
-            layers = cast("Sequence[int]", self._capture.hidden)
-            states = hf_form(self.hidden, framework)
-            named |= {
-                f"blocks.{i}.hook_resid_post": one for i, one in zip(layers, states, strict=True)
-            }
+            name = forms.lens_name(self.capture)  # before a block is taken
+            named |= forms.lens_form(self.layers, name, self.array(), framework)
+        if self._has_hidden:
+            layers = cast("Sequence[int]", self.capture.hidden)
+            named |= forms.lens_form(layers, forms.RESIDUAL, self.hidden, framework)
         return named
 
     def _whole(self, *, with_positions: bool) -> _Whole:
@@ -304,7 +295,7 @@ class PromptAttention:
         keeps what fits in 2 MiB and says what it leaves out.
         """
         context, peek = self._context(), self._source.peek_block
-        return prompt_html(context, self._capture, self.n_rows, self._handed, peek)
+        return prompt_html(context, self.capture, self.n_rows, self._handed, peek)
 
     def close(self) -> None:
         """Stop computing; views stay valid."""
@@ -335,10 +326,9 @@ def all_rows(attention: PromptAttention) -> Rows:
             `PromptAttention.array`.
         OutOfMemory: As for `PromptAttention.array`.
     """
-    context, capture = attention._context, attention._capture  # pyright: ignore[reportPrivateUsage]
+    context, capture = attention._context, attention.capture  # pyright: ignore[reportPrivateUsage]
     parts = list(attention._handed.held())  # pyright: ignore[reportPrivateUsage]
     if parts:
         return prompt_rows(context(), capture, parts)
-    has_positions = capture is not None and capture.top_k is not None
-    rows, positions = attention.top_k() if has_positions else (attention.array(), None)
-    return prompt_rows(context(), capture, [(attention.start, rows, positions)])
+    whole = (attention.array(), None) if capture.top_k is None else attention.top_k()
+    return prompt_rows(context(), capture, [(attention.start, *whole)])

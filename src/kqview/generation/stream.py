@@ -269,11 +269,13 @@ class Generation(NamesResults, Generic[Parsed]):
                 limit.
             score: Takes the scores of its tokens, if the request asks for them.
         """
+        capture = self._transcript.capture
+        assert capture is not None
         return PromptAttention(
             self,
             first,
             lambda: self._transcript.context,
-            self._transcript.capture,
+            capture,
             count_copied=lambda n_bytes: self._source.handle.count_copied(n_bytes),
             budget_bytes=budget_bytes,
             score=score,

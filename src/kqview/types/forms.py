@@ -17,6 +17,7 @@ from kqview.types.capture import Capture
 Array = NDArray[np.floating[Any]]
 Framework = Literal["np", "pt"]
 
+RESIDUAL: Final = "hook_resid_post"
 _LENS_NAMES: Final = {"scores": "attn.hook_attn_scores", "probs": "attn.hook_pattern"}
 
 
@@ -61,7 +62,18 @@ def lens_name(capture: Capture) -> str:
 def hf_form(layers: Iterable[Array], framework: Framework) -> tuple[Any, ...]:
     """The rows of each layer with an axis for the batch: views, or tensors of their own."""
     arrays = tuple(rows[None] for rows in layers)
-    return arrays if framework == "np" else tuple(map(to_torch, arrays))
+    if framework == "np":
+        return arrays
+    # A copy: torch would write into a view of it without an error.
+    return tuple(_torch().from_numpy(array.copy()) for array in arrays)
+
+
+def lens_form(
+    layers: Iterable[int], name: str, arrays: Iterable[Array], framework: Framework
+) -> dict[str, Any]:
+    """The array of each layer, as of `hf_form`, under its name for TransformerLens."""
+    named = zip(layers, hf_form(arrays, framework), strict=True)
+    return {f"blocks.{layer}.{name}": array for layer, array in named}
 
 
 def check_framework(framework: object) -> None:
@@ -78,11 +90,6 @@ def check_framework(framework: object) -> None:
         )
     if framework == "pt":
         _torch()
-
-
-def to_torch(array: NDArray[Any]) -> Any:
-    """A tensor with a copy of *array*: torch would write into a view of it without an error."""
-    return _torch().from_numpy(array.copy())
 
 
 def _torch() -> Any:

@@ -9,8 +9,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from kqview.errors import InvalidCapture
+from kqview.types import forms
 from kqview.types.capture import Capture
-from kqview.types.forms import Framework, check_framework, check_hf, hf_form, lens_name, to_torch
+from kqview.types.forms import Framework
 from kqview.types.score import TokenScore
 
 Array = NDArray[np.floating[Any]]
@@ -235,9 +236,9 @@ class Token:
                 transformers returns, or the capture has ``reduce``, ``top_k`` or ``spans``.
             KqviewError: torch is not installed.
         """
-        check_framework(framework)
-        check_hf(self._captured("to_hf"))
-        return hf_form(self._layers(), framework)
+        forms.check_framework(framework)
+        forms.check_hf(self._captured("to_hf"))
+        return forms.hf_form(self._layers(), framework)
 
     def named(self, framework: Framework = "np") -> dict[str, Any]:
         """The captured arrays under the names of TransformerLens' activation cache.
@@ -256,19 +257,15 @@ class Token:
                 ``top_k`` or ``spans``, or kind "qk", for which TransformerLens has no name.
             KqviewError: torch is not installed.
         """
-        check_framework(framework)
+        forms.check_framework(framework)
         named: dict[str, Any] = {}
         if self.attention is not None:
-            name = lens_name(self._captured("named"))
-            rows = hf_form(self._layers(), framework)
-            named |= {f"blocks.{i}.{name}": one for i, one in zip(self.layers, rows, strict=True)}
+            name = forms.lens_name(self._captured("named"))
+            named |= forms.lens_form(self.layers, name, self._layers(), framework)
         if self.hidden is not None and self.capture is not None:
-            hidden = cast("Sequence[int]", self.capture.hidden)
-            for layer, state in zip(hidden, self.hidden, strict=True):
-                whole = state[None, None, :]
-                named[f"blocks.{layer}.hook_resid_post"] = (
-                    whole if framework == "np" else to_torch(whole)
-                )
+            layers = cast("Sequence[int]", self.capture.hidden)
+            states = (state[None] for state in self.hidden)
+            named |= forms.lens_form(layers, forms.RESIDUAL, states, framework)
         if not named:
             raise InvalidCapture("this token has nothing to name; pass capture= to generate")
         return named
