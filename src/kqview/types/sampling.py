@@ -35,8 +35,6 @@ from kqview.types.regex import regex_text
 from kqview.types.text import Ids
 
 _FLOAT_MAX: Final = 3.4028234663852886e38  # the core computes in float32
-_NUMBERS: Final[Mapping[str, Any]] = {"low": -_FLOAT_MAX, "high": _FLOAT_MAX}
-_INTEGERS: Final[Mapping[str, Any]] = {"low": 0, "high": INT32_MAX}
 _SEED_MAX: Final = 2**32 - 2
 _RANDOM_SEEDS: Final = (-1, _SEED_MAX + 1)  # llama.cpp takes them as "choose a random seed"
 
@@ -62,11 +60,11 @@ class SamplingOption:
     type: Any
     default: Any
     doc: str
-    low: float | None
-    high: float | None
-    low_excluded: bool
-    example: Any
     convert: Callable[..., Any]
+    low: float | None = None
+    high: float | None = None
+    low_excluded: bool = False
+    example: Any = None
 
     def checked(self, value: object) -> Any:
         """*value* in the form that `Sampling` stores; None stands for the default.
@@ -109,32 +107,14 @@ class SamplingOption:
         return f"{noun} from {self.low:g} to {self.high:.10g}"
 
 
-def _row(
-    default: object,
-    convert: Callable[..., Any],
-    doc: str,
-    *,
-    low: float | None = None,
-    high: float | None = None,
-    low_excluded: bool = False,
-    example: object = None,
-) -> Any:
-    """A field of `Sampling` with its row of the table."""
-    row = {
-        "doc": doc, "low": low, "high": high, "low_excluded": low_excluded, "example": example,
-        "convert": convert,
-    }  # fmt: skip
-    if default == {}:
-        return field(default_factory=dict[int, float], metadata=row)
-    return field(default=default, metadata=row)
+def _row(default: object, doc: str, *, convert: Callable[..., Any], **more: Any) -> Any:
+    """A field of `Sampling`, with the rest of its row of the table."""
+    value = {"default_factory": dict[int, float]} if default == {} else {"default": default}
+    return field(**value, metadata={"doc": doc, "convert": convert, **more})
 
 
-def _number(default: float, doc: str, **more: Any) -> Any:
-    return _row(default, to_number, doc, **{**_NUMBERS, **more})
-
-
-def _integer(default: int | None, doc: str, **more: Any) -> Any:
-    return _row(default, to_index, doc, **{**_INTEGERS, **more})
+_number: Final = partial(_row, convert=to_number, low=-_FLOAT_MAX, high=_FLOAT_MAX)
+_integer: Final = partial(_row, convert=to_index, low=0, high=INT32_MAX)
 
 
 # ---- values that are not numbers
@@ -148,10 +128,6 @@ def _to_grammar(name: str, value: object) -> str:
     if not isinstance(value, str):
         raise _invalid(name, value, "a str or None")
     return _constraint(name, value)
-
-
-def _to_schema(name: str, schema: object) -> str:
-    return _constraint(name, schema_text(schema))
 
 
 def _to_regex(name: str, regex: object) -> str:
@@ -357,9 +333,9 @@ class Sampling:
     )
     dry_sequence_breakers: Sequence[str] = _row(
         ("\n", ":", '"', "*"),
-        _to_breakers,
         "Strings that end a sequence for DRY; at most 64.",
         example=["\n"],
+        convert=_to_breakers,
     )
     xtc_probability: float = _number(
         0.0,
@@ -388,26 +364,30 @@ class Sampling:
     )
     seed: int | None = _row(
         None,
-        to_index,
         "Makes a run repeatable on one machine and build; None or -1 uses a random seed.",
         low=0, high=_SEED_MAX,
         example=7,
+        convert=to_index,
     )  # fmt: skip
     logit_bias: Mapping[int, float] = _row(
         {},
-        _to_bias,
         "Added to the logit of each token id; -inf bans it.",
         example={"13": -5.0},
+        convert=_to_bias,
     )
-    banned_tokens: Ids = _row((), _to_token_ids, "Token ids that are never sampled.", example=[13])
+    banned_tokens: Ids = _row(
+        (), "Token ids that are never sampled.", example=[13], convert=_to_token_ids
+    )
     stop: str | Sequence[str] = _row(
         (),
-        _to_strings,
         "Strings that end the generation; a str is one stop string.",
         example=["\n\n"],
+        convert=_to_strings,
     )
-    stop_tokens: Ids = _row((), _to_token_ids, "Token ids that end the generation.", example=[2])
-    ignore_eos: bool = _row(False, _to_flag, "Never sample a token that ends the text.")
+    stop_tokens: Ids = _row(
+        (), "Token ids that end the generation.", example=[2], convert=_to_token_ids
+    )
+    ignore_eos: bool = _row(False, "Never sample a token that ends the text.", convert=_to_flag)
     min_tokens: int = _integer(
         0,
         "Sample no token that ends the text before this many tokens; stop strings and stop_tokens "
@@ -415,40 +395,43 @@ class Sampling:
         example=8,
     )
     begin_suppress: Ids = _row(
-        (), _to_token_ids, "Token ids that are not sampled as the first token.", example=[13]
+        (),
+        "Token ids that are not sampled as the first token.",
+        example=[13],
+        convert=_to_token_ids,
     )
     grammar: str | None = _row(
         None,
-        _to_grammar,
         "Grammar in llama.cpp's GBNF that the output must follow, of at most 1 MiB of text and a "
         'million elements; or, if it begins with "%llguidance", one in the language of llguidance, '
         "a variant of Lark. One that takes more than 2 s of CPU time for a token, or 0.1 s on "
         "average, 20,000 simultaneous parses or 32 MiB ends its generation with "
         "InvalidSampling; other generations continue.",
         example='root ::= "yes" | "no"',
+        convert=_to_grammar,
     )
     json_schema: SchemaLike | None = _row(
         None,
-        _to_schema,
         "JSON schema that the output must follow. An object that lists its properties has no "
         "others, unless it says ``additionalProperties: true``, and there is no white space "
         'between values, unless the key "x-guidance" sets it. Integers are within an int64, and '
         "other numbers have at most 17 significant digits. Needs llguidance, ``pip install "
         "'kqview[constraints]'``, whose documentation lists what it supports.",
+        convert=lambda name, schema: _constraint(name, schema_text(schema)),
     )
     regex: str | re.Pattern[str] | None = _row(
         None,
-        _to_regex,
         "Regular expression, in the syntax of Rust's regex crate, whose ``\\w`` takes combining "
         "marks, that the whole output must match; also needs llguidance.",
+        convert=_to_regex,
     )
     finish_on_length: Literal["cut", "close"] = _row(
         "cut",
-        _to_finish,
         'What becomes of a constrained text that reaches its limit of tokens: "cut" ends it '
         'anywhere; "close" ends it as json_schema, regex or a grammar of llguidance allows, while '
         "there are tokens for that.",
         example="close",
+        convert=_to_finish,
     )
     top_logprobs: int | None = _integer(
         None,
@@ -459,9 +442,9 @@ class Sampling:
     )
     post_sampling_probs: bool = _row(
         False,
-        _to_flag,
         "Report the probabilities that the token was drawn from, after all samplers, instead of "
         "the model's own.",
+        convert=_to_flag,
     )
 
     def __init__(self, **options: Unpack[SamplingOptions]) -> None:
