@@ -11,8 +11,8 @@ White space next to a mark belongs to the mark, except in Harmony's channels.
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import Final, Literal, NamedTuple
 
 from kqview.chat.formats import CHANNEL, MESSAGE, format_of
@@ -63,34 +63,29 @@ _FRAMES: Final[Mapping[str, Sequence[str]]] = {
 }
 
 
+@dataclass(frozen=True)
 class _Phase:
-    """The text between two marks."""
+    """The text between two marks.
 
-    def __init__(
-        self,
-        kind: Kind,
-        turns: Mapping[str, str],
-        *,
-        is_trimmed: bool = False,
-        closings: Sequence[str] = (),
-    ) -> None:
-        """Text of this *kind*.
+    Attributes:
+        kind: Of the text, without the white space behind the mark before it.
+        turns: A mark that ends it -> the name of the phase behind that mark; "" is no mark.
+        is_trimmed: Whether white space before a mark, or at the end, belongs to the mark.
+        closings: Texts that end the reasoning here and begin the answer; "" is none.
+    """
 
-        Args:
-            kind: Of the text, without the white space behind the mark before it.
-            turns: A mark that ends it -> the name of the phase behind that mark; "" is no mark.
-            is_trimmed: Whether white space before a mark, or at the end, belongs to the mark.
-            closings: Texts that end the reasoning here and begin the answer.
-        """
-        self.kind: Kind = kind
-        self.turns = turns
-        self.marks = StopStrings(turns)
-        self.is_trimmed = is_trimmed
-        self.closings = [closing for closing in closings if closing]
+    kind: Kind
+    turns: Mapping[str, str]
+    is_trimmed: bool = False
+    closings: Sequence[str] = ()
+
+    @cached_property
+    def marks(self) -> StopStrings:
+        """The marks of `turns`."""
+        return StopStrings(self.turns)
 
 
 _Phases = Mapping[str, _Phase]
-_PLAIN: Final[_Phases] = {"content": _Phase("content", {})}
 # Marks with which an answer may begin -> the phase behind them. One that begins with a letter is
 # text in an answer, and a closing one says that there is no reasoning.
 _STARTS: Final[Mapping[str, str]] = {
@@ -139,12 +134,8 @@ def _tagged(analysis: str, final: str, marker: str) -> _Phases:
 
 @lru_cache(maxsize=64)
 def _marked(marker: str) -> _Phases:
-    """Reasoning up to a marker, such as ``===FINAL===``, and content after it.
-
-    All is held until the marker comes; without one, all is content.
-    """
-    turns = {marker: "rest"}
-    begun = _Phase("reasoning", turns, is_trimmed=True, closings=[marker])
+    """Reasoning up to a marker, such as ``===FINAL===``, which holds it; without, it is content."""
+    begun = _Phase("reasoning", {marker: "rest"}, is_trimmed=True, closings=[marker])
     return {"begun": begun, "rest": _Phase("content", {})}
 
 
@@ -176,7 +167,7 @@ class MarkSplitter:
 
         It goes on from a mark that the answer has begun to write.
         """
-        closings = self._phase.closings
+        closings = [one for one in self._phase.closings if one]
         return _rest(closings, self._held) if closings else None
 
     def feed(self, text: str) -> list[Piece]:
@@ -361,7 +352,7 @@ def _rest(closings: Sequence[str], marks: HeldText) -> str:
 # ---- which of them
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Split:
     """How an answer marks its reasoning.
 
@@ -373,7 +364,6 @@ class Split:
         may_call: With "harmony": whether there are functions to call.
         frames: With "think": marks around the content.
         has_recipients: With "harmony": as in `HarmonySplitter`.
-        marks: An answer in which none of these stands is content, as it is.
     """
 
     mode: Literal["none", "think", "harmony", "tags", "marker"] = "think"
@@ -383,40 +373,37 @@ class Split:
     may_call: bool = False
     frames: tuple[str, ...] = ()
     has_recipients: bool = False
-    marks: tuple[str, ...] = field(init=False, compare=False)
 
-    def __post_init__(self) -> None:
-        match self.mode:
-            case "none":
-                marks = ()
-            case "think" if self.opened is None:
-                marks = (*self.frames, *_STARTS)
-            case "tags" if self.opened is None:
-                phases = _tagged(*self.tags, self.marker).values()
-                marks = tuple(mark for phase in phases for mark in phase.turns if mark)
-            case "marker":
-                marks = (self.marker,)
-            case _:
-                marks = ("",)
-        object.__setattr__(self, "marks", marks)
+    @cached_property
+    def marks(self) -> tuple[str, ...]:
+        """An answer in which none of these stands is content, as it is."""
+        if self.mode == "harmony" or self.opened is not None:
+            return ("",)
+        phases, _, starts = self._table
+        return (*(mark for one in phases.values() for mark in one.turns if mark), *(starts or ()))
 
     def splitter(self) -> "MarkSplitter | HarmonySplitter":
         """A splitter for one answer."""
+        if self.mode == "harmony":
+            return HarmonySplitter(may_call=self.may_call, has_recipients=self.has_recipients)
+        phases, first, starts = self._table
+        return MarkSplitter(phases, first, starts=starts)
+
+    @property
+    def _table(self) -> tuple[_Phases, str, Mapping[str, str] | None]:
+        """The phases, the first of them, and with which marks an answer may begin."""
         match self.mode:
-            case "none":
-                return MarkSplitter(_PLAIN, "content")
             case "think" if self.opened is not None:
-                return MarkSplitter(_thinking(self.frames), self.opened)
+                return _thinking(self.frames), self.opened, None
             case "think":
-                return MarkSplitter(_thinking(self.frames), "content", starts=_STARTS)
-            case "harmony":
-                return HarmonySplitter(may_call=self.may_call, has_recipients=self.has_recipients)
+                return _thinking(self.frames), "content", _STARTS
             case "tags":
-                phases = _tagged(*self.tags, self.marker)
-                opened = self.opened or ""
-                return MarkSplitter(phases, opened if opened in phases else "begun")
+                phases, opened = _tagged(*self.tags, self.marker), self.opened or ""
+                return phases, opened if opened in phases else "begun", None
             case "marker":
-                return MarkSplitter(_marked(self.marker), "begun")
+                return _marked(self.marker), "begun", None
+            case _:
+                return {"content": _Phase("content", {})}, "content", None
 
 
 @lru_cache(maxsize=64)  # few templates are in use
