@@ -37,7 +37,8 @@ class Slot:
     """One of an engine's sequences.
 
     Methods that change or save a slot run between two steps of the engine. The calling thread
-    waits, other threads continue.
+    waits, other threads continue. They, and `edits`, raise BusyError while a generation is using
+    the slot; all that is asked of an engine that is closed raises ClosedError.
 
     Attributes:
         id: Index in ``engine.slots``.
@@ -67,9 +68,6 @@ class Slot:
 
         After a generation: its prompt and the generated tokens except the last one, which was
         sampled but not decoded. A generation that was closed early leaves the tokens handed out.
-
-        Raises:
-            ClosedError: The engine is closed.
         """
         return self._core.slot_tokens(self.id)
 
@@ -104,9 +102,6 @@ class Slot:
         and copies for other slots go back to the last one before, and what follows it is evaluated
         again. Beyond ``checkpoint_bytes`` those go first that save the fewest tokens and have not
         been used for longest.
-
-        Raises:
-            ClosedError: The engine is closed.
         """
         return self._core.slot_checkpoints(self.id)
 
@@ -116,10 +111,6 @@ class Slot:
 
         Runs of cells: the first cell of each, and the (hash, first position) of each edit in force
         there. Their values are not kept.
-
-        Raises:
-            BusyError: A generation is using this slot.
-            ClosedError: The engine is closed.
         """
         return _runs_of(_core.slot_edits(self._core, self.id))
 
@@ -133,9 +124,6 @@ class Slot:
 
         As `Generation.cancel`: it does not wait. A parked generation uses no slot;
         `Engine.generations` has it. Any thread.
-
-        Raises:
-            ClosedError: The engine is closed.
         """
         generation = self._running().get(self._now().generation)
         if generation is not None:
@@ -187,11 +175,9 @@ class Slot:
         `save_marked` returns that as well.
 
         Raises:
-            BusyError: A generation is using this slot.
             UnsupportedModel: The cache cannot be saved completely: the model has none, or is of
                 deepseek4.
             OutOfMemory: There is not enough memory for the blob.
-            ClosedError: The engine is closed.
         """
         return self.save_marked(checkpoints=False)[0]
 
@@ -217,9 +203,7 @@ class Slot:
             StateFormatError: It is not a valid blob; the message names the field and its offset.
             StateMismatch: The blob belongs to another model, ``kv_type`` or flash attention
                 setting, or has more tokens than the slot can hold.
-            BusyError: A generation is using this slot.
             UnsupportedModel: As for `save`.
-            ClosedError: The engine is closed.
         """
         exact = flag("exact", exact)
         # A copy as bytes cannot change between the check and the read of the engine thread.
@@ -307,8 +291,6 @@ class Slot:
 
         Raises:
             RequestError: *n* is negative or greater than `n_tokens`.
-            BusyError: A generation is using this slot.
-            ClosedError: The engine is closed.
         """
         n = whole_number("n", n, low=0)
         _core.truncate_slot(self._core, self.id, n)
@@ -330,8 +312,6 @@ class Slot:
             UnsupportedModel: Positions in the cache cannot be moved: recurrent state, sliding
                 windows, learned or multi-dimensional positions, keys that the model changes after
                 rotation, keys that ``kv_type`` stores as bf16, or no cache.
-            BusyError: A generation is using this slot.
-            ClosedError: The engine is closed.
         """
         n_keep = whole_number("n_keep", n_keep, low=0, high=2**63 - 1)
         n_discard = whole_number("n_discard", n_discard, low=1, high=2**63 - 1)
@@ -360,8 +340,6 @@ class Slot:
         Raises:
             RequestError: A range is empty or not within `tokens`; nothing was removed.
             UnsupportedModel: As for `shift`.
-            BusyError: A generation is using this slot.
-            ClosedError: The engine is closed.
         """
         gone = _merged(ranges)
         is_tail = len(gone) == 1 and gone[0][1] == self.n_tokens
@@ -375,10 +353,6 @@ class Slot:
 
     def clear(self) -> None:
         """Remove all tokens; the next generation starts with an empty cache.
-
-        Raises:
-            BusyError: A generation is using this slot.
-            ClosedError: The engine is closed.
         """
         _core.clear_slot(self._core, self.id)
 
