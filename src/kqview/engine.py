@@ -47,7 +47,13 @@ from kqview.hub import check_is_path, fetch_model
 from kqview.lora import EngineLora, LoraAdapter, LoraScales
 from kqview.machine import capture_path, system_info
 from kqview.many import MapOptions, Prompt, mapped
-from kqview.option_names import NamesMethods, lists_options, names_options, unknown_option
+from kqview.option_names import (
+    OF_ENGINE,
+    NamesAttributes,
+    lists_options,
+    names_options,
+    unknown_option,
+)
 from kqview.slot import Slot
 from kqview.state.files import StateFacts
 from kqview.state.fingerprint import ModelFiles
@@ -233,7 +239,7 @@ def _special_tokens(model: _core.Model, metadata: Mapping[str, str]) -> dict[str
     return found
 
 
-class Engine(NamesMethods):
+class Engine(NamesAttributes):
     """A GGUF model loaded in this process, ready to generate.
 
     Safe to use from any thread. Call `close`, or use the engine as a context manager, to free its
@@ -322,6 +328,8 @@ class Engine(NamesMethods):
         RequestError: An option is out of range.
         UnsupportedModel: The chat template does not parse.
     """
+
+    _elsewhere = OF_ENGINE
 
     @lists_options("Engine", DEFAULTS, first="model")
     def __init__(self, model: str | os.PathLike[str], **options: Unpack[EngineOptions]) -> None:

@@ -16,6 +16,7 @@ from kqview.arguments import (
     encode,
     flag,
     invalid,
+    seconds,
     to_number,
     to_path,
     whole_number,
@@ -25,7 +26,7 @@ from kqview.errors import RequestError, shown
 from kqview.lora import SCALE_MAX, scale_of
 from kqview.machine import default_threads, free_memory_bytes, physical_memory_bytes
 from kqview.option_names import unknown_option
-from kqview.rpc import rpc_endpoints, rpc_timeout
+from kqview.rpc import rpc_endpoints
 
 Lora = str | os.PathLike[str] | tuple[str | os.PathLike[str], float]
 
@@ -137,30 +138,23 @@ def _print_progress(fraction: float) -> None:
 
 def _to_adapters(name: str, value: object) -> list[tuple[str, float]]:
     """(path, scale) of each adapter."""
-    match value:
-        case list():
-            return [_to_adapter(name, item) for item in cast("list[object]", value)]
-        case tuple() if not _is_pair(cast("tuple[object, ...]", value)):
-            return [_to_adapter(name, item) for item in cast("tuple[object, ...]", value)]
-        case _:
-            return [_to_adapter(name, value)]
-
-
-def _is_pair(items: tuple[object, ...]) -> bool:
-    return len(items) == 2 and not isinstance(items[1], str | os.PathLike | tuple)
+    is_several = isinstance(value, list)
+    if isinstance(value, tuple):
+        pair = cast("tuple[object, ...]", value)
+        is_several = len(pair) != 2 or isinstance(pair[1], str | os.PathLike | tuple)
+    items = cast("Sequence[object]", value) if is_several else [value]
+    return [_to_adapter(name, item) for item in items]
 
 
 def _to_adapter(name: str, item: object) -> tuple[str, float]:
-    path, scale = item, 1.0
-    got = shown(item)
+    path, scale, got = item, 1.0, shown(item)
     if isinstance(item, tuple) and len(cast("tuple[object, ...]", item)) == 2:
         path, scale = cast("tuple[object, object]", item)
     if not isinstance(path, str | os.PathLike):
         raise invalid(name, "a path, a (path, scale) pair or a list of these", got)
     number = scale_of(scale)
     if number is None:
-        limits = f"a scale from -{SCALE_MAX:g} to {SCALE_MAX:g}"
-        raise invalid(name, f"given with {limits}", got)
+        raise invalid(name, f"given with a scale from -{SCALE_MAX:g} to {SCALE_MAX:g}", got)
     return _path(name, cast("object", path)), number
 
 
@@ -183,7 +177,7 @@ _OPTIONS: Final[Mapping[str, tuple[Any, Callable[[str, Any], Any]]]] = {
     "template_options": (None, lambda _, value: checked_options(value)),
     "lora": (None, _to_adapters),
     "rpc_servers": (None, lambda _, value: rpc_endpoints(value)),
-    "rpc_timeout_s": (300.0, lambda _, value: rpc_timeout(value)),
+    "rpc_timeout_s": (300.0, partial(seconds, low=0.001, high=86_400)),
     "attention_budget_bytes": (None, lambda name, value: _to_bytes(name, value, 1)),
     "pinned_bytes": (PINNED_BYTES, _to_bytes),
     "max_gap_ms": (None, _to_gap),

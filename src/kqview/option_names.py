@@ -163,7 +163,7 @@ _INSTEAD: Final = _by_name(
 
 # What a method or an attribute of another library is here: of its Llama, LLM or model, and of what
 # it returns.
-_OF_ENGINE: Final = _by_name(
+OF_ENGINE: Final = _by_name(
     {
         "engine.generate(prompt).read()": "create_completion complete completion",
         "engine.chat(messages).reply, after read()": (
@@ -202,7 +202,7 @@ _OF_ENGINE: Final = _by_name(
         "engine.set_lora_scales(scales)": "set_lora_adapters",
     }
 )
-_OF_GENERATION: Final = _by_name(
+OF_GENERATION: Final = _by_name(
     {
         "generation.read(), generation.reply or generation.text": "choices",
         "generation.read(), or generation.text": "outputs",
@@ -239,18 +239,6 @@ class NamesAttributes:
                 text = f"{kind!r} object has no attribute {name!r}"
                 raise AttributeError(text, name=name, obj=self)
             raise UnknownAttribute(f"{kind} has no {name}; here it is {here}", parameter=name)
-
-
-class NamesMethods(NamesAttributes):
-    """For Engine."""
-
-    _elsewhere = _OF_ENGINE
-
-
-class NamesResults(NamesAttributes):
-    """For Generation."""
-
-    _elsewhere = _OF_GENERATION
 
 
 # The first function or class that has an option, by the option's name.

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable
 from typing import Final, cast
 
-from kqview.arguments import invalid, seconds
+from kqview.arguments import invalid
 from kqview.errors import RequestError, shown
 
 _PORT_MAX: Final = 2**16 - 1
@@ -20,8 +20,6 @@ def rpc_endpoints(value: object) -> list[tuple[str, int]]:
         RequestError: *value* is not ``"host:port"`` or a list of these, repeats a server, or names
             too many.
     """
-    if value is None:
-        return []
     if isinstance(value, str):
         value = [value]
     if isinstance(value, bytes) or not isinstance(value, Iterable):
@@ -39,15 +37,6 @@ def rpc_endpoints(value: object) -> list[tuple[str, int]]:
             f"rpc_servers has {len(endpoints)} servers, the limit is {_SERVERS_MAX}; name fewer"
         )
     return endpoints
-
-
-def rpc_timeout(value: object) -> float:
-    """The ``rpc_timeout_s`` option of Engine, in seconds.
-
-    Raises:
-        RequestError: *value* is not a number of seconds from 0.001 to a day.
-    """
-    return seconds("rpc_timeout_s", value, 0.001, 86_400)
 
 
 def _endpoint(item: object) -> tuple[str, int]:

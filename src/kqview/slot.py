@@ -352,8 +352,7 @@ class Slot:
         return self.n_tokens
 
     def clear(self) -> None:
-        """Remove all tokens; the next generation starts with an empty cache.
-        """
+        """Remove all tokens; the next generation starts with an empty cache."""
         _core.clear_slot(self._core, self.id)
 
     def state_facts(self) -> StateFacts:

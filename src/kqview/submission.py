@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import KW_ONLY, dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Literal, cast
@@ -47,7 +47,7 @@ from kqview.errors import (
 from kqview.extras import needed
 from kqview.generation.prompt import PromptAttention
 from kqview.generation.source import Consumers, LoopWaker, PlainSource, Transcript
-from kqview.generation.steered import SteeredSource, SteeringOptions, looker, noting
+from kqview.generation.steered import SteeredSource, SteeringOptions, traced_attention
 from kqview.generation.stream import Generation
 from kqview.lora import EngineLora, LoraScales
 from kqview.mods.calls import ModCaller
@@ -628,7 +628,7 @@ class Submission:
         def context_of(ids: list[int]) -> Context:
             return self._source(None, "", request, ids, capture, ()).transcript.context
 
-        limit_s, note = steering.mod_time_limit_s, noting(plain.consumer)
+        limit_s, note = steering.mod_time_limit_s, plain.consumer.note_here
         made = Steering(
             request_id,
             mods,
@@ -644,7 +644,9 @@ class Submission:
             plan_edits=lambda edits, n: self._plan_of(edits, n, moves=request.n_discard > 0),
             detokenize=self.vocabulary.text_of,
             is_end={self.info.eos_token_id, self.info.eot_token_id}.__contains__,
-            attention=looker(plain.transcript.capture, self.info.attention_scale),
+            attention=partial(
+                traced_attention, plain.transcript.capture, self.info.attention_scale
+            ),
             picks_slowly=any(one is not None for one in constraints),
             is_strict=steering.mods_strict,
         )

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from kqview.engine_options import checked
 from kqview.errors import RequestError
-from kqview.rpc import rpc_endpoints, rpc_timeout
+from kqview.rpc import rpc_endpoints
 
 
 @pytest.mark.parametrize(
     ("value", "endpoints"),
     [
-        (None, []),
         ([], []),
         ("127.0.0.1:50052", [("127.0.0.1", 50052)]),
         (["gpu-1.example:1", "b_2:65535"], [("gpu-1.example", 1), ("b_2", 65535)]),
@@ -60,10 +60,10 @@ def test_other_values_are_refused(value: object, why: str) -> None:
 
 @pytest.mark.parametrize("value", [0.001, 1, 300.0, 86_400])
 def test_timeouts_are_seconds(value: float) -> None:
-    assert rpc_timeout(value) == value
+    assert checked({"rpc_timeout_s": value})["rpc_timeout_s"] == value
 
 
-@pytest.mark.parametrize("value", [0, -1, 86_401, float("nan"), float("inf"), True, None, "1"])
+@pytest.mark.parametrize("value", [0, -1, 86_401, float("nan"), float("inf"), True, "1"])
 def test_other_timeouts_are_refused(value: object) -> None:
     with pytest.raises(RequestError, match="rpc_timeout_s"):
-        rpc_timeout(value)
+        checked({"rpc_timeout_s": value})

@@ -100,6 +100,13 @@ class Consumer:
         self.logged: set[int] = set()  # holders of slots that it has waited for
         self.task: weakref.ref[asyncio.Task[Any]] | None = None
 
+    def note_here(self) -> None:
+        """`note` on the task that runs, or the thread if it has no event loop."""
+        task = None
+        with contextlib.suppress(RuntimeError):  # a thread without an event loop
+            task = asyncio.current_task()
+        self.note(task)
+
     def note(self, task: asyncio.Task[Any] | None = None) -> None:
         """Record that this thread takes tokens, in *task* unless that is None."""
         self.thread = threading.get_ident()

@@ -21,7 +21,7 @@ from typing import Any, Final, cast
 from kqview import _core
 from kqview.arguments import flag, invalid, seconds
 from kqview.errors import BusyError, ClosedError, RequestError, shown
-from kqview.generation.source import Consumer, Event, PlainSource
+from kqview.generation.source import Event, PlainSource
 from kqview.mods.calls import at_once
 from kqview.mods.decorator import check_mods
 from kqview.mods.events import Dialogue, ForwardPass
@@ -320,35 +320,18 @@ class SteeredSource:
         return self._steering.failures
 
 
-def noting(consumer: Consumer) -> Callable[[], None]:
-    """Notes that the thread or task that runs a mod is one that takes from the generation."""
-
-    def note() -> None:
-        try:
-            task = asyncio.current_task()
-        except RuntimeError:  # a thread without an event loop
-            task = None
-        consumer.note(task)
-
-    return note
-
-
-def looker(capture: Capture | None, scale: float) -> Callable[[ForwardPass], Object | None]:
+def traced_attention(capture: Capture | None, scale: float, event: ForwardPass) -> Object | None:
     """Of the attention of a forward pass, what a trace keeps."""
-
-    def look(event: ForwardPass) -> Object | None:
-        if event.attention is None or capture is None:
-            return None
-        # The mean of means is that of all; no other reduction has weights of single columns.
-        is_mean = capture.kind == "probs" and capture.reduce in ("mean", "mean_heads")
-        if (capture.reduce is not None and not is_mean) or capture.spans is not None:
-            return None
-        return top_columns(
-            event.attention,
-            capture,
-            positions=event.attention_positions,
-            scale=scale,
-            n_columns=event.n_tokens,
-        )
-
-    return look
+    if event.attention is None or capture is None:
+        return None
+    # The mean of means is that of all; no other reduction has weights of single columns.
+    is_mean = capture.kind == "probs" and capture.reduce in ("mean", "mean_heads")
+    if (capture.reduce is not None and not is_mean) or capture.spans is not None:
+        return None
+    return top_columns(
+        event.attention,
+        capture,
+        positions=event.attention_positions,
+        scale=scale,
+        n_columns=event.n_tokens,
+    )

@@ -18,14 +18,14 @@ from kqview.generation.prompt import PromptAttention
 from kqview.generation.source import LoopWaker, PlainSource
 from kqview.generation.steered import SteeredSource
 from kqview.mods.failures import ModFailure
-from kqview.option_names import NamesResults
+from kqview.option_names import OF_GENERATION, NamesAttributes
 from kqview.trace import Trace
 from kqview.types import ModelInfo, PromptBlock, Reply, Score, Token, Usage
 from kqview.types.json_schema import Parsed, parsed
 from kqview.types.stats import FinishReason
 
 
-class Generation(NamesResults, Generic[Parsed]):
+class Generation(NamesAttributes, Generic[Parsed]):
     """Iterator and async iterator of Token; also a context manager that closes it.
 
     It is its own iterator: a second loop continues where the first one stopped. Dropping it cancels
@@ -52,6 +52,8 @@ class Generation(NamesResults, Generic[Parsed]):
         EmittedError: A mod refused the request.
         ModFailed: A mod failed that the request needs.
     """
+
+    _elsewhere = OF_GENERATION
 
     def __init__(
         self,
