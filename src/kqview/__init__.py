@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from kqview.edits import ControlVector, patch, vector
     from kqview.engine import Engine
     from kqview.engine_options import EngineOptions
-    from kqview.generation.prompt import PromptAttention
-    from kqview.generation.stream import Generation
+    from kqview.generation.stream import Generation, PromptAttention
     from kqview.lora import LoraAdapter
     from kqview.machine import system_info
     from kqview.mods import Mod, mod
@@ -60,8 +59,7 @@ _HOMES: Final = {
         "edits": "ControlVector patch vector",
         "engine": "Engine",
         "engine_options": "EngineOptions",
-        "generation.prompt": "PromptAttention",
-        "generation.stream": "Generation",
+        "generation.stream": "Generation PromptAttention",
         "lora": "LoraAdapter",
         "machine": "system_info",
         "mods": "Mod mod",

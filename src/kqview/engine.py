@@ -40,8 +40,7 @@ from kqview.engine_options import (
     model_options,
 )
 from kqview.errors import RequestError, UnknownSlot, UnsupportedModel, shown
-from kqview.generation.prompt import PromptAttention
-from kqview.generation.stream import Generation
+from kqview.generation.stream import Generation, PromptAttention
 from kqview.given_texts import EmbedOptions, GivenTexts, Pair, ScoreOptions, Vectors
 from kqview.hub import check_is_path, fetch_model
 from kqview.lora import EngineLora, LoraAdapter, LoraScales

@@ -52,8 +52,7 @@ from kqview.types import Capture, Finished, PromptBlock, Token, Usage
 from kqview.types.token import AnyAttention, Attention, Context, Positions, add_token
 
 if TYPE_CHECKING:
-    from kqview.generation.prompt import PromptAttention
-    from kqview.generation.stream import Generation
+    from kqview.generation.stream import Generation, PromptAttention
 
 SCHEMA: Final = 2
 _HEADER_BYTES_MAX: Final = 100_000_000  # as safetensors has it
@@ -348,7 +347,7 @@ def save(
         KqviewError: safetensors is not installed. Also what iterating the generation raises.
         OSError: The file cannot be written; an old file stays.
     """
-    from kqview.generation.prompt import PromptAttention
+    from kqview.generation.stream import PromptAttention
 
     if isinstance(generation, PromptAttention):
         target = _file(path, (SUFFIX, ".npz"), "attention of a prompt")

@@ -45,10 +45,9 @@ from kqview.errors import (
     shown,
 )
 from kqview.extras import needed
-from kqview.generation.prompt import PromptAttention
 from kqview.generation.source import Consumers, LoopWaker, PlainSource, Transcript
 from kqview.generation.steered import SteeredSource, SteeringOptions, traced_attention
-from kqview.generation.stream import Generation
+from kqview.generation.stream import Generation, PromptAttention
 from kqview.lora import EngineLora, LoraScales
 from kqview.mods.calls import ModCaller
 from kqview.mods.decorator import begin, check_capture

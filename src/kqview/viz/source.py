@@ -11,10 +11,12 @@ from numpy.typing import NDArray
 
 from kqview.coloured.rows import Rows, rows_of_array, rows_of_tokens
 from kqview.errors import RequestError, shown
-from kqview.generation.prompt import PromptAttention
-from kqview.generation.prompt import all_rows as rows_of_prompt
-from kqview.generation.stream import Generation
-from kqview.generation.stream import all_rows as rows_of_generation
+from kqview.generation.stream import (
+    Generation,
+    PromptAttention,
+    rows_of_generation,
+    rows_of_prompt,
+)
 from kqview.types import Finished, Token
 from kqview.types.capture import RAW_KINDS, Kind
 from kqview.types.forms import softmax
