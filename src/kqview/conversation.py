@@ -231,7 +231,7 @@ class Conversation:
             offered = checked_tools(tools)
         if template_options is not None:
             options = {**options, **checked_options(template_options)}
-        template = self._templates.get(source) or self._template(source)
+        template = self._templates.get(source) or self.template_of(source)
         begun = continued(checked) if continues else None
         rest = checked if begun is None else checked[:-1]
         adds_header = adds_header or begun is not None
@@ -264,11 +264,13 @@ class Conversation:
         ids = {self._info.eot_token_id, self._info.eos_token_id}
         return [text for text, id_ in self._control_ids.items() if id_ in ids]
 
-    def check_template(self, source: str) -> None:
-        """Refuse the text of a template that does not parse."""
-        self._template(source)
+    def template_of(self, source: str) -> "ChatTemplate | ConfinedTemplate":
+        """The template, compiled; in a helper process unless it is trusted.
 
-    def _template(self, source: str) -> "ChatTemplate | ConfinedTemplate":
+        Raises:
+            UnsupportedModel: It does not parse.
+            KqviewError: jinja2 is not installed.
+        """
         """The compiled template. Compiling takes milliseconds, and few templates are in use."""
         if (known := self._templates.get(source)) is not None:
             return known
@@ -307,7 +309,7 @@ class Conversation:
         if self._info.chat_template is None:
             return {}
         try:
-            template = self._template(self._info.chat_template)
+            template = self.template_of(self._info.chat_template)
             found = template.headers(ends_of_turn=self._ends_of_turn())
         except CapacityError:
             raise

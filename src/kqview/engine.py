@@ -198,6 +198,8 @@ def _model_info(model: _core.Model, engine: _core.Engine) -> ModelInfo:
     metadata = model.metadata()
     architecture = metadata.get("general.architecture", "")
     layers = engine.attention_layers
+    roles = ("prefix", "suffix", "middle", "repository", "file") if model.has_vocab else ()
+    fim = {role: id_ for role in roles if (id_ := getattr(model, f"fim_{role}_id")) is not None}
     return read_fields(
         ModelInfo,
         model,
@@ -213,18 +215,9 @@ def _model_info(model: _core.Model, engine: _core.Engine) -> ModelInfo:
         rope_freq_base=float(metadata.get(f"{architecture}.rope.freq_base", 10000.0)),
         classifier_labels=tuple(model.classifier_labels),
         metadata=metadata,
-        fim_token_ids=_fim_token_ids(model),
+        fim_token_ids=fim if {"prefix", "suffix", "middle"} <= fim.keys() else {},
         begin_ids=(model.bos_token_id,) if model.adds_bos else (),
     )
-
-
-def _fim_token_ids(model: _core.Model) -> dict[str, int]:
-    if not model.has_vocab:
-        return {}
-    roles = ("prefix", "suffix", "middle", "repository", "file")
-    ids = {role: getattr(model, f"fim_{role}_id") for role in roles}
-    found = {role: id_ for role, id_ in ids.items() if id_ is not None}
-    return found if {"prefix", "suffix", "middle"} <= found.keys() else {}
 
 
 def _special_tokens(model: _core.Model, metadata: Mapping[str, str]) -> dict[str, str]:
@@ -421,7 +414,7 @@ class Engine(NamesAttributes):
         _cores.add(self._submission)
         if template is not None:
             try:
-                self._conversation.check_template(template)
+                self._conversation.template_of(template)
             except BaseException:
                 self.close()
                 raise
@@ -1202,7 +1195,7 @@ class Engine(NamesAttributes):
         """
         return partial(type(self), self._path, **self._arguments), ()
 
-    def __copy__(self) -> Self:
+    def __copy__(self, *_: object) -> Self:
         """Refused: a copy would load the model again.
 
         Raises:
@@ -1213,9 +1206,7 @@ class Engine(NamesAttributes):
             "engine, which any thread may use, or open another Engine"
         )
 
-    def __deepcopy__(self, memo: object) -> Self:
-        """See `__copy__`."""
-        return self.__copy__()
+    __deepcopy__ = __copy__
 
     def __enter__(self) -> Self:
         return self

@@ -33,8 +33,12 @@ def fetch_model(repo: str, file: str, *, revision: str | None = None) -> str:
     remedy = 'run pip install "kqview[hf]", or download the file and pass its path'
     hub = needed("huggingface_hub", "models from the Hub need", remedy, ModelLoadError)
     options = {} if revision is None else {"revision": revision}
+    parts = [file]
+    if first := _FIRST_PART.fullmatch(file):
+        stem, n = first["stem"], first["n"]
+        parts = [f"{stem}-{i:05d}-of-{n}.gguf" for i in range(1, int(n) + 1)]
     try:
-        paths = [hub.hf_hub_download(repo_id=repo, filename=one, **options) for one in _parts(file)]
+        paths = [hub.hf_hub_download(repo_id=repo, filename=one, **options) for one in parts]
         return str(paths[0])
     except Exception as error:  # its errors have no common base; each means the file is not here
         reason = next(iter(str(error).splitlines()), "")
@@ -42,14 +46,6 @@ def fetch_model(repo: str, file: str, *, revision: str | None = None) -> str:
             f"{repo}/{file} failed with {type(error).__name__}: {reason}; the file is not in the "
             "local cache either: check the name and the network, or pass the path of a local file"
         ) from error
-
-
-def _parts(file: str) -> list[str]:
-    first = _FIRST_PART.fullmatch(file)
-    if first is None:
-        return [file]
-    stem, n = first["stem"], first["n"]
-    return [f"{stem}-{i:05d}-of-{n}.gguf" for i in range(1, int(n) + 1)]
 
 
 def repo_of(path: str) -> str | None:

@@ -8,7 +8,7 @@ Pure; needs no native core. The server counts long bodies with `kqview._core.cou
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Final, cast
 
 DEPTH_MAX: Final = 128
@@ -47,23 +47,17 @@ def check_value(value: object) -> None:
     deepest = 0
     while inside:
         for one in next(reversed(inside.values())):
-            if (items := _items(one)) is not None:
+            if isinstance(one, Mapping | list | tuple):
                 if id(one) in inside:
                     raise TooDeep
-                inside[id(one)] = iter(items)
+                given = cast("Mapping[object, object] | list[object]", one)
+                inside[id(one)] = iter(given.values() if isinstance(given, Mapping) else given)
                 deepest = max(deepest, len(inside) - 1)
                 break
         else:
             inside.popitem()
     if deepest > DEPTH_MAX:
         raise TooDeep(deepest)
-
-
-def _items(value: object) -> Iterable[object] | None:
-    """What is in a list or mapping."""
-    if isinstance(value, Mapping):
-        return cast("Mapping[object, object]", value).values()
-    return cast("list[object]", value) if isinstance(value, list | tuple) else None
 
 
 def loads(data: str | bytes) -> Any:

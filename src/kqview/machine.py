@@ -109,19 +109,15 @@ def _cgroup_folders(root: Path, mount: str, controller: str) -> Iterator[Path]:
     Version 2 has one mount and no controllers, version 1 a mount for each controller. Inside a
     container, the path may be one of the host; a folder that does not exist has no files.
     """
-    path = Path(_cgroup_path(root, controller).lstrip("/"))
-    for part in (path, *path.parents) if path.parts else (path,):
-        yield root / "sys/fs/cgroup" / mount / part
-
-
-def _cgroup_path(root: Path, controller: str) -> str:
+    path = Path()
     # Lines are "<hierarchy>:<controllers>:<path>"; version 2 has no controllers.
     for line in (_read(root / "proc/self/cgroup") or "").splitlines():
-        _, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
+        controllers, _, name = line.partition(":")[2].partition(":")
         if controller in controllers.split(","):
-            return path
-    return ""
+            path = Path(name.lstrip("/"))
+            break
+    for part in (path, *path.parents) if path.parts else (path,):
+        yield root / "sys/fs/cgroup" / mount / part
 
 
 def _ratio(quota: str, period: str) -> Iterator[float]:

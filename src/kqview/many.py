@@ -124,7 +124,10 @@ def _results(
 
     def taken(name: str, prompt: Prompt) -> Finished:
         try:
-            generation = _begun(engine, name, prompt, options)
+            is_sequence = isinstance(prompt, Sequence) and not isinstance(prompt, str)
+            is_chat = is_sequence and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+            begin = engine.chat if is_chat else engine.generate
+            generation = begin(prompt, **{**options, "request_id": name})
         except KqviewError as error:
             if not returns_errors:
                 raise
@@ -159,17 +162,6 @@ def _results(
         for generation in list(running):
             generation.cancel()
         pool.shutdown()
-
-
-def _begun(engine: MapsEngine, name: str, prompt: Prompt, options: Mapping[str, Any]) -> Generation:
-    is_chat = (
-        isinstance(prompt, Sequence)
-        and not isinstance(prompt, str)
-        and len(prompt) > 0
-        and isinstance(prompt[0], Mapping)
-    )
-    begin = engine.chat if is_chat else engine.generate
-    return begin(prompt, **{**options, "request_id": name})
 
 
 def prompt_key(prompt: Prompt) -> str:

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final, Protocol, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from kqview import _core
 from kqview.arguments import flag, invalid, to_path, whole_number
@@ -24,13 +24,9 @@ from kqview.types import SlotMessage
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
+    from kqview.generation.stream import Generation
+
 _ALL: Final = 2**63 - 1
-
-
-class Cancels(Protocol):
-    """What a slot needs of a generation."""
-
-    def cancel(self) -> None: ...
 
 
 class Slot:
@@ -51,7 +47,7 @@ class Slot:
         eot_token_id: int | None,
         state_facts: Callable[[], StateFacts],
         lora: EngineLora,
-        running: Callable[[], Mapping[int, Cancels]],
+        running: "Callable[[], Mapping[int, Generation]]",
         role_of: Callable[[Sequence[int]], str | None],
     ) -> None:
         self._core = core

@@ -451,18 +451,11 @@ def _has_calls(message: Mapping[str, Any]) -> bool:
 def _with_json_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
     if not _has_calls(message):
         return message
-    calls = [
-        {
-            **call,
-            "function": {
-                **call["function"],
-                "arguments": _to_json(call["function"].get("arguments")),
-            },
-        }
-        if "function" in call
-        else {**call, "arguments": _to_json(call.get("arguments"))}
-        for call in message["tool_calls"]
-    ]
+    calls: list[Any] = []
+    for call in message["tool_calls"]:
+        function = {**call.get("function", call)}
+        function["arguments"] = _to_json(function.get("arguments"))
+        calls.append({**call, "function": function} if "function" in call else function)
     return {**message, "tool_calls": calls}
 
 
@@ -539,8 +532,7 @@ class _Marks:
         nonce = "".join(chr(_NONCE_PLANE + secrets.randbelow(0xFFFE)) for _ in range(8))
         self._nonce = nonce
         self._marked = re.compile(f"{nonce}([{chr(_INDEX_PLANE)}-{chr(_INDEX_PLANE + 0xFFFD)}])")
-        self._texts: list[str] = []
-        self._indices: dict[str, int] = {}
+        self._indices: dict[str, int] = {}  # of the texts that are marked
 
     def mark(self, text: str) -> str:
         """A constant of the template with its special tokens replaced."""
@@ -555,9 +547,10 @@ class _Marks:
         """Special tokens and the ordinary text between them; no text is empty, no two adjacent."""
         # Texts stand at even places, placeholders' indices at odd ones.
         parts: list[Part] = []
+        texts = list(self._indices)
         for i, piece in enumerate(self._marked.split(rendered)):
             if i % 2:
-                parts.append(Part(self._texts[ord(piece) - _INDEX_PLANE], True))
+                parts.append(Part(texts[ord(piece) - _INDEX_PLANE], True))
             elif piece:
                 parts.append(Part(piece, False))
         return parts
@@ -568,10 +561,8 @@ class _Marks:
         return [name for name in self._control_texts if any(name in text for text in plain)]
 
     def _of(self, text: str) -> str:
-        if text not in self._indices:
-            self._indices[text] = len(self._texts)
-            self._texts.append(text)
-        return self._nonce + chr(_INDEX_PLANE + self._indices[text])
+        index = self._indices.setdefault(text, len(self._indices))
+        return self._nonce + chr(_INDEX_PLANE + index)
 
 
 def _append(parts: list[Part], text: str, is_special: bool) -> None:

@@ -462,7 +462,9 @@ class ReRead(_AttentionMod):
             return None
         if len(self._latest) < self._window or float(np.mean(self._latest)) >= self._floor:
             return None
-        if not self._is_at_end(tokenizer):
+        last = self._ids[-1] if self._ids else None
+        is_at_end = last is not None and tokenizer.decode(last)[-1:] in tuple(self._after)
+        if self._after and not is_at_end:  # a reminder would come within a sentence
             return None
         if self._reminder is None:
             special = tokenizer.all_special_ids  # which may end the text
@@ -471,13 +473,6 @@ class ReRead(_AttentionMod):
             self._due = tokenizer.encode(self._reminder, add_special_tokens=False)
         self._at = event.n_tokens
         return actions.force_tokens(self._due)
-
-    def _is_at_end(self, tokenizer: ModTokenizer) -> bool:
-        """Whether a reminder may come after the last character of the text."""
-        last = self._ids[-1] if self._ids else None
-        if not self._after:
-            return True
-        return last is not None and tokenizer.decode(last)[-1:] in tuple(self._after)
 
     def on_added(
         self, event: Added, actions: ActionBuilder, tokenizer: ModTokenizer
