@@ -226,12 +226,17 @@ def _write_facts(
 
 
 def _write_vocabulary(writer: Any, gguf: Any, folder: Path, n_vocab: int) -> None:
-    tokens, lowers, strips = _vocabulary(folder)
+    path = folder / "tokenizer_config.json"
+    settings = _read_json(path) if path.exists() else {}
+    tokens, lowers, strips = _vocabulary(folder, settings)
     if len(tokens) > n_vocab:
         raise ModelLoadError(
             f"the vocabulary has {len(tokens)} tokens, but the model has vectors for {n_vocab}"
         )
-    names = _special_names(folder)
+    names: dict[str, str] = {}  # of the special tokens, by their roles in GGUF
+    for role, default in _SPECIAL.items():
+        named = settings.get(f"{_HF_ROLES.get(role, role)}_token") or default
+        names[role] = cast("str", named["content"] if isinstance(named, dict) else named)
     texts: list[str] = []
     types: list[int] = []
     for i in range(n_vocab):
@@ -259,10 +264,9 @@ def _write_vocabulary(writer: Any, gguf: Any, folder: Path, n_vocab: int) -> Non
             raise ModelLoadError(f"the vocabulary has no {name}, the model's {role} token")
 
 
-def _vocabulary(folder: Path) -> tuple[list[str], bool, bool]:
+def _vocabulary(folder: Path, settings: Mapping[str, Any]) -> tuple[list[str], bool, bool]:
     """(tokens in order, whether text is made lower case, whether accents are removed)."""
     if not (folder / "tokenizer.json").exists():
-        settings = _optional_json(folder / "tokenizer_config.json")
         lowers = settings.get("do_lower_case", True)
         strips = settings.get("strip_accents")
         try:
@@ -286,17 +290,3 @@ def _vocabulary(folder: Path) -> tuple[list[str], bool, bool]:
         raise ModelLoadError("the ids in tokenizer.json have gaps or repeat")
     lowers, strips = normalizer.get("lowercase", True), normalizer.get("strip_accents")
     return sorted(ids, key=ids.__getitem__), lowers, lowers if strips is None else strips
-
-
-def _special_names(folder: Path) -> dict[str, str]:
-    """Texts of the special tokens by role, as in GGUF."""
-    settings = _optional_json(folder / "tokenizer_config.json")
-    found: dict[str, str] = {}
-    for role, default in _SPECIAL.items():
-        named = settings.get(f"{_HF_ROLES.get(role, role)}_token") or default
-        found[role] = cast("str", named["content"] if isinstance(named, dict) else named)
-    return found
-
-
-def _optional_json(path: Path) -> dict[str, Any]:
-    return _read_json(path) if path.exists() else {}

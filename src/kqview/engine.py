@@ -16,7 +16,7 @@ import traceback
 import weakref
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, Final, Literal, Self, SupportsIndex, Unpack, cast, overload
 
 from kqview import _core
@@ -198,6 +198,12 @@ def _model_info(model: _core.Model, engine: _core.Engine) -> ModelInfo:
     metadata = model.metadata()
     architecture = metadata.get("general.architecture", "")
     layers = engine.attention_layers
+    n_vocab = model.n_vocab if model.has_vocab else 0
+    special = {  # the text of each, by the role that the file's metadata gives it
+        role[1]: model.token_bytes(int(value)).decode("utf-8", "replace")
+        for key, value in metadata.items()
+        if (role := _ROLE.fullmatch(key)) and value.isdigit() and int(value) < n_vocab
+    }
     roles = ("prefix", "suffix", "middle", "repository", "file") if model.has_vocab else ()
     fim = {role: id_ for role in roles if (id_ := getattr(model, f"fim_{role}_id")) is not None}
     return read_fields(
@@ -210,7 +216,7 @@ def _model_info(model: _core.Model, engine: _core.Engine) -> ModelInfo:
         attention_layers=tuple(layer.layer for layer in layers),
         attention_scale=layers[0].scale if layers else 0.0,
         has_attention_sinks=any(layer.has_sinks for layer in layers),
-        special_tokens=_special_tokens(model, metadata) if model.has_vocab else {},
+        special_tokens=special,
         # llama.cpp's default for files without this key
         rope_freq_base=float(metadata.get(f"{architecture}.rope.freq_base", 10000.0)),
         classifier_labels=tuple(model.classifier_labels),
@@ -218,17 +224,6 @@ def _model_info(model: _core.Model, engine: _core.Engine) -> ModelInfo:
         fim_token_ids=fim if {"prefix", "suffix", "middle"} <= fim.keys() else {},
         begin_ids=(model.bos_token_id,) if model.adds_bos else (),
     )
-
-
-def _special_tokens(model: _core.Model, metadata: Mapping[str, str]) -> dict[str, str]:
-    """Text of each special token, by the role that the file's metadata gives it."""
-    found: dict[str, str] = {}
-    n_vocab = model.n_vocab
-    for key, value in metadata.items():
-        role = _ROLE.fullmatch(key)
-        if role and value.isdigit() and int(value) < n_vocab:
-            found[role[1]] = model.token_bytes(int(value)).decode("utf-8", "replace")
-    return found
 
 
 class Engine(NamesAttributes):
@@ -336,10 +331,9 @@ class Engine(NamesAttributes):
         source.rpc_timeout_s = given["rpc_timeout_s"]
         self._lora = EngineLora(adapters)
         self._n_gpu_layers = source.n_gpu_layers
-        self._kv_type = needs.kv_type
-        self._facts: StateFacts | None = None  # once they are asked for
         self._path = os.path.abspath(source.path)
-        self._files = ModelFiles(source.path, adapters)
+        self._files = files = ModelFiles(source.path, adapters)
+        state_facts = cache(lambda: StateFacts(files.fingerprint(), needs.kv_type))
         try:
             if not servers:  # RPC servers manage their own memory
                 _core.check_device_memory(source, needs)
@@ -403,7 +397,7 @@ class Engine(NamesAttributes):
                 core,
                 i,
                 info.eot_token_id,
-                self._state_facts,
+                state_facts,
                 self._lora,
                 self._submission.running,
                 self._conversation.role_of,
@@ -556,11 +550,6 @@ class Engine(NamesAttributes):
             OSError: A file cannot be read.
         """
         return self._files.fingerprint()
-
-    def _state_facts(self) -> StateFacts:
-        if self._facts is None:
-            self._facts = StateFacts(self._files.fingerprint(), self._kv_type)
-        return self._facts
 
     # ---- tokens
 

@@ -92,24 +92,20 @@ def _item(op: str, value: Any, flags: int) -> str:
             low, high, body = value
             most = "" if high is _constants.MAXREPEAT else high
             return f"(?:{_sequence(body, flags)}){{{low},{most}}}"
-        case "AT":
-            return _anchor(str(value), flags)
+        case "AT" if str(value) not in _REFUSED:
+            name = str(value)
+            if flags & re.MULTILINE and name in ("AT_BEGINNING", "AT_END"):
+                _refuse(
+                    "has ^ or $ with re.MULTILINE, which cannot be followed while text is "
+                    r"generated; write line ends as \n, without the flag"
+                )
+            return r"\A" if name.startswith("AT_BEGINNING") else r"\z"
         case _:
+            name = str(value) if op == "AT" else op
             _refuse(
-                f"has {_REFUSED.get(op, op)}, which cannot be followed while text is generated; "
-                "write it without, or use grammar"
+                f"has {_REFUSED.get(name, name)}, which cannot be followed while text is "
+                "generated; write it without, or use grammar"
             )
-
-
-def _anchor(name: str, flags: int) -> str:
-    if name in _REFUSED:
-        return _item(name, None, flags)
-    if flags & re.MULTILINE and name in ("AT_BEGINNING", "AT_END"):
-        _refuse(
-            "has ^ or $ with re.MULTILINE, which cannot be followed while text is generated; write "
-            r"line ends as \n, without the flag"
-        )
-    return r"\A" if name.startswith("AT_BEGINNING") else r"\z"
 
 
 def _class(items: Iterable[tuple[Any, Any]], flags: int) -> str:
