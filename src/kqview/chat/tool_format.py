@@ -4,13 +4,14 @@ The format follows from the model's chat template. A template that knows no tool
 system message in the format of Hermes, and earlier calls and results as text.
 """
 
+import contextlib
 import json
 import re
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Final, Literal, NamedTuple, Protocol, cast
+from typing import Any, Final, Literal, NamedTuple, TypeVar, cast
 
 from kqview import json_input
 from kqview.chat.formats import (
@@ -334,19 +335,6 @@ class CallDelta:
     name: str | None = None
 
 
-class _Arguments(Protocol):
-    """Makes JSON of a call's arguments while they come."""
-
-    is_over: bool
-
-    def feed(self, text: str) -> tuple[str, int]:
-        """Add *text*: JSON to go on with, and how many characters belong to the arguments."""
-        ...
-
-
-_Reads = Callable[["CallReader", str, "list[str | CallDelta]"], str | None]
-
-
 class CallReader:
     """Takes calls out of an answer's content while it comes; what is no call stays text.
 
@@ -365,15 +353,12 @@ class CallReader:
             for mark in syntax.marks:
                 self._opens.setdefault(mark, []).append(syntax)
             self._closes.update(syntax.closes)
-        self._read: _Reads = CallReader._start
-        self._held: list[str] = []  # white space at the start, or all of what may be a call
+        self._held: list[str] = []  # white space that waits for other text
         self._is_after = False  # whether only white space came since the last call
-        self._marks = HeldText([*self._opens, *self._closes])
-        self._syntaxes: list[Syntax] = []  # of the call that is read
-        self._mark = self._head = ""
-        self._n_in_list = 0
-        self._value: _Arguments = JsonText()
-        self._tail = ""  # of a call, behind its arguments
+        self._found: list[str | CallDelta] = []  # since what was returned last
+        self._channel: JsonText | None = None  # arguments of a call in a channel of its own
+        self._answer = self._read_answer()
+        next(self._answer)
         self.written_ids: dict[int, str] = {}
         """Index of a call -> the id that the model wrote."""
 
@@ -392,60 +377,74 @@ class CallReader:
         """Add text of a call in a channel of its own; the first one of each call is empty."""
         if not text:
             found = [*self.end_channel(), self.begin(name)]
-            self._read, self._value = CallReader._arguments, JsonText()
+            self._channel = JsonText()
             return found
-        valid, _ = self._value.feed(text)
+        valid, _ = cast("JsonText", self._channel).feed(text)
         return [self.arguments(valid)] if valid else []
 
     def end_channel(self) -> list[str | CallDelta]:
         """End a call in a channel, if there is one."""
-        if self._form != "harmony" or self._read is not CallReader._arguments:
+        if self._channel is None:
             return []
-        self._read = CallReader._text
-        rest = cast("JsonText", self._value).end()
+        rest, self._channel = self._channel.end(), None
         return [self.arguments(rest)] if rest else []
 
     def feed(self, text: str) -> list[str | CallDelta]:
         """Add content; returns text and calls in their order."""
         if self._form == "harmony":  # calls have channels of their own
             return [text] if text else []
-        found: list[str | CallDelta] = []
         for start in range(0, len(text), _AT_ONCE):
-            rest: str | None = text[start : start + _AT_ONCE]
-            while rest is not None:
-                rest = self._read(self, rest, found)
+            self._answer.send(text[start : start + _AT_ONCE])
+        found, self._found = self._found, []
         return found
 
-    # What is read, each a value of `_read`. They return what is left for the next one, None if
-    # nothing is.
+    def flush(self) -> list[str | CallDelta]:
+        """What is clear only when the answer is complete."""
+        if self._form == "harmony":
+            return self.end_channel()
+        with contextlib.suppress(StopIteration):
+            self._answer.send(None)
+        return self._found
 
-    def _start(self, text: str, _found: "list[str | CallDelta]") -> str | None:
-        """White space before the answer."""
-        self._held.append(text)
-        begun = text.lstrip()
-        if not begun:
-            return None
-        syntax = FORMATS[self._form]
-        self._read = CallReader._text
-        self._held[-1] = text[: len(text) - len(begun)]
+    # Parts of an answer, each a function that waits for more of it with ``yield``: for None at its
+    # end. They return the text that they did not take, and None at the end.
+
+    def _read_answer(self) -> "_Reading[None]":
+        syntax, begun = FORMATS[self._form], ""
+        while not begun:  # white space before the answer
+            text = yield
+            if text is None:
+                self._found += filter(None, ["".join(self._held)])
+                return
+            begun = text.lstrip()
+            self._held.append(text[: len(text) - len(begun)])
+        text = begun
         if (syntax.answer and syntax.is_list) or (syntax.bare and begun.startswith(syntax.bare)):
-            self._open("", [syntax])
-        return begun
+            text = yield from self._read_calls("", [syntax], begun)
+        while text is not None:
+            mark, text = yield from self._read_text(text)
+            if mark is not None and text is not None:
+                text = yield from self._read_calls(mark, self._opens[mark], text)
 
-    def _text(self, text: str, found: list[str | CallDelta]) -> str | None:
-        """Text up to a mark."""
-        before, mark = self._marks.feed(text)
-        if mark is not None and mark not in self._opens:
-            before += "" if self._is_after and not before.strip() else mark
-        self._write(before, found)
-        if mark is None:
-            return None
-        rest = self._marks.take()
-        if mark in self._opens:
-            self._open(mark, self._opens[mark])
-        return rest
+    def _read_text(self, text: str) -> "_Reading[tuple[str | None, str | None]]":
+        """Text up to a mark that opens calls, which is returned too."""
+        marks = HeldText([*self._opens, *self._closes])
+        while True:
+            before, mark = marks.feed(text)
+            if mark is not None and mark not in self._opens:
+                before += "" if self._is_after and not before.strip() else mark
+            self._write(before)
+            if mark in self._opens:
+                return mark, marks.take()
+            more = marks.take() if mark is not None else (yield)
+            if more is None:
+                self._write(marks.take())
+                if not self._is_after:
+                    self._found += filter(None, ["".join(self._held)])
+                return None, None
+            text = more
 
-    def _write(self, text: str, found: list[str | CallDelta]) -> None:
+    def _write(self, text: str) -> None:
         """Text of the answer; white space before it, or behind a call, waits for other text."""
         if text.strip():
             self._is_after = False
@@ -454,168 +453,136 @@ class CallReader:
             return
         text, self._held = "".join([*self._held, text]), []
         if text:
-            found.append(text)
+            self._found.append(text)
 
-    def _open(self, mark: str, syntaxes: list[Syntax]) -> None:
-        self._read, self._n_in_list = CallReader._find_head, 0
-        self._mark, self._head, self._syntaxes = mark, mark, syntaxes
-        self._space, self._held = "".join(self._held), [mark]
-        self._marks = HeldText([close for syntax in syntaxes for close in syntax.closes])
-
-    def _leave(self, *, is_after: bool) -> None:
-        self._read, self._is_after, self._held = CallReader._text, is_after, []
-        self._marks = HeldText([*self._opens, *self._closes])
-
-    def _find_head(self, text: str, found: list[str | CallDelta]) -> str | None:
-        """A call up to its arguments."""
-        self._held.append(text)
-        if len(self._head) < HEAD_MAX:
-            self._head = (self._head + text)[:HEAD_MAX]
-            for syntax in self._syntaxes:
-                if (head := syntax.head.match(self._head)) is not None:
-                    rest = "".join(self._held)[head.end() :]
-                    self._begin(syntax, head["name"].strip(), found)
-                    if id_ := head.groupdict().get("id"):
-                        self.written_ids[self._n_calls - 1] = id_
+    def _read_calls(self, mark: str, syntaxes: list[Syntax], text: str) -> "_Reading[str | None]":
+        """Calls behind the mark that opens them: one, or all of a list."""
+        space, self._held = "".join(self._held), []
+        marks = HeldText([close for syntax in syntaxes for close in syntax.closes])
+        answer = mark + syntaxes[0].answer if syntaxes[0].answer and syntaxes[0].is_list else ""
+        head, held, n_calls = mark, [mark], 0
+        while True:
+            held.append(text)
+            found = None
+            if len(head) < HEAD_MAX:
+                head = (head + text)[:HEAD_MAX]
+                matches = ((one, one.head.match(head)) for one in syntaxes)
+                found = next(((one, match) for one, match in matches if match is not None), None)
+            if found is not None:
+                syntax, match = found
+                name, rest = match["name"].strip(), "".join(held)[match.end() :]
+                self._found.append(self.begin(name))
+                if id_ := match.groupdict().get("id"):
+                    self.written_ids[self._n_calls - 1] = id_
+                left, goes_on = yield from self._read_call(syntax, name, rest)
+                if not goes_on or left is None:
+                    self._is_after = True
+                    return left
+                head, held, text, syntaxes, n_calls = "", [], left, [syntax], n_calls + 1
+                continue
+            if n_calls:
+                rest = "".join(held).lstrip(" \t\r\n,;]")
+                closes = syntaxes[0].closes
+                close = next((close for close in closes if rest.startswith(close)), "")
+                may_be = not rest or any(close.startswith(rest) for close in closes)
+                may_begin = rest.startswith(syntaxes[0].lead) and len(rest) < HEAD_MAX
+                if close or not (may_be or may_begin):
+                    self._is_after = True
+                    return rest[len(close) :]
+                head, held = rest, [rest]
+            elif answer and head.startswith(answer) and head != answer:
+                self._is_after = False
+                return "".join(held)[len(answer) :]
+            elif not (answer and answer.startswith(head)):
+                _, close = marks.feed(text)
+                if close is not None:
+                    rest, whole = marks.take(), "".join(held)
+                    self._write_other(mark, syntaxes, space, whole[: len(whole) - len(rest)])
                     return rest
-        if self._n_in_list:
-            return self._between(found)
-        answer = self._syntaxes[0].answer if self._syntaxes[0].is_list else ""
-        if answer and (self._mark + answer).startswith(self._head):
-            return None
-        if answer and self._head.startswith(self._mark + answer):
-            rest = "".join(self._held)[len(self._mark + answer) :]
-            self._leave(is_after=False)
-            return rest
-        _, mark = self._marks.feed(text)
-        if mark is None:
-            return None
-        rest = self._marks.take()
-        whole = "".join(self._held)
-        self._no_head(whole[: len(whole) - len(rest)], found)
-        return rest
+            more = yield
+            if more is None and n_calls:
+                self._is_after = True
+                self._write("".join(held).lstrip(SEPARATORS))
+            elif more is None:
+                self._write_other(mark, syntaxes, space, "".join(held))
+            if more is None:
+                return None
+            text = more
 
-    def _between(self, found: list[str | CallDelta]) -> str | None:
-        """Behind a call of a list, where no other has begun so far."""
-        syntax = self._syntaxes[0]
-        rest = "".join(self._held).lstrip(" \t\r\n,;]")
-        close = next((close for close in syntax.closes if rest.startswith(close)), None)
-        if close is not None:
-            self._leave(is_after=True)
-            return rest[len(close) :]
-        may_be = not rest or any(close.startswith(rest) for close in syntax.closes)
-        if may_be or (rest.startswith(syntax.lead) and len(rest) < HEAD_MAX):
-            self._held = [rest]
-            self._head = rest
-            return None
-        self._leave(is_after=True)
-        return rest
-
-    def _begin(self, syntax: Syntax, name: str, found: list[str | CallDelta]) -> None:
-        self._syntaxes, self._read, self._held = [syntax], CallReader._arguments, []
-        found.append(self.begin(name))
+    def _read_call(
+        self, syntax: Syntax, name: str, text: str
+    ) -> "_Reading[tuple[str | None, bool]]":
+        """A call from its arguments to its end, and whether another of its list may follow."""
+        value: JsonText | _Elements = JsonText()
         if syntax.quotes:
-            self._value = Notation(syntax.quotes, is_open=True)
+            value = Notation(syntax.quotes, is_open=True)
         elif syntax.argument:
-            self._value = _Elements(syntax, self._texts.get(name, frozenset()))
-        else:
-            self._value = JsonText()
-
-    def _arguments(self, text: str, found: list[str | CallDelta]) -> str | None:
-        valid, n = self._value.feed(text)
-        if valid:
-            found.append(self.arguments(valid))
-        if not self._value.is_over:
-            return None
-        [syntax] = self._syntaxes
-        self._marks = HeldText([*syntax.closes, "}" if syntax.is_object and syntax.is_list else ""])
+            value = _Elements(syntax, self._texts.get(name, frozenset()))
+        while True:
+            valid, n = value.feed(text)
+            if valid:
+                self._found.append(self.arguments(valid))
+            if value.is_over:
+                break
+            if (more := (yield)) is None:
+                if isinstance(value, _Elements) and (rest := value.flush()):
+                    self._found.append(self.arguments(rest))
+                return None, False
+            text = more
+        text = text[n:]
         if syntax.quotes and syntax.is_list:
-            self._go_on()
-        elif (syntax.argument and not syntax.quotes) or not (syntax.closes or syntax.is_object):
-            self._leave(is_after=True)
-        else:
-            self._read = CallReader._end_call
-            if not syntax.closes:
-                self._marks = HeldText(["}"])
-        return text[n:]
-
-    def _end_call(self, text: str, _found: list[str | CallDelta]) -> str | None:
-        """What ends a call, behind its arguments."""
-        before, mark = self._marks.feed(text)
-        self._tail = (self._tail + before)[:HEAD_MAX]
-        if mark is None:
-            return None
-        rest = self._marks.take()
-        if (id_ := _ID.search(self._tail)) is not None:
+            return text, True
+        if (syntax.argument and not syntax.quotes) or not (syntax.closes or syntax.is_object):
+            return text, False
+        is_open = syntax.is_object and (syntax.is_list or not syntax.closes)
+        marks, tail = HeldText([*syntax.closes, "}" if is_open else ""]), ""
+        while True:
+            before, mark = marks.feed(text)
+            tail = (tail + before)[:HEAD_MAX]
+            if mark is not None:
+                break
+            if (more := (yield)) is None:
+                return None, False
+            text = more
+        if (id_ := _ID.search(tail)) is not None:
             self.written_ids[self._n_calls - 1] = id_[1]
-        self._tail = ""
-        if mark == "}" and self._syntaxes[0].is_list:
-            self._go_on()
-        else:
-            self._leave(is_after=True)
-        return rest
+        return marks.take(), mark == "}" and syntax.is_list
 
-    def _go_on(self) -> None:
-        """Another call of the same list may follow."""
-        self._read, self._head, self._held = CallReader._find_head, "", []
-        self._n_in_list += 1
-
-    def _no_head(self, whole: str, found: list[str | CallDelta]) -> None:
-        """*whole*, from its mark to its end, is not written as usual."""
-        space = self._space
-        calls = [] if not any(one.is_object for one in self._syntaxes) else self._parsed(whole)
-        self._leave(is_after=bool(calls))
-        if calls:
-            found += calls
-        else:
-            self._held = [space]
-            self._write(whole, found)
-
-    def _parsed(self, whole: str) -> list[CallDelta]:
-        """Calls that are JSON objects, in whatever order their keys are; none if it is not all."""
-        body, at, calls = whole[len(self._mark) :], 0, list[tuple[str, str, str | None]]()
-        ends = tuple(close for syntax in self._syntaxes for close in syntax.closes)
-        try:
-            json_input.check_depth(body)
-            while True:
-                at = cast("re.Match[str]", _SEPARATED.match(body, at)).end()
-                if at == len(body) or (ends and body.startswith(ends, at)):
-                    break
-                value, at = decoded(body, at)
-                if (call := _call_of(value)) is None:
-                    return []
-                calls.append(call)
-        except ValueError:
-            return []
-        deltas: list[CallDelta] = []
+    def _write_other(self, mark: str, syntaxes: list[Syntax], space: str, whole: str) -> None:
+        """*whole*, from its mark to its end, is not written as usual, or is no call."""
+        calls: list[tuple[str, str, str | None]] = []
+        if any(one.is_object for one in syntaxes):
+            ends = tuple(close for syntax in syntaxes for close in syntax.closes)
+            calls = _calls_of(whole[len(mark) :], ends)
         for name, arguments, id_ in calls:
-            deltas += [self.begin(name, id_), self.arguments(arguments)]
+            self._found += self.begin(name, id_), self.arguments(arguments)
             if id_ is not None:
                 self.written_ids[self._n_calls - 1] = id_
-        return deltas
+        self._is_after = bool(calls)
+        if not calls:
+            self._held = [space]
+            self._write(whole)
 
-    def flush(self) -> list[str | CallDelta]:
-        """What is clear only when the answer is complete."""
-        found: list[str | CallDelta] = []
-        if self._form == "harmony":
-            return self.end_channel()
-        if self._read is CallReader._find_head and self._n_in_list:
-            rest = "".join(self._held).lstrip(SEPARATORS)
-            self._leave(is_after=True)
-            self._write(rest, found)
-        elif self._read is CallReader._find_head:
-            self._no_head("".join(self._held), found)
-        elif self._read is CallReader._text:
-            self._write(self._marks.take(), found)
-        elif isinstance(self._value, _Elements) and (rest := self._value.flush()):
-            found.append(self.arguments(rest))
-        if (
-            self._read in (CallReader._start, CallReader._text)
-            and self._held
-            and not self._is_after
-        ):
-            found.append("".join(self._held))
-        return found
+
+_Result = TypeVar("_Result")
+_Reading = Generator[None, str | None, _Result]
+
+
+def _calls_of(body: str, ends: tuple[str, ...]) -> list[tuple[str, str, str | None]]:
+    """Calls that are JSON objects, in whatever order their keys are; none if it is not all."""
+    at, calls = 0, list[tuple[str, str, str | None]]()
+    try:
+        json_input.check_depth(body)
+        while True:
+            at = cast("re.Match[str]", _SEPARATED.match(body, at)).end()
+            if at == len(body) or (ends and body.startswith(ends, at)):
+                return calls
+            value, at = decoded(body, at)
+            if (call := _call_of(value)) is None:
+                return []
+            calls.append(call)
+    except ValueError:
+        return []
 
 
 def parse_tool_calls(text: str, family: Format | None = None) -> Reply:
@@ -668,99 +635,76 @@ class _Elements:
 
     def __init__(self, syntax: Syntax, texts: frozenset[str]) -> None:
         self.is_over = False
-        self._syntax = syntax
-        self._texts = texts
-        self._open = syntax.argument.partition("$")[0]
-        self._read: Callable[[_Elements, str, list[str]], str | None] = _Elements._between
-        self._marks = HeldText([self._open, *syntax.closes])
-        self._held = ""  # an element up to its value
-        self._value: list[str] = []
-        self._is_text = self._is_wrapped = False
-        self._key = ""
-        self._n = 0
+        self._made: list[str] = []
+        self._rest = ""  # behind the last element
+        self._text_marks: HeldText | None = None  # of a text that is read
+        self._elements = self._read(syntax, texts)
+        next(self._elements)
 
     def feed(self, text: str) -> tuple[str, int]:
         """As `JsonText.feed`."""
-        made: list[str] = []
-        rest: str | None = text
-        left = ""
-        while rest is not None and not self.is_over:
-            left = rest
-            rest = self._read(self, rest, made)
-            left = rest or ""
-        return "".join(made), len(text) - len(left)
-
-    def _between(self, text: str, made: list[str]) -> str | None:
-        _, mark = self._marks.feed(text)
-        if mark is None:
-            return None
-        if mark == self._open:
-            self._read, self._held = _Elements._find_key, mark
-        else:
-            self.is_over = True
-            made.append("}" if self._n else "{}")
-        return self._marks.take()
-
-    def _find_key(self, text: str, made: list[str]) -> str | None:
-        whole = self._held + text
-        self._held = whole[:HEAD_MAX]
-        begun = self._syntax.begins_value.match(self._held)
-        if begun is None:
-            if len(self._held) < HEAD_MAX:
-                return None
-            self._read, self._marks = (
-                _Elements._between,
-                HeldText([self._open, *self._syntax.closes]),
-            )
-            return whole[len(self._open) :]
-        said = begun.groupdict()
-        self._key = said["key"].strip()
-        kind = said.get("text") or said.get("type")
-        self._is_text = self._key in self._texts if kind is None else kind in ("true", "string")
-        quote = '"' if self._is_text else ""
-        made.append(f"{', ' if self._n else '{'}{quoted(self._key)}: {quote}")
-        self._n += 1
-        self._read, self._value, self._held = _Elements._begin_value, [], ""
-        return whole[begun.end() :]
-
-    def _begin_value(self, text: str, _made: list[str]) -> str | None:
-        """Pass what is before the value, and no part of it."""
-        self._held += text
-        begin, end = self._syntax.wrap
-        first = "\n" if self._syntax.has_lines else begin
-        if first.startswith(self._held) and self._held != first:
-            return None
-        self._is_wrapped = bool(begin) and self._held.startswith(begin)
-        close = self._syntax.ends_value.replace("$key", self._key)
-        close = end + close if self._is_wrapped else close
-        self._marks = HeldText([close, "\n" + close] if self._syntax.has_lines else [close])
-        self._read = _Elements._read_value
-        held, self._held = self._held, ""
-        return held.removeprefix(first)
-
-    def _read_value(self, text: str, made: list[str]) -> str | None:
-        before, mark = self._marks.feed(text)
-        if self._is_text:
-            made.append(quoted(before)[1:-1])
-        else:
-            self._value.append(before)
-        if mark is None:
-            return None
-        if self._is_text:
-            made.append('"')
-        else:
-            value = "".join(self._value)
-            sign = self._syntax.nests
-            is_nested = sign and f"{sign}<" in value
-            made.append(_nested(value, sign) if is_nested else json_literal(value))
-        rest = self._marks.take()
-        self._read, self._marks = _Elements._between, HeldText([self._open, *self._syntax.closes])
-        return rest
+        with contextlib.suppress(StopIteration):
+            self._elements.send(text)
+        made, self._made = "".join(self._made), []
+        return made, len(text) - len(self._rest)
 
     def flush(self) -> str:
         """The rest of a text that was cut off."""
-        rest = self._marks.take() if self._read is _Elements._read_value and self._is_text else ""
-        return quoted(rest)[1:-1]
+        return "" if self._text_marks is None else quoted(self._text_marks.take())[1:-1]
+
+    def _read(self, syntax: Syntax, texts: frozenset[str]) -> Generator[None, str]:
+        """Read all elements; ``yield`` waits for more text."""
+        opening, (begin, end), n = syntax.argument.partition("$")[0], syntax.wrap, 0
+        first = "\n" if syntax.has_lines else begin
+        text = yield
+        while True:
+            marks = HeldText([opening, *syntax.closes])
+            while (mark := marks.feed(text)[1]) is None:
+                text = yield
+            text = marks.take()
+            if mark != opening:
+                self._made.append("}" if n else "{}")
+                self._rest, self.is_over = text, True
+                return
+            whole = opening + text
+            while (begun := syntax.begins_value.match(whole[:HEAD_MAX])) is None:
+                if len(whole) >= HEAD_MAX:
+                    break
+                whole += yield
+            if begun is None:
+                text = whole[len(opening) :]
+                continue
+            said, text = begun.groupdict(), whole[begun.end() :]
+            key, kind = said["key"].strip(), said.get("text") or said.get("type")
+            is_text = key in texts if kind is None else kind in ("true", "string")
+            quote = '"' if is_text else ""
+            self._made.append(f"{', ' if n else '{'}{quoted(key)}: {quote}")
+            n += 1
+            # What is before the value, and no part of it.
+            while first.startswith(text) and text != first:
+                text += yield
+            close = syntax.ends_value.replace("$key", key)
+            close = end + close if begin and text.startswith(begin) else close
+            marks = HeldText([close, "\n" + close] if syntax.has_lines else [close])
+            self._text_marks = marks if is_text else None
+            value, text = list[str](), text.removeprefix(first)
+            while True:
+                before, mark = marks.feed(text)
+                if is_text:
+                    self._made.append(quoted(before)[1:-1])
+                else:
+                    value.append(before)
+                if mark is not None:
+                    break
+                text = yield
+            self._text_marks = None
+            if is_text:
+                self._made.append('"')
+            else:
+                written, sign = "".join(value), syntax.nests
+                is_nested = sign and f"{sign}<" in written
+                self._made.append(_nested(written, sign) if is_nested else json_literal(written))
+            text = marks.take()
 
 
 def _nested(text: str, sign: str) -> str:
