@@ -59,10 +59,7 @@ class EditTarget:
 
     def layer(self, name: str, given: int) -> int:
         """*given* counted from 0; InvalidEdit if the model has no such layer."""
-        n = self.n_layer
-        if not -n <= given < n:
-            raise _invalid(f"{name} has layer {given}, but the model has {n}; use -{n} to {n - 1}")
-        return given % n
+        return _counted(given, self.n_layer, f"{name} has layer {given}, but the model has")
 
     def attention_layer(self, name: str, given: int) -> int:
         """As `layer`, of those with attention."""
@@ -76,21 +73,20 @@ class EditTarget:
 
     def head(self, name: str, layer: int, given: int) -> int:
         """*given* counted from 0; InvalidEdit if the layer has no such head."""
-        n = self.n_heads[layer]
-        if not -n <= given < n:
-            raise _invalid(
-                f"{name} has head {given} of layer {layer}, which has {n}; use -{n} to {n - 1}"
-            )
-        return given % n
+        found = f"{name} has head {given} of layer {layer}, which has"
+        return _counted(given, self.n_heads[layer], found)
 
     def position(self, given: int) -> int:
         """*given* counted from the start of the prompt; InvalidEdit if the prompt has no such."""
         n = self.n_prompt
-        if not -n <= given < n:
-            raise _invalid(
-                f"positions has {given}, but the prompt has {n} tokens; use -{n} to {n - 1}"
-            )
-        return given % n
+        return _counted(given, n, f"positions has {given}, but the prompt has", " tokens")
+
+
+def _counted(given: int, n: int, found: str, what: str = "") -> int:
+    """*given* counted from 0; InvalidEdit, which says what was *found*, if there are fewer."""
+    if not -n <= given < n:
+        raise _invalid(f"{found} {n}{what}; use -{n} to {n - 1}")
+    return given % n
 
 
 class Edit(ABC):

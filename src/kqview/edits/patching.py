@@ -66,25 +66,36 @@ def patch(
         )
     wanted = list(engine.model.attention_layers if layers is None else layers)
     where = range(len(ids)) if positions is None else sorted(one % len(ids) for one in positions)
+
+    def started(prompt: list[int], edits: list[Edit]) -> "Generation":
+        options: Any = {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True}
+        return engine.generate(prompt, capture=_CAPTURE, edits=edits, **options)
+
+    def measured(generation: "Generation") -> float:
+        return float(measure(next(generation).logits))
+
     heads = HeadRecord(wanted)
-    at_clean = _run(engine, ids, [heads], measure)
+    at_clean = measured(started(ids, [heads]))
     record = cast("_core.HeadRecord", heads.record)
-    at_corrupted = _run(engine, others, [], measure)
+    at_corrupted = measured(started(others, []))
     if at_clean == at_corrupted:
         raise RequestError(
             f"metric is {at_clean} for both prompts; choose one that tells them apart",
             parameter="metric",
         )
-    cells = [(i, head) for i, layer in enumerate(wanted) for head in range(record.n_heads(layer))]
-    effects = np.full((len(wanted), 1 + max(head for _, head in cells)), np.nan)
+    waiting = deque(
+        (i, head) for i, one in enumerate(wanted) for head in range(record.n_heads(one))
+    )
+    effects = np.full((len(wanted), max(n_heads)), np.nan)
     running: deque[tuple[int, int, Generation]] = deque()
-    for i, head in cells:
-        if len(running) == len(engine.slots):
-            _take(running, effects, measure)
-        edit = SetHead(wanted[i], head, record.head(wanted[i], head), where)
-        running.append((i, head, _start(engine, others, [edit])))
-    while running:
-        _take(running, effects, measure)
+    while waiting or running:
+        if waiting and len(running) < len(engine.slots):
+            i, head = waiting.popleft()
+            edit = SetHead(wanted[i], head, record.head(wanted[i], head), where)
+            running.append((i, head, started(others, [edit])))
+        else:
+            i, head, generation = running.popleft()
+            effects[i, head] = measured(generation)
     return (effects - at_corrupted) / (at_clean - at_corrupted)
 
 
@@ -102,25 +113,3 @@ def _difference(engine: "Engine", answer: str | int, other: str | int) -> Metric
             )
         ids += found
     return lambda logits: float(logits[ids[0]]) - float(logits[ids[1]])
-
-
-def _start(engine: "Engine", ids: list[int], edits: list[Edit]) -> "Generation":
-    return engine.generate(
-        ids, max_tokens=1, temperature=0.0, ignore_eos=True, capture=_CAPTURE, edits=edits
-    )
-
-
-def _measured(generation: "Generation", measure: Metric) -> float:
-    token = next(iter(generation))
-    return float(measure(cast("Any", token.logits)))
-
-
-def _run(engine: "Engine", ids: list[int], edits: list[Edit], measure: Metric) -> float:
-    return _measured(_start(engine, ids, edits), measure)
-
-
-def _take(
-    running: "deque[tuple[int, int, Generation]]", effects: NDArray[np.float64], measure: Metric
-) -> None:
-    i, head, generation = running.popleft()
-    effects[i, head] = _measured(generation, measure)
