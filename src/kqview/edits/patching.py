@@ -83,9 +83,8 @@ def patch(
             f"metric is {at_clean} for both prompts; choose one that tells them apart",
             parameter="metric",
         )
-    waiting = deque(
-        (i, head) for i, one in enumerate(wanted) for head in range(record.n_heads(one))
-    )
+    n_heads = [record.n_heads(layer) for layer in wanted]
+    waiting = deque((i, head) for i, n in enumerate(n_heads) for head in range(n))
     effects = np.full((len(wanted), max(n_heads)), np.nan)
     running: deque[tuple[int, int, Generation]] = deque()
     while waiting or running:
