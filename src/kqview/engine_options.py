@@ -138,11 +138,9 @@ def _print_progress(fraction: float) -> None:
 
 def _to_adapters(name: str, value: object) -> list[tuple[str, float]]:
     """(path, scale) of each adapter."""
-    is_several = isinstance(value, list)
-    if isinstance(value, tuple):
-        pair = cast("tuple[object, ...]", value)
-        is_several = len(pair) != 2 or isinstance(pair[1], str | os.PathLike | tuple)
-    items = cast("Sequence[object]", value) if is_several else [value]
+    items = cast("Sequence[object]", value if isinstance(value, list | tuple) else [value])
+    if isinstance(value, tuple) and len(items) == 2:  # a pair, or two of them
+        items = items if isinstance(items[1], str | os.PathLike | tuple) else [items]
     return [_to_adapter(name, item) for item in items]
 
 

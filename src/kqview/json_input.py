@@ -48,10 +48,10 @@ def check_value(value: object) -> None:
     while inside:
         for one in next(reversed(inside.values())):
             if isinstance(one, Mapping | list | tuple):
-                if id(one) in inside:
-                    raise TooDeep
                 given = cast("Mapping[object, object] | list[object]", one)
-                inside[id(one)] = iter(given.values() if isinstance(given, Mapping) else given)
+                if id(given) in inside:
+                    raise TooDeep
+                inside[id(given)] = iter(given.values() if isinstance(given, Mapping) else given)
                 deepest = max(deepest, len(inside) - 1)
                 break
         else:

@@ -146,9 +146,10 @@ class _TokenColumn:
         first = next((value for value in values if value is not None), None)
         if first is None:
             return {}
-        arrays = (value[0] if isinstance(value, tuple) else value for value in values)
-        widths = np.array([-1 if one is None else one.shape[-1] for one in arrays], np.int32)
-        if not isinstance(first, tuple):
+        is_tuple = isinstance(first, tuple)
+        firsts = [value[0] if is_tuple and value is not None else value for value in values]
+        widths = np.array([-1 if one is None else one.shape[-1] for one in firsts], np.int32)
+        if not is_tuple:
             return {self.name: _padded(values), self.widths: widths}
         n_layers = len(cast("tuple[Array, ...]", first))
         layers = {

@@ -372,10 +372,11 @@ def _merged(ranges: object) -> list[tuple[int, int]]:
         raise invalid("ranges", "(start, stop) pairs such as [(0, 4)]", shown(ranges))
     checked: list[tuple[int, int]] = []
     for i, given in enumerate(cast("Iterable[Any]", ranges)):
-        is_pair = isinstance(given, Iterable) and not isinstance(given, str | bytes)
-        pair = tuple(cast("Iterable[Any]", given)) if is_pair else ()
+        pair: tuple[Any, ...] = ()
+        if isinstance(given, Iterable) and not isinstance(given, str | bytes):
+            pair = tuple(cast("Iterable[Any]", given))
         if len(pair) != 2:
-            raise invalid(f"ranges[{i}]", "a (start, stop) pair", shown(given))
+            raise invalid(f"ranges[{i}]", "a (start, stop) pair", shown(cast("object", given)))
         start = whole_number(f"the start of ranges[{i}]", pair[0], low=0)
         checked.append((start, whole_number(f"the stop of ranges[{i}]", pair[1], low=start + 1)))
     merged: list[tuple[int, int]] = []

@@ -9,7 +9,7 @@ import numpy as np
 
 from kqview._core import EditPlan
 from kqview.mods import ModTokenizer, mod
-from kqview.mods.calls import ModCaller
+from kqview.mods.calls import ModCaller, at_once
 from kqview.mods.decorator import begin
 from kqview.mods.steering import Decision, Steering, Steps
 from kqview.trace import TraceRecorder, TraceRequest
@@ -164,7 +164,7 @@ def drive(
     )
 
     def take(steps: Steps) -> Decision:
-        decision = steering.run(steps)
+        decision = at_once(steering.run(steps, is_async=False))
         assert decision is not None
         del ids[len(ids) - decision.n_removed :]
         ids.extend(decision.ids)

@@ -678,7 +678,7 @@ def _refuse(message: object = "") -> NoReturn:
     raise _Refusal(str(message)[:_N_SHOWN])
 
 
-_GLOBALS: Final = {
+_GLOBALS: Final[dict[str, Callable[[str], Any]]] = {
     "raise_exception": _refuse,
     "strftime_now": lambda form: datetime.now().strftime(form),
 }

@@ -460,7 +460,8 @@ class CallReader:
         space, self._held = "".join(self._held), []
         marks = HeldText([close for syntax in syntaxes for close in syntax.closes])
         answer = mark + syntaxes[0].answer if syntaxes[0].answer and syntaxes[0].is_list else ""
-        head, held, n_calls = mark, [mark], 0
+        head, n_calls = mark, 0
+        held: list[str] = [mark]  # all of what may be a call
         while True:
             held.append(text)
             found = None

@@ -820,5 +820,5 @@ def rows_of_prompt(attention: PromptAttention) -> Rows:
     parts = list(attention._handed.held())  # pyright: ignore[reportPrivateUsage]
     if parts:
         return prompt_rows(context, capture, parts)
-    whole = (attention.array(), None) if capture.top_k is None else attention.top_k()
-    return prompt_rows(context, capture, [(attention.start, *whole)])
+    rows, positions = attention.top_k() if capture.top_k is not None else (attention.array(), None)
+    return prompt_rows(context, capture, [(attention.start, rows, positions)])

@@ -104,13 +104,13 @@ def _seen(
 ) -> logging.LogRecord:
     record = make(*arguments, **options)
     if (captured := _current()) is not None:
-        level = next((name for least, name in _LEVELS if record.levelno >= least), "DEBUG")
-        captured.log(_text_of(record), level)
+        levels = (name for least, name in _LEVELS if record.levelno >= least)
+        captured.log(_text_of(record), cast("Level", next(levels)))
     return record
 
 
 _LEVELS: Final[tuple[tuple[int, Level], ...]] = (
-    (logging.ERROR, "ERROR"), (logging.WARNING, "WARNING"), (logging.INFO, "INFO"),
+    (logging.ERROR, "ERROR"), (logging.WARNING, "WARNING"), (logging.INFO, "INFO"), (0, "DEBUG"),
 )  # fmt: skip
 
 

@@ -109,7 +109,9 @@ class SamplingOption:
 
 def _row(default: object, doc: str, *, convert: Callable[..., Any], **more: Any) -> Any:
     """A field of `Sampling`, with the rest of its row of the table."""
-    value = {"default_factory": dict[int, float]} if default == {} else {"default": default}
+    value: Any = {"default": default}
+    if default == {}:
+        value = {"default_factory": dict[int, float]}
     return field(**value, metadata={"doc": doc, "convert": convert, **more})
 
 
@@ -128,6 +130,10 @@ def _to_grammar(name: str, value: object) -> str:
     if not isinstance(value, str):
         raise _invalid(name, value, "a str or None")
     return _constraint(name, value)
+
+
+def _to_schema(name: str, schema: object) -> str:
+    return _constraint(name, schema_text(schema))
 
 
 def _to_regex(name: str, regex: object) -> str:
@@ -417,7 +423,7 @@ class Sampling:
         'between values, unless the key "x-guidance" sets it. Integers are within an int64, and '
         "other numbers have at most 17 significant digits. Needs llguidance, ``pip install "
         "'kqview[constraints]'``, whose documentation lists what it supports.",
-        convert=lambda name, schema: _constraint(name, schema_text(schema)),
+        convert=_to_schema,
     )
     regex: str | re.Pattern[str] | None = _row(
         None,
