@@ -8,7 +8,7 @@ from itertools import pairwise
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypedDict
 
-from kqview.arguments import encode, invalid
+from kqview.arguments import encode, flag
 from kqview.chat import CHATML
 from kqview.chat.formats import FORMATS, format_of
 from kqview.chat.functions import ToolLike
@@ -31,7 +31,7 @@ from kqview.chat.turn import (
     reasoning_of,
     template_for,
 )
-from kqview.errors import CapacityError, KqviewError, RequestError, UnsupportedModel, shown
+from kqview.errors import CapacityError, KqviewError, RequestError, UnsupportedModel
 from kqview.generation.stream import Generation
 from kqview.mods.events import Dialogue, conversation_of
 from kqview.option_names import unknown_option
@@ -122,19 +122,11 @@ class Conversation:
         self._core.check_open()
         given = {name: options.get(name, default) for name, default in CHAT_DEFAULTS.items()}
         options = {name: value for name, value in options.items() if name not in CHAT_DEFAULTS}
-        is_parallel = given["parallel_tool_calls"]
-        if not isinstance(is_parallel, bool):
-            raise invalid("parallel_tool_calls", "True or False", shown(is_parallel))
+        is_parallel = flag("parallel_tool_calls", given["parallel_tool_calls"])
         choice = choice_of(checked_tools(given["tools"]) or [], given["tool_choice"])
         source = self._source(given["chat_template"], choice.tools)
-        chat = self._rendered(
-            messages,
-            choice.tools,
-            source,
-            given["template_options"],
-            adds_header=True,
-            continues=given["continue_final_message"],
-        )
+        given["tools"] = choice.tools or None
+        chat = self._rendered(messages, source, given, adds_header=True)
         ids = self._begun(self._chat_ids(chat.parts))
         end = b"".join(map(self._model.token_bytes, ids[-N_END:])).decode("utf-8", "replace")
         opened = opened_by(end, chat.begun)
@@ -191,14 +183,8 @@ class Conversation:
         source = given["chat_template"]
         if source not in self._templates:  # else it was checked
             source = self._source(source, given["tools"])
-        chat = self._rendered(
-            messages,
-            given["tools"],
-            source,
-            given["template_options"],
-            adds_header=given["add_generation_prompt"],
-            continues=given["continue_final_message"],
-        )
+        given["tools"] = checked_tools(given["tools"])
+        chat = self._rendered(messages, source, given, adds_header=given["add_generation_prompt"])
         if not given["tokenize"]:
             return text_of_parts(chat.parts)
         rendered = self._chat_ids(chat.parts)
@@ -216,35 +202,30 @@ class Conversation:
     def _rendered(
         self,
         messages: Sequence[Message],
-        tools: Sequence[ToolLike] | None,
         source: str,
-        template_options: Mapping[str, Any] | None,
+        given: Mapping[str, Any],
         *,
         adds_header: bool,
-        continues: bool,
     ) -> "_Rendered":
-        """Render a chat; raises as `apply_chat_template`."""
-        if not isinstance(continues, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise invalid("continue_final_message", "True or False", shown(continues))
-        checked, offered, options = checked_messages(messages), None, self._template_options
-        if tools is not None:
-            offered = checked_tools(tools)
-        if template_options is not None:
-            options = {**options, **checked_options(template_options)}
+        """Render a chat; raises as `apply_chat_template`, whose options are *given*."""
+        continues = flag("continue_final_message", given["continue_final_message"])
+        checked, tools, options = checked_messages(messages), given["tools"], self._template_options
+        if given["template_options"] is not None:
+            options = {**options, **checked_options(given["template_options"])}
         template = self._templates.get(source) or self.template_of(source)
         begun = continued(checked) if continues else None
         rest = checked if begun is None else checked[:-1]
         adds_header = adds_header or begun is not None
         parts = template.render(
             rest,
-            tools=offered,
+            tools=tools,
             add_generation_prompt=adds_header,
             options=options,
             shows_tools_for=self._info.name or self._info.architecture,
         )
         if begun:
             parts = [*parts, Part(begun, False)]
-        ends = partial(template.ends, checked, tools=offered, options=options)
+        ends = partial(template.ends, checked, tools=tools, options=options)
         return _Rendered(parts, begun or "", ends)
 
     def _source(self, chat_template: str | None, tools: object) -> str:
