@@ -649,15 +649,10 @@ class Submission:
             picks_slowly=any(one is not None for one in constraints),
             is_strict=steering.mods_strict,
         )
-        source = SteeredSource(
-            plain,
-            made,
-            prompt=prompt,
-            max_tokens=min(request.max_tokens, INT32_MAX if request.n_discard else self.core.n_ctx),
-            dialogue=current_conversation(),
-            submit=submit,
-            context_of=context_of,
-        )
+        most = min(request.max_tokens, INT32_MAX if request.n_discard else self.core.n_ctx)
+        dialogue = current_conversation()
+        prefill = partial(made.prefill, prompt, max_tokens=most, dialogue=dialogue)
+        source = SteeredSource(plain, made, prefill=prefill, submit=submit, context_of=context_of)
         return Generation(
             source,
             request_id=request_id,

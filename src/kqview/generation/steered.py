@@ -15,7 +15,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Final, cast
 
 from kqview import _core
@@ -24,7 +23,7 @@ from kqview.errors import BusyError, ClosedError, RequestError, shown
 from kqview.generation.source import Event, PlainSource
 from kqview.mods.calls import at_once
 from kqview.mods.decorator import check_mods
-from kqview.mods.events import Dialogue, ForwardPass
+from kqview.mods.events import ForwardPass
 from kqview.mods.failures import ModFailure
 from kqview.mods.steering import Decision, Forcing, LogitsProcessor, Steering, Steps, Stopping
 from kqview.trace import Trace
@@ -110,9 +109,7 @@ class SteeredSource:
 
     Args:
         plain: Its events and transcript; the request is not submitted yet.
-        prompt: Ids of its prompt.
-        max_tokens: Limit of tokens to generate.
-        dialogue: The chat that the prompt was made of, if it is one.
+        prefill: What its mods do before the first step.
         submit: Submits the request with the prompt, limit and edits as its mods leave them; no
             edits: its own.
         context_of: The context of a prompt that its mods have changed.
@@ -123,9 +120,7 @@ class SteeredSource:
         plain: PlainSource,
         steering: Steering,
         *,
-        prompt: list[int],
-        max_tokens: int,
-        dialogue: Dialogue | None,
+        prefill: Callable[[], Steps],
         submit: Callable[[list[int], int, _core.EditPlan | None], _core.Generation],
         context_of: Callable[[list[int]], Context],
     ) -> None:
@@ -133,7 +128,7 @@ class SteeredSource:
         self.tool_calls: Any = None
         self._plain = plain
         self._steering = steering
-        self._prefill = partial(steering.prefill, prompt, max_tokens=max_tokens, dialogue=dialogue)
+        self._prefill = prefill
         self._is_submitted = False
         self._submit = submit
         self._context_of = context_of
