@@ -8,10 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 from kqview import errors
 
 if TYPE_CHECKING:
-    from kqview import guards as guards
-    from kqview import heads as heads
-    from kqview import ray as ray
-    from kqview import viz as viz
+    from kqview import guards as guards, heads as heads, ray as ray, viz as viz
     from kqview.corpora import extract, open_corpus
     from kqview.edit import Edit
     from kqview.edits import ControlVector, patch, vector

@@ -25,8 +25,7 @@ from kqview.chat.template import ChatTemplate
 from kqview.chat.turn import checked_messages
 from kqview.errors import ClosedError, KqviewError, RequestError, UnsupportedModel
 from tests.attack.target import processes_below
-from tests.support import chat_templates as shapes
-from tests.support import tiny_gguf
+from tests.support import chat_templates as shapes, tiny_gguf
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -12,8 +12,7 @@ from kqview import Engine, Sampling
 from kqview.chat import Reply, ToolCall, tools_as_text
 from kqview.demo import MODEL_PATH
 from kqview.errors import InvalidSampling, RequestError
-from tests.support import chat_templates as shapes
-from tests.support import tiny_gguf
+from tests.support import chat_templates as shapes, tiny_gguf
 from tests.support.chat_templates import HARMONY, HELLO, STOP, TOOLS
 
 if TYPE_CHECKING:

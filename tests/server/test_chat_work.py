@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from kqview import Engine, Sampling
 from kqview.chat.formats import format_of
@@ -20,8 +19,7 @@ from kqview.chat.turn import AnswerReader, ChatAnswer, Reading
 from kqview.errors import InvalidSampling, RequestError
 from kqview.server.api.openai.events import finish_reason
 from kqview.server.api.wire.chat import ChatRequest, prepare
-from tests.support import chat_templates as shapes
-from tests.support import tiny_gguf
+from tests.support import chat_templates as shapes, tiny_gguf
 from tests.support.accepting import accepts
 from tests.support.chat_templates import HARMONY, HELLO, TOOLS
 

@@ -7,8 +7,7 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from kqview.errors import BusyError, RequestError
 from kqview.server.apps.conversation_store import ConversationStore, History, Key, Message

@@ -8,8 +8,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from kqview import Engine, Sampling
 from kqview.chat.reasoning import Split, TokenCounter
@@ -27,9 +26,7 @@ from kqview.server.api.wire.reasoning_cap import (
     cap_of_texts,
 )
 from kqview.stop_strings import TextStream
-from tests.support import chat_templates as shapes
-from tests.support import openai as api
-from tests.support import tiny_gguf
+from tests.support import chat_templates as shapes, openai as api, tiny_gguf
 from tests.support.mods import Words
 
 if TYPE_CHECKING:

@@ -11,8 +11,7 @@ import httpx
 import pytest
 
 from kqview import errors
-from kqview.server import Settings
-from kqview.server import errors as server_errors
+from kqview.server import Settings, errors as server_errors
 from kqview.server.app import DIALECTS
 from kqview.server.errors import STATUS, Answer, ServerError, answer_of
 from kqview.server.web.endpoint import error_reply

@@ -7,8 +7,7 @@ from collections import UserDict
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from kqview.chat import Reply, ToolCall, parse_tool_calls
 from kqview.chat.turn import checked_messages, checked_options, checked_tools

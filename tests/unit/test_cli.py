@@ -23,9 +23,14 @@ from typer.testing import CliRunner, Result
 
 import kqview
 from kqview import Engine, durable, errors
-from kqview.cli import generate_command, serve_command, server_options, serving
-from kqview.cli import main as cli_main
-from kqview.cli import options as shared_options
+from kqview.cli import (
+    generate_command,
+    main as cli_main,
+    options as shared_options,
+    serve_command,
+    server_options,
+    serving,
+)
 from kqview.cli.generate_command import rows_file
 from kqview.cli.main import app
 from kqview.cli.options import fetch

@@ -1,8 +1,7 @@
 """TextStream: incremental decoding and stop strings, against Python's own decoder and find."""
 
 import pytest
-from hypothesis import example, given
-from hypothesis import strategies as st
+from hypothesis import example, given, strategies as st
 
 from kqview.stop_strings import Mark, TextStream
 

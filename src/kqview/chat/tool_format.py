@@ -24,8 +24,14 @@ from kqview.chat.formats import (
     Syntax,
     pieces,
 )
-from kqview.chat.json_text import DEPTH_MAX, JsonText, Notation, decoded, quoted
-from kqview.chat.json_text import literal as json_literal
+from kqview.chat.json_text import (
+    DEPTH_MAX,
+    JsonText,
+    Notation,
+    decoded,
+    literal as json_literal,
+    quoted,
+)
 from kqview.chat.reasoning import THINK_TAGS
 from kqview.errors import RequestError
 from kqview.stop_strings import HeldText

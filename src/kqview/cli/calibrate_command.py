@@ -9,8 +9,7 @@ from kqview.cli.option_groups import argument, option, with_groups
 from kqview.cli.options import JSON, EngineChoice
 from kqview.cli.outputs import check_output
 from kqview.errors import RequestError
-from kqview.heads import Task, made_examples, read_examples
-from kqview.heads import calibrate as calibrated
+from kqview.heads import Task, calibrate as calibrated, made_examples, read_examples
 
 _N_MADE = 60
 

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from kqview.server.api.koboldai.events import KoboldEvents, KoboldFrames, PlainEvents
 from kqview.server.api.koboldai.request import KoboldPlan

@@ -23,8 +23,7 @@ from kqview.mods.kit import (
     route_summary,
     route_tool,
 )
-from tests.support.mods import END, Driven, Words
-from tests.support.mods import drive as drive_words
+from tests.support.mods import END, Driven, Words, drive as drive_words
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

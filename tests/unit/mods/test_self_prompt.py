@@ -23,8 +23,7 @@ from kqview.mods.kit import (
 )
 from kqview.mods.kit.strategies import AnswerState, ChoicesStrategy
 from kqview.mods.kit.token_table import TokenTable
-from tests.support.mods import END, Driven, Words
-from tests.support.mods import drive as drive_words
+from tests.support.mods import END, Driven, Words, drive as drive_words
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

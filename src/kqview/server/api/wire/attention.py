@@ -41,8 +41,7 @@ from kqview.server.settings import AttentionValues, Settings
 from kqview.server.web.budget import Reservation
 from kqview.server.web.described import about
 from kqview.types import ModelInfo, PromptBlock
-from kqview.types.token import Array
-from kqview.types.token import Attention as Rows
+from kqview.types.token import Array, Attention as Rows
 
 Object = dict[str, Any]
 
