@@ -5,41 +5,60 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final
 
-from kqview import errors
+from kqview import errors as errors
 
 if TYPE_CHECKING:
     from kqview import guards as guards, heads as heads, ray as ray, viz as viz
-    from kqview.corpora import extract, open_corpus
-    from kqview.edit import Edit
-    from kqview.edits import ControlVector, patch, vector
-    from kqview.engine import Engine
-    from kqview.engine_options import EngineOptions
-    from kqview.generation.stream import Generation, PromptAttention
-    from kqview.lora import LoraAdapter
-    from kqview.machine import system_info
-    from kqview.mods import Mod, mod
-    from kqview.saved import Saved, SavedFolder, load, save, stack
-    from kqview.slot import Slot
-    from kqview.submission import GenerateOptions
+    from kqview.corpora import (
+        extract as extract,
+        open_corpus as open_corpus,
+    )
+    from kqview.edit import Edit as Edit
+    from kqview.edits import (
+        ControlVector as ControlVector,
+        patch as patch,
+        vector as vector,
+    )
+    from kqview.engine import Engine as Engine
+    from kqview.engine_options import EngineOptions as EngineOptions
+    from kqview.generation.stream import (
+        Generation as Generation,
+        PromptAttention as PromptAttention,
+    )
+    from kqview.lora import LoraAdapter as LoraAdapter
+    from kqview.machine import system_info as system_info
+    from kqview.mods import (
+        Mod as Mod,
+        mod as mod,
+    )
+    from kqview.saved import (
+        Saved as Saved,
+        SavedFolder as SavedFolder,
+        load as load,
+        save as save,
+        stack as stack,
+    )
+    from kqview.slot import Slot as Slot
+    from kqview.submission import GenerateOptions as GenerateOptions
     from kqview.types import (
-        Capture,
-        ChatPrompt,
-        Classification,
-        EngineHealth,
-        EngineStats,
-        Finished,
-        ModelInfo,
-        PoolStats,
-        PromptBlock,
-        Reply,
-        Sampling,
-        Score,
-        SlotMessage,
-        SlotStats,
-        Token,
-        Tokenized,
-        ToolCall,
-        Usage,
+        Capture as Capture,
+        ChatPrompt as ChatPrompt,
+        Classification as Classification,
+        EngineHealth as EngineHealth,
+        EngineStats as EngineStats,
+        Finished as Finished,
+        ModelInfo as ModelInfo,
+        PoolStats as PoolStats,
+        PromptBlock as PromptBlock,
+        Reply as Reply,
+        Sampling as Sampling,
+        Score as Score,
+        SlotMessage as SlotMessage,
+        SlotStats as SlotStats,
+        Token as Token,
+        Tokenized as Tokenized,
+        ToolCall as ToolCall,
+        Usage as Usage,
     )
 
     __version__: str
@@ -93,45 +112,4 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-__all__ = [
-    "Capture",
-    "ChatPrompt",
-    "Classification",
-    "ControlVector",
-    "Edit",
-    "Engine",
-    "EngineHealth",
-    "EngineOptions",
-    "EngineStats",
-    "Finished",
-    "GenerateOptions",
-    "Generation",
-    "LoraAdapter",
-    "Mod",
-    "ModelInfo",
-    "PoolStats",
-    "PromptAttention",
-    "PromptBlock",
-    "Reply",
-    "Sampling",
-    "Saved",
-    "SavedFolder",
-    "Score",
-    "Slot",
-    "SlotMessage",
-    "SlotStats",
-    "Token",
-    "Tokenized",
-    "ToolCall",
-    "Usage",
-    "errors",
-    "extract",
-    "load",
-    "mod",
-    "open_corpus",
-    "patch",
-    "save",
-    "stack",
-    "system_info",
-    "vector",
-]
+__all__ = sorted([*_HOMES, "errors"])  # pyright: ignore[reportUnsupportedDunderAll]

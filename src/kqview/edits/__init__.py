@@ -1,6 +1,4 @@
 """What edits are for: directions of the residual stream, and patching of heads."""
 
-from kqview.edits.patching import patch
-from kqview.edits.vectors import ControlVector, vector
-
-__all__ = ["ControlVector", "patch", "vector"]
+from kqview.edits.patching import patch as patch
+from kqview.edits.vectors import ControlVector as ControlVector, vector as vector

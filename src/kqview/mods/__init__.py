@@ -17,54 +17,27 @@ with ``required = True`` ends the request instead, as all do with ``mods_strict=
 """
 
 from kqview.mods.actions import (
-    Action,
-    ActionBuilder,
-    AdjustedLogits,
-    AdjustedPrefill,
-    Backtrack,
-    EmitError,
-    ForceOutput,
-    ForceTokens,
-    Noop,
-    SetEdits,
-    ToolCalls,
+    Action as Action,
+    ActionBuilder as ActionBuilder,
+    AdjustedLogits as AdjustedLogits,
+    AdjustedPrefill as AdjustedPrefill,
+    Backtrack as Backtrack,
+    EmitError as EmitError,
+    ForceOutput as ForceOutput,
+    ForceTokens as ForceTokens,
+    Noop as Noop,
+    SetEdits as SetEdits,
+    ToolCalls as ToolCalls,
 )
-from kqview.mods.decorator import FunctionMod, Mod, mod
+from kqview.mods.decorator import FunctionMod as FunctionMod, Mod as Mod, mod as mod
 from kqview.mods.events import (
-    Added,
-    ContextInfo,
-    Event,
-    ForwardPass,
-    Prefilled,
-    RequestEnd,
-    Sampled,
+    Added as Added,
+    ContextInfo as ContextInfo,
+    Event as Event,
+    ForwardPass as ForwardPass,
+    Prefilled as Prefilled,
+    RequestEnd as RequestEnd,
+    Sampled as Sampled,
 )
-from kqview.mods.failures import ModFailure, ModWarning
-from kqview.mods.tokenizer import ModTokenizer
-
-__all__ = [
-    "Action",
-    "ActionBuilder",
-    "Added",
-    "AdjustedLogits",
-    "AdjustedPrefill",
-    "Backtrack",
-    "ContextInfo",
-    "EmitError",
-    "Event",
-    "ForceOutput",
-    "ForceTokens",
-    "ForwardPass",
-    "FunctionMod",
-    "Mod",
-    "ModFailure",
-    "ModTokenizer",
-    "ModWarning",
-    "Noop",
-    "Prefilled",
-    "RequestEnd",
-    "Sampled",
-    "SetEdits",
-    "ToolCalls",
-    "mod",
-]
+from kqview.mods.failures import ModFailure as ModFailure, ModWarning as ModWarning
+from kqview.mods.tokenizer import ModTokenizer as ModTokenizer

@@ -4,15 +4,6 @@
 the core (``cpp/state``).
 """
 
-from kqview.state.files import read_state, write_state
-from kqview.state.ses1 import SavedState, inspect
-from kqview.state.store import SessionInfo, SessionStore
-
-__all__ = [
-    "SavedState",
-    "SessionInfo",
-    "SessionStore",
-    "inspect",
-    "read_state",
-    "write_state",
-]
+from kqview.state.files import read_state as read_state, write_state as write_state
+from kqview.state.ses1 import SavedState as SavedState, inspect as inspect
+from kqview.state.store import SessionInfo as SessionInfo, SessionStore as SessionStore

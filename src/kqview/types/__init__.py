@@ -4,33 +4,22 @@ Pure Python, one concept per file. Nothing here touches the native core or holds
 these types can be built, compared and tested without a model.
 """
 
-from kqview.types.capture import Capture
-from kqview.types.finished import Finished
-from kqview.types.model import Classification, ModelInfo
-from kqview.types.reply import Reply, ToolCall
-from kqview.types.sampling import Sampling
-from kqview.types.score import Score
-from kqview.types.stats import EngineHealth, EngineStats, PoolStats, SlotStats, Usage
-from kqview.types.text import ChatPrompt, SlotMessage, Tokenized
-from kqview.types.token import PromptBlock, Token
-
-__all__ = [
-    "Capture",
-    "ChatPrompt",
-    "Classification",
-    "EngineHealth",
-    "EngineStats",
-    "Finished",
-    "ModelInfo",
-    "PoolStats",
-    "PromptBlock",
-    "Reply",
-    "Sampling",
-    "Score",
-    "SlotMessage",
-    "SlotStats",
-    "Token",
-    "Tokenized",
-    "ToolCall",
-    "Usage",
-]
+from kqview.types.capture import Capture as Capture
+from kqview.types.finished import Finished as Finished
+from kqview.types.model import Classification as Classification, ModelInfo as ModelInfo
+from kqview.types.reply import Reply as Reply, ToolCall as ToolCall
+from kqview.types.sampling import Sampling as Sampling
+from kqview.types.score import Score as Score
+from kqview.types.stats import (
+    EngineHealth as EngineHealth,
+    EngineStats as EngineStats,
+    PoolStats as PoolStats,
+    SlotStats as SlotStats,
+    Usage as Usage,
+)
+from kqview.types.text import (
+    ChatPrompt as ChatPrompt,
+    SlotMessage as SlotMessage,
+    Tokenized as Tokenized,
+)
+from kqview.types.token import PromptBlock as PromptBlock, Token as Token
