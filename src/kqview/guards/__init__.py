@@ -11,32 +11,23 @@
 Each captures sums over spans and nothing else. The measures are in `kqview.heads.measures`.
 """
 
-from kqview.guards.branches import best_grounded
-from kqview.guards.mods import AlignAttByHeads, StopOnInjection, TakeBackUngrounded
-from kqview.guards.scores import (
-    Citation,
-    GroundedSentence,
-    InjectionScore,
-    cite,
-    grounding,
-    injection_score,
-    rerank,
+from kqview.guards.branches import best_grounded as best_grounded
+from kqview.guards.mods import (
+    AlignAttByHeads as AlignAttByHeads,
+    StopOnInjection as StopOnInjection,
+    TakeBackUngrounded as TakeBackUngrounded,
 )
-from kqview.heads.measures import Prompt, instruction_prompt, source_prompt
-
-__all__ = [
-    "AlignAttByHeads",
-    "Citation",
-    "GroundedSentence",
-    "InjectionScore",
-    "Prompt",
-    "StopOnInjection",
-    "TakeBackUngrounded",
-    "best_grounded",
-    "cite",
-    "grounding",
-    "injection_score",
-    "instruction_prompt",
-    "rerank",
-    "source_prompt",
-]
+from kqview.guards.scores import (
+    Citation as Citation,
+    GroundedSentence as GroundedSentence,
+    InjectionScore as InjectionScore,
+    cite as cite,
+    grounding as grounding,
+    injection_score as injection_score,
+    rerank as rerank,
+)
+from kqview.heads.measures import (
+    Prompt as Prompt,
+    instruction_prompt as instruction_prompt,
+    source_prompt as source_prompt,
+)

@@ -4,19 +4,17 @@
 of a prompt to a number for each head, are in `kqview.heads.measures`.
 """
 
-from kqview.heads.calibration import calibrate
-from kqview.heads.examples import TASKS, Task, made_examples, read_examples
-from kqview.heads.file import Figure, Head, HeadFile, HeadFileWarning, ModelKey
-
-__all__ = [
-    "TASKS",
-    "Figure",
-    "Head",
-    "HeadFile",
-    "HeadFileWarning",
-    "ModelKey",
-    "Task",
-    "calibrate",
-    "made_examples",
-    "read_examples",
-]
+from kqview.heads.calibration import calibrate as calibrate
+from kqview.heads.examples import (
+    TASKS as TASKS,
+    Task as Task,
+    made_examples as made_examples,
+    read_examples as read_examples,
+)
+from kqview.heads.file import (
+    Figure as Figure,
+    Head as Head,
+    HeadFile as HeadFile,
+    HeadFileWarning as HeadFileWarning,
+    ModelKey as ModelKey,
+)

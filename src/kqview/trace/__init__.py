@@ -7,31 +7,18 @@ The JSON is Thunder's ingest format. `Engine.generate` makes traces, see `Genera
 from typing import TYPE_CHECKING
 
 from kqview.trace.record import (
-    ModCall,
-    ModLog,
-    Trace,
-    TraceAction,
-    TraceEvent,
-    TraceRequest,
+    ModCall as ModCall,
+    ModLog as ModLog,
+    Trace as Trace,
+    TraceAction as TraceAction,
+    TraceEvent as TraceEvent,
+    TraceRequest as TraceRequest,
 )
-from kqview.trace.recorder import TraceRecorder
-from kqview.trace.replay import final_ids
+from kqview.trace.recorder import TraceRecorder as TraceRecorder
+from kqview.trace.replay import final_ids as final_ids
 
 if TYPE_CHECKING:
-    from kqview.trace.post import Poster, PosterStats
-
-__all__ = [
-    "ModCall",
-    "ModLog",
-    "Poster",
-    "PosterStats",
-    "Trace",
-    "TraceAction",
-    "TraceEvent",
-    "TraceRecorder",
-    "TraceRequest",
-    "final_ids",
-]
+    from kqview.trace.post import Poster as Poster, PosterStats as PosterStats
 
 
 def __getattr__(name: str) -> object:
