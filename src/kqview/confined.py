@@ -246,34 +246,28 @@ class _Child:
         self._process = self._socket = None
 
     def _start(self) -> None:
-        process = None
-        try:
-            ours, theirs = socket.socketpair()
-        except OSError as error:
-            raise _not_started(error) from error
         command = [sys.executable, "-I", "-S", "-B", "-X", "utf8", str(_CHILD)]
         kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
+        about = json.dumps(self._about).encode()
         try:
-            process = subprocess.Popen(
-                command,
-                stdin=theirs.fileno(),
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                cwd="/",
-                env=kept,
-                start_new_session=True,
-            )
-            about = json.dumps(self._about).encode()
-            ours.sendall(_REQUEST.pack(len(about)) + about)
+            self._socket, theirs = socket.socketpair()
+            with theirs:
+                self._process = subprocess.Popen(
+                    command,
+                    stdin=theirs.fileno(),
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    cwd="/",
+                    env=kept,
+                    start_new_session=True,
+                )
+            self._socket.sendall(_REQUEST.pack(len(about)) + about)
         except OSError as error:
-            ours.close()
-            if process is not None:
-                process.kill()
-                process.wait()
-            raise _not_started(error) from error
-        finally:
-            theirs.close()
-        self._process, self._socket = process, ours
+            self.end()
+            raise CapacityError(
+                f"a helper process does not start: {error}; where none may, "
+                "Engine(chat_template=...) trusts a template and renders it in this process"
+            ) from error
         self._is_ready = self.is_over = False
 
     def _why(self) -> Stopped:
@@ -286,13 +280,6 @@ class _Child:
             return Stopped("time", f"it takes more than {self._about['cpu_s']:g} s of CPU time")
         when = "" if self._is_ready else " at its start"
         return Stopped("died", f"its process ended{when} with status {process.returncode}")
-
-
-def _not_started(error: OSError) -> CapacityError:
-    return CapacityError(
-        f"a helper process does not start: {error}; where none may, Engine(chat_template=...) "
-        "trusts a template and renders it in this process"
-    )
 
 
 def _received(line: socket.socket, end_s: float, length_max: int) -> tuple[bytes, bytearray]:

@@ -22,7 +22,7 @@ import numpy as np
 from kqview.arguments import invalid, whole_number
 from kqview.errors import RequestError, shown
 from kqview.mods.actions import Backtrack, ForceTokens
-from kqview.mods.kit.token_table import NO_IDS, Ids, TokenTable
+from kqview.mods.kit.token_table import NO_IDS, Ids, TokenTable, decoded
 from kqview.mods.tokenizer import ModTokenizer
 
 State = TypeVar("State")
@@ -127,14 +127,6 @@ def _ids(ids: Sequence[int]) -> Ids:
     return np.unique(np.asarray(ids, np.int64))
 
 
-def _decoded(text: bytes) -> str:
-    """*text*, or "" if it begins inside a character."""
-    try:
-        return text.decode()
-    except UnicodeDecodeError:
-        return ""
-
-
 # ---- checks of descriptions
 
 
@@ -206,7 +198,7 @@ class ChoicesStrategy(TableStrategy[AnswerState]):
 
     def forced_text(self, state: AnswerState) -> str:
         rests = self._rests(state)
-        return "" if len(rests) != 1 or self.can_end(state) else _decoded(rests[0])
+        return "" if len(rests) != 1 or self.can_end(state) else decoded(rests[0])
 
     def _take(
         self, state: AnswerState, token_id: int, piece: bytes, tokenizer: ModTokenizer
@@ -596,7 +588,7 @@ class ListStrategy(TableStrategy[ListAnswer]):
         [place] = state.places
         if isinstance(place, _Element):
             return self._element.forced_text(place.state)
-        return _decoded(place.rest)
+        return decoded(place.rest)
 
     def trim_answer(self, text: str) -> str:
         return text.removesuffix(self._given.end_with)

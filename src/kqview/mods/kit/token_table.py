@@ -57,7 +57,7 @@ class TokenTable:
     @cached_property
     def texts(self) -> list[str | None]:
         """Text of each id; None for control tokens and for incomplete UTF-8."""
-        return [_text(piece) if piece else None for piece in self.pieces]
+        return [decoded(piece) or None for piece in self.pieces]
 
     @cached_property
     def _sorted(self) -> list[bytes]:
@@ -87,8 +87,9 @@ class TokenTable:
 _tables: WeakKeyDictionary[ModTokenizer, TokenTable] = WeakKeyDictionary()
 
 
-def _text(piece: bytes) -> str | None:
+def decoded(text: bytes) -> str:
+    """*text*, or "" if it begins or ends inside a character."""
     try:
-        return piece.decode()
+        return text.decode()
     except UnicodeDecodeError:
-        return None
+        return ""
