@@ -41,7 +41,16 @@ from kqview.engine_options import (
 )
 from kqview.errors import RequestError, UnknownSlot, UnsupportedModel, shown
 from kqview.generation.stream import Generation, PromptAttention
-from kqview.given_texts import EmbedOptions, GivenTexts, Pair, ScoreOptions, Vectors
+from kqview.given_texts import (
+    EmbedOptions,
+    GivenTexts,
+    Pair,
+    ScoreOptions,
+    Text,
+    TextOptions,
+    Vectors,
+    awaited,
+)
 from kqview.hub import check_is_path, fetch_model
 from kqview.lora import EngineLora, LoraAdapter, LoraScales
 from kqview.machine import capture_path, system_info
@@ -63,7 +72,6 @@ from kqview.submission import (
     GenerateOptions,
     Submission,
 )
-from kqview.text_batch import Text, TextOptions, awaited
 from kqview.types import (
     Capture,
     ChatPrompt,

@@ -1,29 +1,32 @@
 """Given texts: their vectors, labels and log-probabilities; a part of Engine.
 
 A text becomes a request that evaluates its prompt and samples nothing. Several are queued together
-(`text_batch`), so that no slot is idle and the texts of several slots share a step. The engine
+(`in_turn`), so that no slot is idle and the texts of several slots share a step. The engine
 thread turns the logits of each step into scores before the next one, so only one step's logits are
 in memory at a time, however long a text is.
 """
 
+from asyncio import to_thread
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, Generic, TypedDict, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kqview.arguments import encode, whole_number
+from kqview.arguments import encode, invalid, to_index, whole_number
 from kqview.edit import Edit
 from kqview.errors import InternalError, RequestError, UnsupportedModel
 from kqview.generation.stream import Generation
 from kqview.lora import LoraScales
-from kqview.submission import Submission, be_alone
-from kqview.text_batch import Batch, TextOptions, in_turn, items_of
+from kqview.submission import Submission, be_alone, in_turn
 from kqview.types import Classification, PromptBlock, Score
+from kqview.types.text import Ids
 
+Text = str | Ids
 Pair = tuple[str, str]
 Vectors = NDArray[np.float32]
 
@@ -32,6 +35,14 @@ _GIVES_PROBABILITIES: Final = ("qwen3", "qwen3vl")
 
 
 _Result = TypeVar("_Result")
+
+
+class TextOptions(TypedDict, total=False):
+    """Options of every method of `Engine` that takes texts; of `classify` all."""
+
+    priority: int
+    add_special: bool
+    parse_special: bool
 
 
 class EmbedOptions(TextOptions, total=False):
@@ -48,6 +59,42 @@ class ScoreOptions(TextOptions, total=False):
     lora: LoraScales | None
     edits: Sequence[Edit] | Edit | None
     deterministic: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Batch(Generic[_Result]):
+    """The texts of one call, whose requests are made as results are taken.
+
+    Attributes:
+        requests: Index and request of each text.
+        put: Takes each block of a text, with the index of the text.
+        finish: Makes the result of the call, once all texts are done.
+    """
+
+    requests: Generator[tuple[int, Generation], None, None]
+    put: Callable[[int, PromptBlock], object]
+    finish: Callable[[], _Result]
+
+    def result(self) -> _Result:
+        """Wait for all texts, without the GIL."""
+        with closing(self.requests):
+            for i, one in self.requests:
+                while (block := one.next_block()) is not None:
+                    self.put(i, block)
+        return self.finish()
+
+    async def aresult(self) -> _Result:
+        """Like `result`, without blocking the event loop."""
+        with closing(self.requests):
+            for i, one in self.requests:
+                while (block := await one.anext_block()) is not None:
+                    self.put(i, block)
+        return self.finish()
+
+
+async def awaited(begin: Callable[..., Batch[_Result]], texts: object, **options: Any) -> _Result:
+    """The result of the batch that *begin*, a method of a part of the engine, makes of *texts*."""
+    return await (await to_thread(begin, texts, **options)).aresult()
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -108,7 +155,7 @@ class GivenTexts:
                 "this engine has pooling 'rank', which is for classifiers; use classify, or "
                 "open it with Engine(..., pooling='cls') or 'mean'"
             )
-        is_one, items = items_of(texts)
+        is_one, items = _items_of(texts)
         ids: list[list[int]] = []
         for i, given in enumerate(items):
             name, item = "texts" if is_one else f"texts[{i}]", given
@@ -215,7 +262,7 @@ class GivenTexts:
         """As of Engine."""
         self.submission.core.check_open()
         n_top = self.submission.checked_top(top_logprobs)
-        is_one, items = items_of(texts)
+        is_one, items = _items_of(texts)
         names = ["texts"] if is_one else [f"texts[{i}]" for i in range(len(items))]
         ids = [
             self.submission.prompt_ids(item, add_special, parse_special, name)
@@ -237,6 +284,20 @@ class GivenTexts:
             lambda i, block: scores[i].set(block.start, block.scores),
             lambda: scores[0] if is_one else scores,
         )
+
+
+def _items_of(texts: object) -> tuple[bool, list[Any]]:
+    """(whether it is one text, list of the texts), which may be empty; RequestError otherwise."""
+    if isinstance(texts, str):
+        return True, [texts]
+    kind = type(texts).__name__
+    if isinstance(texts, bytes | dict) or not isinstance(texts, Iterable):
+        raise invalid("texts", "a str, a sequence of token ids, or a list of these", kind)
+    items: list[Any] = list(cast("Iterable[Any]", texts))
+    if not items:
+        return False, []
+    is_ids = isinstance(items[0], bool) or to_index(items[0]) is not None
+    return (True, [items]) if is_ids else (False, items)
 
 
 def _counts(name: str, given: object, ids: list[list[int]]) -> list[int]:

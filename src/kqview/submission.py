@@ -10,6 +10,7 @@ import contextlib
 import sys
 import uuid
 import weakref
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import KW_ONLY, dataclass, replace
@@ -39,6 +40,7 @@ from kqview.errors import (
     InvalidToken,
     KqviewError,
     PromptTooLong,
+    QueueFull,
     RequestError,
     UnknownSlot,
     UnsupportedModel,
@@ -55,7 +57,6 @@ from kqview.mods.events import current_conversation
 from kqview.mods.steering import Forcing, LogitsProcessor, Steering, Stopping
 from kqview.mods.tokenizer import ModTokenizer
 from kqview.option_names import unknown_option
-from kqview.text_batch import in_turn
 from kqview.trace import Trace, TraceRecorder, TraceRequest
 from kqview.types import Capture, ModelInfo, Sampling, Score
 from kqview.types.capture import Kind
@@ -129,6 +130,7 @@ N_DRAFT: Final = 16
 N_DRAFT_MAX: Final = 62
 """As ``speculate`` may ask for: with the token before them they are a step of our kernel."""
 
+_N_AHEAD: Final = 32  # prompts submitted before the first result is taken: fewer than the queue
 _EXIT_S: Final = 30.0  # for the engine thread to end at exit
 _owner: Final = ContextVar("kqview_owner", default="")
 
@@ -688,6 +690,36 @@ class Submission:
         if waker is None:
             waker = self._wakers[loop] = LoopWaker()
         return waker
+
+
+def in_turn(
+    texts: Sequence[Sequence[int]], n_slots: int, submit: Callable[[int], Generation]
+) -> Generator[tuple[int, Generation], None, None]:
+    """Yield the index and the request of each text; take its result before the next one.
+
+    Short texts come first, because some models share a step only among texts of one length. Some
+    are submitted ahead; closing the generator cancels those that were not yielded. *submit* begins
+    the request of the text with an index.
+    """
+    pending: deque[tuple[int, Generation]] = deque()
+    n_ahead = max(_N_AHEAD, 2 * n_slots)
+    try:
+        for i in sorted(range(len(texts)), key=lambda i: len(texts[i])):
+            if len(pending) >= n_ahead:
+                yield pending.popleft()
+            while True:
+                try:
+                    pending.append((i, submit(i)))
+                    break
+                except QueueFull:
+                    if not pending:
+                        raise
+                yield pending.popleft()
+        while pending:
+            yield pending.popleft()
+    finally:
+        for _, one in pending:
+            one.cancel()
 
 
 def be_alone(request: _core.RequestOptions, deterministic: object) -> None:
