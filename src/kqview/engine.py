@@ -84,8 +84,8 @@ from kqview.types import (
     Tokenized,
 )
 from kqview.types.capture import Kind
-from kqview.types.html import table
 from kqview.types.json_schema import Parsed
+from kqview.types.model import table
 from kqview.types.stats import read_fields
 from kqview.types.text import Ids
 from kqview.vocabulary import Vocabulary

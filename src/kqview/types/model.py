@@ -2,8 +2,17 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from html import escape
 
-from kqview.types.html import table
+
+def table(title: str, rows: Mapping[str, object]) -> str:
+    """A caption and a row for each name and value; everything in it is escaped."""
+    lines = "".join(
+        f"<tr><th style='text-align:left'>{escape(name)}</th>"
+        f"<td style='text-align:left'>{escape(str(value))}</td></tr>"
+        for name, value in rows.items()
+    )
+    return f"<table><caption>{escape(title)}</caption>{lines}</table>"
 
 
 @dataclass(frozen=True, slots=True)
