@@ -162,9 +162,9 @@ def test_only_events_that_a_mod_handles_reach_it_without_a_trace(
     called: list[type] = []
     inner = ModCaller.call
 
-    def call(self: ModCaller, one: EventCall) -> Outcome:
+    async def call(self: ModCaller, one: EventCall, *, is_async: bool) -> Outcome:
         called.append(type(one.event))
-        return inner(self, one)
+        return await inner(self, one, is_async=is_async)
 
     monkeypatch.setattr(ModCaller, "call", call)
     for trace in (False, True):

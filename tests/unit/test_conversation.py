@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("jinja2")
 
 from kqview.conversation import Conversation
+from kqview.submission import Submission
 from kqview.vocabulary import Vocabulary
 from tests.unit.test_types import MODEL
 
@@ -49,9 +50,11 @@ def conversation() -> Conversation:
     core, model = cast("_core.Engine", OpenCore()), cast("_core.Model", MergingModel())
     words = Vocabulary(core, model)
     nothing: Any = None
-    return Conversation(
-        core, model, MODEL, words, nothing, template_options={}, trusts_template=True
-    )
+    submission = Submission(
+        core, model, MODEL, words, lora=nothing, run_ahead=0, drafts=False, partial_layers=(),
+        fingerprint=str, on_end=lambda: None,
+    )  # fmt: skip
+    return Conversation(submission, template_options={}, trusts_template=True)
 
 
 @pytest.mark.parametrize("content", ["<s>", "a<s><s>b</s>", "<<s>>", "<s>" * 20_000, "</s>"])

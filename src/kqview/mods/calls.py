@@ -107,55 +107,43 @@ class ModCaller:
         self._thread: _CallThread | None = None
         self._late: dict[int, _Late] = {}  # by id of the mod
 
-    # ---- with a synchronous consumer
+    async def call(self, call: EventCall, *, is_async: bool) -> Outcome:
+        """Call a mod and wait for its answer: await an async mod, run others.
 
-    def call(self, call: EventCall) -> Outcome:
-        """EventCall a mod and wait for its answer."""
-        if call.mod.is_async:
+        Args:
+            is_async: Whether the consumer has an event loop. If not, nothing is awaited.
+        """
+        if call.mod.is_async and not is_async:
             return failure(
                 RequestError(
                     f"mod {call.mod.name} is async; iterate the generation with async for",
                     parameter="mods",
                 )
             )
-        late = self._still_late(call.mod)
-        if late is not None:
-            return late
-        if self.time_limit_s is None:
-            return at_once(self._outcome(call))
-        job = self._job(partial(self._outcome_elsewhere, call))
-        try:
-            return job.result(self.time_limit_s)  # an exception of the mod is in the outcome
-        except TimeoutError:
-            return self._abandon(call.mod, job)
-        except BaseException:  # KeyboardInterrupt
-            self._abandon(call.mod, job)
-            raise
-
-    # ---- with an asynchronous one
-
-    async def acall(self, call: EventCall) -> Outcome:
-        """Like `call`, on an event loop: awaits an async mod, runs others as `call` does."""
-        late = self._still_late(call.mod)
-        if late is not None:
+        if (late := self._still_late(call.mod)) is not None:
             return late
         if self.time_limit_s is None:
             return await self._outcome(call)
         loop = None
-        wanted: asyncio.Future[Outcome]
+        wanted: asyncio.Future[Outcome] | None = None
         if call.mod.is_async:
             job: Future[Any] = Future()
             wanted = asyncio.ensure_future(self._outcome(call, is_elsewhere=True))
             wanted.add_done_callback(lambda _: job.set_result(None))
             loop = wanted.get_loop()
         else:
-            job = self._job(partial(self._outcome_elsewhere, call))
-            wanted = asyncio.wrap_future(job)
+            job = self._job(lambda: at_once(self._outcome(call, is_elsewhere=True)))
+            wanted = asyncio.wrap_future(job) if is_async else None
         try:
+            if wanted is None:
+                return job.result(self.time_limit_s)  # the outcome has an exception of the mod
             done, _ = await asyncio.wait({wanted}, timeout=self.time_limit_s)
-        except BaseException:  # the consumer's task was cancelled
-            wanted.cancel()
-            self._abandon(call.mod, job, loop)
+        except BaseException as error:  # the consumer's task was cancelled, or KeyboardInterrupt
+            if wanted is not None:
+                wanted.cancel()
+            outcome = self._abandon(call.mod, job, loop)
+            if wanted is None and isinstance(error, TimeoutError):
+                return outcome
             raise
         if not done:
             wanted.cancel()
@@ -164,8 +152,6 @@ class ModCaller:
             return wanted.result()
         except asyncio.CancelledError as error:  # raised by the mod: nobody has cancelled the task
             return failure(error)
-
-    # ---- common
 
     def end(self, mod: BoundMod, end: RequestEnd) -> None:
         """EventCall the end hook of *mod*: behind a call of it that still runs, else at once."""
@@ -215,9 +201,6 @@ class ModCaller:
                 return failure(error, _ms_since(started))
             raise
         return Outcome(answer, _ms_since(started))
-
-    def _outcome_elsewhere(self, call: EventCall) -> Outcome:
-        return at_once(self._outcome(call, is_elsewhere=True))
 
     def _job(self, work: Callable[[], Any]) -> "Future[Any]":
         """What *work* returns, on the request's thread."""

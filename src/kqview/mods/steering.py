@@ -60,7 +60,6 @@ from kqview.mods.events import (
     Sampled,
 )
 from kqview.mods.failures import ModFailure, describe
-from kqview.mods.logs import Log
 from kqview.trace import TraceAction, TraceEvent, TraceRecorder
 from kqview.trace.record import Object
 from kqview.trace.recorder import INPUT_CHARACTERS
@@ -417,11 +416,17 @@ class Steering:
             if self.recorder is None and type(event) not in one.handled:
                 continue  # a trace shows every call
             called = None if self.recorder is None else self.recorder.call(recorded, one.name)
-            outcome: Outcome = yield EventCall(one, event, self._log_of(called))
+            log = _unlogged if self.recorder is None else partial(self.recorder.log, called)
+            outcome: Outcome = yield EventCall(one, event, log)
             action: Action = Noop()
             if outcome.error is None:
                 try:
-                    action = self._checked(event, outcome.answer)
+                    given = check_action(event, outcome.answer, self.n_vocab)
+                    if isinstance(given, AdjustedPrefill) and given.tokens:
+                        self.check_prompt(given.tokens)
+                    if isinstance(given, SetEdits):
+                        self.plan_edits(given.edits, self._n_tokens)
+                    action = given
                 except RequestError as error:
                     outcome = failure(error, outcome.time_ms)
             if self.recorder is not None:
@@ -463,20 +468,6 @@ class Steering:
                 f"mod {mod.name} failed at {failed.place} with {kind}, and {why} ends the request",
                 mod=mod.name,
             ) from outcome.exception
-
-    def _log_of(self, called: int | None) -> Log:
-        recorder = self.recorder
-        if recorder is None:
-            return lambda _message, _level: None
-        return lambda message, level: recorder.log(called, message, level)
-
-    def _checked(self, event: Event, answer: object) -> Action:
-        action = check_action(event, answer, self.n_vocab)
-        if isinstance(action, AdjustedPrefill) and action.tokens:
-            self.check_prompt(action.tokens)
-        if isinstance(action, SetEdits):
-            self.plan_edits(action.edits, self._n_tokens)
-        return action
 
     @property
     def _n_tokens(self) -> int:
@@ -603,7 +594,7 @@ class Steering:
                 except StopIteration as done:
                     return cast("Decision", done.value)
                 if isinstance(call, EventCall):
-                    outcome = await self.caller.acall(call) if is_async else self.caller.call(call)
+                    outcome = await self.caller.call(call, is_async=is_async)
                 else:
                     outcome = await asyncio.to_thread(call) if is_async else call()
                 if self._has_ended:
@@ -673,6 +664,10 @@ class Steering:
         for one in self.mods:
             self.caller.end(one, end)
         self.caller.close()
+
+
+def _unlogged(_message: str, _level: str) -> None:
+    """Where there is no trace for what a mod prints and logs."""
 
 
 def _apply(

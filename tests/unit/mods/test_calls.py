@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kqview.mods import RequestEnd, Sampled, mod
-from kqview.mods.calls import EventCall, ModCaller, Outcome
+from kqview.mods.calls import EventCall, ModCaller, Outcome, at_once
 from kqview.mods.decorator import BoundMod, begin
 
 if TYPE_CHECKING:
@@ -74,7 +74,8 @@ def await_no_threads() -> None:
 
 
 async def run(caller: ModCaller, call: EventCall, *, is_async: bool) -> Outcome:
-    return await caller.acall(call) if is_async else caller.call(call)
+    answer = caller.call(call, is_async=is_async)
+    return await answer if is_async else at_once(answer)
 
 
 BOTH = pytest.mark.parametrize("is_async", [False, True])
@@ -161,7 +162,7 @@ def test_end_hook_runs_behind_the_last_call():
     for caller in (ModCaller(TOKENIZER), ModCaller(TOKENIZER, time_limit_s=WAIT_S)):
         ended.clear()
         one = bound(lambda event: None, on_end)
-        caller.call(call_of(one))
+        at_once(caller.call(call_of(one), is_async=False))
         caller.end(one, RequestEnd("r", "stop"))
         caller.close()
         assert ended.wait(WAIT_S)
@@ -189,7 +190,7 @@ async def test_async_mod_that_leaves_ends_no_loop(error: BaseException):
         raise error
 
     caller = ModCaller(TOKENIZER, time_limit_s=WAIT_S)
-    outcome = await caller.acall(call_of(bound(leaves)))
+    outcome = await caller.call(call_of(bound(leaves)), is_async=True)
     assert (outcome.error or "").startswith(type(error).__name__)
 
 
@@ -204,7 +205,7 @@ async def test_async_mod_is_awaited():
     for limit_s in (None, WAIT_S):
         caller = ModCaller(TOKENIZER, time_limit_s=limit_s)
         call = call_of(bound(slow), lambda text, level: lines.append(text))
-        assert (await caller.acall(call)).answer == "answer"
+        assert (await caller.call(call, is_async=True)).answer == "answer"
     assert lines == ["before", "after"] * 2
 
 
@@ -218,7 +219,8 @@ async def test_async_mod_beyond_its_limit_is_cancelled():
             cancelled.set()
             raise
 
-    outcome = await ModCaller(TOKENIZER, time_limit_s=LIMIT_S).acall(call_of(bound(hangs)))
+    caller = ModCaller(TOKENIZER, time_limit_s=LIMIT_S)
+    outcome = await caller.call(call_of(bound(hangs)), is_async=True)
     assert "took more than" in (outcome.error or "")
     await asyncio.wait_for(cancelled.wait(), WAIT_S)
 
@@ -237,8 +239,8 @@ async def test_async_mod_that_does_not_let_itself_be_cancelled_is_left_alone():
 
     caller = ModCaller(TOKENIZER, time_limit_s=LIMIT_S)
     one = bound(stubborn, lambda end: ended.set())
-    assert "took more than" in ((await caller.acall(call_of(one))).error or "")
-    assert "earlier call" in ((await caller.acall(call_of(one))).error or "")
+    assert "took more than" in ((await caller.call(call_of(one), is_async=True)).error or "")
+    assert "earlier call" in ((await caller.call(call_of(one), is_async=True)).error or "")
     caller.end(one, RequestEnd("r", "stop"))
     await asyncio.sleep(0)
     assert not ended.is_set()
@@ -249,12 +251,12 @@ async def test_async_mod_that_does_not_let_itself_be_cancelled_is_left_alone():
 async def test_cancelled_consumer_leaves_a_running_mod_behind(gate: Gate):
     caller = ModCaller(TOKENIZER, time_limit_s=WAIT_S)
     one = bound(gate)
-    task = asyncio.create_task(caller.acall(call_of(one)))
+    task = asyncio.create_task(caller.call(call_of(one), is_async=True))
     assert await asyncio.to_thread(gate.entered.wait, WAIT_S)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert "earlier call" in (caller.call(call_of(one)).error or "")
+    assert "earlier call" in (at_once(caller.call(call_of(one), is_async=False)).error or "")
     gate.release.set()
     await_no_threads()
 
@@ -272,8 +274,8 @@ def test_idle_thread_of_a_request_ends(monkeypatch: pytest.MonkeyPatch):
     caller = ModCaller(TOKENIZER, time_limit_s=WAIT_S)
     seen: list[int] = []
     one = bound(lambda event: seen.append(threading.get_ident()))
-    caller.call(call_of(one))
+    at_once(caller.call(call_of(one), is_async=False))
     await_no_threads()
-    assert caller.call(call_of(one)).error is None
+    assert at_once(caller.call(call_of(one), is_async=False)).error is None
     assert len(seen) == 2
     await_no_threads()

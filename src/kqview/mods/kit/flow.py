@@ -296,15 +296,10 @@ class FlowRun:
 
     def handle_event(self, event: Event, actions: ActionBuilder) -> Action | None:
         """Ask, follow the answer, and take its route."""
-        if isinstance(event, ForwardPass):
-            return self._on_forward_pass(event, actions)
-        if self._asking is None:
-            return None
-        action = self._asking.handle_event(event, actions)
-        self._note_answer()
-        return action
-
-    def _on_forward_pass(self, event: ForwardPass, actions: ActionBuilder) -> Action | None:
+        if not isinstance(event, ForwardPass):
+            action = None if self._asking is None else self._asking.handle_event(event, actions)
+            self._note_answer()
+            return action
         for _ in range(_N_ROUTES_MAX):
             action = None
             if self._asking is not None:

@@ -12,7 +12,6 @@ from typing import Any, Final
 from weakref import WeakKeyDictionary
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kqview.arguments import checked_ids, invalid
 from kqview.errors import shown
@@ -225,7 +224,9 @@ class Asking:
         banned = np.asarray(strategy.disallowed_tokens(state, self.tokenizer), np.int64)
         if not allowed.size and not banned.size:
             return None
-        row = _masked(event.logits, allowed, banned)
+        row = np.full_like(event.logits, -np.inf) if allowed.size else event.logits.copy()
+        row[allowed] = event.logits[allowed]
+        row[banned] = -np.inf
         return actions.adjust_logits(row, 0.0 if self.argmax_sampling else None)
 
     def on_added(self, event: Added, actions: ActionBuilder) -> Action | None:
@@ -249,24 +250,19 @@ class Asking:
             asked_for = self.strategy.step(self._state, token_id, self.tokenizer)
             self.answer_ids.append(token_id)
             if isinstance(asked_for, Backtrack):
-                return self._take_back(asked_for, actions, len(behind))
+                self._n_taken_back += 1
+                if self._n_taken_back > _N_TAKEN_BACK_MAX:
+                    self._phase = _AskingPhase.DONE
+                    return None
+                tokens = asked_for.tokens or []
+                self.answer_ids[len(self.answer_ids) - asked_for.n :] = tokens
+                return actions.backtrack(asked_for.n + len(behind), tokens or None)
             if asked_for is not None:
                 self._due = asked_for.tokens
                 return None
             if self.strategy.is_complete(self._state):
                 return self._finish(actions, behind)
         return None
-
-    def _take_back(
-        self, asked_for: Backtrack, actions: ActionBuilder, n_behind: int
-    ) -> Action | None:
-        self._n_taken_back += 1
-        if self._n_taken_back > _N_TAKEN_BACK_MAX:
-            self._phase = _AskingPhase.DONE
-            return None
-        tokens = asked_for.tokens or []
-        self.answer_ids[len(self.answer_ids) - asked_for.n :] = tokens
-        return actions.backtrack(asked_for.n + n_behind, tokens or None)
 
     def _finish(self, actions: ActionBuilder, behind: list[int]) -> Action | None:
         """End the answer; *behind* are tokens that another mod added after it."""
@@ -279,19 +275,6 @@ class Asking:
         kept = [] if self.erase is EraseMode.ALL else self.answer_ids
         n_written = len(self.prompt) + len(self.answer_ids) + len(behind)
         return actions.backtrack(n_written, [*kept, *behind] or None)
-
-
-def _masked(
-    logits: NDArray[np.float32], allowed: NDArray[np.int64], banned: NDArray[np.int64]
-) -> NDArray[np.float32]:
-    """*logits* with -inf for all but *allowed*, or for *banned* alone if that is empty."""
-    if allowed.size:
-        row = np.full_like(logits, -np.inf)
-        row[allowed] = logits[allowed]
-    else:
-        row = logits.copy()
-    row[banned] = -np.inf
-    return row
 
 
 def _text(name: str, given: Text) -> str | list[int]:
