@@ -9,7 +9,7 @@ from kqview.chat.tool_format import object_of
 from kqview.errors import RequestError
 from kqview.server.api.anthropic import schema
 from kqview.server.api.anthropic.schema import Object
-from kqview.server.api.wire.chat import ChatRequest
+from kqview.server.api.wire.chat import ChatRequest, content_of
 from kqview.server.api.wire.citations import Document, shown_document
 from kqview.server.api.wire.fields import most_tokens_of
 
@@ -71,10 +71,7 @@ def _content(where: str, content: str | Sequence[schema.Block]) -> str | list[Ob
     """Text, or text parts where there are several."""
     if isinstance(content, str):
         return content
-    texts = [_text(f"{where}[{i}]", block).text for i, block in enumerate(content)]
-    if len(texts) < 2:
-        return "".join(texts)
-    return [{"type": "text", "text": text} for text in texts]
+    return content_of([_text(f"{where}[{i}]", block).text for i, block in enumerate(content)])
 
 
 def _text(where: str, block: schema.Block) -> schema.Block:

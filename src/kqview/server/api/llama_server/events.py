@@ -15,7 +15,8 @@ from kqview.engine import Engine
 from kqview.generation.stream import Generation
 from kqview.server.api.llama_server import schema
 from kqview.server.api.llama_server.convert import generation_settings
-from kqview.server.api.wire.attention import AttentionWriter, ReplyLists
+from kqview.server.api.wire.attention import ReplyLists
+from kqview.server.api.wire.chat import ReplyWriter
 from kqview.server.api.wire.failures import error_body
 from kqview.server.api.wire.fields import (
     Clock,
@@ -89,10 +90,8 @@ class CompletionText:
         return 1000 * (time.monotonic() - first_s) > limit_ms
 
 
-class CompletionEvents:
+class CompletionEvents(ReplyWriter):
     """``data: {...}`` for each token, and for the end of each text; no ``[DONE]``."""
-
-    attention: AttentionWriter
 
     def __init__(
         self,
@@ -147,7 +146,6 @@ class CompletionEvents:
         self._model = model
         self._bytes_of = engine.token_bytes
         self._prompts = prompts
-        self.n_bytes = 0
 
     @cached_property
     def _samples(self) -> list[CompletionText]:
@@ -286,9 +284,7 @@ class CompletionEvents:
         reply.tool_calls = tool_calls_of(generation)
         if not self._body.response_fields:
             return reply
-        fields = msgspec.structs.asdict(reply) | {"timings": msgspec.to_builtins(reply.timings)}
-        fields = {name: value for name, value in fields.items() if value is not UNSET}
-        return _named(fields, self._body.response_fields)
+        return _named(msgspec.json.decode(msgspec.json.encode(reply)), self._body.response_fields)
 
     def _logprob(self, token: Token) -> schema.CompletionLogprob:
         assert token.logprob is not None
@@ -311,10 +307,8 @@ def _slot(generation: Generation) -> int:
     return -1 if generation.slot is None else generation.slot
 
 
-def _named(reply: Mapping[str, Any], paths: Sequence[str] | None) -> Mapping[str, Any]:
-    """*reply*, or those of its values that *paths* name; a slash leads into an object."""
-    if not paths:
-        return reply
+def _named(reply: Mapping[str, Any], paths: Sequence[str]) -> Mapping[str, Any]:
+    """The values of *reply* that *paths* name; a slash leads into an object."""
     found: dict[str, Any] = {}
     for path in paths:
         value: Any = reply

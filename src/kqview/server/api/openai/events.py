@@ -17,8 +17,8 @@ from kqview import __version__
 from kqview.chat.turn import AnswerReader, Delta, Reading
 from kqview.server.api.openai import schema
 from kqview.server.api.openai.schema import ChoiceLogprobs, ToolCall, Usage
-from kqview.server.api.wire.attention import AttentionWriter, ReplyLists, event_pieces
-from kqview.server.api.wire.chat import ChatRemoved, taken_back, written_calls
+from kqview.server.api.wire.attention import ReplyLists, event_pieces
+from kqview.server.api.wire.chat import ChatRemoved, ReplyWriter, taken_back, written_calls
 from kqview.server.api.wire.citations import (
     Annotation,
     Cited,
@@ -272,10 +272,8 @@ class _Choice:
         return [AnswerDelta(annotations=[one])]
 
 
-class CompletionWriter:
-    """Writes a completion of a chat or a text; as of `chat.ReplyWriter`."""
-
-    attention: AttentionWriter
+class CompletionWriter(ReplyWriter):
+    """Writes a completion of a chat or a text."""
 
     def __init__(
         self,
@@ -314,7 +312,6 @@ class CompletionWriter:
         self.echo_logprobs = echo_logprobs
         self.echoed: Sequence[msgspec.Raw] = ()
         """The logprobs of each prompt that a stream shows."""
-        self.n_bytes = 0
         self._model = model
         self._bytes_of = bytes_of
         self.is_prefill = is_prefill

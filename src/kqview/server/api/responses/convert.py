@@ -7,7 +7,7 @@ from typing import Final, Literal
 from kqview.errors import RequestError
 from kqview.server.api.responses import schema
 from kqview.server.api.responses.schema import Object
-from kqview.server.api.wire.chat import ChatRequest
+from kqview.server.api.wire.chat import ChatRequest, content_of
 from kqview.server.api.wire.citations import with_documents
 
 _ROLES: Final = ("user", "assistant", "system", "developer")
@@ -98,10 +98,7 @@ def _content(where: str, content: str | Sequence[schema.Part]) -> str | list[Obj
     """Text, or text parts where there are several."""
     if isinstance(content, str):
         return content
-    texts = [_text(f"{where}[{i}]", part) for i, part in enumerate(content)]
-    if len(texts) < 2:
-        return "".join(texts)
-    return [{"type": "text", "text": text} for text in texts]
+    return content_of([_text(f"{where}[{i}]", part) for i, part in enumerate(content)])
 
 
 def _joined(where: str, content: str | Sequence[schema.Part]) -> str:

@@ -43,8 +43,6 @@ from kqview.server.web.described import about
 from kqview.types import ModelInfo, PromptBlock
 from kqview.types.token import Array, Attention as Rows
 
-Object = dict[str, Any]
-
 DEFAULT_VALUES: Final[AttentionValues] = "probs"
 """Values of rows if neither the request nor the settings say."""
 _ELEMENT_BYTES: Final = 64  # of an element in a list, besides its text

@@ -346,6 +346,13 @@ def _constrained(
         raise renamed(error, chat.names) from None
 
 
+def content_of(texts: Sequence[str]) -> str | list[dict[str, Any]]:
+    """*texts* as the content of a message: parts where there are several."""
+    if len(texts) < 2:
+        return "".join(texts)
+    return [{"type": "text", "text": text} for text in texts]
+
+
 class InputTokens(Struct, kw_only=True):
     """How many tokens the prompt of a conversation has."""
 
@@ -373,7 +380,7 @@ class ReplyWriter(Renderer, Protocol):
     """What it writes the reply to."""
     attention: AttentionWriter
     """Set when the run has begun."""
-    n_bytes: int
+    n_bytes: int = 0
     """About what the reply has of the request, and besides the lists."""
 
     def add(self, lists: ReplyLists, run: Run, step: Step) -> None:
@@ -489,7 +496,7 @@ def written_calls(payload: object) -> list[turn.WrittenCall]:
 Part = Literal["reasoning", "text", "call"]
 
 
-class AnswerWriter(ABC):
+class AnswerWriter(ReplyWriter, ABC):
     """One answer as events that are named by their type, and as the whole that they add up to.
 
     An answer has parts, of which one is open at a time. What events begin and end the answer and
@@ -504,8 +511,6 @@ class AnswerWriter(ABC):
     _ends_with_citation: ClassVar = False
     """Whether a part of text ends with its first citation."""
 
-    attention: AttentionWriter
-
     def __init__(self, body: Any, model: str, work: ChatWork, bytes_of: Callable[[int], bytes]):
         """Begin an answer.
 
@@ -516,7 +521,6 @@ class AnswerWriter(ABC):
             bytes_of: Bytes of an id, for logprobs.
         """
         self.request = work.request
-        self.n_bytes = 0
         self.citing = None if work.sources is None else Citing(work.sources)
         """What the guards say; None if nobody asks."""
         self._body = body

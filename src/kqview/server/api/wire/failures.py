@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 from msgspec import UNSET, Struct, UnsetType
 
@@ -40,26 +40,20 @@ class FailureBody(Struct, kw_only=True):
     error: Annotated[FailureFacts, about("What went wrong.")]
 
 
-def error_body(answer: Answer) -> dict[str, Any]:
+def error_body(answer: Answer) -> FailureBody:
     """A failure in the form of llama.cpp's server and OpenAI."""
-    message, sizes = answer.message, dict[str, int]()
-    if answer.n_prompt_tokens is not None and answer.n_ctx is not None:
-        sizes = {"n_prompt_tokens": answer.n_prompt_tokens, "n_ctx": answer.n_ctx}
-        # Clients know a prompt that is too long by these words.
-        message = (
-            f"the request ({answer.n_prompt_tokens} tokens) exceeds the available context size "
-            f"({answer.n_ctx} tokens): {message}"
-        )
     kind = "server_error" if answer.status >= 500 else "invalid_request_error"
     kind = _TYPES.get(answer.status, kind)
     if answer.code == "CONTEXT_TOO_LONG":
         kind = "exceed_context_size_error"
-    return {
-        "error": {
-            "code": answer.status,
-            "message": message,
-            "type": kind,
-            "param": answer.parameter,
-            **sizes,
-        }
-    }
+    facts = FailureFacts(
+        code=answer.status, message=answer.message, type=kind, param=answer.parameter
+    )
+    if answer.n_prompt_tokens is not None and answer.n_ctx is not None:
+        facts.n_prompt_tokens, facts.n_ctx = answer.n_prompt_tokens, answer.n_ctx
+        # Clients know a prompt that is too long by these words.
+        facts.message = (
+            f"the request ({answer.n_prompt_tokens} tokens) exceeds the available context size "
+            f"({answer.n_ctx} tokens): {answer.message}"
+        )
+    return FailureBody(error=facts)
