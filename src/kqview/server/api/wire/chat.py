@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Annotated, Any, ClassVar, Final, Literal, NamedTuple, Protocol, Self, cast
+from typing import Annotated, Any, ClassVar, Final, Literal, NamedTuple, Self, cast
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
@@ -164,6 +164,9 @@ def with_fields(
     budget = first(most_tokens_of(body, "reasoning_budget"), chat.reasoning_budget)
     if budget is None and settings.reasoning_budget >= 0:
         budget = default_budget(sampling, settings)
+    guards: Guards = {}
+    if chat.documents or first(body.grounding, body.injection) is not None:
+        guards = guards_of(body, engine, settings, cites=bool(chat.documents))
     return replace(
         chat,
         sampling=sampling,
@@ -172,7 +175,7 @@ def with_fields(
         schema={"type": "object"} if json_schema == {} else json_schema,
         reasoning_budget=budget,
         attention=attention_of(body.attention, settings),
-        guards=guards_of(body, engine, settings, cites=bool(chat.documents)),
+        guards=guards,
         names={**names_of(body), **ATTENTION_NAMES, **names},
         options=options_of(body, settings),
     )
@@ -373,7 +376,7 @@ async def counted(call: Call, chat_of: Callable[[], ChatRequest]) -> int:
 # ---- replies
 
 
-class ReplyWriter(Renderer, Protocol):
+class ReplyWriter(Renderer, ABC):
     """Writes the reply to one request, streamed or whole."""
 
     request: GenerateRequest
@@ -383,13 +386,13 @@ class ReplyWriter(Renderer, Protocol):
     n_bytes: int = 0
     """About what the reply has of the request, and besides the lists."""
 
+    @abstractmethod
     def add(self, lists: ReplyLists, run: Run, step: Step) -> None:
         """Add a token to a reply that is not streamed; may run in another thread."""
-        ...
 
+    @abstractmethod
     def whole(self, run: Run, lists: ReplyLists) -> bytes:
         """The reply that is not streamed, once the run has ended."""
-        ...
 
 
 async def answered(
@@ -496,7 +499,7 @@ def written_calls(payload: object) -> list[turn.WrittenCall]:
 Part = Literal["reasoning", "text", "call"]
 
 
-class AnswerWriter(ReplyWriter, ABC):
+class AnswerWriter(ReplyWriter):
     """One answer as events that are named by their type, and as the whole that they add up to.
 
     An answer has parts, of which one is open at a time. What events begin and end the answer and
