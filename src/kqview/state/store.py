@@ -25,16 +25,11 @@ _NAME_EXCLUDED: Final = frozenset('/\\:*?"<>|\uff0e\u2215\u2216\ufffd\ufeff')
 _ENDING: Final = ".ses1"
 
 
-class HasState(Protocol):
-    """The part of `Slot` that is saved."""
+class SavesState(Protocol):
+    """The part of `Slot` that the store uses."""
 
     def save_marked(self) -> tuple[bytes, SlotMarks]: ...
     def state_facts(self) -> StateFacts: ...
-
-
-class SavesState(HasState, Protocol):
-    """The part of `Slot` that the store uses."""
-
     def restore_marked(self, blob: bytes, marks: SlotMarks, /) -> int: ...
 
 
@@ -59,14 +54,14 @@ class SessionInfo:
 
 @dataclass(frozen=True, slots=True)
 class SavedSlot:
-    """A slot at one moment; can be saved as a slot."""
+    """A slot at one moment."""
 
     blob: bytes
     marks: SlotMarks
     facts: StateFacts
 
     @classmethod
-    def of(cls, slot: HasState) -> "SavedSlot":
+    def of(cls, slot: SavesState) -> "SavedSlot":
         """*slot* as it is; raises as `Slot.save`."""
         facts = slot.state_facts()
         return cls(*slot.save_marked(), facts)
@@ -75,14 +70,6 @@ class SavedSlot:
     def n_bytes(self) -> int:
         """What it takes in memory."""
         return len(self.blob) + len(self.marks.checkpoints)
-
-    def save_marked(self) -> tuple[bytes, SlotMarks]:
-        """As of `Slot`."""
-        return self.blob, self.marks
-
-    def state_facts(self) -> StateFacts:
-        """As of `Slot`."""
-        return self.facts
 
 
 @dataclass(slots=True)
@@ -141,7 +128,7 @@ class SessionStore:
         self._lock = threading.RLock()
         self._sessions: OrderedDict[str, _Session] = OrderedDict()  # oldest use first
 
-    def save(self, name: str, slot: HasState) -> SessionInfo:
+    def save(self, name: str, slot: SavesState) -> SessionInfo:
         """Save *slot* as session *name*, replacing an older one.
 
         A session too large for memory is written to its file at once. Otherwise an existing file

@@ -11,29 +11,45 @@ Any thread.
 import errno
 import os
 import threading
+import time
 from collections.abc import Generator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from kqview.durable import remove_leftovers
-from kqview.errors import CapacityError, RequestError, StateError
+from kqview.errors import RequestError, StateError
 from kqview.server.errors import NotFound, NotSupported, StorageFailed, StorageFull
 from kqview.server.live_config import LiveConfig
 from kqview.server.web.access import Caller
 from kqview.slot import Slot
-from kqview.state.files import SlotMarks, StateFacts, read_marked, write_marked
-from kqview.state.store import (
-    NAME_BYTES_MAX,
-    SavedSlot,
-    SessionInfo,
-    SessionStore,
-    is_plain_name,
-)
+from kqview.state.files import SlotMarks, StateFacts, check_facts, read_marked, write_marked
+from kqview.state.store import NAME_BYTES_MAX, SavedSlot, is_plain_name
 
 _FOLDER_LETTERS: Final = 32  # of a key's digest
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NOT_A_FILE: Final = (errno.ELOOP, errno.EISDIR, errno.EINVAL, errno.ENXIO)
+
+
+@dataclass(frozen=True, slots=True)
+class SavedSession:
+    """A session.
+
+    Attributes:
+        saved: The slot that was saved.
+        created_s: When its number was first saved, in seconds since 1970.
+        updated_s: When it was last saved.
+    """
+
+    saved: SavedSlot
+    created_s: float
+    updated_s: float
+
+    @property
+    def n_bytes(self) -> int:
+        """What it takes in memory."""
+        return self.saved.n_bytes
 
 
 class Sessions:
@@ -45,50 +61,38 @@ class Sessions:
 
     def __init__(self, live: LiveConfig) -> None:
         self._live = live
-        settings = live.settings  # sizes that need a restart to change
-        self._most_of_key = max(1, settings.max_sessions // 2)
-        self._most_bytes_of_key = settings.max_session_bytes // 2
-        self._saving = threading.Lock()  # counting a key's sessions, and adding one
-        self._store = SessionStore(
-            max_sessions=settings.max_sessions, max_bytes=settings.max_session_bytes
-        )
+        self._lock = threading.Lock()
+        self._kept: dict[tuple[int, str], SavedSession] = {}  # by number and owner
 
-    def save(self, caller: Caller, session_id: int, saved: SavedSlot) -> SessionInfo:
+    def save(self, caller: Caller, session_id: int, saved: SavedSlot) -> SavedSession:
         """Keep *saved* as a session of *caller*, in place of an older one.
 
         Raises:
             StorageFull: It does not fit; the older one stays.
         """
-        key = _key(caller.owner, session_id)
-        try:
-            with self._saving:
-                self._check_share(caller.owner, key, saved.n_bytes)
-                return self._store.save(key, saved)
-        except CapacityError:
-            s = self._live.settings
-            raise StorageFull(
-                f"no room for a session of {saved.n_bytes} bytes: the server keeps up to "
-                f"{s.max_sessions} sessions (max_sessions) and {s.max_session_bytes} bytes "
-                "(max_session_bytes) in memory; remove a session, or move one to a file"
-            ) from None
-
-    def _check_share(self, owner: str, key: str, n_bytes: int) -> None:
-        """Raise StorageFull if a session of this size is more than *owner* may have."""
-        settings = self._live.settings
-        if len(settings.api_keys) + len(settings.admin_keys) <= 1:
-            return  # the limits are those of everybody
-        sizes = [
-            info.n_bytes
-            for info in self._store.sessions()
-            if info.name != key and _parts(info.name)[1] == owner
-        ]
-        if len(sizes) < self._most_of_key and sum(sizes) + n_bytes <= self._most_bytes_of_key:
-            return
-        raise StorageFull(
-            f"no room for a session of {n_bytes} bytes: one key may have {self._most_of_key} "
-            f"sessions and {self._most_bytes_of_key} bytes in memory, from max_sessions and "
-            "max_session_bytes; remove a session, or move one to a file"
-        )
+        key, s, n_bytes = (session_id, caller.owner), self._live.settings, saved.n_bytes
+        with self._lock:
+            others = {one: kept.n_bytes for one, kept in self._kept.items() if one != key}
+            own = [size for (_, owner), size in others.items() if owner == caller.owner]
+            most, most_bytes = max(1, s.max_sessions // 2), s.max_session_bytes // 2
+            has_share = len(own) < most and sum(own) + n_bytes <= most_bytes
+            if len(s.api_keys) + len(s.admin_keys) > 1 and not has_share:
+                raise StorageFull(
+                    f"no room for a session of {n_bytes} bytes: one key may have {most} sessions "
+                    f"and {most_bytes} bytes in memory, from max_sessions and max_session_bytes; "
+                    "remove a session, or move one to a file"
+                )
+            if len(others) >= s.max_sessions or (
+                sum(others.values()) + n_bytes > s.max_session_bytes
+            ):
+                raise StorageFull(
+                    f"no room for a session of {n_bytes} bytes: the server keeps up to "
+                    f"{s.max_sessions} sessions (max_sessions) and {s.max_session_bytes} bytes "
+                    "(max_session_bytes) in memory; remove a session, or move one to a file"
+                )
+            now_s, old = time.time(), self._kept.get(key)
+            self._kept[key] = SavedSession(saved, old.created_s if old else now_s, now_s)
+            return self._kept[key]
 
     def restore(self, caller: Caller, session_id: int, slot: Slot) -> int:
         """Restore a session into *slot*; returns the size of its blob.
@@ -97,13 +101,15 @@ class Sessions:
             NotFound: *caller* has no such session.
             StateError: It does not fit the model that serves.
         """
-        with _unknown(session_id):
-            return self._store.restore(self._known(caller, session_id), slot)
+        saved = self._find(caller, session_id)[1].saved
+        check_facts(saved.facts, slot.state_facts())
+        return slot.restore_marked(saved.blob, saved.marks)
 
     def remove(self, caller: Caller, session_id: int) -> None:
         """Forget a session; raises NotFound."""
-        with _unknown(session_id):
-            self._store.remove(self._known(caller, session_id))
+        key, _ = self._find(caller, session_id)
+        with self._lock:
+            self._kept.pop(key, None)
 
     def move_to_file(self, caller: Caller, session_id: int, files: "StateFiles", name: str) -> int:
         """Write a session to a file, then forget it; returns the size of its blob.
@@ -112,47 +118,32 @@ class Sessions:
             NotFound: *caller* has no such session.
             KqviewError: As `StateFiles.write`; the session stays.
         """
-        key = self._known(caller, session_id)
-        with files.place(caller, name, self._size_of(key)) as path, _unknown(session_id):
-            return self._store.move_to_file(key, path)
+        key, session = self._find(caller, session_id)
+        n_bytes = files.write(caller, name, session.saved)
+        with self._lock:
+            if self._kept.get(key) is session:  # and not a newer one
+                del self._kept[key]
+        return n_bytes
 
-    def list(self, caller: Caller) -> list[tuple[int, SessionInfo]]:
+    def list(self, caller: Caller) -> list[tuple[int, SavedSession]]:
         """Numbers and sessions that *caller* may see, by number."""
-        found = [(*_parts(info.name), info) for info in self._store.sessions()]
-        return [(number, info) for number, owner, info in sorted(found, key=lambda one: one[:2])
-                if caller.may_see(owner)]  # fmt: skip
+        with self._lock:
+            found = sorted(self._kept.items(), key=lambda one: one[0])
+        return [(number, one) for (number, owner), one in found if caller.may_see(owner)]
 
-    def _known(self, caller: Caller, session_id: int) -> str:
-        """Key of the session; for an admin without one of this number, that of another key."""
-        infos = [info for number, info in self.list(caller) if number == session_id]
-        own = _key(caller.owner, session_id)
-        if not infos:
-            raise _no_session(session_id)
-        return own if any(info.name == own for info in infos) else infos[0].name
-
-    def _size_of(self, key: str) -> int:
-        return next((one.n_bytes for one in self._store.sessions() if one.name == key), 0)
-
-
-def _key(owner: str, session_id: int) -> str:
-    return f"{session_id}-{owner}"
-
-
-def _parts(key: str) -> tuple[int, str]:
-    number, _, owner = key.partition("-")
-    return int(number), owner
-
-
-def _no_session(session_id: int) -> NotFound:
-    return NotFound(f"there is no session {session_id}; GET /sessions lists them")
-
-
-@contextmanager
-def _unknown(session_id: int) -> Generator[None]:
-    try:
-        yield
-    except RequestError:  # another request removed it meanwhile
-        raise _no_session(session_id) from None
+    def _find(self, caller: Caller, session_id: int) -> tuple[tuple[int, str], SavedSession]:
+        """The session and its key; for an admin without one of this number, that of another key."""
+        with self._lock:
+            found = {
+                key: one
+                for key, one in self._kept.items()
+                if key[0] == session_id and caller.may_see(key[1])
+            }
+        if not found:
+            raise NotFound(f"there is no session {session_id}; GET /sessions lists them")
+        own = session_id, caller.owner
+        key = own if own in found else min(found)
+        return key, found[key]
 
 
 # ---- files
@@ -191,7 +182,16 @@ class StateFiles:
             StorageFull: The disk is full, or the files would have more than ``max_saved_bytes``.
             StorageFailed: It cannot be written for another reason.
         """
-        with self.place(caller, name, saved.n_bytes) as path:
+        path = self._path(caller, name)
+        limit = self._live.settings.max_saved_bytes
+        with self._lock, _named(path, name):
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+            held = self._held_bytes() - _size(path)
+            if held + saved.n_bytes > limit:
+                raise StorageFull(
+                    f"no room for a file of {saved.n_bytes} bytes: the files have {held} bytes, "
+                    f"the limit is {limit} (max_saved_bytes); delete some"
+                )
             write_marked(path, saved.blob, saved.facts, saved.marks, follows=False)
         return len(saved.blob)
 
@@ -208,21 +208,6 @@ class StateFiles:
         path = self._path(caller, name)
         with _named(path, name):
             return read_marked(path, facts, follows=False)
-
-    @contextmanager
-    def place(self, caller: Caller, name: str, n_bytes: int) -> Generator[Path]:
-        """Where to write a file with a blob of *n_bytes*, one at a time; raises as `write`."""
-        path = self._path(caller, name)
-        limit = self._live.settings.max_saved_bytes
-        with self._lock, _named(path, name):
-            path.parent.mkdir(mode=0o700, exist_ok=True)
-            held = self._held_bytes() - _size(path)
-            if held + n_bytes > limit:
-                raise StorageFull(
-                    f"no room for a file of {n_bytes} bytes: the files have {held} bytes, the "
-                    f"limit is {limit} (max_saved_bytes); delete some"
-                )
-            yield path
 
     def check(self, name: str) -> None:
         """Raise NotSupported or RequestError unless there can be a file *name*."""
