@@ -1,11 +1,19 @@
 """What the API description says of a value besides its type, for annotations of fields."""
 
-from typing import Any
+from functools import partial
+from typing import Any, Final
 
 import msgspec
 
+DEFAULT: Final = "x-default"
+"""Where a schema has what counts if a client sends none, and the type's own default is None."""
+SHOWN: Final[dict[str, type[msgspec.Struct]]] = {}
+"""Classes of `shown_as`, by name."""
 
-def about(description: str, example: Any = msgspec.UNSET, *, default: Any = None) -> msgspec.Meta:
+
+def about(
+    description: str | None = None, example: Any = msgspec.UNSET, *, default: Any = None
+) -> msgspec.Meta:
     """What a field is, an example of its value, and what counts if a client sends none.
 
     Args:
@@ -16,24 +24,15 @@ def about(description: str, example: Any = msgspec.UNSET, *, default: Any = None
     return msgspec.Meta(
         description=description,
         examples=None if example is msgspec.UNSET else [example],
-        extra=None if default is None else {"default": default},
+        extra_json_schema=None if default is None else {DEFAULT: default},
     )
 
 
-def example(value: Any = msgspec.UNSET, *, default: Any = None) -> msgspec.Meta:
-    """An example of a field's value, and what counts if a client sends none.
-
-    Args:
-        value: The example; it may be left out.
-        default: Where the type's own default is None, what that stands for.
-    """
-    return msgspec.Meta(
-        examples=None if value is msgspec.UNSET else [value],
-        extra=None if default is None else {"default": default},
-    )
+example: Final = partial(about, None)
+"""As `about`, of a field that is described elsewhere."""
 
 
 def shown_as(cls: type[msgspec.Struct]) -> msgspec.Meta:
     """Describes a value as *cls*, whose name no other class has; values are not made of it."""
-    reference = {"$ref": f"#/components/schemas/{cls.__name__}"}
-    return msgspec.Meta(extra_json_schema=reference, extra={"shown_as": cls})
+    SHOWN[cls.__name__] = cls
+    return msgspec.Meta(extra_json_schema={"$ref": f"#/components/schemas/{cls.__name__}"})

@@ -7,13 +7,12 @@ sampling option, in the table of these. Its example is in its annotation.
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from inspect import cleandoc
 from typing import Any, Final, cast
 
 import msgspec
-from msgspec import inspect
 
 from kqview.server.errors import STATUS, Answer
+from kqview.server.web.described import DEFAULT, SHOWN
 from kqview.server.web.endpoint import UPLOADS, OneOf, Operation, Sample, Upload
 from kqview.types.sampling import OPTIONS, SamplingOption
 
@@ -104,29 +103,20 @@ class _Types:
 
     def __init__(self, types: Iterable[Any]) -> None:
         given = [*{id(kind): kind for kind in types}.values()]
-        classes = [*dict.fromkeys(_classes(inspect.multi_type_info(given)))]
-        schemas, self.components = msgspec.json.schema_components(
-            [*given, *classes], ref_template=_REF
-        )
-        self._rename(schemas)
+        shown: dict[str, Any] = {}  # what `shown_as` names
+        while True:
+            made = msgspec.json.schema_components([*given, *shown.values()], ref_template=_REF)
+            # Classes of one name have their module's as well: it becomes that of their dialect.
+            text = _MODULE.sub(rb"\1.", msgspec.json.encode(made))
+            schemas, components = msgspec.json.decode(text)
+            self.components: dict[str, Schema] = components
+            missing = {*map(bytes.decode, _REFERENCE.findall(text))} - self.components.keys()
+            if not missing:
+                break
+            shown |= {name: SHOWN[name] for name in missing}
         self._schemas = {id(kind): schema for kind, schema in zip(given, schemas, strict=False)}
-        for cls, schema in zip(classes, schemas[len(given) :], strict=True):
-            _describe(self._resolved(schema), cls)
-
-    def _rename(self, schemas: Iterable[Schema]) -> None:
-        """Give classes of one name, which have their module's as well, that of their dialect."""
-        names = {name: _MODULE.sub(r"\1.", name) for name in self.components}
-        self.components = {names[name]: schema for name, schema in self.components.items()}
-        waiting: list[Any] = [*schemas, self.components]
-        while waiting:
-            one = waiting.pop()
-            if isinstance(one, dict):
-                found = cast("Schema", one)
-                if isinstance(reference := found.get("$ref"), str):
-                    found["$ref"] = _REF.format(name=names[reference.rpartition("/")[2]])
-                waiting += found.values()
-            elif isinstance(one, list):
-                waiting += one
+        for schema in self.components.values():
+            _describe(schema)
 
     def schema(self, kind: Any) -> Schema:
         """The schema of one of the types that were given, or of several of them."""
@@ -171,66 +161,28 @@ class _Types:
                 return None
 
 
-# The module of a class: api/openai/schema.py is openai.
+_REFERENCE: Final = re.compile(rb'"#/components/schemas/([^"]+)"')
+# The module of a class, where its name is a key or in a reference: api/openai/schema.py is openai.
 _MODULE: Final = re.compile(
-    r"^kqview\.server\.(?:api\.wire|api|apps|web|models)\.([\w.]+?)(?:[._]schema)?\.(?=\w+$)"
+    rb'(?<=["/])kqview\.server\.(?:api\.wire|api|apps|web|models)\.([\w.]+?)(?:[._]schema)?\.'
+    rb'(?=\w+")'
 )
-
-
-def _classes(found: Iterable[inspect.Type]) -> Iterator[type]:
-    """The classes with fields in *found* and below, each as often as it is there."""
-    seen: set[type] = set()
-    waiting = [*found]
-    while waiting:
-        match waiting.pop():
-            case inspect.StructType(cls=cls, fields=fields):
-                if cls not in seen:
-                    seen.add(cls)
-                    yield cls
-                    waiting += [one.type for one in fields]
-            case inspect.UnionType(types=types):
-                waiting += types
-            case inspect.TupleType(item_types=types):
-                waiting += types
-            case (
-                inspect.ListType(item_type=one)
-                | inspect.VarTupleType(item_type=one)
-                | inspect.DictType(value_type=one)
-            ):
-                waiting.append(one)
-            case inspect.Metadata(type=one) as described:
-                waiting.append(one)
-                if "shown_as" in (extra := _extra(described)):
-                    waiting.append(inspect.type_info(extra["shown_as"]))
-            case _:
-                pass
-
-
 _EXAMPLE: Final = re.compile(r'such as (?=[\[{"\d-]|null\b)')
 
 
-def _describe(schema: Schema, cls: type) -> None:
-    """Say in *schema*, that of *cls*, what each field is."""
-    schema["description"] = _unwrapped(cleandoc(cls.__doc__ or ""))
-    properties: dict[str, Schema] = schema.get("properties", {})
-    found = inspect.type_info(cls)
-    fields = found.fields if isinstance(found, inspect.StructType) else ()
-    for field in fields:
-        default = _extra(field.type).get("default")
-        if default is not None and properties[field.encode_name].get("default") is None:
-            properties[field.encode_name]["default"] = default
-    for name, one in properties.items():
-        if name in OPTIONS and "description" not in one:
+def _describe(schema: Schema) -> None:
+    """Say in *schema*, that of a class, what each field is."""
+    schema["description"] = _unwrapped(schema.get("description", ""))
+    for name, one in schema.get("properties", {}).items():
+        default = one.pop(DEFAULT, None)
+        if default is not None and one.get("default") is None:
+            one["default"] = default
+        if "description" in one:
+            continue
+        if name in OPTIONS:
             _describe_option(one, OPTIONS[name])
-        elif len(only := one.get("enum", ())) == 1:
-            one.setdefault("description", f'Always "{only[0]}".')
-    if isinstance(found, inspect.StructType) and found.tag_field is not None:
-        properties[found.tag_field].setdefault("description", f'Always "{found.tag}".')
-
-
-def _extra(kind: inspect.Type) -> Mapping[str, Any]:
-    """What `web.described` has noted of a type."""
-    return cast("Any", kind).extra or {} if isinstance(kind, inspect.Metadata) else {}
+        elif len(values := one.get("enum", ())) == 1:
+            one["description"] = f'Always "{values[0]}".'
 
 
 def _describe_option(field: Schema, option: SamplingOption) -> None:
@@ -307,21 +259,19 @@ def _reply(one: Operation, types: _Types) -> dict[str, Any]:
 
 
 def _samples(one: Operation, types: _Types) -> list[dict[str, Any]]:
-    is_socket = one.method == "WS"
-    return [_sample(sample, types, is_socket=is_socket) for sample in one.samples]
-
-
-def _sample(sample: Sample, types: _Types, *, is_socket: bool) -> dict[str, Any]:
-    shown: dict[str, Any] = {
-        "from": sample.sender, "event": sample.event, "about": sample.about,
-    }  # fmt: skip
-    if isinstance(sample.body, str):
-        shown["binary" if is_socket else "text"] = sample.body
-    else:
-        shown["data"] = _data(sample, types)
-    if sample.type is not None:
-        shown["schema"] = types.schema(sample.type)
-    return shown
+    found: list[dict[str, Any]] = []
+    for sample in one.samples:
+        shown: dict[str, Any] = {
+            "from": sample.sender, "event": sample.event, "about": sample.about,
+        }  # fmt: skip
+        if isinstance(sample.body, str):
+            shown["binary" if one.method == "WS" else "text"] = sample.body
+        else:
+            shown["data"] = _data(sample, types)
+        if sample.type is not None:
+            shown["schema"] = types.schema(sample.type)
+        found.append(shown)
+    return found
 
 
 def _stream(one: Operation, types: _Types) -> dict[str, Any]:
