@@ -374,10 +374,10 @@ def _title(prompt: str) -> str:
 
 
 def _opened(path: str | None) -> sqlite3.Connection:
-    if path is not None:
-        _make_private(path)
     try:
         with _failures():
+            if path is not None:
+                Path(path).touch(mode=0o600)  # a new one: only its owner may read chats
             db = sqlite3.connect(
                 path or ":memory:",
                 timeout=_OPENS_WITHIN_S,
@@ -389,8 +389,12 @@ def _opened(path: str | None) -> sqlite3.Connection:
             except BaseException:
                 db.close()
                 raise
-    except (StorageFailed, StorageFull) as error:
-        raise _unusable(path, str(error)) from error
+    except (StorageFailed, StorageFull, OSError) as error:
+        reason = getattr(error, "strerror", "") or str(error)
+        raise RequestError(
+            f"the sessions' database {str(path)!r} cannot be used: {reason}; move it away, or name "
+            "another one ([sessions] database)"
+        ) from error
     return db
 
 
@@ -418,21 +422,6 @@ def _prepare(db: sqlite3.Connection) -> None:
         db.execute(f"PRAGMA application_id = {_APPLICATION}")
         db.execute(f"PRAGMA user_version = {_VERSION}")
     db.execute("COMMIT")
-
-
-def _make_private(path: str) -> None:
-    """Make the file if it is not there: only its owner may read chats."""
-    try:
-        Path(path).touch(mode=0o600)
-    except OSError as error:
-        raise _unusable(path, error.strerror or str(error)) from None
-
-
-def _unusable(path: str | None, reason: str) -> RequestError:
-    return RequestError(
-        f"the sessions' database {str(path)!r} cannot be used: {reason}; move it away, or name "
-        "another one ([sessions] database)"
-    )
 
 
 @contextlib.contextmanager

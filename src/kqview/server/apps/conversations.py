@@ -16,7 +16,6 @@ import unicodedata
 from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager
-from functools import partial
 from typing import Any, Final, TypeAlias, TypeVar
 
 from kqview.engine import Engine
@@ -118,18 +117,7 @@ class ConversationTurn:
     def seat(
         self, model: ModelEntry, caller: Caller, ids: Sequence[int]
     ) -> AbstractAsyncContextManager[Seat]:
-        """A seat for the run of this turn; its slot is saved afterwards.
-
-        Before it, the cache of the history is restored if no slot has it (`ConversationStates`).
-
-        Args:
-            model: What the run starts on.
-            caller: Who asks.
-            ids: The whole prompt.
-
-        Raises:
-            QueueFull: Too many turns wait for a seat.
-        """
+        """A seat for the run of this turn, whose slot is saved afterwards: `ConversationStates`."""
         return self._owner.states.seat(model, caller, self.key, ids, self._copies.append)
 
     async def append(self, prompt: str, answer: str, *, model: str) -> None:
@@ -188,10 +176,9 @@ class Conversations:
         self._busy_wait_s = busy_wait_s
         self._store: ConversationStore | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kqview-sessions")
-        self._opening: asyncio.Task[None] | None = None
         self._sweeping: asyncio.Task[None] | None = None
-        self._turns: dict[Key, _Place] = {}
-        self._freed = asyncio.Event()
+        self._turns: set[Key] = set()  # conversations of which a request runs
+        self._freed = asyncio.Event()  # set, and replaced, when one has ended
         self._is_closed = False
 
     # ---- life
@@ -204,32 +191,28 @@ class Conversations:
         Raises:
             RequestError: As `ConversationStore`.
         """
-        if self._opening is None:
-            self._opening = asyncio.create_task(self._open())
-        try:
-            await asyncio.shield(self._opening)
-        except KqviewError:
-            self._opening = None  # the next use tries again
-            raise
+        if self._store is None:
+            await self._in_thread(self._open)
+        if self._sweeping is None:
+            self._sweeping = asyncio.create_task(self._sweep_often())
 
-    async def _open(self) -> None:
-        store = await self._in_thread(
-            partial(self._new_store, lambda: self._live.config.sessions, fits=self._fits)
-        )
+    def _open(self) -> None:
+        """The database's thread, which goes on if the request that wanted it has left."""
+        if self._store is not None:
+            return
+        store = self._new_store(lambda: self._live.config.sessions, fits=self._fits)
         try:
-            await self._in_thread(lambda: self.states.open(store.keys()))
+            self.states.open(store.keys())
         except BaseException:
-            await self._in_thread(store.close)
+            store.close()
             raise
         self._store = store
-        self._sweeping = asyncio.create_task(self._sweep_often())
 
     async def close(self, limit_s: float = 1.0) -> None:
         """Wait up to *limit_s* for turns that are ending, and close the database; idempotent."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
                 while self._turns:
-                    self._freed.clear()
                     await self._freed.wait()
         self._is_closed = True
         if self._sweeping is not None:
@@ -263,7 +246,7 @@ class Conversations:
         copies: list[asyncio.Task[None]] = []
         await self._enter(key)
         try:
-            in_use = self._turns.keys() - {key}
+            in_use = self._turns - {key}
 
             def begun(store: ConversationStore) -> History:
                 self.states.forget(store.sweep(in_use))
@@ -277,19 +260,16 @@ class Conversations:
             self._leave(key, copies)
 
     async def _enter(self, key: Key) -> None:
-        place = self._turns.setdefault(key, _Place())
-        place.n_users += 1
         try:
             async with asyncio.timeout(self._busy_wait_s):
-                await place.lock.acquire()
-        except BaseException as error:
-            self._left(key)
-            if isinstance(error, TimeoutError):
-                raise BusyError(
-                    f"session {key.session_id[:80]!r} is in use by another request; wait until "
-                    "that has ended, or cancel it"
-                ) from None
-            raise
+                while key in self._turns:
+                    await self._freed.wait()
+        except TimeoutError:
+            raise BusyError(
+                f"session {key.session_id[:80]!r} is in use by another request; wait until "
+                "that has ended, or cancel it"
+            ) from None
+        self._turns.add(key)
 
     def _leave(self, key: Key, copies: Sequence["asyncio.Task[None]"] = ()) -> None:
         """Let the next request in, once the slot has been copied."""
@@ -297,15 +277,9 @@ class Conversations:
         if copies:
             copies[0].add_done_callback(lambda _: self._leave(key, copies))
             return
-        self._turns[key].lock.release()
-        self._left(key)
-
-    def _left(self, key: Key) -> None:
-        place = self._turns[key]
-        place.n_users -= 1
-        if not place.n_users:
-            del self._turns[key]
-            self._freed.set()
+        self._turns.remove(key)
+        self._freed.set()
+        self._freed = asyncio.Event()
 
     async def change(self, work: Callable[[ConversationStore, Collection[Key]], set[Key]]) -> int:
         """*work* of the store, given those in use; returns how many conversations left by it.
@@ -390,14 +364,6 @@ class Conversations:
 
     async def _in_thread(self, work: Callable[..., _T], *args: Any) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
-
-
-class _Place:
-    """The turns of one conversation: the one that runs, and those that wait."""
-
-    def __init__(self) -> None:
-        self.lock = asyncio.Lock()
-        self.n_users = 0
 
 
 def checked_id(session_id: str) -> str:
