@@ -24,6 +24,7 @@ from kqview.server import Settings, create_app
 from kqview.server.errors import NoModel, ShuttingDown, TimedOut
 from kqview.server.models.run import AttentionWanted
 from kqview.server.models.service import OFFLOAD_BYTES, Service
+from kqview.server.web.budget import uncounted
 from tests.server.test_run import busy, request, wait_free
 from tests.support.waiting import until
 
@@ -46,10 +47,11 @@ def engine() -> Iterator[Engine]:
 @pytest.mark.parametrize("text", ["", "Tom has", "é🙂 ünï", "<|im_start|>user\n", "a" * 40_000])
 async def test_pieces_of_a_text_join_to_it(engine: Engine, text: str):
     service = Service(engine, Settings())
-    pieces = await service.pool.default.texts.tokenize(text, add_special=False)
+    pieces = await service.pool.default.texts.tokenize(text, add_special=False, hold=uncounted())
     assert "".join(piece for _, piece in pieces) == text
     assert [id_ for id_, _ in pieces] == engine.tokenize(text, add_special=False)
-    assert await service.pool.default.texts.detokenize([id_ for id_, _ in pieces]) == text
+    ids = [id_ for id_, _ in pieces]
+    assert await service.pool.default.texts.detokenize(ids, client="") == text
 
 
 async def test_long_text_does_not_hold_the_event_loop_up(engine: Engine):
@@ -66,7 +68,9 @@ async def test_long_text_does_not_hold_the_event_loop_up(engine: Engine):
 
     ticking = asyncio.create_task(tick())
     started_s = time.process_time()
-    await service.pool.default.texts.tokenize("word " * 300_000, add_special=False)
+    await service.pool.default.texts.tokenize(
+        "word " * 300_000, add_special=False, hold=uncounted()
+    )
     took_s = time.process_time() - started_s
     ticking.cancel()
     assert longest_s < took_s / 10
@@ -349,7 +353,7 @@ async def test_without_old_and_new_model_there_is_none_until_the_next_one(
     with monkeypatch.context() as patch:
         patch.setattr("kqview.server.models.model_entry.check_opening", lambda *_, **__: None)
         patch.setattr(
-            service.pool.default, "_path", str(models / "broken.gguf")
+            service.pool.default, "path", str(models / "broken.gguf")
         )  # as if it had changed
         with pytest.raises(ModelLoadError):
             await service.pool.switch("broken.gguf", {})

@@ -15,7 +15,6 @@ import math
 import time
 from collections import OrderedDict, deque
 from collections.abc import (
-    AsyncGenerator,
     AsyncIterator,
     Awaitable,
     Callable,
@@ -664,53 +663,23 @@ class LastRun:
 # ---- ending a request by its name, before and after it has a run
 
 
-class Cancelled(Exception):
-    """The request was cancelled while it waited."""
-
-
 @dataclass(slots=True)
 class CancellableRequest:
-    """One request that can be cancelled."""
+    """One request that can be cancelled: it waits within ``limit``, and then ``run`` is to end."""
 
     owner: str
+    limit: asyncio.Timeout
+    run: Run | None = None
     is_cancelled: bool = False
-    _run: Run | None = None
-    _wait: asyncio.Timeout | None = None
 
     def cancel(self) -> None:
         """End it; what it produced so far stays. Idempotent."""
         self.is_cancelled = True
-        if self._run is not None:
-            self._run.end()
-        elif self._wait is not None and not self._wait.expired():
-            self._wait.reschedule(asyncio.get_running_loop().time())
-
-    def runs(self, run: Run) -> None:
-        """From here on *run* is what to end."""
-        self._run = run
-        if self.is_cancelled:
-            run.end()
-
-    @contextlib.asynccontextmanager
-    async def waiting(self) -> AsyncGenerator[None]:
-        """A block that is left at its next wait when the request is cancelled.
-
-        Raises:
-            Cancelled: It was.
-        """
-        if self.is_cancelled:
-            raise Cancelled
-        limit = asyncio.timeout(None)
-        try:
-            async with limit:
-                self._wait = limit
-                yield
-        except TimeoutError:
-            if limit.expired():
-                raise Cancelled from None
-            raise
-        finally:
-            self._wait = None
+        if self.run is not None:
+            self.run.end()
+        else:
+            with contextlib.suppress(RuntimeError):  # it waits no more
+                self.limit.reschedule(asyncio.get_running_loop().time())
 
 
 class Cancelling:
@@ -731,8 +700,12 @@ class Cancelling:
         return list(self._running)
 
     @contextlib.contextmanager
-    def known(self, owner: str, request_id: str) -> Generator[CancellableRequest]:
+    def known(
+        self, owner: str, request_id: str, limit: asyncio.Timeout
+    ) -> Generator[CancellableRequest]:
         """A request of *owner* that can be cancelled until the block is left.
+
+        *limit* is that of its wait for a run.
 
         Raises:
             RequestError: Another one of this owner has the name.
@@ -742,7 +715,7 @@ class Cancelling:
             raise RequestError(
                 f"request_id {request_id!r} is in use; send another one", parameter="request_id"
             )
-        work = self._running[name] = CancellableRequest(owner)
+        work = self._running[name] = CancellableRequest(owner, limit)
         try:
             yield work
         finally:

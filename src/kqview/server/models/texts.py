@@ -7,7 +7,7 @@ from typing import Final
 from kqview.engine import Engine
 from kqview.errors import RequestError
 from kqview.server.errors import renamed
-from kqview.server.web.budget import Reservation, Workers, uncounted
+from kqview.server.web.budget import Reservation, Workers
 from kqview.stop_strings import TextStream
 
 # Below this, a hop to another thread takes longer than the work itself.
@@ -29,51 +29,38 @@ class ModelTexts:
         self._threads = threads
 
     async def tokenize(
-        self, text: str, *, add_special: bool, hold: Reservation | None = None
+        self, text: str, *, add_special: bool, hold: Reservation
     ) -> list[tuple[int, str]]:
         """Ids of *text*, each with the text that it completes; the texts join to the whole.
 
         A character spread over several ids is the text of the last one; the others have "". Their
         memory is counted in *hold*.
         """
-        hold = hold or uncounted()
         engine = self._engine()
         ids = await self.ids(text, add_special=add_special, hold=hold)
         hold.take(_PIECE_BYTES * len(ids))
         if len(ids) < OFFLOAD_ITEMS:
-            return _pieces(engine, ids)
-        return await self._threads.run(hold.client, _pieces, engine, ids)
+            return pieces_of(engine, ids)
+        return await self._threads.run(hold.client, pieces_of, engine, ids)
 
-    async def ids(
-        self,
-        text: str,
-        *,
-        add_special: bool,
-        parse_special: bool = True,
-        hold: Reservation | None = None,
-    ) -> list[int]:
+    async def ids(self, text: str, *, add_special: bool, hold: Reservation) -> list[int]:
         """Ids of *text*; their memory is counted in *hold*."""
-        hold = hold or uncounted()
         hold.take(_ID_BYTES * len(text))
-        tokenize = partial(
-            self._engine().tokenize, text, add_special=add_special, parse_special=parse_special
-        )
+        tokenize = partial(self._engine().tokenize, text, add_special=add_special)
         if len(text) < _OFFLOAD_TEXT:
             return tokenize()
         return await self._threads.run(hold.client, tokenize)
 
-    async def ids_of_each(
-        self, texts: Sequence[str], *, parse_special: bool, hold: Reservation
-    ) -> list[list[int]]:
-        """Ids of each of *texts* with the special ones around it; counted in *hold*."""
+    async def ids_of_each(self, texts: Sequence[str], *, hold: Reservation) -> list[list[int]]:
+        """Ids of each of *texts* with special ones around it alone; counted in *hold*."""
         n_characters = sum(map(len, texts))
         hold.take(_ID_BYTES * (n_characters + 2 * len(texts)))
-        tokenize = partial(self._engine().tokenize, add_special=True, parse_special=parse_special)
+        tokenize = partial(self._engine().tokenize, parse_special=False)
         if n_characters + 8 * len(texts) < _OFFLOAD_TEXT:
             return list(map(tokenize, texts))
         return await self._threads.run(hold.client, lambda: list(map(tokenize, texts)))
 
-    async def detokenize(self, ids: Sequence[int], *, name: str = "ids", client: str = "") -> str:
+    async def detokenize(self, ids: Sequence[int], *, name: str = "ids", client: str) -> str:
         """Text of *ids*, which errors call *name*."""
         engine = self._engine()
         try:
@@ -114,7 +101,8 @@ def truncated(
     return [*ids[:n_first], *memory[len(memory) - n_memory :], *ids[len(ids) - n_end :]]
 
 
-def _pieces(engine: Engine, ids: Sequence[int]) -> list[tuple[int, str]]:
+def pieces_of(engine: Engine, ids: Sequence[int]) -> list[tuple[int, str]]:
+    """*ids*, each with the text that it completes; the texts join to the whole."""
     stream = TextStream()
     pieces = [(id_, stream.feed(engine.token_bytes(id_))) for id_ in ids]
     rest = stream.flush()

@@ -336,7 +336,7 @@ async def classify(call: Call, body: ClassifyBody) -> HttpReply:
         raise RequestError("inputs is empty; send at least one text", parameter="inputs")
     n_bytes = _RESULT_BYTES * engine.n_classes * len(texts)
     call.hold.take(n_bytes)
-    ids = await call.model.texts.ids_of_each(texts, parse_special=False, hold=call.hold)
+    ids = await call.model.texts.ids_of_each(texts, hold=call.hold)
     n_tokens = sum(map(len, ids))
     async with _engine(call, "inputs") as engine:
         model = call.model.name

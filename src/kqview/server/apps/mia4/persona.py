@@ -24,7 +24,6 @@ import stat
 import threading
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 from kqview.errors import KqviewError, RequestError
@@ -75,57 +74,51 @@ def parse(source: str) -> PersonaText:
 
 
 class PersonaFile:
-    """The persona file of a server; any thread."""
+    """The persona file of a server; any thread.
 
-    def __init__(self, path: str | Path | None, *, check_s: float = CHECK_S) -> None:
-        """Watch *path*, None for no persona; the text is there after the first `refresh`.
+    Attributes:
+        current: The persona; None before the first `refresh`, or as long as there is none.
+    """
 
-        Args:
-            path: The file.
-            check_s: Least seconds between two looks at the file.
-        """
-        self._path = None if path is None else Path(path)
+    def __init__(self, path: str, *, check_s: float = CHECK_S) -> None:
+        """Watch *path*, looking at it no more often than every *check_s* seconds."""
+        self.current: PersonaText | None = None
+        self._path = path
         self._check_s = check_s
-        self._current: PersonaText | None = None
         self._seen: tuple[int, ...] | None = None  # of the file that was read last
         self._complaint: str | None = None
         self._next_s = 0.0
         self._lock = threading.Lock()
 
     @property
-    def current(self) -> PersonaText | None:
-        """The persona, None without one; never waits."""
-        return self._current
-
-    @property
     def is_due(self) -> bool:
         """Whether `refresh` would look at the file; never waits."""
-        return self._path is not None and time.monotonic() >= self._next_s
+        return time.monotonic() >= self._next_s
 
-    def refresh(self, *, force: bool = False) -> PersonaText | None:
-        """Read the file if it has changed; returns the persona. Blocks while it reads.
-
-        Args:
-            force: Look at the file even if that was done less than ``check_s`` seconds ago.
-        """
-        if self._path is None or not (force or self.is_due):
-            return self._current
+    def refresh(self) -> PersonaText | None:
+        """Read the file if it has changed; returns the persona. Blocks while it reads."""
+        if not self.is_due:
+            return self.current
         with self._lock:
             try:
-                self._read(self._path)
+                self._read()
                 self._complaint = None
             except (OSError, KqviewError, ValueError) as error:
                 complaint = f"{type(error).__name__}: {error}"
                 if complaint != self._complaint:
                     self._complaint = complaint
-                    kept = "the last one stays in use" if self._current else "there is none"
+                    kept = "the last one stays in use" if self.current else "there is none"
                     _log.warning("the persona %s cannot be read, %s: %s",
                         self._path, kept, complaint)  # fmt: skip
             self._next_s = time.monotonic() + self._check_s
-        return self._current
+        return self.current
 
-    def _read(self, path: Path) -> None:
-        with open(path, "rb", opener=_open) as file:
+    def _read(self) -> None:
+        # Not blocking: a pipe of this name would hold the thread until somebody writes to it.
+        def opened(path: str, flags: int) -> int:
+            return os.open(path, flags | os.O_NONBLOCK)
+
+        with open(self._path, "rb", opener=opened) as file:
             about = os.fstat(file.fileno())
             if not stat.S_ISREG(about.st_mode):
                 raise RequestError("it is not a regular file", parameter="persona.file")
@@ -141,9 +134,4 @@ class PersonaFile:
         text = parse(data.decode())
         # A write that follows within a tick of the file system's clock may leave no trace.
         is_settled = time.time_ns() - about.st_mtime_ns > _TICK_NS
-        self._seen, self._current = (seen if is_settled else None), text
-
-
-def _open(path: str, flags: int) -> int:
-    # Not blocking: a pipe of this name would hold the thread until somebody writes to it.
-    return os.open(path, flags | os.O_NONBLOCK)
+        self._seen, self.current = (seen if is_settled else None), text

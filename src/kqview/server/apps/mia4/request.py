@@ -31,8 +31,8 @@ from kqview.server.config import MARKER, Llm, Model, Passport
 from kqview.server.errors import Unprocessable
 from kqview.server.models.row_cache import PromptText
 from kqview.server.models.run import AttentionWanted, GenerateRequest
+from kqview.server.models.texts import pieces_of
 from kqview.server.settings import Settings
-from kqview.stop_strings import TextStream
 from kqview.types.sampling import OPTIONS
 
 Fit = Callable[[Callable[[Sequence[Message]], int], int], Sequence[Message]]
@@ -166,7 +166,11 @@ def plan_of(
             for part in ("hash", "version")
         },
         sources=work.sources,
-        prompt_text=None if attention is None else _prompt_text(engine, ids),
+        prompt_text=(
+            None
+            if attention is None
+            else PromptText(ids, (text for _, text in pieces_of(engine, ids)))
+        ),
     )
 
 
@@ -177,13 +181,6 @@ _NAMES: Final = {
     "stop": "llm.stop",
     "messages": "prompt",
 }
-
-
-def _prompt_text(engine: Engine, ids: Sequence[int]) -> PromptText:
-    stream = TextStream()
-    texts = [stream.feed(engine.token_bytes(id_)) for id_ in ids]
-    texts[-1] += stream.flush()
-    return PromptText(ids, texts)
 
 
 def _attention(value: object, settings: Settings) -> AttentionWanted | None:

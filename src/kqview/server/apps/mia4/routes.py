@@ -47,7 +47,7 @@ def _sent(kind: Any, event: str) -> Sample:
 _FRAMES: Final = tuple(_sent(one, one.event) for one in schema.FRAMES)
 _EVENTS: Final = tuple(_sent(one, one.__name__) for one in EVENTS)
 
-OPERATIONS: Final = Operations(tag="mia4", error_body=error_body, failure=schema.Failure)
+OPERATIONS: Final = Operations(tag="mia4", error_body=error_body, failure=schema.TurnFailure)
 """Rows of the route table."""
 OPERATIONS.post(
     "/generate", summary="A turn of a conversation, as Server-Sent Events.", streams=True,
@@ -123,7 +123,7 @@ def _kept(call: Call, name: str) -> CachedRows:
     return rows
 
 
-@OPERATIONS.get("/generate/{request_id}/prompt", reply=schema.Prompt, parameters=_REQUEST)
+@OPERATIONS.get("/generate/{request_id}/prompt", reply=schema.PromptTokens, parameters=_REQUEST)
 async def show_prompt(call: Call) -> HttpReply:
     """The tokens that kept rows look at."""
     name = call.path["request_id"]
@@ -131,7 +131,7 @@ async def show_prompt(call: Call) -> HttpReply:
     assert prompt is not None
     call.hold.take(_PROMPT_TIMES * prompt.n_bytes)
     return await _in_slices(
-        call, prompt.n_bytes, lambda: schema.Prompt(name, prompt.ids, prompt.texts)
+        call, prompt.n_bytes, lambda: schema.PromptTokens(name, prompt.ids, prompt.texts)
     )
 
 
@@ -145,11 +145,11 @@ async def _in_slices(call: Call, n_bytes: int, reply: Callable[[], msgspec.Struc
 # ---- conversations
 
 
-@OPERATIONS.get("/chat/sessions", reply=schema.Sessions)
+@OPERATIONS.get("/chat/sessions", reply=schema.SessionList)
 async def list_sessions(call: Call) -> HttpReply:
     """The conversations of the caller's key."""
     found = await call.service.conversations.list(call.caller.owner)
-    return await _in_slices(call, _LISTED_BYTES * len(found), lambda: schema.Sessions(found))
+    return await _in_slices(call, _LISTED_BYTES * len(found), lambda: schema.SessionList(found))
 
 
 @OPERATIONS.get("/chat/sessions/{session_id:path}", reply=schema.WholeSession, parameters=_SESSION)
@@ -210,14 +210,14 @@ async def _published(
 
 
 @OPERATIONS.get("/config")
-async def show_config(call: Call) -> schema.Config:
+async def show_config(call: Call) -> schema.PageConfig:
     """What pages show."""
     config = call.service.live.config
-    return schema.Config(config.ui.mode, list(config.llm.reasoning_presets))
+    return schema.PageConfig(config.ui.mode, list(config.llm.reasoning_presets))
 
 
 @OPERATIONS.get("/models")
-async def list_models(call: Call) -> schema.Models:
+async def list_models(call: Call) -> schema.ModelCards:
     """Every model that is configured."""
     created = int(time.time())
     cards = [_card(call, model) for model in call.service.pool]
@@ -225,7 +225,7 @@ async def list_models(call: Call) -> schema.Models:
         {"id": card["id"], "object": "model", "created": created, "owned_by": "kqview"}
         for card in cards
     ]
-    return schema.Models(models=cards, data=data)
+    return schema.ModelCards(models=cards, data=data)
 
 
 def _card(call: Call, model: ModelEntry) -> dict[str, Any]:

@@ -88,7 +88,7 @@ class GenerateBody(Struct, kw_only=True):
 # ---- replies
 
 
-class Config(Struct):
+class PageConfig(Struct):
     """What a page shows."""
 
     ui_mode: Annotated[Literal["admin", "user"], about("Whether it shows what only admins may do.")]
@@ -97,7 +97,7 @@ class Config(Struct):
     ]
 
 
-class Models(Struct, kw_only=True):
+class ModelCards(Struct, kw_only=True):
     """Every model, loaded or not."""
 
     models: Annotated[
@@ -121,7 +121,7 @@ class Cancelled(Struct):
     ]
 
 
-class Prompt(Struct):
+class PromptTokens(Struct):
     """The prompt of a request."""
 
     request_id: Annotated[str, about("Name of the request.", "r1")]
@@ -136,7 +136,7 @@ class Prompt(Struct):
     ]
 
 
-class Sessions(Struct):
+class SessionList(Struct):
     """Conversations of the caller's key."""
 
     sessions: Annotated[
@@ -289,7 +289,7 @@ FRAMES: Final = get_args(Frame)
 """Every frame, in the order in which they come."""
 
 
-class Failure(Struct, kw_only=True):
+class TurnFailure(Struct, kw_only=True):
     """What went wrong before a stream began."""
 
     code: Annotated[str, about("Kind of the failure for programs.", "INVALID_REQUEST")]

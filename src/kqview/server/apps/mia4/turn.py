@@ -11,6 +11,8 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
+from operator import attrgetter
 from typing import Any, Final, cast
 
 import msgspec
@@ -42,7 +44,7 @@ from kqview.server.models.events_bus import (
     ReasoningPresetApplied,
 )
 from kqview.server.models.model_entry import ModelEntry, resolved
-from kqview.server.models.run import Cancelled, Removal, Run, Step
+from kqview.server.models.run import Removal, Run, Step
 from kqview.server.models.service import OFFLOAD_BYTES
 from kqview.server.web.endpoint import EVENT_TAIL, Feed, Frames
 from kqview.stop_strings import ShownText
@@ -69,18 +71,21 @@ async def generate(call: Call, body: schema.GenerateBody) -> Feed:
     request_id = body.request_id or call.request_id.replace("/", "-")
     named = call.service.pool.find(body.model)
     body = resolved(body, named)
+    limit_s = call.service.settings.request_timeout_s
+    limit = asyncio.timeout(limit_s or None)
     async with contextlib.AsyncExitStack() as resources:
-        work = resources.enter_context(call.service.cancelling.known(call.caller.owner, request_id))
-        limit_s = call.service.settings.request_timeout_s
-        limit = asyncio.timeout(limit_s or None)
+        known = call.service.cancelling.known(call.caller.owner, request_id, limit)
+        work = resources.enter_context(known)
         try:
-            async with work.waiting(), limit:
+            async with limit:
                 turn = await _begun(call, body, request_id, resources)
         except TimeoutError:
+            if work.is_cancelled and limit.expired():
+                return Feed(_of_nothing(request_id, model_id_of(named)))
             raise (too_late(limit_s) if limit.expired() else TimeoutError) from None
-        except Cancelled:
-            return Feed(_of_nothing(request_id, model_id_of(named)))
-        work.runs(turn.run)
+        work.run = turn.run
+        if work.is_cancelled:  # just when it began
+            turn.run.end()
         frames = _streamed(call.service, turn, resources.pop_all())
         return Feed(frames, turn.run.request.headers)
 
@@ -598,10 +603,5 @@ def usage_of(
 
 def _joined(pieces: Iterable[Piece]) -> list[Piece]:
     """*pieces* with adjacent ones of a kind as one, without empty ones."""
-    whole: list[Piece] = []
-    for piece in pieces:
-        if whole and whole[-1].kind == piece.kind:
-            whole[-1] = Piece(piece.kind, whole[-1].text + piece.text)
-        elif piece.text:
-            whole.append(piece)
-    return whole
+    kinds = groupby((one for one in pieces if one.text), key=attrgetter("kind"))
+    return [Piece(kind, "".join(one.text for one in some)) for kind, some in kinds]
