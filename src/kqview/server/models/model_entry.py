@@ -133,6 +133,7 @@ class ModelEntry:
     Attributes:
         id: Its name in the configuration.
         config: Its part of the configuration.
+        path: Its file, None for the demo model and for an engine that was given.
         loaded: The engine; None while there is none.
         state: Whether it is loaded.
         error: Why it could not be loaded, None unless *state* is "failed".
@@ -190,10 +191,9 @@ class ModelEntry:
         self._absence = "no model is loaded"
         self._live = live
         self._owns_engine = False
-        self._path: str | None = config.path
+        self.path: str | None = config.path
         self._given: Options = {}  # they override the others
         self._switching = asyncio.Lock()
-        self._switches: set[asyncio.Task[Engine]] = set()
         # Of engines that were closed: all but the last one together, and the last one.
         self._past: list[EngineStats] = []
 
@@ -227,14 +227,9 @@ class ModelEntry:
         if self.id != UNNAMED:
             return self.id
         engine = self.engine
-        if self._owns_engine and self._path is None:
+        if self._owns_engine and self.path is None:
             return "demo"  # as the option that serves it
-        return engine.model.name or (Path(self._path).stem if self._path else "demo")
-
-    @property
-    def path(self) -> str | None:
-        """Its file, None for the demo model and for an engine that was given."""
-        return self._path
+        return engine.model.name or (Path(self.path).stem if self.path else "demo")
 
     @property
     def max_context(self) -> int:
@@ -270,7 +265,7 @@ class ModelEntry:
     def configure(self, config: Model) -> None:
         """Take *config* from the next load on."""
         if config.path != self.config.path:
-            self._path, self._given = config.path, {}
+            self.path, self._given = config.path, {}
         if config.pinned != self.config.pinned:
             self.pinned = config.pinned
         self.config = config
@@ -283,8 +278,8 @@ class ModelEntry:
 
     def estimate(self) -> int:
         """Bytes that it will need; blocks. Raises as `check_opening`."""
-        path = MODEL_PATH if self._path is None else self._path
-        needs = check_opening(path, **self._options(self._path, self._given))
+        path = MODEL_PATH if self.path is None else self.path
+        needs = check_opening(path, **self._options(self.path, self._given))
         n_bytes = sum(one.needed_bytes for one in needs)
         self.estimated_bytes = n_bytes + sum(os.path.getsize(file) for file, _ in self._adapters())
         return self.estimated_bytes
@@ -299,7 +294,7 @@ class ModelEntry:
             KqviewError: As the constructor of Engine.
         """
         if self.loaded is None:
-            self._opened(self._new(self._path, self._given, progress))
+            self._opened(self._new(self.path, self._given, progress))
 
     def _opened(self, engine: Engine) -> None:
         self.loaded = engine
@@ -323,7 +318,7 @@ class ModelEntry:
         async with self._switching:
             if self.loaded is None:
                 self._check_stays()
-                self._opened(await self._open(self._path, self._given, progress))
+                self._opened(await self._open(self.path, self._given, progress))
 
     def failed(self, error: BaseException) -> None:
         """Note that it could not be loaded."""
@@ -379,7 +374,7 @@ class ModelEntry:
             checkpoint_bytes=s.checkpoint_bytes,
             draft=s.draft,
             lora=self._adapters() if is_own else None,
-            chat_template=_template(template) if is_own else None,
+            chat_template=TEMPLATES.get(template, template) if template and is_own else None,
             template_options=s.template_variables,
             **self._options(path, given),
         )
@@ -434,42 +429,33 @@ class ModelEntry:
 
     # ---- switching it for another file
 
-    async def switch(self, name: str, path: Path, options: Options) -> Engine:
+    async def switch(self, name: str, path: str, options: Options) -> Engine:
         """Serve the file *path*, called *name*, instead; as `Pool.switch`."""
-        switch = asyncio.ensure_future(self._switch(name, path, options))
-        self._switches.add(switch)
-        switch.add_done_callback(self._switched)
-        return await asyncio.shield(switch)
-
-    async def _switch(self, name: str, path: Path, options: Options) -> Engine:
         async with self._switching:
             self._check_stays()
             # What shows without the weights is refused before anything changes.
-            await asyncio.to_thread(check_opening, str(path), **self._options(str(path), options))
+            await asyncio.to_thread(check_opening, path, **self._options(path, options))
             self._check_stays()
             self.is_switching = True
             try:
-                return await self._switched_to(name, str(path), options)
+                old, self.loaded = self.loaded, None
+                self._absence, self.state = f"{name!r} is being loaded", "loading"
+                self._leaves()
+                if old is not None:
+                    await self._close(old)
+                try:
+                    engine = await self._open(path, options)
+                except BaseException as error:
+                    self.failed(error)
+                    self._absence = f"no model is loaded, {name!r} failed"
+                    if not self.is_closing and old is not None:
+                        await self._take_back(old)
+                    raise
+                self._opened(engine)
+                self.path, self._given = path, options
+                return engine
             finally:
                 self.is_switching = False
-
-    async def _switched_to(self, name: str, path: str, options: Options) -> Engine:
-        old, self.loaded = self.loaded, None
-        self._absence, self.state = f"{name!r} is being loaded", "loading"
-        self._leaves()
-        if old is not None:
-            await self._close(old)
-        try:
-            engine = await self._open(path, options)
-        except BaseException as error:
-            self.failed(error)
-            self._absence = f"no model is loaded, {name!r} failed"
-            if not self.is_closing and old is not None:
-                await self._take_back(old)
-            raise
-        self._opened(engine)
-        self._path, self._given = path, options
-        return engine
 
     async def _take_back(self, old: Engine) -> None:
         """Serve the old model again."""
@@ -478,14 +464,9 @@ class ModelEntry:
             self.loaded, self.state, self.error, self.progress = old, "loaded", None, 1.0
             return
         try:
-            self._opened(await self._open(self._path, self._given))
+            self._opened(await self._open(self.path, self._given))
         except KqviewError as error:
             _log.error("the old model cannot be opened again: %s", error)
-
-    def _switched(self, switch: "asyncio.Task[Engine]") -> None:
-        self._switches.discard(switch)
-        if not switch.cancelled() and (error := switch.exception()) is not None:
-            _log.warning("the model was not switched: %s", error)
 
 
 def resolved(body: Any, served: ModelEntry) -> Any:
@@ -508,10 +489,6 @@ def _together(readings: Sequence[EngineStats]) -> EngineStats:
     names = [spec.name for spec in fields(EngineStats) if isinstance(spec.default, int | float)]
     sums: dict[str, Any] = {name: sum(getattr(one, name) for one in readings) for name in names}
     return EngineStats(**sums)
-
-
-def _template(text: str | None) -> str | None:
-    return None if text is None else TEMPLATES.get(text, text)
 
 
 def _adapter(text: str) -> tuple[str, float]:

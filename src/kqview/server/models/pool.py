@@ -20,7 +20,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 
@@ -34,6 +34,8 @@ from kqview.server.models.events_bus import ModelFailed, ModelLoaded, ModelLoadi
 from kqview.server.models.model_entry import ModelEntry, Options
 from kqview.server.models.model_files import model_file
 from kqview.server.web.budget import Workers
+
+_T = TypeVar("_T")
 
 _log: Final = logging.getLogger("kqview.server")
 _N_WORKERS: Final = 4
@@ -58,7 +60,7 @@ class Pool:
         self._served: dict[str, ModelEntry] = {}
         self._removed: set[ModelEntry] = set()  # they leave when no request uses them
         self._loads: dict[ModelEntry, asyncio.Task[KqviewError | None]] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()  # that go on though a client leaves
         self._retries: dict[
             ModelEntry, tuple[float, float]
         ] = {}  # when, and after how many seconds
@@ -145,18 +147,14 @@ class Pool:
                 raise QueueFull(f"{limit} requests wait for this model, the limit; try again later")
             load = self._loads.get(served)
             if load is None:
-                self._check_retry(served)
+                at_s, _ = self._retries.get(served, (0.0, 0.0))
+                if (left_s := at_s - time.monotonic()) > 0:
+                    raise self._failure(served, left_s)
                 load = self._loads[served] = asyncio.create_task(self._load(served))
                 load.add_done_callback(lambda _: self._loads.pop(served, None))
             error = await asyncio.shield(load)
             if error is not None:
                 raise copy.copy(error)
-
-    def _check_retry(self, served: ModelEntry) -> None:
-        at_s, _ = self._retries.get(served, (0.0, 0.0))
-        left_s = at_s - time.monotonic()
-        if left_s > 0:
-            raise self._failure(served, left_s)
 
     def _failure(self, served: ModelEntry, retry_s: float) -> NoModel:
         return NoModel(
@@ -254,12 +252,30 @@ class Pool:
                 f"{_size(budget)} (models_budget_bytes){pinned}; raise that, lower n_ctx or "
                 "n_slots, or choose a smaller model"
             )
-        end_s = asyncio.get_running_loop().time() + self._live.settings.model_wait_s
+        wait_s = self._live.settings.model_wait_s
+        end_s = asyncio.get_running_loop().time() + wait_s
         while (missing := self._missing(served, n_bytes, budget)) > 0:
-            self._check_stays(served)
+            if self.is_closing:
+                raise shutting_down()
+            if not served.work.n_uses:
+                raise CapacityError("nobody waits for the model any more")
             freed = self._freed
-            if not await self._free(served, missing):
-                await self._until(end_s, freed, served, n_bytes, budget)
+            if await self._free(served, missing):
+                continue
+            try:
+                async with asyncio.timeout_at(end_s):
+                    await freed.wait()
+            except TimeoutError:
+                in_use = ", ".join(
+                    f"{one.id} ({f'{one.work.n_uses} requests' if _may_leave(one) else 'pinned'})"
+                    for one in self._others(served)
+                    if one.held_bytes
+                )
+                raise CapacityError(
+                    f"the model {served.id!r} needs {_size(n_bytes)} of the {_size(budget)} that "
+                    f"all models may take, and for {wait_s:g} s (model_wait_s) others were in use: "
+                    f"{in_use}; try again later"
+                ) from None
         served.held_bytes = n_bytes
 
     async def _estimated(self, served: ModelEntry) -> int:
@@ -298,33 +314,6 @@ class Pool:
             self._publish(ModelUnloaded(model_id=served.id, reason=reason))
             self.note_idle()
 
-    def _check_stays(self, served: ModelEntry) -> None:
-        if self.is_closing:
-            raise shutting_down()
-        if not served.work.n_uses:
-            raise CapacityError("nobody waits for the model any more")
-
-    async def _until(
-        self, end_s: float, freed: asyncio.Event, served: ModelEntry, n_bytes: int, budget: int
-    ) -> None:
-        try:
-            async with asyncio.timeout_at(end_s):
-                await freed.wait()
-        except TimeoutError:
-            wait_s = self._live.settings.model_wait_s
-            raise CapacityError(
-                f"the model {served.id!r} needs {_size(n_bytes)} of the {_size(budget)} that all "
-                f"models may take, and for {wait_s:g} s (model_wait_s) others were in use: "
-                f"{self._uses(served)}; try again later"
-            ) from None
-
-    def _uses(self, served: ModelEntry) -> str:
-        held = [one for one in self._others(served) if one.held_bytes]
-        return ", ".join(
-            f"{one.id} ({'pinned' if not _may_leave(one) else f'{one.work.n_uses} requests'})"
-            for one in held
-        )
-
     async def _check_measured(self, served: ModelEntry) -> None:
         """Make room for what a model took beyond its estimate, as far as others are idle."""
         budget = self.budget_bytes
@@ -353,10 +342,11 @@ class Pool:
         while self.n_busy:
             await self._freed.wait()
 
-    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+    def _begin(self, work: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     # ---- the administrator's part
 
@@ -412,7 +402,7 @@ class Pool:
         if served is None:
             path = model_file(self._live.settings.models_dir, name)
             if not self.has_several:
-                return await self._replace_only(name, path, options)
+                return await asyncio.shield(self._begin(self._replace_only(name, path, options)))
             served = self._served[name] = self._new(name, Model(path=str(path)))
             served.is_only = False
         if served.take({key: value for key, value in options.items() if value is not None}):
@@ -430,9 +420,11 @@ class Pool:
         only, started_s = self.default, time.monotonic()
         self._publish(ModelLoading(model_id=only.id, progress=0.0))
         try:
-            engine = await only.switch(name, path, options)
-        except KqviewError as error:
-            self._publish(ModelFailed(model_id=only.id, error=str(error), retry_s=0.0))
+            engine = await only.switch(name, str(path), options)
+        except Exception as error:
+            _log.warning("the model was not switched: %s", error)
+            if isinstance(error, KqviewError):
+                self._publish(ModelFailed(model_id=only.id, error=str(error), retry_s=0.0))
             raise
         took_s = time.monotonic() - started_s
         self._publish(
