@@ -194,13 +194,13 @@ def test_body_is_read_in_another_thread_where_it_is_large(monkeypatch: pytest.Mo
     from kqview.server.web import endpoint
 
     names: list[str] = []
-    decoded = endpoint.decoded
+    decoded = endpoint.decoded_with_unknown
 
     def note(*args: Any) -> Any:
         names.append(threading.current_thread().name)
         return decoded(*args)
 
-    monkeypatch.setattr(endpoint, "decoded", note)
+    monkeypatch.setattr(endpoint, "decoded_with_unknown", note)
     with serving_toy() as served, served.client() as client:
         for n in (10, 100_000):
             assert client.post("/toy/tokenize", json={"text": "a " * n}).status_code == 200

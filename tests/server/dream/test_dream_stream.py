@@ -314,7 +314,7 @@ async def test_generation_asked_for_while_done_is_being_sent_is_not_refused():
         ask = {"type": "generate", "prompt": "Anna", "max_new_tokens": 2, "ban_eos_token": True}
         generate = {"type": "websocket.receive", "text": json.dumps(ask)}
         await messages.put(generate)
-        socket = Socket(service, messages.get, send, subprotocol=None)
+        socket = Socket(service, {"state": {}}, messages.get, send)
         call: Any = SimpleNamespace(service=service, caller=ANYONE, hold=uncounted())
         with pytest.raises(Disconnected):
             async with asyncio.timeout(WITHIN_S):

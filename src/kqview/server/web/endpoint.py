@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import math
 import re
 import zlib
 from collections.abc import (
@@ -166,7 +167,8 @@ class LongReply:
 
     async def send(self, call: AnyCall, response: "Response") -> None:
         """Send it piece by piece."""
-        await response.start(200, self.media_type, self.n_bytes, {})
+        length = (b"content-length", str(self.n_bytes).encode())
+        await response.start(200, [(b"content-type", self.media_type.encode()), length], {})
         n_left = self.n_bytes
         for piece in self.pieces:
             n_left -= len(piece)
@@ -239,17 +241,13 @@ class Upload:
                 )
             self._budget.check(self._hold.client, int(declared))
         limit_s, idle_s = self._settings.request_timeout_s, self._settings.idle_timeout_s
-        has_more = True
+        loop, has_more = asyncio.get_running_loop(), True
+        end_s = loop.time() + (limit_s or math.inf)
         try:
-            async with asyncio.timeout(limit_s or None):
+            async with asyncio.timeout(None) as limit:
                 while has_more:
-                    try:
-                        async with asyncio.timeout(idle_s):
-                            message = await self._receive()
-                    except TimeoutError:
-                        raise SlowBody(
-                            f"nothing of the body came for {idle_s:g} s; send it faster"
-                        ) from None
+                    limit.reschedule(min(end_s, loop.time() + idle_s))
+                    message = await self._receive()
                     if message["type"] == "http.disconnect":
                         raise ClientGone
                     part = message.get("body", b"")
@@ -261,7 +259,10 @@ class Upload:
                         )
                     has_more = message.get("more_body", False)
         except TimeoutError:
-            raise SlowBody(f"the body took more than {limit_s:g} s; send it faster") from None
+            why = f"the body took more than {limit_s:g} s"
+            if loop.time() < end_s:
+                why = f"nothing of the body came for {idle_s:g} s"
+            raise SlowBody(f"{why}; send it faster") from None
         self._is_whole.set()
         return self._body
 
@@ -529,8 +530,7 @@ class Endpoint:
         self._decode: Callable[[Body], Any] | None = None
         if operation.body not in (None, Upload):
             kind = LenientDecoder if operation.is_lenient else msgspec.json.Decoder
-            read = decoded_with_unknown if operation.is_lenient else decoded
-            self._decode = partial(read, kind(operation.body))
+            self._decode = partial(decoded_with_unknown, kind(operation.body))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -551,8 +551,7 @@ class Endpoint:
             elif self._decode is not None:  # else a body is neither expected nor kept
                 body = await upload.read()
                 n_body_bytes = len(body)
-                value = await host.decoded(self._decode, body, hold)
-                value, unknown = value if operation.is_lenient else (value, ())
+                value, unknown = await host.decoded(self._decode, body, hold)
                 args = (value,)
                 upload.close()
                 hold.take(-n_body_bytes)
@@ -643,31 +642,27 @@ class Response:
     async def whole(self, reply: HttpReply) -> None:
         """Send *reply*; a large body in pieces, so that it waits for the client, not below."""
         n_bytes = len(reply.body)
-        await self.start(reply.status, reply.media_type, n_bytes, reply.headers)
+        head = [(b"content-length", str(n_bytes).encode())]
+        if reply.media_type:
+            head.insert(0, (b"content-type", reply.media_type.encode()))
+        await self.start(reply.status, head, reply.headers)
         for at in range(0, n_bytes or 1, PIECE_BYTES):
             piece = reply.body[at : at + PIECE_BYTES]
             await self.body(piece, is_last=at + PIECE_BYTES >= n_bytes)
 
     async def start(
-        self, status: int, media_type: str, n_bytes: int, headers: Mapping[str, str]
+        self, status: int, head: Sequence[tuple[bytes, bytes]], headers: Mapping[str, str]
     ) -> None:
-        """Send the head of a reply of *n_bytes*."""
+        """Send *head* and then *headers*."""
         self.is_started = True
-        sent = [(name.encode(), value.encode()) for name, value in headers.items()]
-        sent.insert(0, (b"content-length", str(n_bytes).encode()))
-        if media_type:
-            sent.insert(0, (b"content-type", media_type.encode()))
-        message = {"type": "http.response.start", "status": status, "headers": sent}
+        named = [(name.encode(), value.encode()) for name, value in headers.items()]
+        message = {"type": "http.response.start", "status": status, "headers": [*head, *named]}
         await self._connection.send(self._send, message, self._idle_s)
 
     async def event(self, frames: Frames) -> None:
         """One Server-Sent Event, its data in pieces; the headers precede the first one."""
         if not self.is_started:
-            self.is_started = True
-            sent = [*_SSE_HEADERS]
-            sent += [(name.encode(), value.encode()) for name, value in self.event_headers.items()]
-            message = {"type": "http.response.start", "status": 200, "headers": sent}
-            await self._connection.send(self._send, message, self._idle_s)
+            await self.start(200, _SSE_HEADERS, self.event_headers)
         if not frames:
             return
         small = bytearray(self.event_head)
@@ -764,33 +759,24 @@ def decoded(decoder: Decoder, raw: Body | bytes | str) -> Any:
         RequestError: It is not JSON, or a field has the wrong type; the message names the field.
         TooLarge: It has too many values.
     """
+    return decoded_with_unknown(decoder, raw)[0]
+
+
+def decoded_with_unknown(decoder: Decoder, raw: Body | bytes | str) -> tuple[Any, tuple[str, ...]]:
+    """As `decoded`, with the names of the members that the type of a lenient decoder lacks."""
     if isinstance(raw, Body):
         raw = raw.read()
     check_values(raw)
+    raw = raw or b"{}"
     try:
-        return decoder.decode(raw or b"{}")
+        body = decoder.decode(raw)
+        return body, decoder.unknown(raw, body) if isinstance(decoder, LenientDecoder) else ()
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise _unreadable(error) from None
-
-
-def decoded_with_unknown(
-    decoder: LenientDecoder, raw: Body | bytes | str
-) -> tuple[Any, tuple[str, ...]]:
-    """As `decoded`, with the names of the members that the type does not have."""
-    if isinstance(raw, Body):
-        raw = raw.read()
-    body = decoded(decoder, raw)
-    try:
-        return body, decoder.unknown(raw or b"{}", body)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise _unreadable(error) from None
-
-
-def _unreadable(error: Exception) -> RequestError:
-    named = _FIELD.search(str(error))
-    return RequestError(
-        f"the request cannot be read: {error}; correct it", parameter=named[1] if named else None
-    )
+        named = _FIELD.search(str(error))
+        raise RequestError(
+            f"the request cannot be read: {error}; correct it",
+            parameter=named[1] if named else None,
+        ) from None
 
 
 def _gzipped(reply: HttpReply) -> HttpReply:

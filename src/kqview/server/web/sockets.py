@@ -8,7 +8,7 @@ failed.
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Generator
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -63,44 +63,32 @@ class Socket:
     def __init__(
         self,
         host: SocketHost,
+        scope: Scope,
         receive: Receive,
         send: Send,
-        *,
-        subprotocol: str | None,
-        connection: Connection = UNKNOWN,
-        takes_frames: bool = False,
-        on_message: Callable[[], None] | None = None,
+        known: Sequence[str] = (),
+        on_message: Callable[[], None] = lambda: None,
     ) -> None:
-        """Wrap an ASGI WebSocket.
+        """Wrap an ASGI WebSocket for *host*, whose settings count.
 
-        Args:
-            host: Whose settings count.
-            receive: Of ASGI.
-            send: Of ASGI.
-            subprotocol: The one agreed on, None for none.
-            connection: The connection below, to drop it if the client stops reading.
-            takes_frames: Whether *send* supports the extension `FRAMES`.
-            on_message: Called for each message but the first; raising refuses the message.
+        *known* are the subprotocols that may be agreed on. *on_message* is called for each message
+        but the first, which it refuses by raising.
         """
         self.host = host
-        self.subprotocol = subprotocol
+        self.subprotocol = next((n for n in scope.get("subprotocols", ()) if n in known), None)
+        self.is_closed = False
+        """Whether nothing more can be sent."""
         self._receive = receive
         self._send = send
-        self._connection = connection
-        self._takes_frames = takes_frames
+        self._connection: Connection = scope["state"].get("connection", UNKNOWN)
+        self._takes_frames = FRAMES in (scope.get("extensions") or {})
         self._on_message = on_message
         self._lock = asyncio.Lock()
-        self._is_closed = False
         self._messages: Reservation | None = None
         self._n_received = 0
         self._n_streams = 0
         self._has_no_stream = asyncio.Event()
         self._has_no_stream.set()
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether nothing more can be sent."""
-        return self._is_closed
 
     def admit(self, arriving: Reservation, messages: Reservation) -> None:
         """Allow large messages from now on.
@@ -140,10 +128,10 @@ class Socket:
         async with asyncio.timeout(timeout_s):
             message = await self._receive()
         if message["type"] == "websocket.disconnect":
-            self._is_closed = True
+            self.is_closed = True
             raise Disconnected
         self._n_received += 1
-        if self._on_message is not None and self._n_received > 1:
+        if self._n_received > 1:
             self._on_message()
         text = message.get("text")
         data: bytes | str = message.get("bytes") or b"" if text is None else text
@@ -171,10 +159,6 @@ class Socket:
                 kind = "text" if isinstance(frame, str) else "bytes"
                 await self._pass_open({"type": "websocket.send", kind: frame})
 
-    async def send_json(self, value: Any) -> None:
-        """Send *value* as a text frame of JSON; raises as `send`."""
-        await self.send([msgspec.json.encode(value).decode()])
-
     async def close(self, code: int = CLOSE_DONE, reason: str = "") -> None:
         """Close it after the event that is being sent; idempotent.
 
@@ -182,15 +166,15 @@ class Socket:
             ClientGone: As `send`.
         """
         async with self._lock:
-            if self._is_closed:
+            if self.is_closed:
                 return
-            self._is_closed = True
+            self.is_closed = True
             # The reason has to fit into a control frame.
             text = reason.encode("utf-8", "replace")[:123].decode("utf-8", "ignore")
             await self._pass({"type": "websocket.close", "code": code, "reason": text})
 
     async def _pass_open(self, message: Message) -> None:
-        if self._is_closed:
+        if self.is_closed:
             raise ClientGone("the WebSocket is closed")
         await self._pass(message)
 
@@ -198,7 +182,7 @@ class Socket:
         try:
             await self._connection.send(self._send, message, self.host.settings.idle_timeout_s)
         except ClientGone as error:
-            self._is_closed = True
+            self.is_closed = True
             if isinstance(error, Stalled):
                 self._connection.abort()
             raise
@@ -262,22 +246,14 @@ class SocketEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one WebSocket until its end."""
         await receive()  # websocket.connect
-        known = self._operation.subprotocols
         caller = None
 
         def check() -> None:
             if caller is not None:  # its key may be revoked by now
                 self._gate.check(scope, access=self._operation.access)
 
-        socket = Socket(
-            self._host,
-            receive,
-            send,
-            subprotocol=next((n for n in scope.get("subprotocols", ()) if n in known), None),
-            connection=scope["state"].get("connection", UNKNOWN),
-            takes_frames=FRAMES in (scope.get("extensions") or {}),
-            on_message=check,
-        )
+        known = self._operation.subprotocols
+        socket = Socket(self._host, scope, receive, send, known, check)
         self._host.on_drain.add(socket.go_away)
         holds = contextlib.ExitStack()
         try:
@@ -312,7 +288,7 @@ class SocketEndpoint:
     async def _refuse(self, socket: Socket, error: Exception) -> None:
         answer = answer_of(error)
         body = msgspec.to_builtins(self._operation.error_body(answer))
-        await socket.send_json({"type": "error", **body})
+        await socket.send([msgspec.json.encode({"type": "error", **body}).decode()])
         code = CLOSE_POLICY if answer.status < 500 else close_code(error)
         await socket.close(CLOSE_TOO_BIG if isinstance(error, TooLarge) else code, answer.message)
 

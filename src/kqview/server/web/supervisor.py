@@ -41,8 +41,7 @@ _MOST_REFUSED = 64  # connections at a time; those beyond are closed at once
 _KILL_AFTER_S = 2.0  # after SIGABRT, which lets the worker print its stacks
 _GRACE_MARGIN_S = 3.0  # beyond its own grace, after which the worker is killed
 _TICK_S = 1.0
-_HANGUP = getattr(signal, "SIGHUP", None)
-STOPS = (signal.SIGTERM, signal.SIGINT, *([_HANGUP] if _HANGUP is not None else []))
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """Signals that ask for the end; SIGHUP does so where there is no configuration to read again."""
 
 
@@ -182,7 +181,7 @@ class Supervisor:
         signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, _woken)
         for number in STOPS:
-            if number == _HANGUP and self._hangup is not None:
+            if number == signal.SIGHUP and self._hangup is not None:
                 signal.signal(number, self._hung_up)
             elif signal.getsignal(number) is not signal.SIG_IGN:  # as nohup leaves it
                 signal.signal(number, self._asked)
@@ -236,7 +235,7 @@ class Supervisor:
                 if signal.getsignal(number) is not signal.SIG_IGN:
                     signal.signal(number, signal.SIG_DFL)
             # One that reads its configuration again hears SIGHUP once it has a handler.
-            heard = STOPS if self._hangup is None else set(STOPS) - {_HANGUP}
+            heard = STOPS if self._hangup is None else set(STOPS) - {signal.SIGHUP}
             signal.pthread_sigmask(signal.SIG_UNBLOCK, heard)
             for descriptor in inherited:
                 os.set_inheritable(descriptor, True)
@@ -373,8 +372,7 @@ class Supervisor:
 
     def _reload(self) -> None:
         self._shall_reload = False
-        assert _HANGUP is not None
-        self._signal(_HANGUP)
+        self._signal(signal.SIGHUP)
 
     def _signal(self, number: int) -> None:
         if self._pid:

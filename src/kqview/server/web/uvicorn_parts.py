@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import logging
 import re
+import resource
 import socket
 import ssl
 import struct
@@ -46,28 +47,22 @@ CHECKED: Final = ((0, 53), (0, 55))
 
 _log: Final = logging.getLogger("kqview.server")
 
-# No CORS headers: these are sent before it is known which page asks.
-_BUSY: Final = (
-    b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\ncontent-length: 0\r\n"
-    b"connection: close\r\n\r\n"
-)
-_TOO_MANY_TEXT: Final = (
+
+def _refusal(status: bytes, text: bytes = b"", more: bytes = b"") -> bytes:
+    """A whole reply; without CORS headers: it is sent before it is known which page asks."""
+    kind = b"content-type: text/plain\r\nx-content-type-options: nosniff\r\n" if text else b""
+    head = b"HTTP/1.1 %b\r\n%b%bcontent-length: %d\r\nconnection: close\r\n\r\n"
+    return head % (status, more, kind, len(text)) + text
+
+
+_BUSY: Final = _refusal(b"503 Service Unavailable", more=b"retry-after: 1\r\n")
+_TOO_MANY: Final = _refusal(
+    b"429 Too Many Requests",
     b"too many connections from your address; close some, or, if it is a proxy's, name it "
-    b"(--trusted-proxy)\n"
+    b"(--trusted-proxy)\n",
+    b"retry-after: 1\r\n",
 )
-_TOO_MANY: Final = (
-    b"HTTP/1.1 429 Too Many Requests\r\nretry-after: 1\r\ncontent-type: text/plain\r\n"
-    b"x-content-type-options: nosniff\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%b"
-    % (len(_TOO_MANY_TEXT), _TOO_MANY_TEXT)
-)
-_INVALID: Final = (
-    b"HTTP/1.1 400 Bad Request\r\ncontent-type: text/plain\r\n"
-    b"x-content-type-options: nosniff\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%b"
-)
-_TOO_LONG: Final = (
-    b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\n"
-    b"connection: close\r\n\r\n"
-)
+_TOO_LONG: Final = _refusal(b"431 Request Header Fields Too Large")
 _MOST_HEAD_BYTES: Final = 64 * 1024
 _MOST_UNREAD_BODY: Final = 2**20  # that may follow a reply that did not wait for it
 _LINGER_S: Final = 2.0  # for the client to read that reply before the connection is closed
@@ -219,10 +214,6 @@ class UvicornConnection(Connection):
 
 def allow_files(settings: Settings) -> None:
     """Raise this process's soft limit of open files to what the connections need, if possible."""
-    try:
-        import resource
-    except ModuleNotFoundError:  # Windows has no such limit
-        return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 2 * settings.max_connections + _SPARE_FILES  # a large body has a file of its own
     if hard != resource.RLIM_INFINITY:
@@ -496,7 +487,7 @@ class _BoundedHttpProtocol(HttpToolsProtocol):
                 self.transport.abort()
 
     def send_400_response(self, msg: str) -> None:
-        self.transport.write(_INVALID % (len(msg), msg.encode()))
+        self.transport.write(_refusal(b"400 Bad Request", msg.encode()))
         self.transport.close()
 
     def on_message_begin(self) -> None:
