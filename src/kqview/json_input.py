@@ -26,15 +26,12 @@ class TooDeep(ValueError):
         super().__init__(f"it is nested {how} deep, the limit is {DEPTH_MAX}; make it flatter")
 
 
-def check_depth(text: str, strings: re.Pattern[str] = _STRING) -> None:
-    """Raise TooDeep if *text*, JSON or what shall be, is nested too deeply.
-
-    *strings*: what has no brackets that count; of another notation than JSON, its comments as well.
-    """
+def check_depth(text: str) -> None:
+    """Raise TooDeep if *text*, JSON or what shall be, is nested too deeply."""
     if text.count("[") + text.count("{") <= DEPTH_MAX:
         return
     depth = deepest = 0
-    for bracket in _NO_BRACKET.sub("", strings.sub("", text)):
+    for bracket in _NO_BRACKET.sub("", _STRING.sub("", text)):
         depth = max(depth + (1 if bracket in "[{" else -1), 0)
         deepest = max(deepest, depth)
     if deepest > DEPTH_MAX:

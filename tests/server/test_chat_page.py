@@ -566,16 +566,16 @@ def test_tab_that_nobody_sees_holds_no_connection(page: Any, served: Served):
     show(page, served)
     ask(page)
     bus = served.service.bus
-    served.wait_until(lambda: bus.n_subscribers == 1)
+    served.wait_until(lambda: len(bus.subscriptions) == 1)
     see = """hidden => {
         Object.defineProperty(document, "hidden", { value: hidden, configurable: true });
         document.dispatchEvent(new Event("visibilitychange"));
     }"""
     page.evaluate(see, True)
-    served.wait_until(lambda: bus.n_subscribers == 0)
+    served.wait_until(lambda: len(bus.subscriptions) == 0)
     with page.expect_request("**/chat/sessions"):  # what it missed
         page.evaluate(see, False)
-    served.wait_until(lambda: bus.n_subscribers == 1)
+    served.wait_until(lambda: len(bus.subscriptions) == 1)
 
 
 # ---- conversations

@@ -10,6 +10,7 @@ import pytest
 from kqview.engine_options import DEFAULTS
 from kqview.errors import RequestError
 from kqview.server import Settings
+from kqview.server.settings import values_in
 
 FIELDS = [spec.name for spec in dataclasses.fields(Settings)]
 LISTS = (
@@ -142,7 +143,7 @@ def test_proxy_that_is_no_address_is_refused(proxy: str):
         Settings(trusted_proxies=(proxy,))
 
 
-def test_environment_is_read_and_given_values_win():
+def test_environment_is_read():
     environ = {
         "KQVIEW_PORT": "6001",
         "KQVIEW_API_KEYS": " a, b ,",
@@ -154,8 +155,8 @@ def test_environment_is_read_and_given_values_win():
         "KQVIEW_CUDA_ARCH": "not ours",
         "OTHER": "1",
     }
-    settings = Settings.from_env(environ, port=7001, host=None)
-    assert settings.port == 7001
+    settings = Settings(**values_in(environ))
+    assert settings.port == 6001
     assert settings.host == "127.0.0.1"
     assert settings.api_keys == ("a", "b")
     assert settings.query_key is True
@@ -170,7 +171,7 @@ def test_environment_is_read_and_given_values_win():
 )
 def test_environment_that_cannot_be_read_is_refused(name: str, text: str):
     with pytest.raises(RequestError, match=name.lower()):
-        Settings.from_env({f"KQVIEW_{name}": text})
+        Settings(**values_in({f"KQVIEW_{name}": text}))
 
 
 def test_variables_of_the_template_are_json_or_text():

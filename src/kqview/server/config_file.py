@@ -20,7 +20,7 @@ import msgspec
 
 from kqview.engine import check_opening
 from kqview.errors import CapacityError, ModelError, RequestError, shown
-from kqview.json_input import DEPTH_MAX, TooDeep, check_depth
+from kqview.json_input import DEPTH_MAX
 from kqview.server.apps.mia4.passport import REASONING_MAX_TOKENS, check_sampling
 from kqview.server.config import TABLES, Config, Model, SystemPrompt
 from kqview.server.settings import PREFIX, Settings, values_in
@@ -38,13 +38,6 @@ _MOST_ID: Final = 128  # characters
 _MOST_NAMES: Final = 20  # in a message
 _INTEGER_BITS: Final = 63  # beside the sign
 _TOO_DEEP: Final = f"tables are nested too deeply, the limit is {DEPTH_MAX}"
-# What has no brackets that count: comments and texts.
-_WORDS: Final = re.compile(
-    r"#[^\n]*"
-    r'|"""(?:\\.|[^\\])*?(?:"""|\Z)' r"|'''.*?(?:'''|\Z)"
-    r'|"(?:\\.|[^"\\\n])*"?' r"|'[^'\n]*'?",
-    re.DOTALL,
-)  # fmt: skip
 _TOO_LARGE: Final = f"the number is too large; the limit is {2**_INTEGER_BITS - 1}"
 _MOST_PROBLEMS: Final = 100
 _ALL_KEYS: Final = "kqview config init prints all keys"
@@ -256,14 +249,12 @@ def _parsed(path: Path) -> dict[str, Any]:
     try:
         if len(raw) > _MOST_BYTES:
             raise ValueError(f"the file has more than {_MOST_BYTES} bytes")
-        text = raw.decode("utf-8-sig")
-        check_depth(text, _WORDS)
-        return tomllib.loads(text)
+        return tomllib.loads(raw.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         reason = f"the file is no UTF-8 at line {raw.count(10, 0, error.start) + 1}"
     except tomllib.TOMLDecodeError as error:
         reason = f"{error} (TOML)"
-    except (TooDeep, RecursionError):  # of a key with too many parts, from Python 3.14 on
+    except RecursionError:  # of many more; `_keys` finds the others
         reason = _TOO_DEEP
     except ValueError as error:  # also of a number of more digits than Python reads
         reason = str(error) if len(raw) > _MOST_BYTES else _TOO_LARGE

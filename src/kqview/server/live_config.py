@@ -46,34 +46,28 @@ def reloaded(old: Config, new: Config) -> tuple[Config, Reloaded]:
         old: What counts.
         new: What was read.
     """
-    settings, stays = _merged("server", old.settings, new.settings)
-    changed = [
-        f"server.{name}"
-        for name in rows_of(Settings)
-        if getattr(settings, name) != getattr(old.settings, name)
-    ]
     models, models_stay = _models_of(old, new)
-    if list(models.items()) != list(old.models.items()):
-        changed.append("models")
-    tables: dict[str, Any] = {}
-    for name in TABLES:
-        tables[name], kept = _merged(name, getattr(old, name), getattr(new, name))
-        stays += kept
-        if tables[name] != getattr(old, name):
+    changed: list[str] = []
+    stays: list[str] = []
+    found: dict[str, Any] = {}
+    for name in ("settings", *TABLES):
+        before, now = getattr(old, name), getattr(new, name)
+        table = "server" if name == "settings" else name
+        kept = {
+            key: getattr(before, key)
+            for key, row in rows_of(now.__class__).items()
+            if row.restart and getattr(before, key) != getattr(now, key)
+        }
+        stays += [f"{table}.{key}" for key in kept]
+        found[name] = merged = dataclasses.replace(now, **kept)
+        if name == "settings":
+            rows = rows_of(Settings)
+            changed += [f"server.{k}" for k in rows if getattr(merged, k) != getattr(before, k)]
+            changed += ["models"] if [*models.items()] != [*old.models.items()] else []
+        elif merged != before:
             changed.append(name)
     stays += ["models"] if models_stay else []
-    merged = Config(settings=settings, models=models, **tables)
-    return merged, Reloaded(tuple(changed), tuple(stays))
-
-
-def _merged(table: str, old: Any, new: Any) -> tuple[Any, list[str]]:
-    """The values in effect of a table, and the keys of *new* that are not."""
-    kept = {
-        name: getattr(old, name)
-        for name, row in rows_of(new.__class__).items()
-        if row.restart and getattr(old, name) != getattr(new, name)
-    }
-    return dataclasses.replace(new, **kept), [f"{table}.{name}" for name in kept]
+    return Config(models=models, **found), Reloaded(tuple(changed), tuple(stays))
 
 
 def _models_of(old: Config, new: Config) -> tuple[Mapping[str, Model], bool]:
@@ -90,13 +84,13 @@ def _is_one(config: Config) -> bool:
     return not config.models or config.models == Config.of(config.settings).models
 
 
+@dataclass(slots=True)
 class Derived(Generic[_T]):
     """What is made of a part of the configuration; ``value`` is that of the one in effect."""
 
-    def __init__(self, part: Callable[[Config], Any], make: Callable[[Any], _T], value: _T) -> None:
-        self.part = part
-        self.make = make
-        self.value = value
+    part: Callable[[Config], Any]
+    make: Callable[[Any], _T]
+    value: _T
 
 
 class LiveConfig:

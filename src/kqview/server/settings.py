@@ -11,7 +11,7 @@ import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Final, Literal, Self
+from typing import Annotated, Any, Final, Literal
 
 from msgspec import Meta
 
@@ -478,24 +478,12 @@ class Settings:
                 found[name] = value
         return found
 
-    @classmethod
-    def from_env(cls, environ: Mapping[str, str], **given: Any) -> Self:
-        """Settings of the environment; *given* ones, where not None, win.
-
-        Args:
-            environ: Such as ``os.environ``; names beginning with ``KQVIEW_`` that are no setting
-                are left alone.
-            **given: Settings by field name.
-
-        Raises:
-            RequestError: As the constructor.
-        """
-        values = {name: value for name, value in given.items() if value is not None}
-        return cls(**{**values_in(environ), **values})
-
 
 def values_in(environ: Mapping[str, str]) -> dict[str, Any]:
-    """The settings that *environ* gives, not checked yet."""
+    """The settings that *environ*, such as ``os.environ``, gives; not checked yet.
+
+    Names that begin with ``KQVIEW_`` and are no setting are left alone.
+    """
     found: dict[str, Any] = {}
     for name, row in rows_of(Settings).items():
         text = environ.get(PREFIX + name.upper())

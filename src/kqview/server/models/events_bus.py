@@ -200,17 +200,13 @@ class Bus:
     """Passes events on."""
 
     def __init__(self) -> None:
-        self._subscriptions: set[Subscription] = set()
+        self.subscriptions: set[Subscription] = set()
+        """Those that are open."""
         self._is_closed = False
-
-    @property
-    def n_subscribers(self) -> int:
-        """Subscriptions that are open."""
-        return len(self._subscriptions)
 
     def publish(self, event: msgspec.Struct, owner: str | None = None) -> None:
         """Tell everybody who may see what belongs to *owner*; None is for all."""
-        for subscription in self._subscriptions:
+        for subscription in self.subscriptions:
             subscription.put(event, owner)
 
     @contextlib.asynccontextmanager
@@ -222,21 +218,21 @@ class Bus:
         Raises:
             QueueFull: There are too many.
         """
-        if len(self._subscriptions) >= _MOST_SUBSCRIBERS:
+        if len(self.subscriptions) >= _MOST_SUBSCRIBERS:
             raise QueueFull(
                 f"{_MOST_SUBSCRIBERS} clients are listening to events, the limit; try again later"
             )
         subscription = Subscription(limit, sees)
-        self._subscriptions.add(subscription)
+        self.subscriptions.add(subscription)
         if self._is_closed:
             subscription.close()
         try:
             yield subscription
         finally:
-            self._subscriptions.discard(subscription)
+            self.subscriptions.discard(subscription)
 
     async def close(self) -> None:
         """End every subscription after what it holds."""
         self._is_closed = True
-        for subscription in self._subscriptions:
+        for subscription in self.subscriptions:
             subscription.close()
