@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -25,8 +26,6 @@ from tests.support.waiting import until
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
     from pathlib import Path
-
-    from kqview.server.models.model_entry import ModelEntry
 
 
 @pytest.fixture(scope="module")
@@ -407,10 +406,6 @@ async def test_stall_of_any_model_is_seen(folder: Path, monkeypatch: pytest.Monk
     async with opened(config_of(folder)) as service:
         await use(service, "ada", "bob")
         assert service.pool.stall() is None
-        bob: ModelEntry = service.pool.find("bob")
-
-        def stall(limit_s: float) -> str:
-            return f"silent for {limit_s:g} s"
-
-        monkeypatch.setattr(bob, "stall", stall)
+        health = SimpleNamespace(stall=lambda limit_s: f"silent for {limit_s:g} s")
+        monkeypatch.setattr(service.pool.find("bob").engine, "health", lambda: health)
         assert service.pool.stall(2) == "silent for 120 s"

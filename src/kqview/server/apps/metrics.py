@@ -14,7 +14,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from kqview.server.apps.conversations import ChatService
-from kqview.server.models.service import Service
 from kqview.types import EngineStats
 
 MEDIA_TYPE: Final = CONTENT_TYPE_LATEST
@@ -105,14 +104,18 @@ _OF_SERVICE: Final[_Rows] = (
 
 
 class Metrics:
-    """Metrics of one server; belongs to its event loop."""
+    """Metrics of one server; belongs to its event loop.
+
+    It is a collector of what the engines count; with a label for the model where there are several.
+    """
 
     def __init__(self, service: ChatService) -> None:
         """Watch *service* and its runs."""
         self.started_s = int(time.time())
         """When the server started, in seconds since 1970."""
+        self._service = service
         self._registry = all_ = CollectorRegistry()
-        all_.register(_EngineCollector(service, self.started_s))
+        all_.register(self)
         self.requests = Counter(
             "kqview_http_requests", "HTTP requests and WebSockets answered.",
             ("path", "status"), registry=all_,
@@ -135,14 +138,6 @@ class Metrics:
         line = b"# TYPE llamacpp:n_tokens_max "
         return generate_latest(self._registry).replace(line + b"gauge", line + b"counter")
 
-
-class _EngineCollector:
-    """What the engines count; with a label for the model where there are several."""
-
-    def __init__(self, service: Service, started_s: int) -> None:
-        self._service = service
-        self._started_s = started_s
-
     def collect(self) -> Iterator[Metric]:
         """Called for every scrape."""
         service, pool = self._service, self._service.pool
@@ -162,11 +157,11 @@ class _EngineCollector:
             "kqview_generations", "Generations that ended, by reason.", labels=("reason",)
         )
         for reason, n in service.n_ended.items():
-            ended.add_metric((reason,), n, created=self._started_s)
+            ended.add_metric((reason,), n, created=self.started_s)
         yield ended
         yield CounterMetricFamily(
             "llamacpp:prompt_tokens_cached", "Prompt tokens reused from a cache.",
-            value=service.n_cached_tokens, created=self._started_s,
+            value=service.n_cached_tokens, created=self.started_s,
         )  # fmt: skip
         if (traces := service.mod_runs.trace_stats()) is not None:
             for name, field, text in _OF_TRACES:

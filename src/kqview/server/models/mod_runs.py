@@ -62,11 +62,6 @@ class ModRuns:
                 headers={} if key is None else {"authorization": f"Bearer {key}", "x-api-key": key},
             )
 
-    @property
-    def is_open(self) -> bool:
-        """Whether requests may name mods."""
-        return self._folder.value is not None
-
     def list(self) -> list[ModInfo]:
         """The mods of the folder; may take time."""
         folder = self._folder.value
@@ -78,7 +73,7 @@ class ModRuns:
         Raises:
             RequestError: There is no folder of mods, or there are too many.
         """
-        if wanted and not self.is_open:
+        if wanted and self._folder.value is None:
             raise RequestError(
                 f"mods has {wanted[0].name[:80]!r}, but this server has no mods; start it with "
                 "--mods-dir, or leave mods out",

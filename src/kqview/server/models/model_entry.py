@@ -245,16 +245,6 @@ class ModelEntry:
         """Counters of all engines that it had, the current one last."""
         return [*self._past, *([self.loaded.stats()] if self.loaded else [])]
 
-    def stall(self, limit_s: float) -> str | None:
-        """Why its requests make no progress, None if they do; any thread."""
-        engine = self.loaded
-        return engine.health().stall(limit_s) if engine and limit_s else None
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether closing the engine gave its thread up."""
-        return self.loaded is not None and self.loaded.health().is_lost
-
     # ---- its engine
 
     @property

@@ -519,7 +519,7 @@ class Pool:
     @property
     def is_engine_lost(self) -> bool:
         """Whether closing an engine gave its thread up."""
-        return any(served.is_lost for served in self.all)
+        return any(one.loaded is not None and one.loaded.health().is_lost for one in self.all)
 
     def stall(self, factor: float = 1.0) -> str | None:
         """Why requests make no progress, None if they do; any thread.
@@ -528,7 +528,8 @@ class Pool:
             factor: Times the settings' ``stall_timeout_s``.
         """
         limit_s = factor * self._live.settings.stall_timeout_s
-        return next((why for one in self.all if (why := one.stall(limit_s)) is not None), None)
+        engines = [engine for one in self.all if limit_s and (engine := one.loaded) is not None]
+        return next((why for one in engines if (why := one.health().stall(limit_s))), None)
 
 
 def _models(config: Config) -> Mapping[str, Model]:

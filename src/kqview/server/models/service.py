@@ -10,7 +10,7 @@ import logging
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence, Sized
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence, Sized
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -23,7 +23,7 @@ from kqview.engine import Engine
 from kqview.errors import ClosedError, PromptTooLong, QueueFull, RequestError
 from kqview.generation.stream import Generation
 from kqview.machine import physical_memory_bytes
-from kqview.mods.events import Dialogue, conversation_of
+from kqview.mods.events import conversation_of
 from kqview.mods.failures import logging_failures
 from kqview.mods.folder import ModInfo
 from kqview.server.errors import model_changed, renamed, too_late
@@ -43,7 +43,6 @@ from kqview.server.web import endpoint
 from kqview.server.web.access import ANYONE, Caller
 from kqview.server.web.budget import Budget, Reservation, Workers, uncounted
 from kqview.server.web.endpoint import DECODED_TIMES, Operation
-from kqview.server.web.sockets import SocketHost
 from kqview.submission import owned_by
 from kqview.types import Score
 
@@ -63,7 +62,7 @@ LEAST_CLOSE_S: Final = 1.0
 _SCORE_BYTES: Final = 384  # a logprob with its id and text, as a value and as JSON
 
 
-class Service(SocketHost):
+class Service(endpoint.Host):
     """What every dialect calls, from the event loop that serves."""
 
     def __init__(self, engine: Engine | None, settings: Settings | LiveConfig) -> None:
@@ -387,10 +386,11 @@ class Service(SocketHost):
                     engine.token_bytes(0)  # a model without a vocabulary is refused here
                     phrases = PhraseBan(Phrases(request.banned_phrases), engine.token_bytes)
                     options["mods"] = [*options.get("mods", ()), phrases]
-                seen = contextlib.nullcontext()
-                if "mods" in options:
-                    seen = _for_mods(request.dialogue)
-                with seen, owned_by(owner, is_gone):
+                with contextlib.ExitStack() as begun:
+                    if "mods" in options:  # they see the chat, and their failures are logged
+                        begun.enter_context(conversation_of(request.dialogue))
+                        begun.enter_context(logging_failures())
+                    begun.enter_context(owned_by(owner, is_gone))
                     generation = engine.generate(
                         prompts[i_prompt],
                         max_tokens=min(request.max_tokens, self.settings.max_tokens),
@@ -623,13 +623,6 @@ def _check_prompts(
                 n_tokens=len(ids),
                 n_max=limit,
             )
-
-
-@contextlib.contextmanager
-def _for_mods(dialogue: Dialogue | None) -> Generator[None]:
-    """The block in which mods are begun: they see the chat, and their failures are logged."""
-    with conversation_of(dialogue), logging_failures():
-        yield
 
 
 Call: TypeAlias = endpoint.Call[Service, ModelEntry]

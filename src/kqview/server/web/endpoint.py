@@ -492,6 +492,10 @@ class Host:
 
     budget: Budget
     """Memory for requests and replies."""
+    on_drain: set[Callable[[], Awaitable[None]]]
+    """Called when the server ends; of a host with WebSockets."""
+    is_closing = False
+    """Whether the server ends; the same."""
 
     @property
     def settings(self) -> Settings:

@@ -45,24 +45,12 @@ class Disconnected(ClientGone):
     """The client is gone: nothing more will be received."""
 
 
-class SocketHost(Host):
-    """A `Host` of operations over WebSockets."""
-
-    on_drain: set[Callable[[], Awaitable[None]]]
-    """Called when the server ends."""
-
-    @property
-    def is_closing(self) -> bool:
-        """Whether the server ends."""
-        raise NotImplementedError
-
-
 class Socket:
     """One accepted WebSocket; one task reads, any task of the loop sends."""
 
     def __init__(
         self,
-        host: SocketHost,
+        host: Host,
         scope: Scope,
         receive: Receive,
         send: Send,
@@ -238,7 +226,7 @@ def close_code(error: BaseException) -> int:
 class SocketEndpoint:
     """ASGI app of one operation over a WebSocket."""
 
-    def __init__(self, operation: Operation, host: SocketHost, gate: Gate) -> None:
+    def __init__(self, operation: Operation, host: Host, gate: Gate) -> None:
         self._operation = operation
         self._host = host
         self._gate = gate

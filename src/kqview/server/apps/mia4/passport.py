@@ -224,8 +224,8 @@ class Known(msgspec.Struct, frozen=True):
     version: int
 
 
-def canonical(value: object) -> bytes:
-    """*value* as canonical JSON.
+def hash_of(value: object) -> str:
+    """``sha256:...`` of *value*, plain data or a table of `Config`, as canonical JSON.
 
     Raises:
         RequestError: It has a number that JSON does not have, a surrogate, or a type of its own.
@@ -235,7 +235,7 @@ def canonical(value: object) -> bytes:
         text = json.dumps(
             plain, ensure_ascii=False, allow_nan=False, sort_keys=True, separators=(",", ":")
         )
-        return text.encode()
+        return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
     except (TypeError, ValueError) as error:
         raise RequestError(f"the value cannot be written as JSON: {error}") from None
 
@@ -249,11 +249,6 @@ def _plain(value: object) -> object:
     if isinstance(value, float) and value.is_integer() and abs(value) <= _WHOLE:
         return int(value)
     return value
-
-
-def hash_of(value: object) -> str:
-    """``sha256:...`` of *value*, plain data or a table of `Config`; raises as `canonical`."""
-    return f"sha256:{hashlib.sha256(canonical(value)).hexdigest()}"
 
 
 def passport_of(passport: Passport) -> Known:
