@@ -105,19 +105,15 @@ class Rows:
         return list(self.heads) if len(self.heads) == n else list(range(n))
 
 
-def rows_of_tokens(
-    tokens: Sequence[Token], texts: Sequence[str] | None = None, n_prompt: int | None = None
-) -> Rows:
-    """The rows of *tokens*, without those that have no attention.
+def rows_of_tokens(tokens: Sequence[Token], n_prompt: int | None = None) -> Rows:
+    """The rows of *tokens*, without those that have no attention; their texts, if they know them.
 
     Args:
         tokens: Tokens of one generation, in its order.
-        texts: Texts of its context, from the first token on; None for those that the tokens know.
         n_prompt: How many of the texts are the prompt's; None for what the tokens know.
 
     Raises:
-        RequestError: The tokens are of different captures, or *texts* has more texts than there
-            are tokens, or fewer than the prompt has.
+        RequestError: The tokens are of different captures.
     """
     with_rows = [token for token in tokens if token.attention is not None]
     capture = next((t.capture for t in with_rows if t.capture is not None), None)
@@ -128,7 +124,6 @@ def rows_of_tokens(
             parameter="attention",
         )
     at = [row.n_columns for row in rows]
-    has_spans = capture is not None and bool(capture.spans)
     is_reduced = capture is not None and capture.reduce is not None
     kept = () if capture is None or is_reduced else tuple(capture.heads or ())
     heads = () if is_reduced or not with_rows else with_rows[0].heads or kept
@@ -136,7 +131,7 @@ def rows_of_tokens(
     if n_prompt is None:
         n_prompt = context.n_prompt if context is not None else min(at, default=0)
     return Rows(
-        _texts_of(with_rows, at) if texts is None or has_spans else _labelled(texts, with_rows, at),
+        _texts_of(with_rows, at),
         at,
         rows,
         n_prompt,
@@ -144,7 +139,7 @@ def rows_of_tokens(
         heads,
         "probs" if capture is None else capture.kind,
         None if capture is None else capture.reduce,
-        has_spans,
+        capture is not None and bool(capture.spans),
         bool(with_rows) and getattr(with_rows[0].attention, "ndim", 3) == 1,
     )
 
@@ -189,37 +184,18 @@ def _texts_of(tokens: Sequence[Token], at: Sequence[int]) -> list[str]:
     return texts
 
 
-def _labelled(texts: Sequence[str], tokens: Sequence[Token], at: Sequence[int]) -> list[str]:
-    """*texts* of the context, and those that the tokens know of what comes after."""
-    own = _texts_of(tokens, at)
-    if not min(at, default=0) <= len(texts) <= len(own):
-        raise RequestError(
-            f"tokens has {len(texts)} texts, the rows have {len(own) - 1} columns; pass a text for "
-            "each, or leave tokens out",
-            parameter="tokens",
-        )
-    return [*texts, *own[len(texts) :]]
-
-
-def rows_of_array(
-    array: Attention,
-    texts: Sequence[str] | None = None,
-    *,
-    kind: str = "probs",
-    causal: bool = True,
-) -> Rows:
-    """The rows of the queries of an array, which are the last ones of the context.
+def rows_of_array(array: Attention, *, kind: str = "probs", causal: bool = True) -> Rows:
+    """The rows of the queries of an array, the last ones of the context; its texts are positions.
 
     Args:
         array: ``(n_query, n_context)``, ``(n_layers, n_heads, n_context)`` for one query, or
             ``(n_layers, n_heads, n_query, n_context)``; or a tuple with an array of the last two
             forms without the first axis for each layer.
-        texts: Text of each column; None for positions.
         kind: Kind of the values.
         causal: Whether a query sees only itself and the tokens before it.
 
     Raises:
-        RequestError: The shape is another one, or *texts* is not as long as the last axis.
+        RequestError: The shape is another one.
     """
     if isinstance(array, tuple):
         parts = [part[:, None] if part.ndim == 2 else part for part in array]
@@ -241,15 +217,9 @@ def rows_of_array(
             f"attention has {n_query} queries but only {n_context} tokens; transpose the array",
             parameter="attention",
         )
-    if texts is not None and len(texts) != n_context:
-        raise RequestError(
-            f"tokens has {len(texts)} texts, the rows have {n_context} columns; pass a text for "
-            "each, or leave tokens out",
-            parameter="tokens",
-        )
-    texts = [str(i) for i in range(n_context)] if texts is None else list(texts)
     at, rows = rows_of_queries(parts, n_context - n_query, causal=causal)
     is_matrix = not isinstance(array, tuple) and array.ndim == 2
+    texts = [str(i) for i in range(n_context)]
     return Rows(texts, at, rows, kind=kind, is_matrix=is_matrix)
 
 

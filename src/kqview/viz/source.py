@@ -75,26 +75,22 @@ def rows_of(
     notes: list[str] = []
     if isinstance(attention, Generation):
         rows, notes = rows_of_generation(attention)
-        rows.texts = _replaced(rows, texts)
     elif isinstance(attention, PromptAttention):
         rows = rows_of_prompt(attention)
-        rows.texts = _replaced(rows, texts)
     elif isinstance(attention, Finished):
-        rows = rows_of_tokens(attention.tokens, texts)
+        rows = rows_of_tokens(attention.tokens)
     elif isinstance(attention, np.ndarray) or (
         isinstance(attention, tuple) and attention and isinstance(attention[0], np.ndarray)
     ):
-        rows = rows_of_array(
-            cast("Attention", attention), texts, kind=kind or "probs", causal=causal
-        )
+        rows = rows_of_array(cast("Attention", attention), kind=kind or "probs", causal=causal)
     elif isinstance(attention, Sequence):
-        rows = rows_of_tokens(_tokens_in(attention), texts)
+        rows = rows_of_tokens(_tokens_in(attention))
     elif hasattr(attention, "array"):
         source = cast("HasArray", attention)
         texts = texts if texts is not None else getattr(source, "column_texts", None)
-        rows = rows_of_array(source.array(), texts, kind=kind or "probs", causal=causal)
+        rows = rows_of_array(source.array(), kind=kind or "probs", causal=causal)
     elif callable(getattr(attention, "tokens", None)):
-        rows = rows_of_tokens(cast("HasTokens", attention).tokens(), texts)
+        rows = rows_of_tokens(cast("HasTokens", attention).tokens())
     else:
         raise RequestError(
             f"attention is {shown(attention)}; pass tokens, a generation, the result of attend, or "
@@ -107,6 +103,20 @@ def rows_of(
             parameter="attention",
         )
     rows.kind = kind or rows.kind
+    if texts is not None and not rows.has_spans:
+        n, n_known = len(texts), len(rows.texts)
+        is_all = isinstance(attention, Generation | PromptAttention)
+        # Of tokens, those of the prompt are enough, as the others know theirs.
+        least = n_known if is_all or rows.n_prompt is None else min(rows.at)
+        if not least <= n <= n_known:
+            there = f"the rows have {max(rows.n_columns)} columns"
+            if is_all:
+                there = f"but there are {n_known} tokens"
+            raise RequestError(
+                f"tokens has {n} texts, {there}; pass a text for each, or leave tokens out",
+                parameter="tokens",
+            )
+        rows.texts = [*texts, *rows.texts[n:]]
     return rows, notes
 
 
@@ -122,18 +132,6 @@ def _tokens_in(attention: Sequence[Any]) -> list[Token]:
                 parameter="attention",
             )
     return list(attention)
-
-
-def _replaced(rows: Rows, texts: list[str] | None) -> list[str]:
-    if texts is None:
-        return rows.texts
-    if len(texts) != len(rows.texts):
-        raise RequestError(
-            f"tokens has {len(texts)} texts, but there are {len(rows.texts)} tokens; pass a text "
-            "for each, or leave tokens out",
-            parameter="tokens",
-        )
-    return texts
 
 
 # ---- one head

@@ -74,14 +74,9 @@ class List {
     this.query = new AbortController();
     this.state.textContent = "Loading …";
     await this.attempt(async (signal) => {
-      const [page, values] = await Promise.all([
-        fetchTraces(this.filters(), undefined, signal),
-        fetchValues(signal),
-      ]);
+      const [, values] = await Promise.all([this.read(signal, new Map()), fetchValues(signal)]);
       offer(this.model, anyOf(values.models));
       offer(this.mod, anyOf(values.mods));
-      this.rows.replaceChildren(...page.traces.map((trace) => row(trace)));
-      this.endsAt(page.next_cursor);
     });
   }
 
@@ -90,20 +85,22 @@ class List {
     clearTimeout(this.timer);
     this.timer = undefined;
     await this.loading;
-    await this.attempt(async (signal) => {
-      const page = await fetchTraces(this.filters(), undefined, signal);
-      const known = this.known();
-      const isGap = !page.traces.some((trace) => known.has(trace.request_id));
-      const fresh = page.traces.map((trace) => {
-        const made = row(trace, known.size > 0 && !known.has(trace.request_id));
-        known.get(trace.request_id)?.remove();
-        return made;
-      });
-      if (isGap) this.rows.replaceChildren();
-      if (isGap || this.rows.childElementCount === 0) this.endsAt(page.next_cursor);
-      this.rows.prepend(...fresh);
-      this.tell();
+    await this.attempt((signal) => this.read(signal));
+  }
+
+  async read(signal, shown) {
+    const page = await fetchTraces(this.filters(), undefined, signal);
+    const known = shown ?? this.known();
+    const isGap = !page.traces.some((trace) => known.has(trace.request_id));
+    const fresh = page.traces.map((trace) => {
+      const made = row(trace, known.size > 0 && !known.has(trace.request_id));
+      known.get(trace.request_id)?.remove();
+      return made;
     });
+    if (isGap) this.rows.replaceChildren();
+    if (isGap || this.rows.childElementCount === 0) this.endsAt(page.next_cursor);
+    this.rows.prepend(...fresh);
+    this.tell();
   }
 
   async loadOlder() {
