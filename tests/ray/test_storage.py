@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from kqview.corpora.writer import Row, packed, shard_name
+from kqview.corpora.writer import PartRow, packed, shard_name
 from kqview.errors import CorpusError
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def sink(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 def piece(first: int, shard: int) -> tuple[bytes, Any]:
     """A shard of three documents, and the rows of its index."""
-    rows = [Row(n=i, id=f"d{i}", ids=[i, i + 1]) for i in range(first, first + 3)]
+    rows = [PartRow(n=i, id=f"d{i}", ids=[i, i + 1]) for i in range(first, first + 3)]
     arrays = [{"hidden": np.full((2, 4), row.n, np.float32)} for row in rows]
     return packed(rows, arrays, shard, compress=True)
 

@@ -15,7 +15,7 @@ import pytest
 from kqview import Capture, Token
 from kqview.coloured.encode import LEAST_KEPT, N_TEXTS_MAX
 from kqview.coloured.html import CELL_BYTES, coloured_html
-from kqview.coloured.rows import Row, Rows, rows_of_array, rows_of_tokens
+from kqview.coloured.rows import QueryRow, Rows, rows_of_array, rows_of_tokens
 from kqview.errors import InvalidCapture, RequestError
 from kqview.types.token import Context
 from kqview.viz import coloured, to_html
@@ -139,7 +139,7 @@ def test_query_of_an_array_sees_itself_and_what_is_before_it():
 def wide(n_rows: int, n_layers: int, n_heads: int, n_columns: int) -> Rows:
     """Rows that share their memory, so that they may be many."""
     layer = probs(n_heads, n_columns)
-    rows = [Row([layer] * n_layers, n_columns) for _ in range(n_rows)]
+    rows = [QueryRow([layer] * n_layers, n_columns) for _ in range(n_rows)]
     texts = [f" {i}" for i in range(n_columns)]
     return Rows(texts, [n_columns - n_rows + i for i in range(n_rows)], rows)
 

@@ -20,7 +20,7 @@ KEPT_FORMAT_CHARACTERS: Final = "\u200c\u200d"  # joiners, which scripts and emo
 
 
 @dataclass(slots=True, eq=False)
-class Row:
+class QueryRow:
     """What one query looked at.
 
     Attributes:
@@ -74,7 +74,7 @@ class Rows:
 
     texts: list[str]
     at: list[int]
-    rows: list[Row]
+    rows: list[QueryRow]
     n_prompt: int | None = None
     layers: tuple[int, ...] = ()
     heads: tuple[int, ...] = ()
@@ -144,7 +144,7 @@ def rows_of_tokens(tokens: Sequence[Token], n_prompt: int | None = None) -> Rows
     )
 
 
-def _row_of(token: Token) -> Row:
+def _row_of(token: Token) -> QueryRow:
     """The row of a token."""
     places = token.attention_positions
     layers = layers_of(token.attention)
@@ -153,7 +153,7 @@ def _row_of(token: Token) -> Row:
         n = token._n_before - len(token.discarded)  # pyright: ignore[reportPrivateUsage]
         places = layers_of(places)
         n = max(n, 1 + max(int(np.max(place, initial=0)) for place in places))
-    return Row(layers, n + len(token.discarded), places, token.discarded)
+    return QueryRow(layers, n + len(token.discarded), places, token.discarded)
 
 
 def layers_of(rows: Any, n_axes: int = 1) -> list[Any]:
@@ -230,7 +230,7 @@ def rows_of_queries(
     *,
     n_context: int | None = None,
     causal: bool = True,
-) -> tuple[list[int], list[Row]]:
+) -> tuple[list[int], list[QueryRow]]:
     """The rows of consecutive queries of a prompt, and their positions.
 
     Args:
@@ -243,15 +243,15 @@ def rows_of_queries(
     n_query = layers[0].shape[1]
     n_all: int = layers[0].shape[-1] if n_context is None else n_context
     at = list(range(start, start + n_query))
-    rows: list[Row] = []
+    rows: list[QueryRow] = []
     for i, position in enumerate(at):
         n = position + 1 if causal else n_all
         if places is None:
-            rows.append(Row([layer[:, i, :n] for layer in layers], n))
+            rows.append(QueryRow([layer[:, i, :n] for layer in layers], n))
         else:
             # What a query does not see has no share, but may fill up the largest ones.
             found = [place[:, i] for place in places]
-            rows.append(Row([layer[:, i] for layer in layers], n_all, found))
+            rows.append(QueryRow([layer[:, i] for layer in layers], n_all, found))
     return at, rows
 
 

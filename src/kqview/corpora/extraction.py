@@ -16,17 +16,17 @@ from typing import Any, Final, NamedTuple, Unpack, cast
 
 from kqview import _core
 from kqview.arguments import INT32_MAX, whole_number
-from kqview.corpora.plan import DEFAULTS, Options, Part, Plan, Result
+from kqview.corpora.plan import DEFAULTS, DocumentPart, Options, PartResult, Plan
 from kqview.corpora.reader import Corpus, open_corpus
 from kqview.corpora.sources import (
     Columns,
-    Document,
     Pair,
+    SourceDocument,
     can_be_read_again,
     documents,
     n_documents,
 )
-from kqview.corpora.writer import Held, Row, Writer, chained
+from kqview.corpora.writer import HeldRows, PartRow, Writer, chained
 from kqview.engine import Engine
 from kqview.errors import ClosedError, CorpusError, KqviewError, RequestError
 from kqview.many import Prompt, prompt_key, reporter
@@ -188,9 +188,9 @@ def facts_of(plan: Plan, keep: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def held(plan: Plan, source: object, columns: Columns, keep: Sequence[str], group: int) -> Held:
+def held(plan: Plan, source: object, columns: Columns, keep: Sequence[str], group: int) -> HeldRows:
     """Evaluate all documents of *source*, whose results are in memory then."""
-    found = Held()
+    found = HeldRows()
     run = _Run(plan, found, tuple(keep), None, group, lambda n, n_errors: None)
     run.all(run.left(documents(source, columns)))
     return found
@@ -216,7 +216,7 @@ def size(n_bytes: int) -> str:
     return f"{n_bytes / max(unit, 1):.3g} {name}"
 
 
-def _parts(plan: Plan, document: Document) -> list[Part]:
+def _parts(plan: Plan, document: SourceDocument) -> list[DocumentPart]:
     if document.error is not None:
         raise RequestError(document.error)
     return list(plan.parts(document))
@@ -226,17 +226,18 @@ class _Outcome(NamedTuple):
     """What became of a document."""
 
     n: int
-    document: Document
+    document: SourceDocument
     digest: str
     status: str
     error: str | None
-    found: list[tuple[Part, Result]]
+    found: list[tuple[DocumentPart, PartResult]]
 
 
-_Left = tuple[int, Document, str, bool]  # number, document, digest, whether its id came before
+# Number, document, digest, whether its id came before.
+_Left = tuple[int, SourceDocument, str, bool]
 
 
-def _order(document: Document) -> str:
+def _order(document: SourceDocument) -> str:
     """A text of *document*: those that begin alike have texts that begin alike."""
     content = document.content
     if isinstance(content, Pair):
@@ -250,7 +251,7 @@ class _Run:
     def __init__(
         self,
         plan: Plan,
-        writer: Writer | Held,
+        writer: Writer | HeldRows,
         keep: tuple[str, ...],
         max_errors: int | None,
         n_group: int,
@@ -265,7 +266,7 @@ class _Run:
         self._seen: set[str] = set()
         self._n_errors = 0
 
-    def left(self, source: Iterator[Document]) -> Iterator[_Left]:
+    def left(self, source: Iterator[SourceDocument]) -> Iterator[_Left]:
         """The documents that are not in the corpus."""
         n_done, known, digest, n = self._writer.n_done, self._writer.digest, "", 0
         for n, document in enumerate(source, 1):
@@ -309,7 +310,7 @@ class _Run:
             pool.shutdown(cancel_futures=True)
         self._writer.commit()
 
-    def _evaluated(self, n: int, document: Document, digest: str, is_twice: bool) -> _Outcome:
+    def _evaluated(self, n: int, document: SourceDocument, digest: str, is_twice: bool) -> _Outcome:
         if is_twice:
             error = "a document before it has the same id"
             return _Outcome(n, document, digest, "duplicate", error, [])
@@ -327,11 +328,11 @@ class _Run:
         row: dict[str, Any] = {"n": one.n, "id": one.document.id, "columns": kept}
         if one.status != "ok":
             self._n_errors += 1
-            self._writer.add(Row(status=one.status, error=one.error, **row), {}, one.digest)
+            self._writer.add(PartRow(status=one.status, error=one.error, **row), {}, one.digest)
         for i, (part, result) in enumerate(one.found, 1):
             place: dict[str, Any] = {"window": part.window, "start": part.start, "ids": part.ids}
             self._writer.add(
-                Row(**row, **place, spans=part.spans, text=result.text),
+                PartRow(**row, **place, spans=part.spans, text=result.text),
                 result.arrays,
                 one.digest,
                 ends_document=i == len(one.found),

@@ -11,7 +11,7 @@ from typing import Any, Final, Literal, NamedTuple, TypedDict, cast, get_args
 import numpy as np
 
 from kqview.arguments import choice, flag, invalid, whole_number
-from kqview.corpora.sources import Document, Pair
+from kqview.corpora.sources import Pair, SourceDocument
 from kqview.engine import Engine
 from kqview.errors import RequestError, shown
 from kqview.saved import stack
@@ -66,7 +66,7 @@ class NamedSpan(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class DocumentPart:
     """A document, or one window of it, as it is evaluated.
 
     Attributes:
@@ -84,7 +84,7 @@ class Part:
     spans: tuple[NamedSpan, ...] = ()
 
 
-class Result(NamedTuple):
+class PartResult(NamedTuple):
     """What was found of a part: its arrays by name, and the text that was generated."""
 
     arrays: Arrays
@@ -222,7 +222,7 @@ class Plan:
         """Ids of a prompt; several pairs may have one prompt."""
         return lru_cache(_N_PROMPTS)(self.engine.tokenize)
 
-    def parts(self, document: Document) -> Iterator[Part]:
+    def parts(self, document: SourceDocument) -> Iterator[DocumentPart]:
         """What to evaluate of *document*; any thread.
 
         Raises:
@@ -247,7 +247,7 @@ class Plan:
         if self.spans is not None:
             spans = self._spans(document, offsets, ends)
         if len(ids) <= self.max_length:
-            yield Part(0, 0, ids, n_last, spans)
+            yield DocumentPart(0, 0, ids, n_last, spans)
         elif self.too_long == "error":
             raise RequestError(
                 f"it has {len(ids)} tokens, the limit is {self.max_length}; pass too_long="
@@ -260,16 +260,16 @@ class Plan:
             is_pair = isinstance(content, Pair)
             start = len(ids) - self.max_length if is_pair else 0
             inside = tuple(one for one in spans if one.start < self.max_length)
-            yield Part(0, start, ids[start : start + self.max_length], n_last, inside)
+            yield DocumentPart(0, start, ids[start : start + self.max_length], n_last, inside)
         else:
             for window, start in enumerate(range(0, len(ids), self.stride)):
-                yield Part(window, start, ids[start : start + self.max_length], n_last)
+                yield DocumentPart(window, start, ids[start : start + self.max_length], n_last)
                 if start + self.max_length >= len(ids):
                     break
 
     def _spans(
         self,
-        document: Document,
+        document: SourceDocument,
         offsets: Sequence[tuple[int, int]] | None,
         messages: Sequence[tuple[int, int]] | None,
     ) -> tuple[NamedSpan, ...]:
@@ -301,7 +301,7 @@ class Plan:
             raise RequestError(f"it has no spans: the column {self.spans!r} is empty")
         return tuple(found)
 
-    def evaluate(self, part: Part) -> Result:
+    def evaluate(self, part: DocumentPart) -> PartResult:
         """Evaluate *part*; any thread. Raises the errors of the engine."""
         engine, ids, text = self.engine, part.ids, None
         arrays: Arrays = {}
@@ -342,9 +342,9 @@ class Plan:
             arrays["generated_ids"] = np.array(generation.tokens, np.int32)
             if any(token.attention is not None for token in tokens):
                 arrays["generated_attention"] = stack(tokens)
-        return Result(arrays, text)
+        return PartResult(arrays, text)
 
-    def n_bytes(self, part: Part) -> int:
+    def n_bytes(self, part: DocumentPart) -> int:
         """About how many bytes its arrays and its place in the index take, without a new text."""
         model, n = self.engine.model, len(part.ids)
         n_rows = n if part.last is None else min(n, part.last)

@@ -55,7 +55,7 @@ class Columns:
 
 
 @dataclass(frozen=True, slots=True)
-class Document:
+class SourceDocument:
     """A document of a source.
 
     Attributes:
@@ -91,7 +91,7 @@ def can_be_read_again(source: object) -> bool:
     return isinstance(source, str | os.PathLike) or iter(cast("Any", source)) is not source
 
 
-def documents(source: object, columns: Columns) -> Iterator[Document]:
+def documents(source: object, columns: Columns) -> Iterator[SourceDocument]:
     """The documents of *source*, in its order.
 
     Args:
@@ -104,7 +104,7 @@ def documents(source: object, columns: Columns) -> Iterator[Document]:
         RequestError: There is no such file, or it is of another kind.
     """
     for n, one in enumerate(_items(source)):
-        if isinstance(one, Document):
+        if isinstance(one, SourceDocument):
             yield one
         elif isinstance(one, Mapping):
             yield _of_record(n, cast("Mapping[str, Any]", one), columns)
@@ -144,7 +144,7 @@ def _read(path: Path) -> Iterator[Any]:
     return read(path)
 
 
-def _texts(folder: Path) -> Iterator[Document]:
+def _texts(folder: Path) -> Iterator[SourceDocument]:
     """The ``.txt`` files of a folder and below, each by its path there."""
     files = sorted(file for file in folder.rglob("*.txt") if file.is_file())
     if not files:
@@ -154,9 +154,9 @@ def _texts(folder: Path) -> Iterator[Document]:
     for file in files:
         name = file.relative_to(folder).as_posix()
         try:
-            yield Document(name, file.read_text(encoding="utf-8"))
+            yield SourceDocument(name, file.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:
-            yield Document(name, None, error=f"the file cannot be read: {error}")
+            yield SourceDocument(name, None, error=f"the file cannot be read: {error}")
 
 
 def _lines(path: Path) -> Iterator[Any]:
@@ -165,7 +165,7 @@ def _lines(path: Path) -> Iterator[Any]:
             try:
                 yield json_input.loads(line)
             except ValueError as error:
-                yield Document(str(n), None, error=f"line {n + 1} is not JSON: {error}")
+                yield SourceDocument(str(n), None, error=f"line {n + 1} is not JSON: {error}")
 
 
 def _table(path: Path) -> Iterator[Any]:
@@ -188,7 +188,7 @@ def _batches(path: Path) -> Iterator[Any]:
 # ---- one document
 
 
-def _of_record(n: int, record: Mapping[str, Any], columns: Columns) -> Document:
+def _of_record(n: int, record: Mapping[str, Any], columns: Columns) -> SourceDocument:
     given = {name: one for name, one in record.items() if one is not None}
     id_ = str(given.get(columns.id, n))
     if columns.messages in given:
@@ -200,10 +200,10 @@ def _of_record(n: int, record: Mapping[str, Any], columns: Columns) -> Document:
             return _of_content(id_, given[name], record)
     known = ", ".join([str(name) for name in given][:_LISTED])
     error = f"the record has neither of the columns of {columns}; it has {known or 'none'}"
-    return Document(id_, None, record, error)
+    return SourceDocument(id_, None, record, error)
 
 
-def _of_content(id_: str, one: object, record: Mapping[str, Any]) -> Document:
+def _of_content(id_: str, one: object, record: Mapping[str, Any]) -> SourceDocument:
     content: Content | None = None
     if isinstance(one, str):
         content = one
@@ -217,7 +217,7 @@ def _of_content(id_: str, one: object, record: Mapping[str, Any]) -> Document:
             content = items
     if content is None:
         what = "a text, a list of ids or of messages, or a pair (prompt, continuation)"
-        return Document(
+        return SourceDocument(
             id_, None, record, f"the document is {shown(cast('object', one))}; send {what}"
         )
-    return Document(id_, content, record)
+    return SourceDocument(id_, content, record)

@@ -32,7 +32,7 @@ _NO_DIGEST: Final = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class PartRow:
     """A document, or one of its windows, as the index has it.
 
     Attributes:
@@ -40,7 +40,7 @@ class Row:
         id: Its name.
         status: "ok"; "error"; "duplicate", of a name that came before.
         error: Why it failed.
-        window: As of `Part`, like start, ids and spans.
+        window: As of `DocumentPart`, like start, ids and spans.
         columns: Those of its record that are kept.
         text: The text that was generated.
     """
@@ -57,7 +57,7 @@ class Row:
     text: str | None = None
 
 
-class Held:
+class HeldRows:
     """Keeps what a `Writer` would write, for somebody else to write it.
 
     Attributes:
@@ -70,11 +70,11 @@ class Held:
     digest = ""
 
     def __init__(self) -> None:
-        self.rows: list[Row] = []
+        self.rows: list[PartRow] = []
         self.arrays: list[Arrays] = []
         self.n_documents = 0
 
-    def add(self, row: Row, arrays: Arrays, digest: str, *, ends_document: bool = True) -> None:
+    def add(self, row: PartRow, arrays: Arrays, digest: str, *, ends_document: bool = True) -> None:
         """As of `Writer`."""
         self.rows.append(row)
         self.arrays.append(arrays)
@@ -104,7 +104,7 @@ class Writer:
         needed("safetensors.numpy", "a corpus needs", INSTALL)
         self._folder, self._shard_bytes = folder, shard_bytes
         self._compress: bool = facts["plan"]["compress"]
-        self._rows: list[Row] = []
+        self._rows: list[PartRow] = []
         self._arrays: list[Arrays] = []
         self._n_bytes = 0
         for name in ("shards", "index"):
@@ -166,7 +166,7 @@ class Writer:
             if shard.name not in known:
                 durable.remove(shard)
 
-    def add(self, row: Row, arrays: Arrays, digest: str, *, ends_document: bool = True) -> None:
+    def add(self, row: PartRow, arrays: Arrays, digest: str, *, ends_document: bool = True) -> None:
         """Add a document or a window; *digest* is that of the source with this document."""
         self._rows.append(row)
         self._arrays.append(arrays)
@@ -240,7 +240,7 @@ def shard_name(shard: int, *, compress: bool) -> str:
 
 
 def packed(
-    rows: Sequence[Row], arrays: Sequence[Arrays], shard: int, *, compress: bool
+    rows: Sequence[PartRow], arrays: Sequence[Arrays], shard: int, *, compress: bool
 ) -> tuple[bytes, Any]:
     """A safetensors file of *arrays*, empty if there are none, and the rows of the index for it.
 

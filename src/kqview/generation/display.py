@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from kqview.coloured.encode import N_TEXTS_MAX
 from kqview.coloured.html import coloured_html
-from kqview.coloured.rows import Row, Rows, layers_of, rows_of_queries, rows_of_tokens
+from kqview.coloured.rows import QueryRow, Rows, layers_of, rows_of_queries, rows_of_tokens
 from kqview.errors import InvalidCapture
 from kqview.types import Capture, PromptBlock, Token
 from kqview.types.token import Attention, Context, Positions
@@ -101,7 +101,7 @@ def _strong(weak: Any) -> Any:
 def prompt_rows(context: Context, capture: Capture, parts: Iterable[tuple[int, Any, Any]]) -> Rows:
     """The rows in *parts*: start, rows and positions of each."""
     texts = context.texts_of(context.ids[: context.n_prompt])
-    found: dict[int, Row] = {}
+    found: dict[int, QueryRow] = {}
     for start, rows, positions in parts:
         layers = layers_of(rows, 2)
         places = None if positions is None else layers_of(positions, 2)
