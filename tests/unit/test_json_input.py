@@ -181,7 +181,6 @@ CHECKED = {
     "server/api/koboldai/stream.py": "checks",
     "server/api/llama_server/blobs.py": "decodes by endpoint.decoded",
     "corpora/writer.py": "reads what it has just made",
-    "ray/storage.py": "the same",
     "ingest/payload.py": "checks",
     "ingest/store.py": "reads what it wrote",
 }

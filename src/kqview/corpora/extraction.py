@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.metadata import version
 from itertools import islice
-from pathlib import Path
 from typing import Any, Final, NamedTuple, Unpack, cast
 
 from kqview import _core
@@ -102,7 +101,8 @@ def extract(
             or of a data set that `datasets` saved; or an iterable, such as a data set, of texts,
             lists of ids, lists of messages, pairs (prompt, continuation) or records (see Columns).
             A mapping gives ids to documents.
-        sink: Folder of the corpus; made if there is none.
+        sink: Folder of the corpus; made if there is none. Or a URL of fsspec, such as
+            ``s3://bucket/corpus``, with the package that this kind of URL needs.
         engine: Evaluates; its slots work at once.
         columns: Names of the columns of records.
         keep: Columns of records to keep, as `Entry.columns`.
@@ -157,7 +157,7 @@ def extract(
     if plan.is_large and not yes:
         raise RequestError(_warning(source, plan, engine, columns, options), parameter="yes")
     facts = facts_of(plan, keep)
-    with Writer(Path(sink), facts, shard_bytes) as writer:
+    with Writer(sink, facts, shard_bytes) as writer:
         n_total = n_documents(source)
 
         def line(n_done: int, n_new: int, n_errors: int, spent_s: float) -> str:

@@ -1,52 +1,63 @@
 """Reader: a corpus as arrays that are read from its files when they are used.
 
-They are mapped without a copy, unless the corpus is compressed.
+They are mapped without a copy, unless the corpus is compressed or behind a URL.
 """
 
-import mmap
+import math
+import os
 import random
 from collections.abc import Iterator, Mapping
 from functools import cached_property, lru_cache
-from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from kqview import json_input
-from kqview.corpora.sources import INSTALL
-from kqview.corpora.writer import index_parts, read_facts, shard_name
+from kqview.corpora.files import INSTALL, Files, open_files, parquet_of
+from kqview.corpora.writer import CONSTANTS, FACTS, index_parts, read_facts, shard_name
 from kqview.errors import CorpusError, RequestError, shown
 from kqview.extras import needed
 from kqview.types.forms import Array
+
+if TYPE_CHECKING:
+    import mmap
 
 _LISTED: Final = 8
 _N_READ: Final = 2  # compressed shards in memory
 
 
 def open_corpus(path: str) -> "Corpus":
-    """Open the folder of a corpus; it may still grow, and shows what is there now.
+    """Open a corpus; it may still grow, and shows what is there now.
+
+    Args:
+        path: Its folder, or a URL of fsspec. Behind a URL nothing can be mapped: each array is
+            read when it is used, or where it is compressed with its shard.
 
     Raises:
-        RequestError: There is no corpus.
+        RequestError: There is no corpus, or no such kind of URL.
         CorpusError: It is damaged.
-        KqviewError: pyarrow is not installed.
+        OSError: The URL cannot be reached.
+        KqviewError: pyarrow is not installed, or for a URL fsspec or a package that it needs.
     """
-    folder = Path(path)
-    facts = read_facts(folder)
-    parquet = needed("pyarrow.parquet", "a corpus needs", INSTALL)
+    files = open_files(path)
+    if (facts := read_facts(files)) is None:
+        raise RequestError(f"{path} is no corpus: it has no {FACTS}; correct the path")
     arrow = needed("pyarrow", "a corpus needs", INSTALL)
-    tables = [parquet.read_table(part).replace_schema_metadata() for part in index_parts(folder)]
+    tables = [
+        parquet_of(files, part, read_dictionary=list(CONSTANTS)).replace_schema_metadata()
+        for part in index_parts(files)
+    ]
     if not tables:
-        raise RequestError(f"{folder} has no documents yet; wait for its first piece")
-    return Corpus(folder, facts, arrow.concat_tables(tables))
+        raise RequestError(f"{path} has no documents yet; wait for its first piece")
+    return Corpus(os.fspath(path), files, facts, arrow.concat_tables(tables))
 
 
 class Entry:
     """A document of a corpus, or one window of it.
 
     Its arrays are attributes: read-only views of the mapped file, or of what was read of one that
-    is compressed, which stay valid as long as they are held. What there is depends on the fields
-    of the corpus:
+    is compressed or behind a URL, which stay valid as long as they are held. What there is depends
+    on the fields of the corpus:
 
     - ``attention``, with ``attention_positions`` for ``top_k``: as `PromptAttention.array` of the
       rows that were wanted, ``(n_layers, n_heads, n_rows, n_columns)`` without reductions;
@@ -130,8 +141,9 @@ class Corpus:
         index: All rows, as a pyarrow Table: a document or a window each, failed ones too.
     """
 
-    def __init__(self, folder: Path, facts: dict[str, Any], index: Any) -> None:
-        self._folder = folder
+    def __init__(self, place: str, files: Files, facts: dict[str, Any], index: Any) -> None:
+        self._place = place
+        self._files = files
         self.facts = facts
         self.index = index
         self._compress: bool = facts["plan"]["compress"]
@@ -183,31 +195,44 @@ class Corpus:
 
         ``corpus.filter(pc.field("n_tokens") > 100)``. Raises what pyarrow raises.
         """
-        return Corpus(self._folder, self.facts, self.index.filter(condition))
+        return Corpus(self._place, self._files, self.facts, self.index.filter(condition))
 
     def array(self, shard: int, place: Mapping[str, Any]) -> Array:
         """The array at *place* in the file of *shard*."""
-        shape, dtype = place["shape"], np.dtype(place["dtype"]).newbyteorder("<")
+        shape, offset = tuple(place["shape"]), place["offset"]
+        dtype = np.dtype(place["dtype"]).newbyteorder("<")
+        if self._compress or self._files.is_mapped:
+            data = self._contents(shard)
+        else:
+            n_bytes = math.prod(shape) * dtype.itemsize
+            data = self._content(shard, offset, offset + n_bytes) if n_bytes else b""
+            offset = 0
         try:
-            return np.ndarray(tuple(shape), dtype, self._contents(shard), place["offset"])
+            return np.ndarray(shape, dtype, data, offset)
         except (TypeError, ValueError):
-            path = self._path(shard)
-            raise CorpusError(f"{path} is shorter than its index says; extract it again") from None
+            name = self._name(shard)
+            raise CorpusError(
+                f"{name} of {self._place} is shorter than its index says; extract it again"
+            ) from None
 
-    def _path(self, shard: int) -> Path:
-        return self._folder / "shards" / shard_name(shard, compress=self._compress)
+    def _name(self, shard: int) -> str:
+        return f"shards/{shard_name(shard, compress=self._compress)}"
 
-    def _content(self, shard: int) -> "mmap.mmap | bytes":
-        """The file of a shard, mapped, or read if it is compressed."""
-        path = self._path(shard)
+    def _content(self, shard: int, start: int = 0, stop: int | None = None) -> "mmap.mmap | bytes":
+        """The file of a shard, mapped, or read if it is compressed; bytes of it if these say so."""
+        name = self._name(shard)
         try:
-            with path.open("rb") as file:
-                if not self._compress:
-                    return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-                arrow = needed("pyarrow", "a corpus needs", INSTALL)
-                return bytes(arrow.CompressedInputStream(file, "zstd").read())
+            if stop is not None:
+                return self._files.read(name, start, stop)
+            data = self._files.content(name)
+            if not self._compress:
+                return data
+            arrow = needed("pyarrow", "a corpus needs", INSTALL)
+            return bytes(arrow.CompressedInputStream(arrow.BufferReader(data), "zstd").read())
         except (OSError, ValueError) as error:
-            raise CorpusError(f"{path} cannot be read: {error}; extract it again") from None
+            raise CorpusError(
+                f"{name} of {self._place} cannot be read: {error}; extract it again"
+            ) from None
 
     def to_torch(self, *names: str, shuffle: bool = False, seed: int = 0) -> Any:
         """A map-style `torch.utils.data.Dataset` of the documents that did not fail.
@@ -241,4 +266,4 @@ class Corpus:
         return Documents()
 
     def __repr__(self) -> str:
-        return f"Corpus({str(self._folder)!r}, {len(self)} documents)"
+        return f"Corpus({self._place!r}, {len(self)} documents)"

@@ -12,10 +12,10 @@ from typing import Any, Final, NamedTuple, cast
 
 from kqview import json_input
 from kqview.arguments import invalid
+from kqview.corpora.files import INSTALL
 from kqview.errors import RequestError, shown
 from kqview.extras import needed
 
-INSTALL: Final = 'run pip install "kqview[corpora]"'
 _CSV_FIELD: Final = 2**24  # characters, as many as `Engine.tokenize` takes bytes
 _LISTED: Final = 12
 

@@ -1,4 +1,4 @@
-"""Writer: the folder of a corpus, of which each piece appears whole or not at all.
+"""Writer: the files of a corpus, of which each piece appears whole or not at all.
 
 ``corpus.json`` says what the corpus is of. A piece is a shard, ``shards/00000.safetensors``, with
 the arrays of some documents, and then its part of the index, ``index/00000.parquet``: once that is
@@ -7,28 +7,25 @@ again. Pieces follow the order of the source, so the number of documents in the 
 go on, and the digest in its last part whether the source still begins in the same way.
 """
 
-import errno
-import fcntl
 import hashlib
 import io
 import json
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Final, Self
 
-from kqview import durable, json_input
+from kqview import json_input
+from kqview.corpora.files import INSTALL, Files, open_files, parquet_of
 from kqview.corpora.plan import Arrays, NamedSpan
-from kqview.corpora.sources import INSTALL
-from kqview.errors import CorpusError, RequestError
+from kqview.errors import CorpusError
 from kqview.extras import needed
 
 FORMAT: Final = 1
 FACTS: Final = "corpus.json"
-_LOCK: Final = ".lock"
 _MOST_ROWS: Final = 4096  # documents of a piece, so that little is repeated where they are small
 _NO_DIGEST: Final = ""
+CONSTANTS: Final = ("capture", "fingerprint", "versions")
+"""Columns of the index that are the same for all documents of a run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,8 +89,8 @@ class Writer:
         digest: Of these, None if there are none.
     """
 
-    def __init__(self, folder: Path, facts: dict[str, Any], shard_bytes: int) -> None:
-        """Open or make *folder*, for a corpus with these *facts*.
+    def __init__(self, sink: str, facts: dict[str, Any], shard_bytes: int = 1) -> None:
+        """Open or make *sink*, a folder or a URL, for a corpus with these *facts*.
 
         Raises:
             CorpusError: Another process writes to it, or it is of something else.
@@ -102,69 +99,62 @@ class Writer:
         self._arrow = needed("pyarrow", "a corpus needs", INSTALL)
         self._parquet = needed("pyarrow.parquet", "a corpus needs", INSTALL)
         needed("safetensors.numpy", "a corpus needs", INSTALL)
-        self._folder, self._shard_bytes = folder, shard_bytes
+        self._sink, self._files, self._shard_bytes = sink, open_files(sink), shard_bytes
+        self._facts: dict[str, Any] = json.loads(json.dumps({"format": FORMAT, **facts}))
         self._compress: bool = facts["plan"]["compress"]
         self._rows: list[PartRow] = []
         self._arrays: list[Arrays] = []
         self._n_bytes = 0
-        for name in ("shards", "index"):
-            (folder / name).mkdir(parents=True, exist_ok=True)
-        self._lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        self._files.begin_writing()
         try:
-            self._take_lock()
-            self._check(facts)
+            self._check()
             self.n_done, self.digest, self._n_pieces = self._found()
         except BaseException:
-            os.close(self._lock)
+            self.close()
             raise
 
-    def _take_lock(self) -> None:
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno not in (errno.EAGAIN, errno.EACCES):
-                raise
-            raise CorpusError(
-                f"another process writes to {self._folder}; wait until it has ended, or write to "
-                "another folder"
-            ) from None
-
-    def _check(self, facts: dict[str, Any]) -> None:
-        path = self._folder / FACTS
-        wanted = json.loads(json.dumps({"format": FORMAT, **facts}))
-        if not path.exists():
-            durable.write_whole(path, json.dumps(wanted, indent=1).encode())
+    def _check(self) -> None:
+        wanted = self._facts
+        if (known := read_facts(self._files)) is None:
+            self._files.write(FACTS, json.dumps(wanted, indent=1).encode())
             return
-        known = read_facts(self._folder)
         for name in ("format", "model", "plan"):
             if known.get(name) == wanted[name]:
                 continue
             what = ", ".join(_differences(known.get(name), wanted[name]))
             raise CorpusError(
-                f"{self._folder} is a corpus with another {name}: {what}; write to another folder, "
+                f"{self._sink} is a corpus with another {name}: {what}; write to another folder, "
                 "or start with what it was begun with"
             )
 
     def _found(self) -> tuple[int, str, int]:
         """Documents, their digest and pieces; what dead processes left is removed."""
-        parts = index_parts(self._folder)
-        for name in ("shards", "index"):
-            durable.remove_leftovers(self._folder / name)
+        parts = index_parts(self._files)
         self.remove_unnamed()
         if not parts:
             return 0, _NO_DIGEST, 0
-        about = json_input.loads(self._parquet.read_schema(parts[-1]).metadata[b"kqview"])
+        last = self._arrow.BufferReader(self._files.read(parts[-1]))
+        about = json_input.loads(self._parquet.read_schema(last).metadata[b"kqview"])
         return about["n_done"], about["digest"], len(parts)
+
+    def ids(self) -> set[str]:
+        """Ids of the documents in the index."""
+        found: set[str] = set()
+        for part in index_parts(self._files):
+            table = parquet_of(self._files, part, columns=["id", "status"]).to_pydict()
+            pairs = zip(table["id"], table["status"], strict=True)
+            found.update(id_ for id_, status in pairs if status != "duplicate")
+        return found
 
     def remove_unnamed(self) -> None:
         """Remove shards that no part of the index names; their writers died before that."""
         known: set[str] = set()
-        for part in index_parts(self._folder):
-            numbers = self._parquet.read_table(part, columns=["shard"])["shard"].unique()
+        for part in index_parts(self._files):
+            numbers = parquet_of(self._files, part, columns=["shard"])["shard"].unique()
             known.update(shard_name(one, compress=self._compress) for one in numbers.to_pylist())
-        for shard in (self._folder / "shards").glob("*.safetensors*"):
-            if shard.name not in known:
-                durable.remove(shard)
+        for shard in self._files.names("shards"):
+            if ".safetensors" in shard and shard not in known:
+                self._files.remove(f"shards/{shard}")
 
     def add(self, row: PartRow, arrays: Arrays, digest: str, *, ends_document: bool = True) -> None:
         """Add a document or a window; *digest* is that of the source with this document."""
@@ -188,7 +178,7 @@ class Writer:
         data, table = packed(self._rows, self._arrays, shard, compress=self._compress)
         if data:
             name = shard_name(shard, compress=self._compress)
-            durable.write_whole(self._folder / "shards" / name, data)
+            self._files.write(f"shards/{name}", data)
             del data
         self._put(table)
         self._rows, self._arrays, self._n_bytes = [], [], 0
@@ -204,18 +194,23 @@ class Writer:
 
     def _put(self, table: Any) -> None:
         """Write a part of the index; with it, its documents are done."""
+        facts = self._facts
+        capture, versions = json.dumps(facts["plan"]["capture"]), json.dumps(facts["versions"])
+        values = capture, facts["model"]["fingerprint"], versions
+        for name, value in zip(CONSTANTS, values, strict=True):
+            column = self._arrow.repeat(self._arrow.scalar(value), len(table))
+            table = table.append_column(name, column)
         about = {"n_done": self.n_done, "digest": self.digest}
         table = table.replace_schema_metadata({"kqview": json.dumps(about)})
         buffer = io.BytesIO()
         # The same documents give the same bytes, whoever wrote them and when.
         self._parquet.write_table(table, buffer, compression="zstd")
-        part = self._folder / "index" / f"{self._n_pieces:05}.parquet"
-        durable.write_whole(part, buffer.getvalue())
+        self._files.write(f"index/{self._n_pieces:05}.parquet", buffer.getvalue())
         self._n_pieces += 1
 
     def close(self) -> None:
         """Let other processes write."""
-        os.close(self._lock)
+        self._files.end_writing()
 
     def __enter__(self) -> Self:
         return self
@@ -282,25 +277,24 @@ def chained(digest: str, id_: str, key: str) -> str:
     return hashlib.sha256(f"{digest}\0{id_}\0{key}".encode(errors="surrogatepass")).hexdigest()
 
 
-def read_facts(folder: Path) -> dict[str, Any]:
-    """What the corpus in *folder* is of.
+def read_facts(files: Files) -> dict[str, Any] | None:
+    """What the corpus in *files* is of; None if there is none.
 
     Raises:
-        RequestError: There is no corpus.
         CorpusError: It is damaged.
     """
     try:
-        facts = json_input.loads((folder / FACTS).read_text(encoding="utf-8"))
+        return json_input.loads(files.read(FACTS))
     except FileNotFoundError:
-        raise RequestError(f"{folder} is no corpus: it has no {FACTS}; correct the path") from None
+        return None
     except ValueError as error:
-        raise CorpusError(f"{folder / FACTS} is damaged: {error}; extract it again") from None
-    return facts
+        raise CorpusError(f"{FACTS} is damaged: {error}; extract it again") from None
 
 
-def index_parts(folder: Path) -> list[Path]:
-    """The parts of the index in their order."""
-    return sorted((folder / "index").glob("[0-9]*.parquet"))
+def index_parts(files: Files) -> list[str]:
+    """The names of the parts of the index in their order."""
+    names = (one for one in files.names("index") if one[0].isdigit() and one.endswith(".parquet"))
+    return [f"index/{one}" for one in names]
 
 
 def _places(data: bytes) -> dict[str, Any]:

@@ -10,20 +10,18 @@ Shards without an index are removed when a run ends well.
 import os
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, Unpack
+from typing import Any, Final, Unpack
 
 from kqview.arguments import invalid, whole_number
 from kqview.corpora import Columns
 from kqview.corpora.extraction import facts_of, held
+from kqview.corpora.files import open_files
 from kqview.corpora.plan import Options, Plan
-from kqview.corpora.writer import packed, shard_name
+from kqview.corpora.reader import Corpus, open_corpus
+from kqview.corpora.writer import Writer, packed, shard_name
 from kqview.engine import Engine, check_opening
 from kqview.errors import CorpusError, KqviewError, RequestError, shown
 from kqview.extras import needed
-from kqview.ray.storage import Storage, open_storage, write_shard
-
-if TYPE_CHECKING:
-    from kqview.corpora.reader import Corpus
 
 INSTALL: Final = 'run pip install "kqview[ray]"'
 SHARD_BITS: Final = 62  # of a number that is drawn, so that no two shards have one
@@ -50,7 +48,7 @@ def extract(
     progress: Callable[[int], object] | None = None,
     yes: bool = False,
     **options: Unpack[Options],
-) -> "Corpus | None":
+) -> Corpus | None:
     """As `kqview.extract`, of a ``ray.data.Dataset``, with an engine in each of several actors.
 
     An actor takes ``n_threads`` CPUs, by default all but one of the smallest node, which is left
@@ -78,7 +76,7 @@ def extract(
         **options: As of `kqview.extract`.
 
     Returns:
-        The corpus, in the order in which batches were done; None if *sink* is a URL.
+        The corpus, in the order in which batches were done; None if there were no documents.
 
     Raises:
         RequestError: An argument is invalid, or *dataset* has no ids.
@@ -107,11 +105,12 @@ def extract(
         if isinstance(error.cause, KqviewError):
             raise error.cause from None
         raise
-    with open_storage(sink, about) as storage:
+    about["plan"]["by"] = "ray"
+    with Writer(sink, about) as writer:
         arguments = {
             "model": model, "engine": given, "options": options, "columns": columns,
             "keep": tuple(keep), "group": group, "sink": sink,
-            "done": ray.put(frozenset(storage.ids())),
+            "done": ray.put(frozenset(writer.ids())),
         }  # fmt: skip
         found = dataset.map_batches(
             Extractor,
@@ -122,26 +121,26 @@ def extract(
             **sizes,
         )
         tables = found.iter_batches(batch_size=None, batch_format="pyarrow")
-        _write(tables, storage, max_errors, progress)
-        storage.remove_unnamed()
-        return storage.corpus()
+        _write(tables, writer, max_errors, progress)
+        writer.remove_unnamed()
+        return open_corpus(sink) if writer.n_done else None
 
 
 def _write(
     tables: Iterable[Any],
-    storage: Storage,
+    writer: Writer,
     max_errors: int | None,
     progress: Callable[[int], object] | None,
 ) -> None:
     """Write the rows that the actors hand on."""
-    seen, n_errors = storage.ids(), 0
+    seen, n_errors = writer.ids(), 0
     for table in tables:
-        rows, n_documents, n_failed = _placed(table.to_pylist(), seen, storage.n_done)
+        rows, n_documents, n_failed = _placed(table.to_pylist(), seen, writer.n_done)
         if not rows:
             continue
-        storage.add_piece(table.from_pylist(rows, schema=table.schema), n_documents)
+        writer.add_piece(table.from_pylist(rows, schema=table.schema), n_documents)
         if progress is not None:
-            progress(storage.n_done)
+            progress(writer.n_done)
         n_errors += n_failed
         if max_errors is not None and n_errors > max_errors:
             raise CorpusError(f"{n_errors} documents failed, max_errors is {max_errors}")
@@ -204,7 +203,7 @@ class Extractor:
         compress = self._plan.compress
         data, table = packed(found.rows, found.arrays, shard, compress=compress)
         if data:
-            write_shard(self._sink, shard_name(shard, compress=compress), data)
+            open_files(self._sink).write(f"shards/{shard_name(shard, compress=compress)}", data)
         return table
 
 
