@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections import Counter
 from typing import TYPE_CHECKING, Any
+
+# Before numpy is imported: products of float64 references are small, and a second thread of BLAS
+# spends more processor time on waiting than on them.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import pytest
 from hypothesis import HealthCheck, settings

@@ -10,6 +10,7 @@ import contextlib
 import gc
 import random
 import threading
+from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,8 +24,8 @@ from kqview.edit import EditTarget, HeadRecord
 from kqview.mods import Added
 from tests.attack.calls import OwnError, values
 from tests.support import stock, tiny_gguf
-from tests.support.reference import BertReference, relative_error
-from tests.support.rows import forward_ids, random_ids, reference_of, run, sequence_of
+from tests.support.reference import BertReference, Reference, relative_error
+from tests.support.rows import forward_ids, random_ids, run, sequence_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -154,11 +155,15 @@ def error_of(model: Path, prompt: Sequence[int], tokens: Any, case: Case) -> flo
     return found
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("n_prompt", [20, 100])
+@pytest.mark.parametrize(
+    ("n_prompt", "name", "way"),
+    [
+        *((20, name, way) for name in CASES for way in WAYS),
+        *((100, name, way) for name, way in zip(CASES, cycle(WAYS), strict=False)),
+    ],
+)
 def test_edits_equal_the_reference(
-    make_engine: MakeEngine, model: Path, way: str, name: str, n_prompt: int
+    make_engine: MakeEngine, model: Path, n_prompt: int, name: str, way: str
 ) -> None:
     engine = make_engine(model, **WAYS[way])
     case, prompt, limit = CASES[name], random_ids(n_prompt), LIMITS[way]
@@ -653,9 +658,9 @@ def test_patching_all_positions_equals_the_reference(make_engine: MakeEngine, mo
         return float(result.logits[-1, 5] - result.logits[-1, 9])
 
     at_clean, at_corrupted = (difference(forward_ids(model, ids)) for ids in (clean, corrupted))
-    outputs = reference_of(model).head_outputs(clean)
+    outputs = Reference.load(model).head_outputs(clean)
     for layer, head in ((0, 1), (1, 3), (2, 0)):
-        patched = reference_of(model).forward(
+        patched = Reference.load(model).forward(
             corrupted, angle_type="f32", patched_heads={(layer, head): outputs[layer][head]}
         )
         want = (difference(patched) - at_corrupted) / (at_clean - at_corrupted)

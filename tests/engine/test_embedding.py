@@ -27,8 +27,8 @@ from kqview.errors import (
 )
 from tests.support import stock, tiny_gguf
 from tests.support.archs import row_error
-from tests.support.reference import BertReference, relative_error
-from tests.support.rows import KINDS, Kind, near, random_ids, reference_of
+from tests.support.reference import BertReference, Reference, relative_error
+from tests.support.rows import KINDS, Kind, near, random_ids
 from tests.support.tiny_gguf import Reader
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def test_embedding_of_decoder_equals_reference(
     make_engine: MakeEngine, tiny_llama: Path, pooling: str, flash_attn: bool
 ) -> None:
     engine = make_engine(tiny_llama, pooling=pooling, flash_attn=flash_attn, kv_type="f32")
-    want = POOL[pooling](reference_of(tiny_llama).forward(IDS, angle_type="f32").final)
+    want = POOL[pooling](Reference.load(tiny_llama).forward(IDS, angle_type="f32").final)
     raw = engine.embed(IDS, normalize=False)
     assert raw.shape == want.shape
     assert relative_error(raw, want) <= (1e-2 if flash_attn else EXACT)

@@ -22,6 +22,7 @@ and its value are rounded here too, unless another GELU is passed.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -94,8 +95,9 @@ class Reference:
         self.weights = weights
 
     @classmethod
+    @cache
     def load(cls, path: Path) -> Reference:
-        """Read every weight of a Llama or Qwen2 GGUF.
+        """Read every weight of a Llama or Qwen2 GGUF, once.
 
         Raises:
             ValueError: The architecture is another one, or rope scaling is asked for.

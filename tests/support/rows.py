@@ -32,7 +32,12 @@ if TYPE_CHECKING:
 
 Kind = Literal["logits", "scores", "probs"]
 KINDS: tuple[Kind, ...] = ("logits", "scores", "probs")
-reference_of = lru_cache(maxsize=None)(Reference.load)
+_KEPT_BY = {"flash_attn", "exact_from", "kv_type", "operand_type"}
+
+
+@lru_cache(maxsize=4)
+def _forward(model: Path, ids: tuple[int, ...], **options: Any) -> Result:
+    return Reference.load(model).forward(ids, angle_type="f32", **options)
 
 
 def random_ids(n_tokens: int, seed: int = 0) -> list[int]:
@@ -65,11 +70,16 @@ def forward(model: Path, prompt: Sequence[int], tokens: Sequence[Token], **optio
 
 
 def forward_ids(model: Path, ids: Sequence[int], **options: Any) -> Result:
-    """The float64 reference of *ids*, with flash attention as where the layers are."""
+    """The float64 reference of *ids*, with flash attention as where the layers are.
+
+    The last few are kept: tests of one text, but of another kind or cache, share its arrays.
+    """
     if options.get("flash_attn") and has_gpu():
         # Keys and values enter as float16 there too; the sums are no CPU's.
         options = {**options, "flash_attn": False, "exact_from": None, "kv_type": "f16"}
-    return reference_of(model).forward(ids, angle_type="f32", **options)
+    # Options that are arrays or functions are those of a single test.
+    compute = _forward if _KEPT_BY.issuperset(options) else _forward.__wrapped__
+    return compute(model, tuple(ids), **options)
 
 
 def reference_rows(result: Result, kind: Kind, i_query: int) -> NDArray[np.float64]:
