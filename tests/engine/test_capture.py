@@ -240,9 +240,14 @@ def largest(rows: Array, k: int) -> tuple[Array, Array]:
     return np.take_along_axis(rows, order, -1), order
 
 
-@pytest.mark.parametrize("reduce", REDUCTIONS)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("n_threads", [1, 2, 3, 6])
+@pytest.mark.parametrize(
+    ("reduce", "kind", "n_threads"),
+    [
+        (reduce, kind, (1, 2, 3, 6)[(i + j) % 4])
+        for i, reduce in enumerate(REDUCTIONS)
+        for j, kind in enumerate(KINDS)
+    ],
+)
 def test_reduced_rows_equal_numpy(
     make_engine: MakeEngine,
     tiny_llama: Path,

@@ -270,11 +270,14 @@ def test_several_texts_guess_in_the_same_steps(
     assert engine.stats().n_decodes < 3 + 240 - n_accepted
 
 
+N_TEXTS = 800
+
+
 def test_sampled_text_has_the_same_distribution(make_engine: MakeEngine) -> None:
     # Independent seeds; with equal ones the texts are equal.
     def counts(engine: Engine, seed: int, **options: Any) -> Counter[tuple[int, ...]]:
         found: Counter[tuple[int, ...]] = Counter()
-        for i in range(1500):
+        for i in range(N_TEXTS):
             generation = engine.generate(
                 "One day", max_tokens=5, temperature=1.2, seed=seed + i, **options
             )
@@ -287,12 +290,12 @@ def test_sampled_text_has_the_same_distribution(make_engine: MakeEngine) -> None
     likely.read()
     with_guesses = counts(engine, 0, prediction=likely.tokens)
     n_accepted = engine.stats().accepted_tokens
-    assert 300 < n_accepted < engine.stats().draft_tokens
+    assert N_TEXTS / 5 < n_accepted < engine.stats().draft_tokens
     without = counts(engine, 10_000, speculate=False)
     # Chi-square of two samples of one size, over the texts that are frequent enough.
     pairs = [(with_guesses[one], without[one]) for one in with_guesses | without]
     often = [pair for pair in pairs if sum(pair) >= 10]
-    often.append((1500 - sum(a for a, _ in often), 1500 - sum(b for _, b in often)))
+    often.append((N_TEXTS - sum(a for a, _ in often), N_TEXTS - sum(b for _, b in often)))
     chi2 = sum((a - b) ** 2 / (a + b) for a, b in often if a + b)
     n_free = len(often) - 1
     assert n_free > 10
@@ -321,8 +324,7 @@ def test_prediction_is_a_drafter_of_its_own(make_engine: MakeEngine, tiny_llama:
 
 
 @pytest.mark.needs("host layers")
-@pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
-@pytest.mark.parametrize("n_slots", [1, 3])
+@pytest.mark.parametrize(("kv_type", "n_slots"), [("f16", 3), ("q8_0", 1)])
 def test_ties_are_resolved_as_without_guesses(
     make_engine: MakeEngine, kv_type: str, n_slots: int
 ) -> None:
@@ -461,7 +463,7 @@ def test_window_with_its_full_cache_speculates(make_engine: MakeEngine, tmp_path
 @pytest.fixture
 def of_model(make_engine: MakeEngine, tmp_path: Path) -> Engine:
     """The demo model guesses for one that is slower and gives the same, but for rounding."""
-    deep = tiny_gguf.write_deeper(tmp_path / "deep.gguf", MODEL_PATH, 60)
+    deep = tiny_gguf.write_deeper(tmp_path / "deep.gguf", MODEL_PATH, 8)
     return make_engine(deep, **(DRAFTS | {"draft": MODEL_PATH, "n_slots": 3}))
 
 
