@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -48,10 +49,8 @@ ENDED = {
 
 def renderer_of(*, packs: bool = False, **changes: Any) -> DreamEvents:
     plan = plan_from({**golden("generate_message"), **changes})
-    return DreamEvents(
-        plan, lambda id_: TEXTS[id_].encode(), lambda error: answer_of(error, context_length=8192),
-        packs=packs,
-    )  # fmt: skip
+    plan = replace(plan, token_bytes=lambda id_: TEXTS[id_].encode())
+    return DreamEvents(plan, lambda error: answer_of(error, context_length=8192), packs=packs)
 
 
 def rows_of(*shape: int) -> np.ndarray:
@@ -218,7 +217,8 @@ def built(
     plan = plan_from(fields)
     has_logprobs = plan.request.sampling.top_logprobs is not None
     body = msgspec.convert(fields, KoboldGenerateBody)
-    builder = ReplyBuilder(plan, body, b"%d".__mod__, Budget(2**30).hold(""), packs=packs)
+    plan = replace(plan, token_bytes=b"%d".__mod__)
+    builder = ReplyBuilder(plan, body, Budget(2**30).hold(""), packs=packs)
     for sample in range(plan.request.n_samples):
         for i, (id_, text) in enumerate(TOKENS):
             row = rows[i] if rows is not None else None

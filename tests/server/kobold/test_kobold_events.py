@@ -55,16 +55,17 @@ def facts_of(wanted: AttentionWanted | None = LOGITS, layers: Any = None) -> Row
 def typed(
     wanted: AttentionWanted | None = LOGITS, layers: Any = None, *more: Any, **options: Any
 ) -> KoboldEvents:
-    return KoboldEvents(plan_of(facts_of(wanted, layers), *more, **options), b"<%d>".__mod__)
+    return KoboldEvents(plan_of(facts_of(wanted, layers), *more, **options))
 
 
 def plan_of(rows: RowWriter | None, ignored: Sequence[str] = (), **options: Any) -> KoboldPlan:
     request: Any = SimpleNamespace(n_samples=1)
-    return KoboldPlan(request=request, rows=rows, ignored=ignored, **options)
+    named = b"<%d>".__mod__
+    return KoboldPlan(request=request, rows=rows, ignored=ignored, token_bytes=named, **options)
 
 
 def frames_of(rows: RowWriter | None, **options: Any) -> KoboldFrames:
-    return KoboldFrames(plan_of(rows, **options), bytes)
+    return KoboldFrames(plan_of(rows, **options))
 
 
 def joined(pieces: Any) -> Any:
@@ -163,7 +164,7 @@ def test_start_event_says_what_the_rows_are(
 
 def test_rows_of_a_model_with_sinks_say_so():
     facts = RowWriter(AttentionWanted("probs"), None, 2, 3, has_sinks=True)
-    event = joined(KoboldEvents(plan_of(facts), bytes).token(ended(), step(rows=ROWS)))
+    event = joined(KoboldEvents(plan_of(facts)).token(ended(), step(rows=ROWS)))
     assert event["attention"]["sinks"] is True
     row_sum = facts.described().row_sum
     assert row_sum is not None

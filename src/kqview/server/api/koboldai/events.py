@@ -8,14 +8,11 @@ when the token arrives, so that the engine gets its memory back; the pieces are 
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
 from typing import Any, ClassVar, Final, cast
 
 import msgspec
 from msgspec import UNSET, Struct
 
-from kqview.engine import Engine
-from kqview.errors import KqviewError
 from kqview.generation.stream import Generation
 from kqview.server.api.koboldai.failures import (
     KoboldFailure,
@@ -109,28 +106,15 @@ MESSAGES: Final = (
 # ---- renderers
 
 
-def token_bytes_of(engine: Engine) -> Callable[[int], bytes]:
-    """A function for the bytes of an id of *engine*, b"" once it is closed; any thread."""
-
-    @cache  # of a vocabulary's size at most
-    def token_bytes(id_: int) -> bytes:
-        try:
-            return engine.token_bytes(id_)
-        except KqviewError:
-            return b""
-
-    return token_bytes
-
-
 def kobold_reason(reason: str) -> str:
     """ "stop" or "length": KoboldAI's clients know no other good end."""
     return "length" if reason == "length" else "stop"
 
 
-def likely_tokens(token: Token, token_bytes: Callable[[int], bytes]) -> list[LikelyToken]:
+def likely_tokens(plan: KoboldPlan, token: Token) -> list[LikelyToken]:
     """The most probable tokens at the place of *token*."""
     return [
-        LikelyToken(id_, token_bytes(id_).decode("utf-8", "replace"), logprob)
+        LikelyToken(id_, plan.token_bytes(id_).decode("utf-8", "replace"), logprob)
         for id_, logprob in token.top_logprobs or ()
     ]
 
@@ -138,10 +122,9 @@ def likely_tokens(token: Token, token_bytes: Callable[[int], bytes]) -> list[Lik
 class KoboldEvents:
     """Typed events over SSE; rows are base64 in the JSON. The other streams differ in few parts."""
 
-    def __init__(self, plan: KoboldPlan, token_bytes: Callable[[int], bytes]) -> None:
-        """Write what *plan* shows; *token_bytes* gives the bytes of an id, for logprobs."""
+    def __init__(self, plan: KoboldPlan) -> None:
+        """Write what *plan* shows."""
         self._plan = plan
-        self._token_bytes = token_bytes
         self._has_start = plan.has_start
         self._n_shown = 0  # characters
         self._n_tokens = [0] * plan.request.n_samples
@@ -210,7 +193,7 @@ class KoboldEvents:
         shown = KoboldToken(token_id=token.id, text=token.text)
         if token.logprob is not None:
             shown.logprob = token.logprob
-            shown.top_logprobs = likely_tokens(token, self._token_bytes)
+            shown.top_logprobs = likely_tokens(self._plan, token)
         return KoboldTokenEvent(request_id=run.label, token=shown)
 
     def _with_rows(self, run: Run, event: Any, rows: Attention | None) -> Frames:
@@ -277,7 +260,6 @@ class DreamEvents(KoboldEvents):
     def __init__(
         self,
         plan: KoboldPlan,
-        token_bytes: Callable[[int], bytes],
         answer: Callable[[BaseException], Answer],
         *,
         packs: bool,
@@ -286,19 +268,16 @@ class DreamEvents(KoboldEvents):
 
         Args:
             plan: The request's.
-            token_bytes: As in `KoboldEvents`.
             answer: What to tell about an error, with its figures.
             packs: MessagePack instead of JSON.
         """
-        super().__init__(plan, token_bytes)
+        super().__init__(plan)
         self._answer = answer
         self._packs = packs
 
     def _event(self, run: Run, step: Step) -> Any:
         watch(self._plan, step.token)
-        event = KoboldTokenEvent(
-            request_id=run.label, token=dream_token(step.token, self._token_bytes)
-        )
+        event = KoboldTokenEvent(request_id=run.label, token=dream_token(self._plan, step.token))
         if len(self._n_tokens) > 1:
             event.sample = step.sample
         return event
@@ -336,13 +315,13 @@ class DreamEvents(KoboldEvents):
         return [self._encoded(error_body(answer, self._plan.request.request_id))]
 
 
-def dream_token(token: Token, token_bytes: Callable[[int], bytes], **more: Any) -> KoboldToken:
+def dream_token(plan: KoboldPlan, token: Token, **more: Any) -> KoboldToken:
     """A token; ``top_logprobs`` is there if more than its own logprob was asked for."""
     return KoboldToken(
         token_id=token.id,
         text=token.text,
         logprob=UNSET if token.logprob is None else token.logprob,
-        top_logprobs=likely_tokens(token, token_bytes) if token.top_logprobs else UNSET,
+        top_logprobs=likely_tokens(plan, token) if token.top_logprobs else UNSET,
         **more,
     )
 
@@ -502,7 +481,6 @@ class ReplyBuilder:
         self,
         plan: KoboldPlan,
         body: KoboldGenerateBody,
-        token_bytes: Callable[[int], bytes],
         hold: Reservation,
         *,
         packs: bool,
@@ -512,13 +490,11 @@ class ReplyBuilder:
         Args:
             plan: The request's.
             body: The request.
-            token_bytes: Bytes of a token by its id.
             hold: Counts the memory of the reply while it is built.
             packs: MessagePack instead of JSON.
         """
         # A body has no separate frames.
         self._plan = plan if plan.encoding != "binary" else replace(plan, encoding="base64")
-        self._token_bytes = token_bytes
         self._hold = hold
         self._packs = packs
         shows = first(body.return_attention, body.output_attentions)
@@ -547,11 +523,11 @@ class ReplyBuilder:
         number = sample if len(self._offsets) > 1 else UNSET
         watch(self._plan, token)
         if (one := of_token(token)) is not None:
-            found = logprobs_of([one], self._token_bytes, self._offsets[sample])
+            found = logprobs_of([one], self._plan.token_bytes, self._offsets[sample])
             self._offsets[sample] += len(found.tokens[0])
             self._lists.add_each(sample, "logprobs", found)
         if self._has_tokens:
-            shown = dream_token(token, self._token_bytes, sample=number)
+            shown = dream_token(self._plan, token, sample=number)
             self._lists.add(sample, "generated_tokens", shown)
         if self._plan.rows is not None and token.attention is not None:
             rows, data = dream_rows(

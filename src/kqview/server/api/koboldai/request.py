@@ -8,8 +8,9 @@ have any size, and empty stop sequences count as none.
 """
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from types import MappingProxyType
 from typing import Annotated, Any, Final, Literal
 
@@ -325,6 +326,7 @@ class KoboldPlan:
         has_start: Whether a stream begins with an event that tells of the request.
         encoding: As asked for; None leaves short rows as lists of numbers.
         scores: Of the sentences to watch, None for none.
+        token_bytes: Bytes of an id, b"" once the engine is closed; any thread.
     """
 
     request: GenerateRequest
@@ -333,6 +335,7 @@ class KoboldPlan:
     has_start: bool = False
     encoding: Encoding | None = None
     scores: SentenceScores | None = None
+    token_bytes: Callable[[int], bytes] = bytes
 
 
 def plan_of(
@@ -405,7 +408,19 @@ def plan_of(
         has_start=bool(body.start_event),
         encoding=None if dream is None else dream.encoding,
         scores=scores,
+        token_bytes=_token_bytes_of(engine),
     )
+
+
+def _token_bytes_of(engine: Engine) -> Callable[[int], bytes]:
+    @cache  # of a vocabulary's size at most
+    def token_bytes(id_: int) -> bytes:
+        try:
+            return engine.token_bytes(id_)
+        except KqviewError:
+            return b""
+
+    return token_bytes
 
 
 def _check_ids(body: KoboldFields, model: ModelInfo, max_context: int, *, is_dream: bool) -> None:

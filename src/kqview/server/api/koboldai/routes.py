@@ -166,9 +166,7 @@ async def generate(call: Call, body: KoboldGenerateBody) -> HttpReply:
                 plan, engine.model, service.settings.max_reply_bytes,
                 n_prompt=run.usage.prompt_tokens, n_ctx=engine.n_ctx, packs=packs,
             )  # fmt: skip
-            builder = events.ReplyBuilder(
-                plan, body, events.token_bytes_of(engine), call.hold, packs=packs
-            )
+            builder = events.ReplyBuilder(plan, body, call.hold, packs=packs)
             async for block in run.prompt_blocks():
                 await service.offload(most, builder.prompt, run, block)
                 del block  # the pool wants its memory back
@@ -200,7 +198,7 @@ async def stream(call: Call, body: StreamBody) -> Events:
     run = await call.service.start(plan.request, call.caller, call.hold, model=call.model)
     asked = first(body.output_attentions, body.return_attention, body.request_id)
     if asked is not None or plan.has_start:
-        return Events(run, events.KoboldEvents(plan, events.token_bytes_of(call.model.engine)))
+        return Events(run, events.KoboldEvents(plan))
     trims = body.trim_stop is not False
     return Events(run, events.PlainEvents(run.request.sampling.stop, plan.ignored, trims=trims))
 
@@ -223,7 +221,7 @@ async def stream_frames(call: Call, socket: Socket) -> None:
         call = replace(call, model=model)
         plan = await _plan(call, resolved(body, model), len(raw), unknown, asked=True)
         run = await service.start(plan.request, call.caller, call.hold, model=model)
-        frames = events.KoboldFrames(plan, events.token_bytes_of(model.engine))
+        frames = events.KoboldFrames(plan)
         await socket.alone(send_run(socket, run, frames))
 
 

@@ -15,7 +15,7 @@ import msgspec
 from kqview._core import count_values
 from kqview.errors import BusyError, KqviewError, RequestError
 from kqview.json_input import DEPTH_MAX
-from kqview.server.api.koboldai.events import DreamEvents, packed, token_bytes_of
+from kqview.server.api.koboldai.events import DreamEvents, packed
 from kqview.server.api.koboldai.failures import answer_for, error_body
 from kqview.server.api.koboldai.request import Cancel, Generate, plan_of
 from kqview.server.models.model_entry import ModelEntry, resolved
@@ -187,7 +187,6 @@ class DreamSession:
                 return
             renderer = DreamEvents(
                 plan,
-                token_bytes_of(model.engine),
                 lambda error: answer_for(model, error, message, n_prompt=run.usage.prompt_tokens),
                 packs=self._packs,
             )

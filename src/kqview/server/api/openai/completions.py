@@ -60,15 +60,7 @@ def chat_writer(
 ) -> CompletionWriter:
     """Who writes a chat completion; any thread, because a template may take seconds.
 
-    Args:
-        body: The request.
-        request_id: Name of the reply.
-        engine: The engine that will answer.
-        settings: For the server's defaults.
-        model: Name of the model in the reply.
-
-    Raises:
-        RequestError: Or one of its kinds: it cannot work.
+    Arguments and errors as of `with_fields`; *model* is its name in the reply.
     """
     chat = with_fields(
         chat_of(body, settings), body, engine=engine, settings=settings, request_id=request_id
