@@ -9,7 +9,7 @@ have any size, and empty stop sequences count as none.
 
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from types import MappingProxyType
 from typing import Annotated, Any, Final, Literal
@@ -335,7 +335,7 @@ class KoboldPlan:
     has_start: bool = False
     encoding: Encoding | None = None
     scores: SentenceScores | None = None
-    token_bytes: Callable[[int], bytes] = bytes
+    token_bytes: Callable[[int], bytes] = field(default=bytes, compare=False)
 
 
 def plan_of(
@@ -451,7 +451,7 @@ def _check_ids(body: KoboldFields, model: ModelInfo, max_context: int, *, is_dre
 
 
 def _sampling(body: KoboldFields, banned_ids: list[int]) -> Sampling:
-    options = {name: FIELDS.value(body, name) for name in FIELDS.sampling}
+    options = FIELDS.options(body)
     for name in ("grammar", "json_schema", "regex"):
         options[name] = None if options[name] == "" else options[name]
     for name in ("stop", "dry_sequence_breakers"):

@@ -107,6 +107,13 @@ class FieldTable:
             for parameter, of in self.fields.items()
         }
 
+    def options(self, body: Struct) -> dict[str, Any]:
+        """Option of `Sampling` -> what *body* gives for it, None for nothing."""
+        return {
+            option: getattr(body, of[0] if len(of) == 1 else _given(body, of))
+            for option, of in self.sampling.items()
+        }
+
     def n_logprobs(self, body: Struct, *, if_true: int) -> int | None:
         """How many top logprobs are wanted, None for none; ``true`` is *if_true*.
 
@@ -130,7 +137,9 @@ class FieldTable:
         try:
             return Sampling(**{name: one for name, one in options.items() if one is not None})
         except InvalidSampling as error:
-            raise renamed(error, self.names(body)) from None
+            # Another parameter may have the name of an option.
+            names = {option: _given(body, of) for option, of in self.sampling.items()}
+            raise renamed(error, names) from None
 
 
 def first(*values: Any) -> Any:
@@ -449,10 +458,7 @@ def sampling_of(
             raise NotSupported(
                 f"{name} is {value!r}, which this server does not support; leave it out"
             )
-    given = {
-        name: getattr(fields, of[0] if len(of) == 1 else _given(fields, of))
-        for name, of in FIELDS.sampling.items()
-    }
+    given = FIELDS.options(fields)
     for option, (low, high) in _CLAMPED.items():
         if (value := given[option]) is not None:
             given[option] = type(value)(min(max(value, low), high))
