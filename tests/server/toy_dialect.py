@@ -66,6 +66,11 @@ class Tokens(msgspec.Struct, kw_only=True):
     ids: list[int]
 
 
+class ToyFailure(msgspec.Struct, kw_only=True):
+    wrong: str
+    code: str
+
+
 # ---- convert
 
 
@@ -224,7 +229,7 @@ def decoded(raw: bytes | str) -> GenerateBody:
 def _operation(method: Any, path: str, handler: Any, **more: Any) -> Operation:
     return Operation(
         method=method, path=path, handler=handler, tag="toy", summary=f"The toy's {path}.",
-        error_body=error_body, **more,
+        error_body=error_body, failure=ToyFailure, **more,
     )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from kqview import __version__
 from kqview.errors import RequestError
 from kqview.ingest.payload import microseconds
 from kqview.ingest.receiver import Receiver
-from kqview.ingest.schema import FilterValues, Health, Time, Trace, TraceList
+from kqview.ingest.schema import FilterValues, Health, IngestFailure, Time, Trace, TraceList
 from kqview.ingest.settings import IngestSettings
 from kqview.ingest.store import Reader, TraceFilter
 from kqview.server.errors import Answer, NotFound, Unprocessable, UnsupportedMedia
@@ -106,7 +106,9 @@ def _operations(receiver: Receiver, registry: CollectorRegistry) -> Operations:
     has_keys = bool(receiver.settings.admin_keys)
     whoever_may_delete = "admin" if has_keys else "open"
     description: dict[str, Any] = {}
-    table = Operations(tag="ingest", access="any_key", error_body=_error_body)
+    table = Operations(
+        tag="ingest", access="any_key", error_body=_error_body, failure=IngestFailure
+    )
 
     def reader(call: AnyCall) -> Reader:
         sees_all = call.caller.is_admin or not has_keys

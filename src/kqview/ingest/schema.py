@@ -153,3 +153,9 @@ class Health(msgspec.Struct):
     database: str
     schema_version: int
     error: str | msgspec.UnsetType = msgspec.UNSET
+
+
+class IngestFailure(msgspec.Struct):
+    """What went wrong."""
+
+    error: str

@@ -8,7 +8,7 @@ from kqview.server.apps.metrics import MEDIA_TYPE, Metrics
 from kqview.server.models.service import Call
 from kqview.server.web.described import about
 from kqview.server.web.endpoint import HttpReply, Operation
-from kqview.server.web.pages import get
+from kqview.server.web.pages import public_table
 
 
 class Health(msgspec.Struct):
@@ -52,17 +52,14 @@ def operations(metrics: Metrics) -> list[Operation]:
         started = {"process-start-time-unix": str(metrics.started_s)}
         return HttpReply(metrics.text(), MEDIA_TYPE, headers=started)
 
-    return [
-        get(
-            "/health",
-            health,
-            "Whether requests are accepted; 503 if not.",
-            Health,
-            also=("/v1/health",),
-        ),
-        get("/v1/mods", list_mods, "Mods that requests may name.", ModList, access="user"),
-        get("/metrics", show_metrics, "Counters in Prometheus' format.", access="user"),
-    ]
+    table = public_table()
+    table.get(
+        "/health", summary="Whether requests are accepted; 503 if not.", reply=Health,
+        also=("/v1/health",),
+    )(health)  # fmt: skip
+    table.get("/v1/mods", summary="Mods that requests may name.", access="user")(list_mods)
+    table.get("/metrics", summary="Counters in Prometheus' format.", access="user")(show_metrics)
+    return table
 
 
 async def list_mods(call: Call) -> ModList:

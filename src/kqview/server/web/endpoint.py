@@ -333,7 +333,7 @@ class Operation:
         reply: Type of the JSON reply, or `OneOf`, for the description.
         status: Of success, for the description.
         error_body: The dialect's body for a failure.
-        failure: Type of that body, for the description; None to describe an example of it.
+        failure: Type of that body, for the description.
         access: As `Gate.check` takes it.
         model: Which model `Call.model` is: "named" by the body's field ``model``, else by
             ``?model=`` in the URL; "default" without asking; "none" if the handler needs none, or

@@ -7,7 +7,7 @@ sampling option, in the table of these. Its example is in its annotation.
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import msgspec
 
@@ -319,9 +319,8 @@ def _errors(one: Operation, types: _Types, failures: dict[str, Any]) -> dict[str
     for status, text in _ERRORS.items():
         if status not in left_out:
             example = msgspec.to_builtins(one.error_body(_ANSWERS[status]))
-            schema = _schema_of(example) if one.failure is None else types.schema(one.failure)
-            told_by = schema.get("$ref", one.error_body.__module__).rpartition("/")[2]
-            name = f"{told_by}.{status}"
+            schema = types.schema(one.failure)
+            name = f"{schema['$ref'].rpartition('/')[2]}.{status}"
             content = {"schema": schema, "example": example}
             failures[name] = {"description": text, "content": {"application/json": content}}
             found[status] = {"$ref": f"#/components/responses/{name}"}
@@ -333,15 +332,3 @@ _ANSWERS: Final = {
     status: Answer(int(status), _CODES.get(int(status), "INVALID_REQUEST"), text)
     for status, text in _ERRORS.items()
 }
-_KINDS: Final = {bool: "boolean", int: "integer", float: "number", str: "string"}
-
-
-def _schema_of(value: Any) -> Schema:
-    """A schema of values like this one; what is None here may be anything."""
-    if isinstance(value, dict):
-        members = cast("dict[str, Any]", value)
-        properties = {name: _schema_of(one) for name, one in members.items()}
-        return {"type": "object", "properties": properties}
-    if isinstance(value, list):
-        return {"type": "array"}
-    return {} if value is None else {"type": _KINDS[type(value)]}

@@ -17,9 +17,8 @@ import msgspec
 
 from kqview.server.errors import Answer
 from kqview.server.web.described import about
-from kqview.server.web.endpoint import AnyCall, Handler, HttpReply, Operation
+from kqview.server.web.endpoint import AnyCall, Handler, HttpReply, Operation, Operations
 
-_TAG: Final = "server"
 _MEDIA_TYPES: Final = {
     "html": "text/html; charset=utf-8",
     "css": "text/css; charset=utf-8",
@@ -47,24 +46,18 @@ def operations(description: dict[str, Any]) -> list[Operation]:
     async def openapi(call: AnyCall) -> HttpReply:
         return HttpReply(msgspec.json.encode(description), gzips=True)
 
-    files = folder("kqview.server")
-    return [
-        get("/", page(files / "index.html"), "What is running, with links."),
-        get("/chat", page(files / "chat" / "index.html"), "A chat with the models, for people."),
-        get("/docs", page(files / "docs.html"), "This API for people."),
-        get("/openapi.json", openapi, "This API for programs."),
-        *parts(files, error_body),
-    ]
+    files, table = folder("kqview.server"), public_table()
+    table.get("/", summary="What is running, with links.")(page(files / "index.html"))
+    chat = page(files / "chat" / "index.html")
+    table.get("/chat", summary="A chat with the models, for people.")(chat)
+    table.get("/docs", summary="This API for people.")(page(files / "docs.html"))
+    table.get("/openapi.json", summary="This API for programs.")(openapi)
+    return [*table, *parts(files, error_body)]
 
 
-def get(path: str, handler: Any, summary: str, reply: Any = None, **more: Any) -> Operation:
-    """A row for reading *path*, outside of any dialect."""
-    more.setdefault("access", "open")
-    more.setdefault("tag", _TAG)
-    return Operation(
-        method="GET", path=path, handler=handler, summary=summary,
-        error_body=error_body, failure=Failure, reply=reply, **more,
-    )  # fmt: skip
+def public_table() -> Operations:
+    """An empty route table of operations outside of any dialect, which anyone may call."""
+    return Operations(tag="server", access="open", error_body=error_body, failure=Failure)
 
 
 def folder(package: str) -> Traversable:
