@@ -16,7 +16,7 @@ from kqview.demo import MODEL_PATH
 from kqview.server import Settings
 from kqview.server.apps.mia4 import turn as mia4_turn
 from kqview.server.apps.mia4.turn import StreamedTurn
-from kqview.server.config import Config, Llm, Model, Persona, SystemPrompt, Ui
+from kqview.server.config import Config, Llm, ModelConfig, Persona, SystemPrompt, Ui
 from kqview.server.models.model_entry import ModelEntry as ServedModel
 from tests.support.browser import PHONE, sync_api, violations
 from tests.support.serving import serving
@@ -39,8 +39,8 @@ def config_of(**more: Any) -> Config:
     given: dict[str, Any] = {
         "settings": Settings(n_slots=2, n_threads=1),
         "models": {
-            "first": Model(path=str(MODEL_PATH), system_prompt=SystemPrompt(text=SYSTEM)),
-            "second": Model(path=str(MODEL_PATH)),
+            "first": ModelConfig(path=str(MODEL_PATH), system_prompt=SystemPrompt(text=SYSTEM)),
+            "second": ModelConfig(path=str(MODEL_PATH)),
         },
         "llm": Llm(reasoning_presets={"low": {"temperature": 0.1}, "high": {"temperature": 0.9}}),
     }
@@ -659,7 +659,10 @@ def test_page_asks_for_a_key_and_keeps_it_for_the_tab(page: Any):
 def test_what_models_and_users_write_is_never_markup(page: Any, tmp_path: Path):
     persona = tmp_path / "persona.txt"
     persona.write_text(HOSTILE)
-    models = {HOSTILE[:40]: Model(path=str(MODEL_PATH)), "second": Model(path=str(MODEL_PATH))}
+    models = {
+        HOSTILE[:40]: ModelConfig(path=str(MODEL_PATH)),
+        "second": ModelConfig(path=str(MODEL_PATH)),
+    }
     hostile = config_of(models=models, persona=Persona(file=str(persona)))
     with serving_page(page, hostile) as one:
         show(page, one)

@@ -10,7 +10,7 @@ import pytest
 
 from kqview.errors import RequestError
 from kqview.server.apps import conversation_store
-from kqview.server.apps.conversation_store import ConversationStore, Key, Message
+from kqview.server.apps.conversation_store import ConversationStore, Key, TurnMessage
 from kqview.server.config import ChatSessions
 from kqview.server.errors import StorageFailed, StorageFull
 
@@ -57,7 +57,7 @@ def numbers(of: ConversationStore, key: Key = KEY) -> list[int]:
     assert list(messages) == [
         message
         for n in found
-        for message in (Message("user", f"prompt {n}"), Message("assistant", f"answer {n}"))
+        for message in (TurnMessage("user", f"prompt {n}"), TurnMessage("assistant", f"answer {n}"))
     ]
     return found
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from kqview.errors import BusyError, RequestError
-from kqview.server.apps.conversation_store import ConversationStore, History, Key, Message
+from kqview.server.apps.conversation_store import ConversationStore, History, Key, TurnMessage
 from kqview.server.apps.conversations import Conversations, ConversationTurn, checked_id
 from kqview.server.errors import NotFound, RateLimited, ShuttingDown, StorageFull, TooLarge
 from kqview.server.web.budget import Budget, uncounted
@@ -37,7 +37,7 @@ async def opened(
 
 async def say(
     conversations: Conversations, budget: Budget, n: int, owner: str = "o", session: str = "s"
-) -> Sequence[Message]:
+) -> Sequence[TurnMessage]:
     """ConversationTurn *n*; returns what was stored before it."""
     with budget.hold(owner) as hold:
         async with conversations.turn(owner, session, hold) as turn:
@@ -56,7 +56,7 @@ async def test_turn_sees_those_before_it():
             info, (messages, *_) = await conversations.get("o", "s", hold)
             assert hold.n_bytes > 0
         assert info.n_messages == len(messages) == 6
-        assert messages[-1] == Message("assistant", "answer 2")
+        assert messages[-1] == TurnMessage("assistant", "answer 2")
 
 
 async def test_second_request_of_a_session_waits_for_the_first():
@@ -130,7 +130,7 @@ async def test_answer_is_stored_although_its_client_left_meanwhile(
         assert len(await conversations_messages(conversations)) == 2
 
 
-async def conversations_messages(conversations: Conversations) -> Sequence[Message]:
+async def conversations_messages(conversations: Conversations) -> Sequence[TurnMessage]:
     return (await conversations.get("o", "s", uncounted()))[1].messages
 
 
@@ -266,7 +266,9 @@ async def test_old_sessions_are_forgotten_and_configured_anew():
 
 
 def turn_of(n_turns: int, n_skipped: int = 0) -> ConversationTurn:
-    messages = [Message("user" if i % 2 == 0 else "assistant", f"{i}") for i in range(2 * n_turns)]
+    messages = [
+        TurnMessage("user" if i % 2 == 0 else "assistant", f"{i}") for i in range(2 * n_turns)
+    ]
     nobody: Any = None
     return ConversationTurn(nobody, Key("o", "s"), History(messages, n_skipped), [])
 
@@ -281,7 +283,7 @@ def test_prompt_has_the_end_of_the_history_that_fits(sizes: list[int], n_most: i
     turn = turn_of(len(sizes), 2 * skipped)
     n_counts = 0
 
-    def count(messages: Sequence[Message]) -> int:
+    def count(messages: Sequence[TurnMessage]) -> int:
         nonlocal n_counts
         n_counts += 1
         return sum(sizes[int(message.content) // 2] for message in messages[::2])

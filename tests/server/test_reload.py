@@ -27,7 +27,7 @@ from kqview.demo import MODEL_PATH
 from kqview.errors import RequestError
 from kqview.server import Settings, create_app
 from kqview.server.apps.mia4 import routes as mia4_routes
-from kqview.server.config import ChatSessions, Config, Llm, Model, Persona, Ui
+from kqview.server.config import ChatSessions, Config, Llm, ModelConfig, Persona, Ui
 from kqview.server.config_file import load
 from kqview.server.live_config import LiveConfig, reloaded
 from kqview.server.settings_table import rows_of
@@ -89,9 +89,10 @@ def test_setting_counts_at_once_unless_it_needs_a_restart(spec: dataclasses.Fiel
 
 
 def test_tables_are_replaced_but_for_the_files_of_sessions():
-    old = Config(settings=Settings(), models={"a": Model(), "b": Model()})
+    old = Config(settings=Settings(), models={"a": ModelConfig(), "b": ModelConfig()})
     new = Config(
-        settings=Settings(), models={"b": Model(), "c": Model(n_ctx=512)}, llm=Llm(stop=("END",)),
+        settings=Settings(), models={"b": ModelConfig(), "c": ModelConfig(n_ctx=512)},
+        llm=Llm(stop=("END",)),
         sessions=ChatSessions(ttl_s=5, database="x.db"), ui=Ui(mode="admin"),
         persona=Persona(file="p"),
     )  # fmt: skip
@@ -103,14 +104,14 @@ def test_tables_are_replaced_but_for_the_files_of_sessions():
     assert str(done) == (
         "changed models, llm, sessions, ui, persona; a restart is needed for sessions.database"
     )
-    turned = Config(settings=Settings(), models={"b": Model(), "a": Model()})
+    turned = Config(settings=Settings(), models={"b": ModelConfig(), "a": ModelConfig()})
     assert reloaded(old, turned)[1].changed == ("models",)
     assert str(reloaded(old, old)[1]) == "nothing changed"
 
 
 def test_one_model_and_several_need_a_restart_to_take_turns():
     one = config_of(model="m.gguf")
-    several = Config(settings=Settings(), models={"a": Model(), "b": Model()})
+    several = Config(settings=Settings(), models={"a": ModelConfig(), "b": ModelConfig()})
     for old, new in ((one, several), (several, one)):
         merged, done = reloaded(old, new)
         assert merged.models == old.models
@@ -220,7 +221,7 @@ async def test_keys_limits_origins_names_and_proxies_count_from_the_next_request
 def models_of(*ids: str, **settings: Any) -> Config:
     """A configuration of the demo model under several ids."""
     options = {"n_ctx": 256, "n_threads": 1, **settings}
-    return Config(settings=Settings(**options), models={id_: Model() for id_ in ids})
+    return Config(settings=Settings(**options), models={id_: ModelConfig() for id_ in ids})
 
 
 async def test_models_come_and_go_and_the_first_is_the_default():

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
 
     from kqview import Engine
-    from kqview.server.apps.conversations import Message
+    from kqview.server.apps.conversations import TurnMessage
     from kqview.server.models.run import GenerateRequest
 
 WITHIN_S = 60.0
@@ -43,7 +43,7 @@ class Answered:
     n_cached: int
     n_left_out: int
     slot: int | None
-    messages: Sequence[Message]
+    messages: Sequence[TurnMessage]
 
 
 class Chats:
@@ -70,9 +70,9 @@ class Chats:
         """One turn; with *is_left* its client leaves after the first token."""
         self._n += 1
         name, service, caller = f"{self._n}", self.service, Caller(owner, owner=owner)
-        messages: Sequence[Message] = ()
+        messages: Sequence[TurnMessage] = ()
 
-        def chat(history: Sequence[Message]) -> ChatRequest:
+        def chat(history: Sequence[TurnMessage]) -> ChatRequest:
             said = [*msgspec.to_builtins(history), {"role": "user", "content": prompt}]
             sampling = Sampling(temperature=0.0, ignore_eos=True)
             return ChatRequest(

@@ -14,7 +14,7 @@ from unittest import mock
 import msgspec
 
 from kqview.server import Settings
-from kqview.server.config import Config, Model
+from kqview.server.config import Config, ModelConfig
 from kqview.server.models.model_entry import ModelEntry as ServedModel
 from kqview.server.models.run import Cancelling, Run
 from kqview.server.models.service import Service
@@ -45,7 +45,7 @@ def config(models: dict[str, dict[str, Any]] | None = None, **tables: Any) -> Co
     return msgspec.convert(
         {
             "settings": Settings(**options),
-            "models": {id_: msgspec.convert(one, Model) for id_, one in given.items()},
+            "models": {id_: msgspec.convert(one, ModelConfig) for id_, one in given.items()},
             **tables,
         },
         Config,

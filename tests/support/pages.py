@@ -151,11 +151,13 @@ def run_page(page: Path) -> Iterator[Outcome]:
 def _several() -> Generator[str]:
     """The address of a server of two models, which are both the demo model."""
     from kqview.server import Settings
-    from kqview.server.config import Config, Model
+    from kqview.server.config import Config, ModelConfig
     from tests.support.serving import serving
 
     settings = Settings(n_threads=1, admin_keys=("ADMIN",))
-    with serving(Config(settings=settings, models={"writer": Model(), "small": Model()})) as served:
+    with serving(
+        Config(settings=settings, models={"writer": ModelConfig(), "small": ModelConfig()})
+    ) as served:
         yield served.url
 
 

@@ -11,7 +11,7 @@ import kqview.server.models.model_entry
 from kqview import Engine
 from kqview.engine import check_opening
 from kqview.server import Settings
-from kqview.server.config import Config, Model
+from kqview.server.config import Config, ModelConfig
 from tests.support import tiny_gguf
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def config_of(
     }
     return Config(
         settings=Settings(**given | settings),
-        models={name: msgspec.convert(table, Model) for name, table in tables.items()},
+        models={name: msgspec.convert(table, ModelConfig) for name, table in tables.items()},
     )
 
 

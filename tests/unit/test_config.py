@@ -16,7 +16,16 @@ from typer.testing import CliRunner
 from kqview.cli.main import app
 from kqview.demo import MODEL_PATH
 from kqview.server import Settings
-from kqview.server.config import ChatSessions, Config, Flags, Llm, Model, Persona, SystemPrompt, Ui
+from kqview.server.config import (
+    ChatSessions,
+    Config,
+    Flags,
+    Llm,
+    ModelConfig,
+    Persona,
+    SystemPrompt,
+    Ui,
+)
 from kqview.server.config_file import WrongConfig, load
 from kqview.server.config_text import all_keys
 from kqview.server.settings_table import rows_of
@@ -92,7 +101,7 @@ file = "persona.md"
     assert big.lora == (str(tmp_path / "a.gguf:0.5"),)
     assert (big.passport.version, big.passport.sampling) == (3, {"temperature": 0.3})
     assert big.system_prompt == SystemPrompt(text="Be brief.")
-    assert config.models["small one"] == Model(path="/models/small.gguf")
+    assert config.models["small one"] == ModelConfig(path="/models/small.gguf")
     assert config.llm.postproc.reasoning.marker == "###"
     assert config.llm.reasoning_presets == {"fast": {"reasoning_max_tokens": 16}}
     assert config.sessions == ChatSessions(ttl_s=60)
@@ -460,7 +469,7 @@ def test_init_uncommented_is_the_defaults(write: Write):
     keys = re.sub(r"^#(?=\[|\w+ = )", "", text, flags=re.M)
     assert len(re.findall(r"^\w+ = ", keys, re.M)) > 60
     expected = Config(
-        settings=Settings(), models={"ID": Model()}, llm=Llm(reasoning_presets={"ID": {}})
+        settings=Settings(), models={"ID": ModelConfig()}, llm=Llm(reasoning_presets={"ID": {}})
     )
     assert load(write(keys)).config == expected
     # Keys without a value are those whose default is none.

@@ -37,7 +37,7 @@ def _tag(text: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reasoning:
+class ReasoningConfig:
     """How reasoning is told from the answer, and what becomes of it. Fields of a passport win."""
 
     marker: Name | None = setting(
@@ -59,7 +59,7 @@ class Reasoning:
 class Postproc:
     """How an answer is taken apart."""
 
-    reasoning: Reasoning = setting(Reasoning())
+    reasoning: ReasoningConfig = setting(ReasoningConfig())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +72,7 @@ class Harmony:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prompt:
+class PromptConfig:
     """What the prompt asks of the model."""
 
     harmony: Harmony = setting(Harmony())
@@ -84,7 +84,7 @@ class Llm:
 
     stop: Names = setting((), "texts that end an answer")
     postproc: Postproc = setting(Postproc())
-    prompt: Prompt = setting(Prompt())
+    prompt: PromptConfig = setting(PromptConfig())
     reasoning_presets: Mapping[str, Mapping[str, Any]] = setting(
         {},
         "presets by name: fields that a request has in overrides, such as temperature = 0.2, and "
@@ -131,7 +131,7 @@ def _of_settings(name: str) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Model:
+class ModelConfig:
     """One of several models, by the id that requests name.
 
     A key that is also a setting applies to this model alone; without it, the setting applies.
@@ -230,7 +230,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     settings: Settings
-    models: Mapping[str, Model]
+    models: Mapping[str, ModelConfig]
     llm: Llm = Llm()
     sessions: ChatSessions = ChatSessions()
     ui: Ui = Ui()
@@ -240,7 +240,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     def of(cls, settings: Settings) -> "Config":
         """The model of *settings* alone, with defaults."""
         name = settings.aliases[0] if settings.aliases else UNNAMED
-        return cls(settings=settings, models={name: Model(path=settings.model)})
+        return cls(settings=settings, models={name: ModelConfig(path=settings.model)})
 
 
 TABLES: Final = get_type_hints(Config)

@@ -22,7 +22,7 @@ from kqview.engine import check_opening
 from kqview.errors import CapacityError, ModelError, RequestError, shown
 from kqview.json_input import DEPTH_MAX
 from kqview.server.apps.mia4.passport import REASONING_MAX_TOKENS, check_sampling
-from kqview.server.config import TABLES, Config, Model, SystemPrompt
+from kqview.server.config import TABLES, Config, ModelConfig, SystemPrompt
 from kqview.server.settings import PREFIX, Settings, values_in
 from kqview.server.settings_table import SettingRow, rows_of
 from kqview.server.web.tls import tls_context
@@ -91,7 +91,7 @@ _DEFAULT: Final = Origin("default")
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TableKey:
     """A key of a table, with its value; *row* is None where keys may have any name."""
 
     key: Key
@@ -105,7 +105,7 @@ class Table:
 
     key: Key
     help: str
-    entries: Sequence[Entry]
+    entries: Sequence[TableKey]
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +192,9 @@ def _tables_in(key: Key, value: Any, text: str) -> Iterator[Table]:
     if isinstance(value, Mapping):
         items = cast("Mapping[str, Any]", value)
         rows: Mapping[str, SettingRow | None] = dict.fromkeys(items)
-        entries = [Entry((*key, n), part, None) for n, part in items.items() if not _is_table(part)]
+        entries = [
+            TableKey((*key, n), part, None) for n, part in items.items() if not _is_table(part)
+        ]
         if entries or (not items and key[-1] == "sampling"):
             yield Table(key, text, entries)
         elif not items and key != ("models",):
@@ -208,9 +210,9 @@ def _tables_in(key: Key, value: Any, text: str) -> Iterator[Table]:
             yield from _tables_in((*key, name), part, row.help if row else "")
 
 
-def _entries(key: Key, table: Any) -> list[Entry]:
+def _entries(key: Key, table: Any) -> list[TableKey]:
     return [
-        Entry((*key, name), getattr(table, name), row)
+        TableKey((*key, name), getattr(table, name), row)
         for name, row in rows_of(table.__class__).items()
         if not _is_table(getattr(table, name))
     ]
@@ -254,7 +256,7 @@ def _parsed(path: Path) -> dict[str, Any]:
         reason = f"the file is no UTF-8 at line {raw.count(10, 0, error.start) + 1}"
     except tomllib.TOMLDecodeError as error:
         reason = f"{error} (TOML)"
-    except RecursionError:  # of many more; `_keys` finds the others
+    except RecursionError:  # far beyond the limit; `_keys` finds what is less deep
         reason = _TOO_DEEP
     except ValueError as error:  # also of a number of more digits than Python reads
         reason = str(error) if len(raw) > _MOST_BYTES else _TOO_LARGE
@@ -311,8 +313,8 @@ class _Reader:
         Raises:
             WrongConfig: Anything was wrong.
         """
-        models: dict[str, Model] = {
-            name: Model(**self._fields(Model, one, ("models", name)))
+        models: dict[str, ModelConfig] = {
+            name: ModelConfig(**self._fields(ModelConfig, one, ("models", name)))
             for name, one in self._items(self._data.get("models", {}), ("models",))
         }
         tables = {

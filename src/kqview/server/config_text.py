@@ -7,8 +7,8 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, cast
 
-from kqview.server.config import Config, Model
-from kqview.server.config_file import Entry, Loaded, name_of, shown_text, tables_of
+from kqview.server.config import Config, ModelConfig
+from kqview.server.config_file import Loaded, TableKey, name_of, shown_text, tables_of
 from kqview.server.settings import Settings
 
 _WIDTH: Final = 100
@@ -31,7 +31,7 @@ _HEAD: Final = """\
 def all_keys() -> str:
     """A file with all keys, their help and their defaults; unedited, it changes nothing."""
     parts = [_HEAD]
-    for table in tables_of(Config(settings=Settings(), models={_ID: Model()})):
+    for table in tables_of(Config(settings=Settings(), models={_ID: ModelConfig()})):
         mark = "#" if _ID in table.key else ""  # of which there may be any number
         lines = [*_comment(table.help), f"{mark}[{name_of(table.key)}]"]
         for entry in table.entries:
@@ -68,12 +68,12 @@ def effective_values(loaded: Loaded) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def _line(entry: Entry) -> str:
+def _line(entry: TableKey) -> str:
     name = name_of(entry.key[-1:])
     return f"#{name} =" if entry.value is None else f"{name} = {_written(_masked(entry))}"
 
 
-def _masked(entry: Entry) -> Any:
+def _masked(entry: TableKey) -> Any:
     if entry.row is None or not entry.row.is_secret or entry.value is None:
         return entry.value
     return [_MASK] * len(entry.value) if isinstance(entry.value, tuple) else _MASK  # pyright: ignore[reportUnknownArgumentType, reportUnknownMemberType]

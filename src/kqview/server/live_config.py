@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from kqview.server.config import TABLES, Config, Model
+from kqview.server.config import TABLES, Config, ModelConfig
 from kqview.server.settings import Settings
 from kqview.server.settings_table import rows_of
 
@@ -70,7 +70,7 @@ def reloaded(old: Config, new: Config) -> tuple[Config, Reloaded]:
     return Config(models=models, **found), Reloaded(tuple(changed), tuple(stays))
 
 
-def _models_of(old: Config, new: Config) -> tuple[Mapping[str, Model], bool]:
+def _models_of(old: Config, new: Config) -> tuple[Mapping[str, ModelConfig], bool]:
     """The models in effect, and whether they are not those of *new*."""
     if _is_one(old) and _is_one(new):  # of settings, which are compared themselves
         return old.models, False

@@ -13,7 +13,7 @@ from kqview import Engine
 from kqview.server import Settings
 from kqview.server.apps.mia4 import request, schema
 from kqview.server.apps.mia4.turn import FrameWriter
-from kqview.server.config import Llm, Model
+from kqview.server.config import Llm, ModelConfig
 from tests.support import mia4
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def plan(engine: Engine, llm: Llm, overrides: dict[str, Any], **model: Any) -> r
         engine=engine,
         settings=Settings(),
         llm=llm,
-        model=msgspec.convert({"system_prompt": MARKED, **model}, Model),
+        model=msgspec.convert({"system_prompt": MARKED, **model}, ModelConfig),
         max_context=engine.n_ctx,
     )
 

@@ -8,7 +8,7 @@ import pytest
 
 from kqview.errors import RequestError
 from kqview.server.apps.mia4.passport import Known, hash_of, passport_of, text_of
-from kqview.server.config import Passport, Postproc, Reasoning
+from kqview.server.config import Passport, Postproc, ReasoningConfig
 
 
 def test_canonical_json_has_sorted_keys_and_no_white_space():
@@ -27,7 +27,7 @@ def test_hash_is_that_of_the_canonical_json():
 def test_passport_keeps_its_hash_until_its_content_changes():
     one = Passport(version=1, sampling={"temperature": 1, "top_p": 0.5})
     same = Passport(version=2, sampling={"top_p": 0.5, "temperature": 1.0})
-    marker = Postproc(reasoning=Reasoning(marker="##"))
+    marker = Postproc(reasoning=ReasoningConfig(marker="##"))
     assert passport_of(one).hash == passport_of(same).hash
     assert (passport_of(one).version, passport_of(same).version) == (1, 2)
     others = [

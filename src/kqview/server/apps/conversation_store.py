@@ -74,7 +74,7 @@ class Key(NamedTuple):
     session_id: str
 
 
-class Message(msgspec.Struct, frozen=True):
+class TurnMessage(msgspec.Struct, frozen=True):
     """What the user said, or what was answered."""
 
     role: Annotated[
@@ -103,7 +103,7 @@ class History(NamedTuple):
         n_bytes: Size of their texts in UTF-8.
     """
 
-    messages: Sequence[Message] = ()
+    messages: Sequence[TurnMessage] = ()
     n_skipped: int = 0
     n_bytes: int = 0
 
@@ -164,7 +164,7 @@ class ConversationStore:
         messages = [
             message
             for _, prompt, answer in turns
-            for message in (Message("user", prompt), Message("assistant", answer))
+            for message in (TurnMessage("user", prompt), TurnMessage("assistant", answer))
         ]
         return History(messages, 2 * sum(number < first for number, _, _ in turns), n_bytes)
 

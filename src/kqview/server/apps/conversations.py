@@ -26,7 +26,7 @@ from kqview.server.apps.conversation_store import (
     ConversationStore,
     History,
     Key,
-    Message,
+    TurnMessage,
 )
 from kqview.server.apps.mia4.persona import PersonaFile
 from kqview.server.config import Config
@@ -87,7 +87,9 @@ class ConversationTurn:
         self.messages = self.messages[: max(0, len(self.messages) - n)]
         self.n_left_out = min(self.n_left_out, len(self.messages))
 
-    def fit(self, count: Callable[[Sequence[Message]], int], n_most: int) -> Sequence[Message]:
+    def fit(
+        self, count: Callable[[Sequence[TurnMessage]], int], n_most: int
+    ) -> Sequence[TurnMessage]:
         """The messages for the prompt: all of `messages`, or those at their end that fit.
 
         If they do not fit, the oldest turns leave the prompt until it has three quarters of

@@ -23,7 +23,7 @@ from kqview.demo import MODEL_PATH
 from kqview.engine import Engine, check_opening
 from kqview.errors import KqviewError
 from kqview.machine import physical_memory_bytes
-from kqview.server.config import UNNAMED, Model
+from kqview.server.config import UNNAMED, ModelConfig
 from kqview.server.errors import ModelChanged, NoModel, ShuttingDown, model_changed, shutting_down
 from kqview.server.live_config import LiveConfig
 from kqview.server.models.slots import Slots
@@ -154,7 +154,7 @@ class ModelEntry:
     def __init__(
         self,
         id_: str,
-        config: Model,
+        config: ModelConfig,
         live: LiveConfig,
         *,
         engine: Engine | None,
@@ -252,7 +252,7 @@ class ModelEntry:
         """Whether the engine is opened here, so that it may be closed and opened again."""
         return self.loaded is None or self._owns_engine
 
-    def configure(self, config: Model) -> None:
+    def configure(self, config: ModelConfig) -> None:
         """Take *config* from the next load on."""
         if config.path != self.config.path:
             self.path, self._given = config.path, {}

@@ -27,7 +27,7 @@ import msgspec
 from kqview.engine import Engine
 from kqview.errors import CapacityError, KqviewError, OutOfMemory, QueueFull
 from kqview.machine import physical_memory_bytes, system_info
-from kqview.server.config import UNNAMED, Config, Model
+from kqview.server.config import UNNAMED, Config, ModelConfig
 from kqview.server.errors import NoModel, NotSupported, ShuttingDown, UnknownModel, shutting_down
 from kqview.server.live_config import LiveConfig
 from kqview.server.models.events_bus import ModelFailed, ModelLoaded, ModelLoading, ModelUnloaded
@@ -71,7 +71,7 @@ class Pool:
         self._default = self._first
         self._note_number()
 
-    def _new(self, id_: str, model: Model, engine: Engine | None = None) -> ModelEntry:
+    def _new(self, id_: str, model: ModelConfig, engine: Engine | None = None) -> ModelEntry:
         return ModelEntry(
             id_, model, self._live, engine=engine, texts=self._texts, on_idle=self.note_idle
         )
@@ -403,7 +403,7 @@ class Pool:
             path = model_file(self._live.settings.models_dir, name)
             if not self.has_several:
                 return await asyncio.shield(self._begin(self._replace_only(name, path, options)))
-            served = self._served[name] = self._new(name, Model(path=str(path)))
+            served = self._served[name] = self._new(name, ModelConfig(path=str(path)))
             served.is_only = False
         if served.take({key: value for key, value in options.items() if value is not None}):
             await self.unload_now(served)
@@ -532,8 +532,8 @@ class Pool:
         return next((why for one in engines if (why := one.health().stall(limit_s))), None)
 
 
-def _models(config: Config) -> Mapping[str, Model]:
-    return config.models or {UNNAMED: Model()}  # an engine may be all that is served
+def _models(config: Config) -> Mapping[str, ModelConfig]:
+    return config.models or {UNNAMED: ModelConfig()}  # an engine may be all that is served
 
 
 def _may_leave(served: ModelEntry) -> bool:

@@ -15,7 +15,7 @@ from kqview.server.api.wire.attention import ATTENTION_NAMES, Attention, attenti
 from kqview.server.api.wire.chat import ChatRequest, prepare, prompt_of
 from kqview.server.api.wire.citations import Sources, guards_of, with_documents
 from kqview.server.api.wire.mods_field import mods_of
-from kqview.server.apps.conversation_store import Message
+from kqview.server.apps.conversation_store import TurnMessage
 from kqview.server.apps.mia4 import schema
 from kqview.server.apps.mia4.passport import (
     MAX_TOKENS,
@@ -27,7 +27,7 @@ from kqview.server.apps.mia4.passport import (
     text_of,
 )
 from kqview.server.apps.mia4.persona import PersonaText
-from kqview.server.config import MARKER, Llm, Model, Passport
+from kqview.server.config import MARKER, Llm, ModelConfig, Passport
 from kqview.server.errors import Unprocessable
 from kqview.server.models.row_cache import PromptText
 from kqview.server.models.run import AttentionWanted, GenerateRequest
@@ -35,7 +35,7 @@ from kqview.server.models.texts import pieces_of
 from kqview.server.settings import Settings
 from kqview.types.sampling import OPTIONS
 
-Fit = Callable[[Callable[[Sequence[Message]], int], int], Sequence[Message]]
+Fit = Callable[[Callable[[Sequence[TurnMessage]], int], int], Sequence[TurnMessage]]
 """As `kqview.server.apps.conversations.ConversationTurn.fit`."""
 
 _OVERRIDES: Final = "overrides"
@@ -76,7 +76,7 @@ def plan_of(
     engine: Engine,
     settings: Settings,
     llm: Llm,
-    model: Model,
+    model: ModelConfig,
     max_context: int,
     persona: PersonaText | None = None,
     fit: Fit | None = None,
@@ -117,7 +117,7 @@ def plan_of(
     texts = (own if body.system is None else body.system, persona and persona.text)
     system = "\n\n".join(text for text in texts if text)
 
-    def chat_with(history: Sequence[Message]) -> ChatRequest:
+    def chat_with(history: Sequence[TurnMessage]) -> ChatRequest:
         head = [{"role": "system", "content": system}] if system else []
         said = [{"role": one.role, "content": one.content} for one in history]
         messages = [*head, *said, {"role": "user", "content": body.prompt}]
@@ -141,7 +141,7 @@ def plan_of(
     )
     # A history that is too long leaves room for an answer.
     n_most = max_context - min(max_context // 4, most)
-    history: Sequence[Message] = ()
+    history: Sequence[TurnMessage] = ()
     if fit is not None:
         history = fit(lambda history: len(prompt_of(engine, chat_with(history))[0]), n_most)
     work = prepare(engine, chat_with(history))
@@ -213,7 +213,7 @@ def _preset(name: object, llm: Llm) -> tuple[str | None, Mapping[str, Any]]:
     return name, llm.reasoning_presets[name]
 
 
-def system_prompt_of(model: Model) -> Known | None:
+def system_prompt_of(model: ModelConfig) -> Known | None:
     """Identity of a model's system prompt, None without one."""
     prompt = model.system_prompt
     if prompt is None or prompt.text is None:

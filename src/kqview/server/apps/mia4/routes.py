@@ -69,7 +69,7 @@ async def cancel(call: Call) -> HttpReply:
 # ---- attention that is kept
 
 
-@OPERATIONS.get("/generate/{request_id}/attention", reply=schema.KeptAttention, parameters=_REQUEST)
+@OPERATIONS.get("/generate/{request_id}/attention", reply=schema.TurnRows, parameters=_REQUEST)
 async def list_attention(call: Call) -> HttpReply:
     """Attention rows that are kept of a request with overrides.attention."""
     name = call.path["request_id"]
@@ -79,12 +79,12 @@ async def list_attention(call: Call) -> HttpReply:
     [n_left_out] = rows.n_left_out
     wanted = rows.wanted
 
-    def listed() -> schema.KeptAttention:
-        return schema.KeptAttention(
+    def listed() -> schema.TurnRows:
+        return schema.TurnRows(
             request_id=name, values=wanted.kind, format=wanted.format, dtype=wanted.dtype,
             layers=rows.layers, n_left_out=n_left_out,
             rows=[
-                schema.KeptRow(n, row.token_id, row.text, row.shape) for n, row in rows.shown(0)
+                schema.TurnRow(n, row.token_id, row.text, row.shape) for n, row in rows.shown(0)
             ],
         )  # fmt: skip
 

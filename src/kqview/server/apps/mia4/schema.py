@@ -8,7 +8,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from kqview.server.api.wire.citations import DocumentsField, GroundingField, HeadsField, UrlFacts
 from kqview.server.api.wire.event_parts import Removed
 from kqview.server.api.wire.mods_field import ModsField
-from kqview.server.apps.conversation_store import ConversationInfo, Message
+from kqview.server.apps.conversation_store import ConversationInfo, TurnMessage
 from kqview.server.web.described import about
 
 Object = dict[str, Any]
@@ -147,10 +147,10 @@ class SessionList(Struct):
 class WholeSession(ConversationInfo, frozen=True, kw_only=True):
     """A conversation with its messages."""
 
-    messages: Annotated[Sequence[Message], about("The messages, the oldest first.")]
+    messages: Annotated[Sequence[TurnMessage], about("The messages, the oldest first.")]
 
 
-class KeptRow(Struct):
+class TurnRow(Struct):
     """The attention row of one token that is kept."""
 
     seq: Annotated[int, about("Index of the token, from 0.", 0)]
@@ -166,7 +166,7 @@ class KeptRow(Struct):
     ]
 
 
-class KeptAttention(Struct, kw_only=True):
+class TurnRows(Struct, kw_only=True):
     """The rows that are kept of a request."""
 
     request_id: Annotated[str, about("Name of the request.", "r1")]
@@ -178,7 +178,7 @@ class KeptAttention(Struct, kw_only=True):
         about("Layers that they are of, in the order of their first axis.", [0, 1, 2, 3]),
     ]
     n_left_out: Annotated[int, about("Rows that did not fit into the memory for them.", 0)]
-    rows: Annotated[list[KeptRow], about("The rows, the oldest first.")]
+    rows: Annotated[list[TurnRow], about("The rows, the oldest first.")]
 
 
 # ---- frames of a turn: named Server-Sent Events

@@ -36,7 +36,7 @@ from kqview.server.apps.mia4.schema import (
     TokenFrame,
     UsageFrame,
 )
-from kqview.server.config import UNNAMED, Model
+from kqview.server.config import UNNAMED, ModelConfig
 from kqview.server.errors import Answer, answer_of, too_late
 from kqview.server.models.events_bus import (
     GenerationCompleted,
@@ -133,7 +133,7 @@ def model_id_of(model: ModelEntry) -> str:
     return model.name if model.id == UNNAMED and model.loaded is not None else model.id
 
 
-def configured(call: Call, model: ModelEntry) -> Model:
+def configured(call: Call, model: ModelEntry) -> ModelConfig:
     """What the configuration says of a model; its passport may have changed since it was loaded."""
     return call.service.live.config.models.get(model.id, model.config)
 
