@@ -155,8 +155,8 @@ def machine_facts() -> dict[str, Any]:
     """The facts needed to interpret a time.
 
     Keys: date (UTC, ISO 8601), machine, system, cpu, n_cores, devices (without the CPU),
-    nvidia_driver (or None), load_average (of the last minute; None if the system has none), kqview,
-    kqview_commit, llama_cpp_commit.
+    nvidia_driver (or None), load_average (of the last minute), kqview, kqview_commit,
+    llama_cpp_commit.
     """
     build = _core.build_info()
     return {
@@ -167,7 +167,7 @@ def machine_facts() -> dict[str, Any]:
         "n_cores": os.cpu_count(),
         "devices": [d["description"] for d in build["devices"] if d["type"] != "CPU"],
         "nvidia_driver": build["nvidia_driver"],
-        "load_average": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
+        "load_average": round(os.getloadavg()[0], 2),
         "kqview": __version__,
         "kqview_commit": _commit(),
         "llama_cpp_commit": build["llama_cpp_commit"],

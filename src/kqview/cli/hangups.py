@@ -14,23 +14,20 @@ is_program = False
 has_come = False
 """Whether it came while it was held."""
 
-_HANGUP = getattr(signal, "SIGHUP", None)
-
 
 def hold() -> None:
     """Note SIGHUP from now on; a supervisor has held it back until here."""
-    if _HANGUP is not None:
-        if signal.getsignal(_HANGUP) is signal.SIG_DFL:  # nohup leaves it ignored
-            signal.signal(_HANGUP, _note)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [_HANGUP])
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # nohup leaves it ignored
+        signal.signal(signal.SIGHUP, _note)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGHUP])
 
 
 def release() -> None:
     """Let SIGHUP end the program again, now if it has come."""
-    if _HANGUP is not None and signal.getsignal(_HANGUP) is _note:
-        signal.signal(_HANGUP, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGHUP) is _note:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
         if has_come:
-            os.kill(os.getpid(), _HANGUP)
+            os.kill(os.getpid(), signal.SIGHUP)
 
 
 def _note(_number: int, _frame: FrameType | None) -> None:

@@ -67,7 +67,7 @@ def serve(*, context: typer.Context, config: str | None = CONFIG, **given: Any) 
         if settings.model is not None:
             check_model_file(settings.model)
         app = create_app(loaded.config)  # reports wrong settings before anything starts
-        if supervised is None and settings.supervise and hangups.is_program and hasattr(os, "fork"):
+        if supervised is None and settings.supervise and hangups.is_program:
             hung_s = HUNG_FACTOR * settings.stall_timeout_s
             _become_supervisor(listener, settings, hung_s, reloads=config is not None)
         keep_freed_memory()

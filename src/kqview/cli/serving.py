@@ -124,16 +124,13 @@ class Reloads:
         self._hangup = Hangup()
         self.running: asyncio.Task[None] | None = None
         self._is_wanted = False
-        if hasattr(signal, "SIGHUP"):  # while the model is loaded, too
-            signal.signal(signal.SIGHUP, self._remember)
+        signal.signal(signal.SIGHUP, self._remember)  # while the model is loaded, too
 
     def _remember(self, _number: int, _frame: FrameType | None) -> None:
         self._is_wanted = True
 
     def listen(self, leave: Callable[[], None]) -> None:
         """Handle the signal from now on; call *leave* if it means that the terminal has gone."""
-        if not hasattr(signal, "SIGHUP"):
-            return
 
         def hung_up() -> None:
             if self._hangup.is_of_terminal():
@@ -254,8 +251,7 @@ class _Server(uvicorn.Server):
         self._loop.call_soon_threadsafe(self._leave)
 
     def _leave(self) -> None:
-        if self._leaving is None:
-            self._leaving = asyncio.get_running_loop().create_task(self._drain())
+        self._leaving = asyncio.get_running_loop().create_task(self._drain())
 
     async def _drain(self) -> None:
         try:

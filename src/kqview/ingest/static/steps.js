@@ -16,9 +16,7 @@ const SHOWN = [
 ];
 
 // {node, show(step)} of the tab.
-export const stepsView = (context) => new Steps(context);
-
-class Steps {
+export class Steps {
   constructor({ timeline, address }) {
     this.address = address;
     this.steps = [...timeline.steps.values()].map((step) => {
@@ -74,16 +72,15 @@ class Steps {
         : `${this.matching.length.toLocaleString("en")} of ${count(this.steps.length, "step")}`;
     this.body.replaceChildren(...some.map((step) => this.row(step)));
     const n_pages = Math.ceil(this.matching.length / PER_PAGE);
+    const turn = (target) => {
+      this.draw(target);
+      this.node.scrollIntoView();
+    };
     const to = (name, target) =>
-      quietButton(name, () => this.turn(target), { disabled: target < 0 || target >= n_pages });
+      quietButton(name, () => turn(target), { disabled: target < 0 || target >= n_pages });
     if (n_pages < 2) return this.pages.replaceChildren();
     const place = html`<span>Page ${page + 1} of ${n_pages}</span>`;
     this.pages.replaceChildren(to("Earlier", page - 1), place, to("Later", page + 1));
-  }
-
-  turn(page) {
-    this.draw(page);
-    this.node.scrollIntoView();
   }
 
   // Opens a step and scrolls to it, whatever the filters were.

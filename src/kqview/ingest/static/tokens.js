@@ -29,9 +29,7 @@ const N_OTHERS = 5;
 const N_SHOWN = 30_000; // more would make the browser slow; an engine's traces have fewer
 
 // {node, show(step)} of the tab.
-export const tokensView = (context) => new Tokens(context);
-
-class Tokens {
+export class Tokens {
   constructor({ timeline, signal, address }) {
     this.timeline = timeline;
     this.address = address;
@@ -40,8 +38,17 @@ class Tokens {
     this.about = html`<aside class="about" aria-label="About the token" aria-live="polite"></aside>`;
     this.legend = html`<span class="legend note"></span>`;
     this.layOut();
+    const colours = Object.entries(COLOURS).map(([value, [title]]) => [value, title]);
+    this.select = choice(colours, () => this.colour());
+    if (!timeline.hasAttention) this.select.querySelector("[value=attention]").disabled = true;
     this.node = html`<div class="tokens">
-      <div class="bar">${this.colourChoice()}${this.legend}${marksLegend()}</div>
+      <div class="bar">
+        <label class="inline">Colour by ${this.select}</label>
+        ${this.legend}
+        <span class="legend note" aria-hidden="true">
+          <span class="token forced">forced</span><span class="token erased">taken back</span>
+        </span>
+      </div>
     </div>`;
     if (timeline.events.length > 0) {
       const player = new Player(timeline.events, (from, to) => this.seek(from, to), signal);
@@ -121,15 +128,6 @@ class Tokens {
     return node ? this.options[Number(node.id.slice(1))] : undefined;
   }
 
-  colourChoice() {
-    this.select = choice(
-      Object.entries(COLOURS).map(([value, [title]]) => [value, title]),
-      () => this.colour(),
-    );
-    if (!this.timeline.hasAttention) this.select.querySelector("[value=attention]").disabled = true;
-    return html`<label class="inline">Colour by ${this.select}</label>`;
-  }
-
   colour() {
     const [, of, ends] = COLOURS[this.select.value];
     const values = this.options
@@ -167,7 +165,10 @@ class Tokens {
       End: last,
       ArrowDown: () => this.vertical(at, 1),
       ArrowUp: () => this.vertical(at, -1),
-      Enter: () => this.openStep(),
+      Enter: () => {
+        const step = this.chosen?.item.step;
+        if (step !== undefined) location.hash = this.address("steps", step);
+      },
     }[event.key];
     if (to === undefined) return;
     event.preventDefault();
@@ -191,11 +192,6 @@ class Tokens {
         [best, distance] = [i, Math.abs(box.left - here.left)];
     }
     return best;
-  }
-
-  openStep() {
-    const step = this.chosen?.item.step;
-    if (step !== undefined) location.hash = this.address("steps", step);
   }
 
   // Chooses the first token of a step.
@@ -334,10 +330,4 @@ function noAttention() {
     "This trace has no attention of single tokens: its request captured none, or the largest values " +
       "or sums of several (reduce max, spans, a mean of anything but probabilities).",
   );
-}
-
-function marksLegend() {
-  return html`<span class="legend note" aria-hidden="true">
-    <span class="token forced">forced</span><span class="token erased">taken back</span>
-  </span>`;
 }

@@ -4,14 +4,14 @@ import { fetchTrace } from "./api.js";
 import { button, count, html, milliseconds, note } from "./dom.js";
 import { metricsView } from "./metrics.js";
 import { disclosure, factList, problem, reload } from "./parts.js";
-import { stepsView } from "./steps.js";
+import { Steps } from "./steps.js";
 import { timelineOf } from "./timeline.js";
-import { tokensView } from "./tokens.js";
+import { Tokens } from "./tokens.js";
 
 const SHOWN_CHARACTERS = 200_000; // of JSON; more would take a browser seconds to lay out
 const TABS = [
-  ["tokens", "Tokens", tokensView],
-  ["steps", "Steps", stepsView],
+  ["tokens", "Tokens", (context) => new Tokens(context)],
+  ["steps", "Steps", (context) => new Steps(context)],
   ["metrics", "Metrics", metricsView],
   ["raw", "JSON", rawView],
 ];
@@ -41,10 +41,12 @@ function summary({ request, tokens, finalIds, calls, actions }) {
   const mods = [...new Set(calls.map((call) => call.mod_name))];
   const n_failed = calls.filter((call) => call.exception_occurred).length;
   const n_actions = actions.filter((action) => action.action_type !== "Noop").length;
+  const [begin, end] = [request.created_at, request.completed_at];
+  const took = begin && end ? milliseconds(Math.max(0, new Date(end) - new Date(begin))) : undefined;
   const facts = [
     ["Model", request.model],
-    ["Started", request.created_at && new Date(request.created_at).toLocaleString()],
-    ["Took", duration(request)],
+    ["Started", begin && new Date(begin).toLocaleString()],
+    ["Took", took],
     ["Ended by", request.finish_reason ?? request.inference_stats?.finish_reason],
     ["Tokens", finalIds.length],
     ["Added", tokens.length],
@@ -63,11 +65,6 @@ function summary({ request, tokens, finalIds, calls, actions }) {
     .filter(([, text]) => text)
     .map(([name, text]) => disclosure([name, note(count(text.length, "character"))], text, "text"));
   return [html`<h1 class="id">${request.request_id}</h1>`, factList(facts, "facts"), ...texts];
-}
-
-function duration(request) {
-  if (!request.created_at || !request.completed_at) return undefined;
-  return milliseconds(Math.max(0, new Date(request.completed_at) - new Date(request.created_at)));
 }
 
 // A tab list as the ARIA practices have it: arrow keys move, the address names the tab.
