@@ -1,6 +1,5 @@
 """Runs the receiver under uvicorn until a signal; running posts are then stored, feeds ended."""
 
-import logging
 import os
 import socket
 from types import FrameType
@@ -12,13 +11,11 @@ from kqview.ingest.app import IngestApp
 from kqview.server.web.uvicorn_parts import allow_files, url_of, uvicorn_options
 
 _GRACE_S: Final = 10
-_CUT: Final = "ASGI callable returned without completing response."
 
 
 def run(app: IngestApp, listener: socket.socket) -> None:
     """Serve *app* on *listener* until a signal ends it."""
     allow_files(app.receiver.settings)
-    logging.getLogger("uvicorn.error").addFilter(lambda record: record.getMessage() != _CUT)
     ReceiverServer(app).run(sockets=[listener])
 
 

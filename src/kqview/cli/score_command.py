@@ -3,7 +3,6 @@
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import typer
@@ -50,69 +49,62 @@ def score(
     found: list[dict[str, Any]] = []
     with source.open(model) as engine:
         for name, text in given:
-            scored = _score(engine, text, top, add_special=add_special, edits=changes)
+            scored, n_windows = _score(engine, text, top, add_special=add_special, edits=changes)
             if as_json:
-                found.append({"name": name, **scored.to_json(engine, summary=summary)})
+                found.append({"name": name, **_to_json(scored, engine, summary=summary)})
                 continue
             if not summary:
-                for line in scored.lines(engine):
+                for line in _lines(scored, engine):
                     typer.echo(line)
-            typer.echo(f"{name}: {scored.totals()}" if len(given) > 1 else scored.totals())
+            totals = _totals(scored, n_windows)
+            typer.echo(f"{name}: {totals}" if len(given) > 1 else totals)
     if as_json:
         typer.echo(json.dumps(found))
 
 
-@dataclass(frozen=True)
-class _Scored:
-    """The scores of a text, which was evaluated in windows that overlap."""
+def _totals(score: "Score", n_windows: int) -> str:
+    parts = [f"{len(score.ids)} tokens", f"logprob {score.total:.3f}"]
+    if score.n_scored:
+        parts.append(f"perplexity {score.perplexity:.3f}")
+    if n_windows > 1:
+        parts.append(f"{n_windows} windows")
+    return ", ".join(parts)
 
-    score: "Score"
-    n_windows: int
 
-    def totals(self) -> str:
-        score = self.score
-        parts = [f"{len(score.ids)} tokens", f"logprob {score.total:.3f}"]
-        if score.n_scored:
-            parts.append(f"perplexity {score.perplexity:.3f}")
-        if self.n_windows > 1:
-            parts.append(f"{self.n_windows} windows")
-        return ", ".join(parts)
+def _lines(score: "Score", engine: "Engine") -> Iterator[str]:
+    yield f"{'id':>7}  {'token':<{_CELLS}}  {'prob':>7}  {'logprob':>8}  {'rank':>6}"
+    for i, token_id in enumerate(score.ids):
+        line = f"{token_id:>7}  {label(engine.token_text(token_id), _CELLS)}"
+        if score.ranks[i] >= 0:
+            logprob = float(score.logprobs[i])
+            line += f"  {_percent(logprob)}  {logprob:>8.3f}  {score.ranks[i] + 1:>6}"
+            if score.top_logprobs is not None:
+                others = (
+                    f"{label(engine.token_text(j))} {_percent(p).strip()}"
+                    for j, p in score.top_logprobs[i]
+                )
+                line += "  " + ", ".join(others)
+        yield line.rstrip()
 
-    def lines(self, engine: "Engine") -> Iterator[str]:
-        score = self.score
-        yield f"{'id':>7}  {'token':<{_CELLS}}  {'prob':>7}  {'logprob':>8}  {'rank':>6}"
-        for i, token_id in enumerate(score.ids):
-            line = f"{token_id:>7}  {label(engine.token_text(token_id), _CELLS)}"
-            if score.ranks[i] >= 0:
-                logprob = float(score.logprobs[i])
-                line += f"  {_percent(logprob)}  {logprob:>8.3f}  {score.ranks[i] + 1:>6}"
-                if score.top_logprobs is not None:
-                    others = (
-                        f"{label(engine.token_text(j))} {_percent(p).strip()}"
-                        for j, p in score.top_logprobs[i]
-                    )
-                    line += "  " + ", ".join(others)
-            yield line.rstrip()
 
-    def to_json(self, engine: "Engine", *, summary: bool) -> dict[str, Any]:
-        score = self.score
-        content: dict[str, Any] = {
-            "n_tokens": len(score.ids),
-            "n_scored": score.n_scored,
-            "logprob": score.total,
-            "perplexity": score.perplexity if score.n_scored else None,
-        }
-        if summary:
-            return content
-        found = zip(score.logprobs.tolist(), score.ranks.tolist(), strict=True)
-        given = [(logprob, rank + 1) if rank >= 0 else (None, None) for logprob, rank in found]
-        content["ids"] = score.ids
-        content["tokens"] = [engine.token_text(i) for i in score.ids]
-        content["logprobs"] = [logprob for logprob, _ in given]
-        content["ranks"] = [rank for _, rank in given]
-        if score.top_logprobs is not None and score.n_scored:
-            content["top_logprobs"] = score.top_logprobs
+def _to_json(score: "Score", engine: "Engine", *, summary: bool) -> dict[str, Any]:
+    content: dict[str, Any] = {
+        "n_tokens": len(score.ids),
+        "n_scored": score.n_scored,
+        "logprob": score.total,
+        "perplexity": score.perplexity if score.n_scored else None,
+    }
+    if summary:
         return content
+    found = zip(score.logprobs.tolist(), score.ranks.tolist(), strict=True)
+    given = [(logprob, rank + 1) if rank >= 0 else (None, None) for logprob, rank in found]
+    content["ids"] = score.ids
+    content["tokens"] = [engine.token_text(i) for i in score.ids]
+    content["logprobs"] = [logprob for logprob, _ in given]
+    content["ranks"] = [rank for _, rank in given]
+    if score.top_logprobs is not None and score.n_scored:
+        content["top_logprobs"] = score.top_logprobs
+    return content
 
 
 def _percent(logprob: float) -> str:
@@ -122,8 +114,8 @@ def _percent(logprob: float) -> str:
 
 def _score(
     engine: "Engine", text: str, n_top: int, *, add_special: bool, edits: "list[Edit] | None"
-) -> _Scored:
-    """Score *text*, in windows that overlap by half if it is longer than the context."""
+) -> "tuple[Score, int]":
+    """The score of *text*, and in how many windows, which overlap by half, it was evaluated."""
     from kqview import Score
 
     ids = engine.tokenize(text, add_special=add_special)
@@ -151,4 +143,4 @@ def _score(
         if score.top_logprobs is not None and one.top_logprobs is not None:
             score.top_logprobs[at] = one.top_logprobs[new]
         done = end
-    return _Scored(score, n_windows)
+    return score, n_windows

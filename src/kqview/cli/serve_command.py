@@ -20,6 +20,7 @@ from kqview.server.settings_table import rows_of
 from kqview.server.web import supervisor
 
 COMMAND_CLASS: Final = ServerCommand
+_CUT: Final = "ASGI callable returned without completing response."
 _SUPERVISOR_MARGIN_S: Final = 5.0  # the worker's own watchdog, which knows more, goes first
 
 
@@ -112,7 +113,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def log_to_stderr() -> None:
-    """Print the server's log lines, as they are."""
+    """Print the server's log lines, as they are; uvicorn's of clients that left are none."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(message)s"))
     for name in ("kqview.access", "kqview.server"):
@@ -120,3 +121,4 @@ def log_to_stderr() -> None:
         logger.setLevel(logging.INFO)
         logger.addHandler(handler)
         logger.propagate = False
+    logging.getLogger("uvicorn.error").addFilter(lambda record: record.getMessage() != _CUT)

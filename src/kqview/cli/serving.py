@@ -44,7 +44,6 @@ HUNG_FACTOR: Final = 2.0
 _BEAT_S: Final = 0.5
 _LEAST_FLUSH_S: Final = 0.2
 _MARGIN_S: Final = 2.0  # beyond the grace period, for the engine and the interpreter to end
-_CUT: Final = "ASGI callable returned without completing response."
 
 
 _log: Final = logging.getLogger("kqview.server")
@@ -72,7 +71,6 @@ def run(
         faulthandler.enable(2)
     allow_files(settings)
     sys.setswitchinterval(_SWITCH_S)
-    logging.getLogger("uvicorn.error").addFilter(lambda record: record.getMessage() != _CUT)
 
     reloads = None if read is None else Reloads(app, read)
     is_orphan = False

@@ -212,23 +212,21 @@ def _decoded(kind: Any, raw: bytes | Raw, place: str) -> Any:
 
 
 def _row(one: msgspec.Struct, place: str) -> TableRow:
-    return {name: _column(name, getattr(one, name), place) for name in one.__struct_fields__}
-
-
-def _column(name: str, value: Any, place: str) -> Any:
-    if value is None:
-        return None
-    if name in TIMES:
-        return microseconds(value, f"{place}.{name}")
-    if isinstance(value, Raw):
-        try:
-            text = bytes(value).decode()
-        except UnicodeDecodeError as error:
-            raise RequestError(f"the body is not JSON: {error}; correct it") from None
-        return None if text == "null" else text
-    if isinstance(value, list):
-        return msgspec.json.encode(value).decode()
-    return value
+    row: TableRow = {}
+    for name in one.__struct_fields__:
+        value: Any = getattr(one, name)
+        if value is not None and name in TIMES:
+            value = microseconds(value, f"{place}.{name}")
+        elif isinstance(value, Raw):
+            try:
+                text = bytes(value).decode()
+            except UnicodeDecodeError as error:
+                raise RequestError(f"the body is not JSON: {error}; correct it") from None
+            value = None if text == "null" else text
+        elif isinstance(value, list):
+            value = msgspec.json.encode(value).decode()
+        row[name] = value
+    return row
 
 
 def microseconds(value: datetime | float, name: str) -> int:
