@@ -142,6 +142,13 @@ def engine(tiny_llama: Path) -> Iterator[Engine]:
         yield one
 
 
+@pytest.fixture(scope="module")
+def demo() -> Iterator[Engine]:
+    """The demo model, which the tests of a module leave open and idle too."""
+    with Engine.demo(n_threads=1, n_ctx=512) as one:
+        yield one
+
+
 @pytest.fixture
 def make_engine() -> Iterator[MakeEngine]:
     """Engines by `open_engine`, with n_threads=1 and n_ctx=512 unless told otherwise."""

@@ -55,12 +55,6 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
         yield engine
 
 
-@pytest.fixture(scope="module")
-def demo() -> Iterator[Engine]:
-    with Engine.demo(n_threads=1) as engine:
-        yield engine
-
-
 def ids_of(*pieces: str | int) -> list[int]:
     """Ids of special tokens as they are, bytes of the texts between them."""
     return [id_ for p in pieces for id_ in ([p] if isinstance(p, int) else p.encode())]

@@ -23,17 +23,10 @@ from tests.support import tiny_gguf
 from tests.support.rows import near
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
 TEXT = "Anna has a ball. Anna has a"
 ONE = ("-t", "1")
-
-
-@pytest.fixture(scope="module")
-def demo() -> Iterator[Engine]:
-    with Engine.demo(n_ctx=256, n_threads=1) as engine:
-        yield engine
 
 
 def run(command: str, *words: object, stdin: str | bytes | None = None, status: int = 0) -> Any:

@@ -30,9 +30,10 @@ from tests.support.hostile_grammars import (
 )
 from tests.support.processes import command_of, processes_below, rss_bytes
 from tests.support.rows import random_ids
+from tests.support.waiting import wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from tests.engine.conftest import MakeEngine
 
@@ -48,12 +49,6 @@ PERSON: dict[str, Any] = {
     "required": ["name", "age", "tags"],
     "additionalProperties": False,
 }
-
-
-@pytest.fixture(scope="module")
-def demo() -> Iterator[Engine]:
-    with Engine.demo(n_threads=1) as engine:
-        yield engine
 
 
 @pytest.fixture(scope="module")
@@ -462,13 +457,6 @@ Q_THEN_X = {ord("q"): 60.0, ord("x"): 50.0}
 def helpers() -> list[int]:
     """Processes of llguidance below this one: the first of each engine, and its constraints'."""
     return [one for one in processes_below(os.getpid()) if "constraint_child" in command_of(one)]
-
-
-def wait_until(is_so: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + HUNG_S
-    while not is_so():
-        assert time.monotonic() < end_s
-        time.sleep(0.01)
 
 
 @pytest.mark.full

@@ -116,11 +116,11 @@ def test_text_of_a_generations_ids_is_its_text(
     assert engine.detokenize(generation.tokens) == " a , b ?"
 
 
-def test_bytes_of_utf8_are_tokenized_as_their_text(demo_engine: Engine) -> None:
-    assert demo_engine.tokenize("Zoë".encode()) == demo_engine.tokenize("Zoë")
-    assert demo_engine.tokenize("Zoë".encode(), offsets=True).offsets[-1][1] == 3
+def test_bytes_of_utf8_are_tokenized_as_their_text(demo: Engine) -> None:
+    assert demo.tokenize("Zoë".encode()) == demo.tokenize("Zoë")
+    assert demo.tokenize("Zoë".encode(), offsets=True).offsets[-1][1] == 3
     with pytest.raises(errors.RequestError, match="byte at index 2 that is not UTF-8"):
-        demo_engine.tokenize(b"Zo\xeb!")
+        demo.tokenize(b"Zo\xeb!")
 
 
 def test_prompt_text_is_tokenized_with_the_options_given(engine: Engine) -> None:
@@ -289,12 +289,6 @@ SIGNS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def demo_engine() -> Iterator[Engine]:
-    with Engine.demo(n_ctx=256, n_threads=1) as engine:
-        yield engine
-
-
 def write_vocabulary(path: Path, pre: str) -> Path:
     """Write a file that is a vocabulary of bytes and no model, for that pre-tokenizer."""
     writer = gguf.GGUFWriter(None, "llama")
@@ -415,18 +409,18 @@ def test_time_is_in_proportion_to_length(name: str, unit: str, llama_cpp_dir: Pa
 
 
 @pytest.mark.full
-def test_megabytes_of_ordinary_text_are_tokenized(demo_engine: Engine):
+def test_megabytes_of_ordinary_text_are_tokenized(demo: Engine):
     text = "Anna gave the red ball to Tom. Tom put it into the box, and went home.\n" * 43_000
     assert len(text) > 3_000_000
-    ids = demo_engine.tokenize(text, add_special=False)
-    assert demo_engine.detokenize(ids) == text
+    ids = demo.tokenize(text, add_special=False)
+    assert demo.detokenize(ids) == text
 
 
-def test_a_text_over_the_limit_is_refused(demo_engine: Engine):
+def test_a_text_over_the_limit_is_refused(demo: Engine):
     with pytest.raises(RequestError, match=r"16777217 .*16777216"):
-        demo_engine.tokenize("a" * ((16 << 20) + 1))
+        demo.tokenize("a" * ((16 << 20) + 1))
     with pytest.raises(RequestError, match="16777217 bytes"):
-        demo_engine.generate("a" * ((16 << 20) + 1))
+        demo.generate("a" * ((16 << 20) + 1))
 
 
 @pytest.mark.needs("developer build")

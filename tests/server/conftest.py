@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from kqview import Engine
 from kqview.server import Settings
 from tests.support import stock, tiny_gguf
 from tests.support.serving import Serve, Served, serving
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 
     import httpx
 
-    from kqview import Engine
     from kqview.server.config import Config
 
 
@@ -51,6 +51,13 @@ def qwen_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "tiny_qwen2_real_vocab",
         llama_cpp_dir=stock.source(),
     )
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    """The demo model with two slots and one thread."""
+    with Engine.demo(n_threads=1, n_slots=2) as one:
+        yield one
 
 
 @pytest.fixture(scope="module")

@@ -9,14 +9,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from kqview import Engine
 from kqview.errors import InvalidCapture
 from kqview.server.api.wire.attention import DATA_HERE, RowWriter, dense, event_pieces, joined_text
 from kqview.server.models.run import AttentionWanted
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
+    from kqview import Engine
 
 RNG = np.random.default_rng(5)
 N_LAYERS, N_HEADS, N_CONTEXT = 3, 4, 17
@@ -29,12 +27,6 @@ def softmaxed(*shape: int) -> np.ndarray[Any, Any]:
 
 FULL = softmaxed(N_LAYERS, N_HEADS, N_CONTEXT)
 UNEVEN = tuple(softmaxed(n, N_CONTEXT) for n in (4, 2, 1))
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[Engine]:
-    with Engine.demo(n_threads=1) as engine:
-        yield engine
 
 
 def last_row(engine: Engine, wanted: AttentionWanted) -> Any:

@@ -22,6 +22,7 @@ from tests.support.hostile_grammars import (
     joined_schema,
 )
 from tests.support.processes import command_of, processes_below
+from tests.support.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -68,13 +69,6 @@ def is_working() -> bool:
     """Whether llguidance works on a constraint: a process that one with a vocabulary has forked."""
     helpers = [one for one in processes_below(os.getpid()) if "constraint_child" in command_of(one)]
     return any(len(processes_below(one)) > 1 for one in helpers)
-
-
-def wait_until(is_so: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + WITHIN_S
-    while not is_so():
-        assert time.monotonic() < end_s
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("name", ROUTES)

@@ -39,12 +39,6 @@ pytestmark = pytest.mark.full
 WITHIN_S = 30.0
 
 
-@pytest.fixture(scope="module")
-def engine() -> Iterator[Engine]:
-    with Engine.demo(n_threads=1, n_slots=2) as one:
-        yield one
-
-
 def request(request_id: str = "one", **fields: Any) -> GenerateRequest:
     fields = {"prompt": [1, 2, 3], "max_tokens": 2, "sampling": Sampling(), **fields}
     return GenerateRequest(request_id=request_id, **fields)

@@ -19,18 +19,10 @@ from kqview.server.models.service import Service
 from kqview.server.web.budget import Budget
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from kqview import Token
     from kqview.server.models.run import Run
 
 TEXT = "Mirelda found a silver key near the old bridge. Then Mirel"
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[Engine]:
-    with Engine.demo(n_threads=1, n_slots=2) as demo:
-        yield demo
 
 
 def request(phrases: tuple[str, ...], **changes: Any) -> GenerateRequest:

@@ -34,6 +34,7 @@ from kqview.server.settings_table import rows_of
 from tests.server.clients import WAITS_S, read_to_close, websocket
 from tests.support import mia4
 from tests.support.serve_process import WITHIN_S, Parent, started, until
+from tests.unit.test_heads import FILE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -67,9 +68,9 @@ OTHERS = (
 )  # fmt: skip
 
 
-def another(spec: dataclasses.Field[Any]) -> Any:
+def another(spec: dataclasses.Field[Any], head_file: Path) -> Any:
     """A value that a setting may have, and not by default."""
-    for value in OTHERS:
+    for value in (*OTHERS, (str(head_file),)):
         with contextlib.suppress(RequestError):
             if rows_of(Settings)[spec.name].checked(value) != spec.default:
                 return value
@@ -77,9 +78,13 @@ def another(spec: dataclasses.Field[Any]) -> Any:
 
 
 @pytest.mark.parametrize("spec", dataclasses.fields(Settings), ids=lambda spec: spec.name)
-def test_setting_counts_at_once_unless_it_needs_a_restart(spec: dataclasses.Field[Any]):
+def test_setting_counts_at_once_unless_it_needs_a_restart(
+    spec: dataclasses.Field[Any], tmp_path: Path
+):
+    FILE.save(tmp_path / "heads.json")
     old = Config.of(Settings())
-    new = Config(settings=Settings(**{spec.name: another(spec)}), models=old.models)
+    given = {spec.name: another(spec, tmp_path / "heads.json")}
+    new = Config(settings=Settings(**given), models=old.models)
     merged, done = reloaded(old, new)
     key = (f"server.{spec.name}",)
     if spec.metadata["restart"]:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kqview import Engine
 from kqview.demo import MODEL_PATH
 from kqview.errors import (
     InvalidToken,
@@ -29,16 +28,11 @@ from tests.server.test_run import busy, request, wait_free
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
+    from kqview import Engine
+
 WITHIN_S = 60.0  # until a test fails; no measure of anything
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[Engine]:
-    with Engine.demo(n_threads=1, n_slots=2) as engine:
-        yield engine
 
 
 # ---- text

@@ -10,26 +10,18 @@ import msgspec
 import numpy as np
 import pytest
 
-from kqview import Engine
 from kqview.errors import RequestError
 from kqview.server import Settings
 from kqview.server.api.openai import completions, convert, schema
 from kqview.server.api.wire.chat import with_fields
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
+    from kqview import Engine
     from kqview.server.api.openai.events import CompletionWriter
 
 HELLO = [{"role": "user", "content": "Who?"}]
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[Engine]:
-    with Engine.demo(n_threads=1) as engine:
-        yield engine
 
 
 def chat(**fields: Any) -> Any:

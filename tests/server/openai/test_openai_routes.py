@@ -398,12 +398,11 @@ def test_echo_of_several_prompts_has_the_logprobs_of_each(demo: Served):
 
 
 def test_echo_beyond_the_context_is_refused_by_the_name_of_the_field(demo: Served):
-    body = {"prompt": [[1, 2], [5] * 100_000], "echo": True, "logprobs": 1}
-    reply = httpx.post(f"{demo.url}/v1/completions", json=body, timeout=60)
-    assert reply.status_code == 400, reply.text
-    body = {"prompt": [[1, 10**6]], "echo": True, "logprobs": 1}
-    reply = httpx.post(f"{demo.url}/v1/completions", json=body, timeout=60)
-    assert (reply.status_code, reply.json()["error"]["message"][:6]) == (400, "prompt")
+    fields: dict[str, Any] = {"echo": True, "logprobs": 1}
+    status, _ = api.refused(demo, "/v1/completions", prompt=[[1, 2], [5] * 100_000], **fields)
+    assert status == 400
+    status, error = api.refused(demo, "/v1/completions", prompt=[[1, 10**6]], **fields)
+    assert (status, error["message"][:6]) == (400, "prompt")
 
 
 # ---- errors
