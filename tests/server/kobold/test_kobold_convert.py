@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import base64
-import json
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import msgspec
-import numpy as np
 import pytest
 
-from kqview import Engine
 from kqview.errors import InvalidSampling, InvalidToken, PromptTooLong, QueueFull, RequestError
 from kqview.server import Settings
 from kqview.server.api.koboldai import routes
@@ -25,13 +21,6 @@ from kqview.types import EngineStats, Usage
 from kqview.types.sampling import OPTIONS
 from tests.support.dream import QWEN, entry_of, plan_from
 from tests.support.kobold import golden
-from tests.support.serving import serving
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    import httpx
 
 
 def as_json(value: object) -> Any:
@@ -176,56 +165,3 @@ def test_logprobs_have_both_forms():
     assert reply["top_logprobs"] == [{"Hi": -0.5, "\ufffd": -2.0}, {}]
     assert reply["content"][0]["bytes"] == [72, 105]
     assert reply["content"][0]["top_logprobs"][1]["bytes"] == [0xF0, 0x9F]
-
-
-# ---- the document's own examples
-
-
-PATH = "/api/extra/generate/stream"
-FRANCE = [785, 6722, 315, 9625, 374]
-
-
-@pytest.fixture(scope="module")
-def client(qwen_model: Path) -> Iterator[httpx.Client]:
-    with (
-        Engine(qwen_model, n_threads=1, n_ctx=512) as engine,
-        serving(Settings(), engine) as served,
-        served.client() as client,
-    ):
-        yield client
-
-
-def test_tokenize_example_replies_as_documented(client: httpx.Client):
-    body = {"text": "Hello, how are you?", "add_special_tokens": False}
-    assert client.post("/api/v1/tokenize", json=body).json() == golden("tokenize")["reply"]
-
-
-def test_prompt_and_input_ids_examples_give_identical_output(client: httpx.Client):
-    wanted = {"text": "The capital of France is", "add_special_tokens": False}
-    assert client.post("/api/v1/tokenize", json=wanted).json()["token_ids"] == FRANCE
-    sampling = {"max_length": 3, "temperature": 0.7, "sampler_seed": 12345}
-    headers = {"accept": "text/event-stream"}
-    a = client.post(PATH, json={"prompt": wanted["text"], **sampling}, headers=headers)
-    b = client.post(PATH, json={"input_ids": FRANCE, **sampling}, headers=headers)
-    assert a.text == b.text
-    assert a.text.endswith('event: message\ndata: {"token":"","finish_reason":"length"}\n\n')
-
-
-def test_complete_working_example_decodes_its_attention(client: httpx.Client):
-    body = {
-        "prompt": "The capital of France is", "max_length": 20, "temperature": 0.7,
-        "output_attentions": True, "request_id": "test-123",
-    }  # fmt: skip
-    shapes: list[Any] = []
-    with client.stream("POST", PATH, json=body) as response:
-        for line in response.iter_lines():
-            if not line.startswith("data: "):
-                continue
-            data = json.loads(line[6:])
-            if data["type"] == "token":
-                attn = np.frombuffer(base64.b64decode(data["attention"]["data"]), dtype=np.float32)
-                shapes.append(attn.reshape(data["attention"]["shape"]).shape)
-            elif data["type"] == "done":
-                break
-    assert shapes == [(3, 2, 5 + i) for i in range(data["total_tokens"])]
-    assert data["request_id"] == "test-123"

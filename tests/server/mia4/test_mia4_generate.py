@@ -239,7 +239,7 @@ def test_persona_follows_the_system_prompt_and_its_file(serve: Serve, tmp_path: 
 def test_each_token_has_the_path_of_its_row(chat: Served):
     wanted = {"temperature": 0, "attention": {"reduce": "mean"}}
     with saying("<think>Hm</think>Yes <end"):
-        frames = mia4.generate(chat, request_id="rows", overrides=wanted)
+        frames = mia4.generate(chat, prompt="Änna? 日本 🙂", request_id="rows", overrides=wanted)
     tokens = mia4.named(frames, "token")
     [usage] = mia4.named(frames, "usage")
     assert mia4.text_of(frames) == "Yes <end"
@@ -249,7 +249,8 @@ def test_each_token_has_the_path_of_its_row(chat: Served):
     with chat.client() as client:
         prompt = client.get("/generate/rows/prompt").json()
         assert "".join(prompt["texts"]) == chat.engine.detokenize(prompt["ids"])
-        assert len(prompt["ids"]) == usage["prompt_tokens"]
+        assert "Änna? 日本 🙂" in "".join(prompt["texts"])
+        assert len(prompt["ids"]) == len(prompt["texts"]) == usage["prompt_tokens"]
         for one, index in zip(tokens, indices, strict=True):
             reply = client.get(one["attention"])
             row = np.frombuffer(reply.content, np.float32)
@@ -290,6 +291,9 @@ def test_rows_and_prompts_belong_to_the_key_that_asked(serve: Serve):
         for key, status in (("one", 200), ("two", 404)):
             with served.client(headers=mia4.headers(key)) as client:
                 assert client.get(f"/generate/r/{path}").status_code == status, path
+    mia4.generate(served, key="one", request_id="plain")
+    with served.client(headers=mia4.headers("one")) as client:
+        assert client.get("/generate/plain/prompt").status_code == 404
 
 
 @pytest.mark.parametrize("drops", [True, False])
