@@ -210,9 +210,7 @@ def _at_context(
         except KqviewError as error:
             on_run(title, 1 + plan.n_rounds)
             row = row_name(name, n_context, flash_attn=flash_attn)
-            # A limit of this version, model or machine is no fault.
-            is_limit = isinstance(error, RequestError | ModelError | CapacityError)
-            yield LeftOut(row, str(error), is_failure=not is_limit)
+            yield LeftOut(row, str(error), is_failure=is_failure(error))
             continue
         ways[name] = run
     found = {name: Pairs() for name in ways if name != _BASELINE}
@@ -223,6 +221,11 @@ def _at_context(
         capture = wanted[name]
         n_bytes = 0 if capture is None else capture.bytes_per_token(engine.model, n_context)
         yield SweepRow(name, flash_attn, n_context, n_bytes, pairs)
+
+
+def is_failure(error: Exception) -> bool:
+    """Whether *error* is a fault, not a limit of this version, model or machine."""
+    return not isinstance(error, RequestError | ModelError | CapacityError)
 
 
 def _needed_bytes(model: ModelInfo, n_context: int) -> int:
