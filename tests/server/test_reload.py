@@ -30,6 +30,7 @@ from kqview.server.apps.mia4 import routes as mia4_routes
 from kqview.server.config import ChatSessions, Config, Llm, ModelConfig, Persona, Ui
 from kqview.server.config_file import load
 from kqview.server.live_config import LiveConfig, reloaded
+from kqview.server.models.run import ModWanted
 from kqview.server.settings_table import rows_of
 from tests.server.clients import WAITS_S, read_to_close, websocket
 from tests.support import mia4
@@ -204,7 +205,7 @@ async def test_keys_limits_origins_names_and_proxies_count_from_the_next_request
             path, content=b'{"text": ""}', headers={**key("new"), "origin": "https://a.org"}
         )
         assert reply.headers["access-control-allow-origin"] == "https://a.org"
-        assert app.service.mod_runs.is_open
+        app.service.mod_runs.check([ModWanted("any")])  # there is a folder of them
         assert app.service.settings.port == 5001
         described = (await client.get("/openapi.json")).json()
         assert "securitySchemes" in described["components"]
