@@ -13,17 +13,14 @@ from hypothesis import example, given, settings, strategies as st
 from kqview import Engine, Sampling
 from kqview.chat.reasoning import Split, TokenCounter
 from kqview.chat.turn import ChatAnswer, Reading
-from kqview.errors import RequestError
 from kqview.mods import Added, Backtrack, mod
 from kqview.server import Settings
 from kqview.server.api.openai.schema import ChatBody
 from kqview.server.api.wire.chat import ChatRequest, prepare, with_fields
-from kqview.server.api.wire.fields import LlamaFields, most_tokens_of
 from kqview.server.api.wire.reasoning_cap import (
     CapForcing,
     ReasoningCap,
     cap_of,
-    cap_of_texts,
 )
 from kqview.stop_strings import TextStream
 from tests.support import chat_templates as shapes, openai as api, tiny_gguf
@@ -180,16 +177,6 @@ def test_limit_that_cannot_be_reached_costs_nothing(most: int, split: Split, max
     assert cap_of(most, split, Sampling(), max_tokens=max_tokens, names={}) is None
 
 
-def test_limit_and_a_grammar_of_the_client_exclude_each_other():
-    sampling = Sampling(grammar='root ::= "a"')
-    with pytest.raises(RequestError, match=r"thinking_budget_tokens cannot .* grammar") as caught:
-        cap_of(
-            5, Split(), sampling, max_tokens=9,
-            names={"reasoning_budget": "thinking_budget_tokens"},
-        )  # fmt: skip
-    assert caught.value.parameter == "thinking_budget_tokens"
-
-
 @pytest.mark.parametrize(
     ("wanted", "default", "options", "expected"),
     [
@@ -209,21 +196,6 @@ def test_server_has_a_default_for_chats_without_a_grammar_of_their_own(
     server = Settings(reasoning_budget=default)
     chat = with_fields(ChatRequest(messages=[]), body, engine=engine, settings=server)
     assert chat.reasoning_budget == expected
-
-
-def test_prompts_have_to_agree_where_reasoning_begins():
-    cap = cap_of_texts(5, ["a<think>\n", "b <think>"], Sampling(), max_tokens=9, names={})
-    assert cap == ReasoningCap(Split(opened="<think>"), 5)
-    with pytest.raises(RequestError, match="send them apart"):
-        cap_of_texts(5, ["a<think>", "b"], Sampling(), max_tokens=9, names={})
-
-
-def test_limit_has_the_names_of_llama_cpps_server():
-    assert most_tokens_of(LlamaFields(), "reasoning_budget") is None
-    assert most_tokens_of(LlamaFields(reasoning_budget_tokens=-1), "reasoning_budget") is None
-    assert most_tokens_of(LlamaFields(thinking_budget_tokens=0), "reasoning_budget") == 0
-    with pytest.raises(RequestError, match="thinking_budget_tokens is -2"):
-        most_tokens_of(LlamaFields(thinking_budget_tokens=-2), "reasoning_budget")
 
 
 # ---- with an engine
