@@ -7,7 +7,6 @@ import gc
 import os
 import threading
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,11 +14,13 @@ import pytest
 
 from kqview import errors
 from tests.support.engines import KEPT, REFUSED, keep_slot
+from tests.support.processes import n_threads
 from tests.support.rows import random_ids
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable
+    from pathlib import Path
 
     from kqview import Engine, Generation
     from kqview.types import Token
@@ -87,11 +88,6 @@ def test_two_loops_in_two_threads_share_an_engine(engine: Engine) -> None:
     for thread in threads:
         thread.join(30)
     assert found == [want] * 20
-
-
-def n_threads() -> int:
-    status = Path("/proc/self/status").read_text(encoding="ascii")
-    return int(status.partition("Threads:")[2].split()[0])
 
 
 async def test_no_thread_is_started_and_none_is_hopped_to(

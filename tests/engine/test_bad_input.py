@@ -7,7 +7,6 @@ import os
 import pickle
 import time
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,10 +16,12 @@ import kqview
 from kqview import Capture, Engine, Sampling, _core, errors
 from kqview.engine_options import SIZES_MAX, checked, context_options, model_options
 from tests.support import tiny_gguf
+from tests.support.processes import n_threads
 from tests.support.rows import random_ids
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
     from tests.engine.conftest import MakeEngine
 
@@ -29,8 +30,7 @@ PROMPT = random_ids(12)
 
 def n_open() -> tuple[int, int]:
     """Number of open descriptors and of threads of this process."""
-    status = Path("/proc/self/status").read_text(encoding="ascii")
-    return len(os.listdir("/proc/self/fd")), int(status.partition("Threads:")[2].split()[0])
+    return len(os.listdir("/proc/self/fd")), n_threads()
 
 
 def is_as_few(before: tuple[int, int]) -> bool:

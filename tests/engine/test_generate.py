@@ -6,7 +6,6 @@ import gc
 import os
 import threading
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,11 +13,13 @@ import pytest
 
 from kqview import Capture, Engine, Generation, errors
 from tests.support.engines import KEPT, REFUSED, keep_slot
+from tests.support.processes import n_threads
 from tests.support.rows import random_ids
 from tests.support.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from tests.engine.conftest import MakeEngine
 
@@ -288,11 +289,6 @@ def resources() -> tuple[int, int, int]:
     with open("/proc/self/statm", encoding="ascii") as statm:
         pages = int(statm.read().split()[1])
     return len(os.listdir("/proc/self/fd")), n_threads(), pages * os.sysconf("SC_PAGE_SIZE")
-
-
-def n_threads() -> int:
-    status = Path("/proc/self/status").read_text(encoding="ascii")
-    return int(status.partition("Threads:")[2].split()[0])
 
 
 def test_closing_the_engine_ends_generations_after_the_tokens_already_there(

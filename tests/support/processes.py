@@ -91,6 +91,12 @@ def rss_bytes(pid: int) -> int:
     return total
 
 
+def n_threads() -> int:
+    """Threads of this process, those of the core too."""
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    return int(status.partition("Threads:")[2].split()[0])
+
+
 def command_of(pid: int) -> str:
     """Its command line; empty if it has ended."""
     try:
