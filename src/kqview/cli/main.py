@@ -51,6 +51,11 @@ _ALIASES: Final[Mapping[str, str]] = {
 """Names of options that llama.cpp, transformers and earlier commands have -> ours."""
 
 
+def _own_name(name: str) -> str:
+    """*name* of an option as the commands here call it."""
+    return _ALIASES.get(name, name)
+
+
 _PANELS: Final = ("Text and its attention", "Models and measurements", "Servers")
 _TEXT, _ABOUT, _SERVE = _PANELS
 _COMMANDS: Final[Mapping[str, tuple[str, str, str]]] = {
@@ -183,7 +188,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={
         "help_option_names": ["-h", "--help"],
-        "token_normalize_func": lambda name: _ALIASES.get(name, name),
+        "token_normalize_func": _own_name,
     },
 )
 
