@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -96,6 +97,35 @@ def test_metrics_of_all_replicas_are_on_one_page(running: None):
     assert sum(by_replica.values()) >= 4
     statuses = {one.labels.get("status") for one in found["kqview_http_requests"]}
     assert "200" in statuses
+
+
+def test_health_of_all_replicas_is_in_one_answer(running: None):
+    reply = httpx.get(f"{URL}/health", timeout=60)
+    body = reply.json()
+    assert (reply.status_code, body["status"], body["n_silent"]) == (200, "ok", 0)
+    assert [one["status"] for one in body["replicas"].values()] == ["ok", "ok"]
+
+
+@pytest.mark.parametrize(
+    ("said", "n_silent", "status", "word"),
+    [
+        (["ok", "ok"], 0, 200, "ok"),
+        (["ok", "stalled"], 0, 200, "degraded"),
+        (["ok"], 1, 200, "degraded"),
+        (["stalled", "closing"], 0, 503, "stalled"),
+        ([], 2, 503, "silent"),
+    ],
+)
+def test_health_is_that_of_the_best_replica(said: list[str], n_silent: int, status: int, word: str):
+    from kqview.ray.serve import joined_health
+
+    pages = [(f"r{i}", f'{{"status": "{one}"}}') for i, one in enumerate(said)]
+    found, body = joined_health(pages, n_silent)
+    assert found == status
+    assert json.loads(body) == {
+        "status": word, "n_silent": n_silent,
+        "replicas": {f"r{i}": {"status": one} for i, one in enumerate(said)},
+    }  # fmt: skip
 
 
 def test_pages_are_joined_by_their_families():

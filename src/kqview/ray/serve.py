@@ -4,15 +4,17 @@
 the header ``serve_multiplexed_model_id`` goes to the replica that last had one of that value, so
 that a chat finds its slot and its kept rows again. Each replica is asked for its health and its
 metrics as clients would, with ``GET``: Ray asks for the health, and the replica that a client asks
-for ``/metrics`` asks all of them.
+for ``/metrics`` or ``/health`` asks all of them.
 """
 
+import json
 import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
 from typing import Any, Final
 
 import msgspec
 
+from kqview import json_input
 from kqview.errors import KqviewError, RequestError
 from kqview.extras import needed
 from kqview.server.app import create_app
@@ -22,6 +24,7 @@ INSTALL: Final = 'run pip install "kqview[ray,server]"'
 _OWN: Final[Mapping[str, int]] = {"replicas": 1, "cpus": 1, "gpus": 0, "sessions": 256}
 _SAMPLE: Final = re.compile(r"([\w:]+)(\{?)(.*)")  # with labels or without
 _DRAIN_S: Final = 600.0  # for answers that run when a replica is replaced
+_HEALTH_S: Final = 5.0  # for a replica to say how it is
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Scope]]
@@ -87,10 +90,10 @@ class _Replica:
             if head["status"] != 200:
                 raise KqviewError(f"GET /health answers {head['status']}")
 
-    async def metrics(self, headers: Headers) -> tuple[str, str]:
-        """Its name, and its page of metrics for a client with *headers*."""
+    async def answer(self, path: str, headers: Headers) -> tuple[str, str]:
+        """Its name, and what it answers to a client with *headers*."""
         serve = needed("ray.serve", "kqview.ray.serve needs", INSTALL)
-        _, body = await _answer(_apps[0], "/metrics", headers)
+        _, body = await _answer(_apps[0], path, headers)
         return serve.get_replica_context().replica_tag, body.decode()
 
 
@@ -132,6 +135,25 @@ def joined(pages: Iterable[tuple[str, str]]) -> str:
     return "".join(f"{line}\n" for lines in families.values() for line in lines)
 
 
+def joined_health(pages: Iterable[tuple[str, str]], n_silent: int) -> tuple[int, bytes]:
+    """Status and body of a health check of all replicas.
+
+    Requests are answered as long as one replica is healthy, so the status is 200 then; the body
+    says "degraded" if another one is not.
+
+    Args:
+        pages: Name and answer of each replica.
+        n_silent: Replicas that did not answer, or are not known to have.
+    """
+    replicas = {name: json_input.loads(page) for name, page in sorted(pages)}
+    statuses = [one["status"] for one in replicas.values()] + ["silent"] * n_silent
+    bad = [one for one in statuses if one != "ok"]
+    is_down = len(bad) == len(statuses)
+    status = "ok" if not bad else bad[0] if is_down else "degraded"
+    body = {"status": status, "replicas": replicas, "n_silent": n_silent}
+    return 503 if is_down else 200, json.dumps(body).encode()
+
+
 def _build(settings: Settings, n_sessions: int) -> App:
     """The app of a replica, in its process."""
     serve = needed("ray.serve", "kqview.ray.serve needs", INSTALL)
@@ -145,14 +167,25 @@ def _build(settings: Settings, n_sessions: int) -> App:
     async def sticky(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and (session := serve.get_multiplexed_model_id()):
             await remember(session)
-        if (scope.get("method"), scope.get("path")) != ("GET", "/metrics"):
+        path = scope.get("path", "")
+        if scope.get("method") != "GET" or path not in ("/metrics", "/health"):
             return await made(scope, receive, send)
-        head, body = await _answer(made, "/metrics", scope["headers"])
-        if head["status"] == 200:
+        head, body = await _answer(made, path, scope["headers"])
+        if path == "/health" or head["status"] == 200:
             own = serve.get_replica_context()
             handle = serve.get_deployment_handle(own.deployment, own.app_name)
-            pages = await handle.broadcast("metrics", scope["headers"]).results_async()
-            body = joined(pages).encode()
+            asked = handle.broadcast("answer", path, scope["headers"])
+            limit_s = _HEALTH_S if path == "/health" else None
+            found: list[Any]
+            try:
+                found = await asked.results_async(timeout_s=limit_s, return_exceptions=True)
+            except TimeoutError as error:  # what others answered is lost with it
+                found = [(own.replica_tag, body.decode()), error]
+            pages = [one for one in found if not isinstance(one, BaseException)]
+            if path == "/health":
+                head["status"], body = joined_health(pages, len(found) - len(pages))
+            else:
+                body = joined(pages).encode()
             kept = [one for one in head["headers"] if one[0] != b"content-length"]
             head["headers"] = [*kept, (b"content-length", str(len(body)).encode())]
         await send(head)
