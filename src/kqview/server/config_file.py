@@ -464,9 +464,9 @@ class _Reader:
                 self._say((*key, name), f"{name_of((*key, name))} is for presets; leave it out")
                 continue
             try:
-                check_sampling({name: value}, name_of(key))
+                check_sampling(name, value)
             except RequestError as error:
-                self._say((*key, name), str(error))
+                self._say((*key, name), f"{name_of(key)}: {error}")
 
     def _check_choice(
         self, models: Mapping[str, Any], default: object, given: Mapping[str, Any]

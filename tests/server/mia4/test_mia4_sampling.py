@@ -209,15 +209,14 @@ def test_impossible_value_is_refused_by_the_name_of_its_field(name: str, value: 
     answer = answer_of(caught.value)
     assert (answer.status, answer.parameter) == (422, name)
     # The same value in a configuration is found when that is read.
-    where = "models.big.passport.sampling"
-    with pytest.raises(RequestError, match=name) as found:
-        check_sampling({name: value}, where)
-    assert found.value.parameter == f"{where}.{name}"
+    with pytest.raises(RequestError, match=f"^{name} must be"):
+        check_sampling(name, value)
 
 
 def test_configuration_may_have_every_field_and_no_other():
-    check_sampling({name: values[1] for name, values in VALUES.items()}, "x")
-    check_sampling({"max_output_tokens": 9, "reasoning_max_tokens": -1}, "x")
-    with pytest.raises(RequestError, match="heat is no field") as caught:
-        check_sampling({"heat": 1.0}, "llm.reasoning_presets.fast")
-    assert caught.value.parameter == "llm.reasoning_presets.fast.heat"
+    for name, values in VALUES.items():
+        check_sampling(name, values[1])
+    check_sampling("max_output_tokens", 9)
+    check_sampling("reasoning_max_tokens", -1)
+    with pytest.raises(RequestError, match="heat is no field"):
+        check_sampling("heat", 1.0)

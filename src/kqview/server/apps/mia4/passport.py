@@ -159,28 +159,17 @@ def merge(
     )
 
 
-def check_sampling(values: Mapping[str, Any], where: str) -> None:
-    """Check the sampling of a passport or a preset when the configuration is read.
-
-    Args:
-        values: Its fields.
-        where: Their table, such as "models.big.passport.sampling".
+def check_sampling(name: str, value: Any) -> None:
+    """Check a field of the sampling of a passport or a preset, when a configuration is read.
 
     Raises:
-        RequestError: A field is unknown or its value impossible; ``parameter`` is its whole key.
+        RequestError: It is unknown, or its value impossible.
     """
     unknown: set[str] = set()
-    try:
-        _checked(values, unknown)
-    except RequestError as error:
-        raise RequestError(f"{where}: {error}", parameter=f"{where}.{error.parameter}") from None
+    _checked({name: value}, unknown)
     if unknown:
-        name = min(unknown)
-        raise RequestError(
-            f"{where}: {name} is no field of sampling; leave it out, or write one of "
-            + ", ".join([*FIELDS, _MAX_OUTPUT_TOKENS, *sorted(set(_ENGINE) - set(FIELDS))]),
-            parameter=f"{where}.{name}",
-        )
+        known = ", ".join([*FIELDS, _MAX_OUTPUT_TOKENS, *sorted(set(_ENGINE) - set(FIELDS))])
+        raise RequestError(f"{name} is no field of sampling; leave it out, or write one of {known}")
 
 
 def _checked(given: Mapping[str, Any], unknown: set[str]) -> dict[str, Any]:
