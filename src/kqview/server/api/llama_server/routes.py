@@ -198,8 +198,8 @@ async def _chat_ids(call: Call, body: schema.TemplateBody) -> list[int]:
     service = call.service
     chat = convert.chat_of(body, service.settings, request_id=call.request_id)
     # A template may take seconds, however short the body.
-    prompt = await service.converted(OFFLOAD_BYTES, call.hold, prompt_of, call.model.engine, chat)
-    return prompt.ids
+    found = await service.converted(OFFLOAD_BYTES, call.hold, prompt_of, call.model.engine, chat)
+    return found[0]
 
 
 # ---- in files of their own

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Annotated, Any, ClassVar, Final, Literal, NamedTuple, Self, cast
+from typing import Annotated, Any, ClassVar, Final, Literal, Self, cast
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
@@ -181,24 +181,12 @@ def with_fields(
     )
 
 
-class RenderedChat(NamedTuple):
-    """The prompt of a chat.
-
-    Attributes:
-        ids: Its tokens.
-        begun: Text of the answer that it already begins.
-        tools: Those that may be called.
-        source: The chat template.
-    """
-
-    ids: list[int]
-    begun: str
-    tools: list[Tool]
-    source: str
-
-
-def prompt_of(engine: Engine, chat: ChatRequest) -> RenderedChat:
+def prompt_of(engine: Engine, chat: ChatRequest) -> tuple[list[int], str, list[Tool], str]:
     """Render *chat*; any thread.
+
+    Returns:
+        Ids of its prompt, text of the answer that it already begins, the tools that may be called,
+        and the chat template.
 
     Raises:
         RequestError: As `prepare`.
@@ -234,7 +222,7 @@ def prompt_of(engine: Engine, chat: ChatRequest) -> RenderedChat:
         )
     except RequestError as error:
         raise renamed(error, names) from None
-    return RenderedChat(ids, begun or "", tools, source)
+    return ids, begun or "", tools, source
 
 
 def _check_is_text(i: int, content: object) -> None:
@@ -369,7 +357,7 @@ async def counted(call: Call, chat_of: Callable[[], ChatRequest]) -> int:
     with call.hold.part() as ids:
         ids.take(ID_BYTES * call.n_body_bytes)
         return await call.service.converted(
-            LARGE, call.hold, lambda: len(prompt_of(engine, chat_of()).ids)
+            LARGE, call.hold, lambda: len(prompt_of(engine, chat_of())[0])
         )
 
 
