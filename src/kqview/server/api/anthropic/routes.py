@@ -7,7 +7,7 @@ from kqview.server.api.anthropic.convert import prompt_of
 from kqview.server.api.wire.chat import answered, counted
 from kqview.server.models.service import Call
 from kqview.server.models.stream import Events
-from kqview.server.web.endpoint import NAMED_HEAD, HttpReply, Operations
+from kqview.server.web.endpoint import HttpReply, Operations
 
 _CHAT: Final[dict[str, Any]] = {
     "messages": [{"role": "user", "content": "Who is Anna?"}], "max_tokens": 4, "temperature": 0,
@@ -28,8 +28,7 @@ OPERATIONS: Final = Operations(
 )
 async def create(call: Call, body: schema.MessagesBody) -> HttpReply | Events:
     """Anthropic's Messages API: the next message of a chat."""
-    planned = events.MessageWriter.planned
-    return await answered(call, body, planned, prefix="msg_", head=NAMED_HEAD)
+    return await answered(call, body, events.MessageWriter.planned, prefix="msg_")
 
 
 @OPERATIONS.post("/v1/messages/count_tokens")

@@ -11,13 +11,7 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from kqview.server.api.koboldai.pruning import PrunableSentence
-from kqview.server.api.wire.event_parts import (
-    ROW,
-    AttentionObject,
-    ModCall,
-    Removed,
-    RowsDescribed,
-)
+from kqview.server.api.wire.event_parts import ROW, AttentionObject, ModCall, Removed, RowsDescribed
 from kqview.server.api.wire.logprobs import TextLogprobs
 from kqview.server.web.described import about
 

@@ -7,14 +7,7 @@ from functools import partial
 from typing import Final
 
 from kqview.errors import RequestError
-from kqview.server.api.llama_server import (
-    convert,
-    events,
-    pooled,
-    properties,
-    schema,
-    slots,
-)
+from kqview.server.api.llama_server import convert, events, pooled, properties, schema, slots
 from kqview.server.api.wire.attention import ReplyLists
 from kqview.server.api.wire.chat import InputTokens, prompt_of, written
 from kqview.server.api.wire.event_parts import sent
@@ -24,15 +17,7 @@ from kqview.server.api.wire.prompts import ids_of, ids_of_each, prompts_of
 from kqview.server.errors import NotSupported
 from kqview.server.models.service import OFFLOAD_BYTES, Call
 from kqview.server.models.stream import Events
-from kqview.server.web.endpoint import (
-    DATA_HEAD,
-    HttpReply,
-    OneOf,
-    Operations,
-    Upload,
-    empty,
-    json_in_slices,
-)
+from kqview.server.web.endpoint import HttpReply, OneOf, Operations, Upload, empty, json_in_slices
 
 _COMPLETIONS: Final = schema.Completion | list[schema.Completion]  # a list for several texts
 _EVENTS: Final = (
@@ -172,7 +157,7 @@ async def _complete(
     writer.n_bytes = len(run.generations) * call.n_body_bytes
     writer.n_bytes += writer.request.n_samples * sum(len(text) for _, text in shown)
     lists = ReplyLists(call.hold, settings.max_reply_bytes)
-    return await written(call, run, writer, DATA_HEAD, lists, streams=bool(body.stream))
+    return await written(call, run, writer, lists, streams=bool(body.stream))
 
 
 # ---- chats without an answer

@@ -14,12 +14,7 @@ from kqview.chat.tool_format import object_of, objects_of
 from kqview.engine import Engine
 from kqview.errors import RequestError, shown
 from kqview.server.api.openai import schema
-from kqview.server.api.openai.events import (
-    ChatChunk,
-    CompletionWriter,
-    TextChunk,
-    echoed_logprobs,
-)
+from kqview.server.api.openai.events import ChatChunk, CompletionWriter, TextChunk, echoed_logprobs
 from kqview.server.api.wire.attention import ATTENTION_NAMES, ReplyLists, attention_of
 from kqview.server.api.wire.chat import (
     LARGE,
@@ -46,7 +41,7 @@ from kqview.server.models.run import GenerateRequest
 from kqview.server.models.service import Call
 from kqview.server.models.stream import Events
 from kqview.server.settings import Settings
-from kqview.server.web.endpoint import DATA_HEAD, HttpReply, Operations, Sample
+from kqview.server.web.endpoint import HttpReply, Operations, Sample
 
 Prompt = str | list[int]
 ToolChoice = Literal["auto", "none", "required"]
@@ -332,7 +327,7 @@ OPERATIONS: Final = Operations(tag="openai", error_body=error_body, failure=Fail
 )
 async def chat_completions(call: Call, body: schema.ChatBody) -> HttpReply | Events:
     """The assistant's answer to a chat."""
-    return await answered(call, body, chat_writer, prefix="chatcmpl-", head=DATA_HEAD)
+    return await answered(call, body, chat_writer, prefix="chatcmpl-")
 
 
 @OPERATIONS.post(
@@ -346,9 +341,7 @@ async def chat_completions(call: Call, body: schema.ChatBody) -> HttpReply | Eve
 )
 async def completions(call: Call, body: schema.CompletionBody) -> HttpReply | Events:
     """Text that continues a prompt, or each of several."""
-    return await answered(
-        call, body, text_writer, prefix="cmpl-", head=DATA_HEAD, before=_score_echoes
-    )
+    return await answered(call, body, text_writer, prefix="cmpl-", before=_score_echoes)
 
 
 async def _score_echoes(call: Call, writer: CompletionWriter, lists: ReplyLists) -> None:

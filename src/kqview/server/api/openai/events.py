@@ -28,11 +28,7 @@ from kqview.server.api.wire.citations import (
     Sources,
     UrlFacts,
 )
-from kqview.server.api.wire.event_parts import (
-    ModCall,
-    PromptAttention,
-    TokenAttention,
-)
+from kqview.server.api.wire.event_parts import ModCall, PromptAttention, TokenAttention
 from kqview.server.api.wire.failures import error_body
 from kqview.server.api.wire.fields import Clock, Progress, Timings, prompt_progress, timings
 from kqview.server.api.wire.logprobs import (

@@ -8,7 +8,7 @@ from kqview.server.api.wire.chat import InputTokens, answered, counted
 from kqview.server.api.wire.failures import FailureBody, error_body
 from kqview.server.models.service import Call
 from kqview.server.models.stream import Events
-from kqview.server.web.endpoint import NAMED_HEAD, HttpReply, Operations
+from kqview.server.web.endpoint import HttpReply, Operations
 
 OPERATIONS: Final = Operations(
     tag="openai", error_body=error_body, failure=FailureBody, model="named"
@@ -26,8 +26,7 @@ OPERATIONS: Final = Operations(
 )
 async def create(call: Call, body: schema.ResponsesBody) -> HttpReply | Events:
     """OpenAI's Responses API: the next items of a chat."""
-    planned = events.ResponseWriter.planned
-    return await answered(call, body, planned, prefix="resp_", head=NAMED_HEAD)
+    return await answered(call, body, events.ResponseWriter.planned, prefix="resp_")
 
 
 @OPERATIONS.post("/v1/responses/input_tokens", also=("/responses/input_tokens",))

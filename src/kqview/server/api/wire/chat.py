@@ -57,7 +57,7 @@ from kqview.server.models.service import Call
 from kqview.server.models.stream import Events, Renderer
 from kqview.server.settings import ReasoningFormat, Settings
 from kqview.server.web.described import about
-from kqview.server.web.endpoint import DECODED_TIMES, EVENT_TAIL, NAMED_HEAD, HttpReply
+from kqview.server.web.endpoint import DATA_HEAD, DECODED_TIMES, EVENT_TAIL, NAMED_HEAD, HttpReply
 from kqview.types import PromptBlock, Sampling, Token
 
 ChooseSplit = Callable[[str, str, Split], Split]
@@ -367,6 +367,8 @@ async def counted(call: Call, chat_of: Callable[[], ChatRequest]) -> int:
 class ReplyWriter(Renderer, ABC):
     """Writes the reply to one request, streamed or whole."""
 
+    head: ClassVar = DATA_HEAD
+    """Begins each event of a stream."""
     request: GenerateRequest
     """What it writes the reply to."""
     attention: AttentionWriter
@@ -389,7 +391,6 @@ async def answered(
     planned: Callable[..., ReplyWriter],
     *,
     prefix: str,
-    head: bytes,
     before: Callable[..., Awaitable[None]] | None = None,
 ) -> HttpReply | Events:
     """The reply to a chat or a text.
@@ -399,7 +400,6 @@ async def answered(
         body: Its body, `LlamaFields`.
         planned: Makes the writer of the reply; runs in another thread.
         prefix: Of the reply's id.
-        head: As of `Events`.
         before: What is to be done before the run, given the call, the writer and its lists.
     """
     service, settings = call.service, call.service.settings
@@ -417,17 +417,17 @@ async def answered(
         if before is not None:
             await before(call, writer, lists)
         run = await service.start(writer.request, call.caller, call.hold, model=call.model)
-    return await written(call, run, writer, head, lists, streams=bool(body.stream))
+    return await written(call, run, writer, lists, streams=bool(body.stream))
 
 
 async def written(
-    call: Call, run: Run, writer: ReplyWriter, head: bytes, lists: ReplyLists, *, streams: bool
+    call: Call, run: Run, writer: ReplyWriter, lists: ReplyLists, *, streams: bool
 ) -> HttpReply | Events:
-    """*run* as a stream of events with *head*, or its whole reply, once it has ended."""
+    """*run* as a stream of events, or its whole reply, once it has ended."""
     offload = call.service.offload
     writer.attention = AttentionWriter(run, call.model.engine.model, call.service.kept)
     if streams:
-        return Events(run, writer, head, writer.n_bytes)
+        return Events(run, writer, writer.head, writer.n_bytes)
     async with run:
         if run.request.attention is not None and run.request.attention.prompt:
             async for block in run.prompt_blocks():
@@ -494,6 +494,7 @@ class AnswerWriter(ReplyWriter):
     its parts says a dialect. As of `Renderer` and `ReplyWriter`.
     """
 
+    head = NAMED_HEAD
     prompt_event: ClassVar[type[Any]]
     token_event: ClassVar[type[Any]]
     """Events of rows of the prompt, and of a token."""
