@@ -180,6 +180,7 @@ CHECKED = {
     "server/api/anthropic/events.py": "reads what json_text made",
     "server/api/koboldai/stream.py": "checks",
     "server/api/llama_server/blobs.py": "decodes by endpoint.decoded",
+    "server/api/llama_server/events.py": "reads the reply that it has just written",
     "corpora/writer.py": "reads what it has just made",
     "ingest/payload.py": "checks",
     "ingest/store.py": "reads what it wrote",
