@@ -265,7 +265,7 @@ class _Ends:
         return []
 
 
-class _Host:
+class _ConstraintHost:
     """The vocabulary, and the processes made of this one."""
 
     def __init__(self, path: str) -> None:
@@ -422,7 +422,7 @@ def _main() -> None:
     limit = _STACK_BYTES if hard == resource.RLIM_INFINITY else min(hard, _STACK_BYTES)
     resource.setrlimit(resource.RLIMIT_STACK, (limit, hard))
     try:
-        host = _Host(sys.argv[1])
+        host = _ConstraintHost(sys.argv[1])
     except Exception as error:
         os.write(0, b"x" + " ".join(str(error).split()).encode()[:250])
         return

@@ -12,9 +12,9 @@ from kqview.arguments import encode, flag
 from kqview.chat import CHATML
 from kqview.chat.formats import FORMATS, format_of
 from kqview.chat.functions import ToolLike
-from kqview.chat.parts import Part, text_of_parts
+from kqview.chat.parts import PromptPart, text_of_parts
 from kqview.chat.rendering import ConfinedTemplate, template_helpers
-from kqview.chat.tool_format import Reasoning, said
+from kqview.chat.tool_format import ReasoningStart, said
 from kqview.chat.turn import (
     N_END,
     Choice,
@@ -143,7 +143,7 @@ class Conversation:
         options: Mapping[str, Any],
         choice: Choice,
         source: str,
-        reasoning: Reasoning,
+        reasoning: ReasoningStart,
         is_parallel: bool,
     ) -> tuple[str | None, Mapping[str, Any]]:
         """The JSON schema of the answer, and *options* with what makes the answer follow it."""
@@ -226,7 +226,7 @@ class Conversation:
             shows_tools_for=self._info.name or self._info.architecture,
         )
         if begun:
-            parts = [*parts, Part(begun, False)]
+            parts = [*parts, PromptPart(begun, False)]
         ends = partial(template.ends, checked, tools=tools, options=options)
         return _Rendered(parts, begun or "", ends)
 
@@ -248,13 +248,12 @@ class Conversation:
         return [text for text, id_ in self._control_ids.items() if id_ in ids]
 
     def template_of(self, source: str) -> "ChatTemplate | ConfinedTemplate":
-        """The template, compiled; in a helper process unless it is trusted.
+        """The template, compiled, or the one that was; in a helper process unless it is trusted.
 
         Raises:
             UnsupportedModel: It does not parse.
             KqviewError: jinja2 is not installed.
         """
-        """The compiled template. Compiling takes milliseconds, and few templates are in use."""
         if (known := self._templates.get(source)) is not None:
             return known
         try:
@@ -314,10 +313,10 @@ class Conversation:
         begin = list(self._info.begin_ids)
         return ids if ids[: len(begin)] == begin else begin + ids
 
-    def _chat_ids(self, parts: Sequence[Part]) -> list[int]:
+    def _chat_ids(self, parts: Sequence[PromptPart]) -> list[int]:
         """Ids of the joined text; ordinary text that names a control token is tokenized apart."""
         ids: list[int] = []
-        run: list[Part] = []
+        run: list[PromptPart] = []
         for part in parts:
             if not part.is_special and not self._control_id_set.isdisjoint(
                 self._model.tokenize(encode("messages", part.text), False, True)
@@ -328,7 +327,7 @@ class Conversation:
                 run.append(part)
         return ids + self._run_ids(run)
 
-    def _run_ids(self, run: Sequence[Part]) -> list[int]:
+    def _run_ids(self, run: Sequence[PromptPart]) -> list[int]:
         text = "".join([part.text for part in run])
         wanted = [self._control_ids[part.text] for part in run if part.is_special]
         ids = self._model.tokenize(encode("messages", text), False, True)
@@ -371,6 +370,6 @@ class _Rendered(NamedTuple):
         ends: `ChatTemplate.ends` of its messages, with the same tools and options.
     """
 
-    parts: Sequence[Part]
+    parts: Sequence[PromptPart]
     begun: str
     ends: Callable[..., list[int]]

@@ -132,9 +132,7 @@ class Edit(ABC):
                 "each, or one vector for all"
             )
         where = None if positions is None else _indices("positions", positions)
-        rows = values if values.ndim == 2 else np.broadcast_to(values, (len(named), values.size))
-        shared = values.ndim == 1
-        return _Residual(named, np.ascontiguousarray(rows[:1] if shared else rows), where)
+        return _Residual(named, np.atleast_2d(values), where)
 
     @classmethod
     def set(cls, vectors: ArrayLike, layer: int, positions: Iterable[int]) -> "Edit":
@@ -612,4 +610,4 @@ def _vectors(name: str, values: ArrayLike, scale: float) -> NDArray[np.float32]:
         found *= scale
     if not np.all(np.abs(found) <= VALUE_MAX):  # False for NaN
         raise _invalid(f"{name} has values that are not finite, or beyond {VALUE_MAX:g}")
-    return found.astype(np.float32)
+    return found.astype(np.float32, order="C")

@@ -31,7 +31,7 @@ from kqview.mods import (
     Sampled,
     ToolCalls,
 )
-from kqview.mods.calls import EventCall, ModCaller, Outcome
+from kqview.mods.calls import CallOutcome, EventCall, ModCaller
 from kqview.trace import final_ids
 from tests.support.mods import at
 from tests.support.rows import near, random_ids
@@ -162,7 +162,7 @@ def test_only_events_that_a_mod_handles_reach_it_without_a_trace(
     called: list[type] = []
     inner = ModCaller.call
 
-    async def call(self: ModCaller, one: EventCall, *, is_async: bool) -> Outcome:
+    async def call(self: ModCaller, one: EventCall, *, is_async: bool) -> CallOutcome:
         called.append(type(one.event))
         return await inner(self, one, is_async=is_async)
 

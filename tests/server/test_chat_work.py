@@ -14,7 +14,7 @@ from hypothesis import given, settings, strategies as st
 from kqview import Engine, Sampling
 from kqview.chat.formats import format_of
 from kqview.chat.reasoning import Split
-from kqview.chat.tool_format import Reasoning, Wanted, grammar, literal
+from kqview.chat.tool_format import ReasoningStart, Wanted, grammar, literal
 from kqview.chat.turn import AnswerReader, ChatAnswer, Reading
 from kqview.errors import InvalidSampling, RequestError
 from kqview.server.api.openai.events import finish_reason
@@ -121,18 +121,18 @@ CALL = '<tool_call>\n{"name": "stop", "arguments": {}}\n</tool_call>'
             ["", "text", f"<think>a</think>{CALL}", CALL.replace("stop", "other")],
         ),
         (
-            Wanted(calls=TOOLS, is_parallel=False, reasoning=Reasoning("may")),
+            Wanted(calls=TOOLS, is_parallel=False, reasoning=ReasoningStart("may")),
             [CALL, f"<think>a < b</think>\n\n{CALL}"],
             [f"{CALL}\n{CALL}", f"a</think>{CALL}"],
         ),
         (
-            Wanted(schema={"const": [1]}, reasoning=Reasoning("open")),
+            Wanted(schema={"const": [1]}, reasoning=ReasoningStart("open")),
             ["a\nb</think>\n[1]", "</think>[1]"],
             ["[1]", "a</think>[2]", "</think>[ 1 ]"],
         ),
         (Wanted(calls=TOOLS, schema={"const": [1]}), [CALL, "[1]"], ["text", f"[1]{CALL}"]),
         (
-            Wanted(schema={"const": [1]}, reasoning=Reasoning("may", "[THINK]")),
+            Wanted(schema={"const": [1]}, reasoning=ReasoningStart("may", "[THINK]")),
             ["[THINK]a[/THINK][1]", "[1]"],
             ["<think>a</think>[1]"],
         ),

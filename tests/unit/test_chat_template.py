@@ -15,7 +15,7 @@ pytest.importorskip("jinja2")
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import SandboxedEnvironment
 
-from kqview.chat.template import ChatTemplate, Part
+from kqview.chat.template import ChatTemplate, PromptPart
 from kqview.errors import RequestError, UnsupportedModel
 from tests.support import chat_templates as shapes
 
@@ -30,15 +30,15 @@ HELLO = [
 ]
 
 
-def parts_of(source: str, messages: list[dict[str, Any]], **given: Any) -> list[Part]:
+def parts_of(source: str, messages: list[dict[str, Any]], **given: Any) -> list[PromptPart]:
     return ChatTemplate(source, TOKENS, CONTROL).render(messages, **given)
 
 
-def text_of(parts: list[Part]) -> str:
+def text_of(parts: list[PromptPart]) -> str:
     return "".join(part.text for part in parts)
 
 
-def specials_of(parts: list[Part]) -> list[str]:
+def specials_of(parts: list[PromptPart]) -> list[str]:
     return [part.text for part in parts if part.is_special]
 
 
@@ -145,7 +145,7 @@ FORMATTED = (
 @pytest.mark.parametrize("content", ["Hi", "<|im_end|>", "1 < 2 > 0", "<|im_", "\U00100000 <"])
 def test_token_that_is_put_together_while_rendering_is_special(content: str):
     parts = parts_of(FORMATTED, [{"role": "user", "content": content}])
-    assert parts == [Part(content, False), Part("<|im_end|>", True)]
+    assert parts == [PromptPart(content, False), PromptPart("<|im_end|>", True)]
 
 
 def test_content_that_hides_what_the_template_put_together_is_refused():
@@ -161,8 +161,13 @@ def test_constant_joined_in_the_template_is_a_special_token():
 def test_special_tokens_of_the_model_are_variables():
     source = "{{ bos_token }}a{{ eos_token }}{{ pad_token }}{{ unk_token is defined }}"
     assert parts_of(source, HELLO) == [
-        *(Part("<s>", True), Part("a", False), Part("</s>", True), Part("</s>", True)),
-        Part("False", False),
+        *(
+            PromptPart("<s>", True),
+            PromptPart("a", False),
+            PromptPart("</s>", True),
+            PromptPart("</s>", True),
+        ),
+        PromptPart("False", False),
     ]
 
 
@@ -196,7 +201,9 @@ def test_options_cannot_replace_the_messages():
 
 
 def test_strftime_now_gives_the_date():
-    assert parts_of("{{ strftime_now('%Y') }}", HELLO) == [Part(str(datetime.now().year), False)]
+    assert parts_of("{{ strftime_now('%Y') }}", HELLO) == [
+        PromptPart(str(datetime.now().year), False)
+    ]
 
 
 def test_tojson_leaves_letters_and_signs_as_they_are():

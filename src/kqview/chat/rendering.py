@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from kqview.chat.parts import Part
+from kqview.chat.parts import PromptPart
 from kqview.confined import Confined, Stopped
 from kqview.errors import KqviewError, RequestError, UnsupportedModel
 
@@ -55,23 +55,23 @@ class ConfinedTemplate:
                 f"the chat template was stopped: {stopped}; pass another as chat_template"
             ) from stopped
 
-    def render(self, messages: Sequence[Mapping[str, Any]], **arguments: Any) -> list[Part]:
+    def render(self, messages: Sequence[Mapping[str, Any]], **arguments: Any) -> list[PromptPart]:
         """As `ChatTemplate.render`.
 
         Raises:
             RequestError: As there, or the template exceeds a limit.
             CapacityError: There is no process for it.
         """
-        return [Part(*part) for part in self._call("render", messages=messages, **arguments)]
+        return [PromptPart(*part) for part in self._call("render", messages=messages, **arguments)]
 
     def ends(self, messages: Sequence[Mapping[str, Any]], **arguments: Any) -> list[int]:
         """As `ChatTemplate.ends`; raises as `render`."""
         return self._call("ends", messages=messages, **arguments)
 
-    def headers(self, *, ends_of_turn: Sequence[str]) -> dict[str, list[Part]]:
+    def headers(self, *, ends_of_turn: Sequence[str]) -> dict[str, list[PromptPart]]:
         """As `ChatTemplate.headers`; raises as `render`."""
         found: dict[str, list[Any]] = self._call("headers", ends_of_turn=ends_of_turn)
-        return {role: [Part(*part) for part in parts] for role, parts in found.items()}
+        return {role: [PromptPart(*part) for part in parts] for role, parts in found.items()}
 
     def _call(self, method: str, **arguments: Any) -> Any:
         try:

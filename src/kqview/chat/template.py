@@ -34,7 +34,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from kqview import json_input
-from kqview.chat.parts import ROLES, Part, between, text_of_parts
+from kqview.chat.parts import ROLES, PromptPart, between, text_of_parts
 from kqview.errors import OutOfMemory, RequestError, UnsupportedModel
 
 SOURCE_MAX: Final = 1 << 20
@@ -121,7 +121,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         options: Mapping[str, Any] | None = None,
         shows_tools_for: str | None = None,
-    ) -> list[Part]:
+    ) -> list[PromptPart]:
         """Render the chat as pieces whose joined texts are what the model reads.
 
         A template may assemble a special token from pieces, as in ``'<|' + role + '|>'``. If the
@@ -205,12 +205,12 @@ class ChatTemplate:
                 ends.append(begun if other is None else _end_of(text, other, begun, ends_of_turn))
         return ends
 
-    def headers(self, *, ends_of_turn: Sequence[str]) -> dict[str, list[Part]]:
+    def headers(self, *, ends_of_turn: Sequence[str]) -> dict[str, list[PromptPart]]:
         """What precedes the content in a message of each role, without white space around it.
 
         Roles that the template refuses, or writes nothing before, are left out.
         """
-        headers: dict[str, list[Part]] = {}
+        headers: dict[str, list[PromptPart]] = {}
         for role, chat in _PROBES.items():
             # A template may want the user's words after the system's.
             for messages in (chat, [*chat, _USER]):
@@ -228,7 +228,7 @@ class ChatTemplate:
                     break
         return headers
 
-    def _parts(self, chat: "_Chat") -> list[Part]:
+    def _parts(self, chat: "_Chat") -> list[PromptPart]:
         text, wanted = self._tried(chat)
         parts = self._marks.split(text)
         if not (names := self._marks.found_in(parts)):
@@ -313,16 +313,15 @@ class ChatTemplate:
 
     def _fitted(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         """*messages* as the template supports them; see `render`."""
-        if self._takes_text and self._takes_system and not self._embeds_results:
-            are_plain = (
-                isinstance(message.get("content"), str)
-                and message.get("role") != "developer"
-                and not message.get("reasoning_content")
-                for message in messages
-            )
-            if all(are_plain):
-                return [*messages]
-        fitted = [self._with_names(message) for message in messages]
+        fitted: list[Mapping[str, Any]] = []
+        for message in messages:
+            if message.get("role") == "developer" and not self._knows_developer:
+                message = {**message, "role": "system"}
+            if self._calls_it_thinking and message.get("reasoning_content"):
+                message = {**message, "thinking": message["reasoning_content"]}
+                if _has_calls(message):  # the template of gpt-oss takes no content beside it
+                    message["content"] = ""
+            fitted.append(message)
         if self._embeds_results:
             fitted = _with_results(fitted)
         if not self._takes_system and fitted and fitted[0].get("role") == "system":
@@ -331,34 +330,22 @@ class ChatTemplate:
             if rest and rest[0].get("role") == "user":
                 words.append(_content_text(rest.pop(0).get("content")))
             fitted = [{"role": "user", "content": "\n".join(words)}, *rest]
-        return [self._with_content(message) for message in fitted]
-
-    def _with_names(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
-        if message.get("role") == "developer" and not self._knows_developer:
-            message = {**message, "role": "system"}
-        if self._calls_it_thinking and message.get("reasoning_content"):
-            message = {**message, "thinking": message["reasoning_content"]}
-            if _has_calls(message):  # the template of gpt-oss takes no content beside it
-                message["content"] = ""
-        return message
-
-    def _with_content(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
-        content: object = message.get("content")
-        thoughts = message.get("reasoning_content")
-        if thoughts and self._has_blocks_of_thinking:
-            blocks = [{"type": "thinking", "thinking": thoughts}]
-            text = _content_text(content)
-            return {
-                **message,
-                "content": [*blocks, *([{"type": "text", "text": text}] if text else [])],
-            }
-        if content is None and _has_calls(message):
-            return {**message, "content": ""}
-        if isinstance(content, list) and self._takes_text and not self._takes_parts:
-            return {**message, "content": _content_text(cast("object", content))}
-        if isinstance(content, str) and self._takes_parts and not self._takes_text:
-            return {**message, "content": [{"type": "text", "text": content}]}
-        return message
+        shown: list[Mapping[str, Any]] = []
+        for message in fitted:
+            given, thoughts = message.get("content"), message.get("reasoning_content")
+            content: object = given
+            if thoughts and self._has_blocks_of_thinking:
+                text = _content_text(given)
+                blocks = [{"type": "thinking", "thinking": thoughts}]
+                content = [*blocks, *([{"type": "text", "text": text}] if text else [])]
+            elif given is None and _has_calls(message):
+                content = ""
+            elif isinstance(given, list) and self._takes_text and not self._takes_parts:
+                content = _content_text(cast("object", given))
+            elif isinstance(given, str) and self._takes_parts and not self._takes_text:
+                content = [{"type": "text", "text": given}]
+            shown.append(message if content is given else {**message, "content": content})
+        return shown
 
 
 class _Chat(NamedTuple):
@@ -504,15 +491,19 @@ class _Disguise:
 
         return _with_texts(value, hide, lambda key: key if key.isidentifier() else hide(key))
 
-    def lift(self, parts: Iterable[Part]) -> list[Part]:
+    def lift(self, parts: Iterable[PromptPart]) -> list[PromptPart]:
         """*parts* with the tokens they contain, and with the original characters restored."""
         named = re.compile(f"({'|'.join(map(re.escape, self._names))})")
         back = str.maketrans({hidden: sign for sign, hidden in self._chars.items()})
-        lifted: list[Part] = []
+        lifted: list[PromptPart] = []
         for part in parts:
             pieces = [part.text] if part.is_special else named.split(part.text)
             for i, piece in enumerate(pieces):
-                _append(lifted, piece.translate(back), part.is_special or i % 2 == 1)
+                text, is_special = piece.translate(back), part.is_special or i % 2 == 1
+                if not is_special and lifted and not lifted[-1].is_special:
+                    lifted[-1] = PromptPart(lifted[-1].text + text, False)
+                elif text:
+                    lifted.append(PromptPart(text, is_special))
         return lifted
 
     def _hide(self, text: str) -> str:
@@ -543,19 +534,19 @@ class _Marks:
         pieces = re.split(f"({'|'.join(found)})", text)
         return "".join(self._of(piece) if i % 2 else piece for i, piece in enumerate(pieces))
 
-    def split(self, rendered: str) -> list[Part]:
+    def split(self, rendered: str) -> list[PromptPart]:
         """Special tokens and the ordinary text between them; no text is empty, no two adjacent."""
         # Texts stand at even places, placeholders' indices at odd ones.
-        parts: list[Part] = []
+        parts: list[PromptPart] = []
         texts = list(self._indices)
         for i, piece in enumerate(self._marked.split(rendered)):
             if i % 2:
-                parts.append(Part(texts[ord(piece) - _INDEX_PLANE], True))
+                parts.append(PromptPart(texts[ord(piece) - _INDEX_PLANE], True))
             elif piece:
-                parts.append(Part(piece, False))
+                parts.append(PromptPart(piece, False))
         return parts
 
-    def found_in(self, parts: Iterable[Part]) -> list[str]:
+    def found_in(self, parts: Iterable[PromptPart]) -> list[str]:
         """Special tokens whose text occurs in ordinary text, longest first."""
         plain = [part.text for part in parts if not part.is_special]
         return [name for name in self._control_texts if any(name in text for text in plain)]
@@ -563,13 +554,6 @@ class _Marks:
     def _of(self, text: str) -> str:
         index = self._indices.setdefault(text, len(self._indices))
         return self._nonce + chr(_INDEX_PLANE + index)
-
-
-def _append(parts: list[Part], text: str, is_special: bool) -> None:
-    if not is_special and parts and not parts[-1].is_special:
-        parts[-1] = Part(parts[-1].text + text, False)
-    elif text:
-        parts.append(Part(text, is_special))
 
 
 class _Refusal(TemplateError):

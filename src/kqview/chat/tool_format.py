@@ -83,7 +83,7 @@ def objects_of(value: object) -> list[dict[str, Any]]:
 # ---- grammars
 
 
-class Reasoning(NamedTuple):
+class ReasoningStart(NamedTuple):
     """How reasoning may precede an answer.
 
     Attributes:
@@ -95,7 +95,7 @@ class Reasoning(NamedTuple):
     tag: str = "<think>"
 
 
-_NO_REASONING: Final = Reasoning()
+_NO_REASONING: Final = ReasoningStart()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +112,7 @@ class Wanted:
     calls: Sequence[Tool] = ()
     is_parallel: bool = True
     schema: Mapping[str, Any] | str | None = None
-    reasoning: Reasoning = _NO_REASONING
+    reasoning: ReasoningStart = _NO_REASONING
 
 
 def grammar(wanted: Wanted, form: Format, mark: Mark) -> str:

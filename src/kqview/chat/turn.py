@@ -31,7 +31,7 @@ from kqview.chat.tool_format import (
     CallDelta,
     CallReader,
     Format,
-    Reasoning,
+    ReasoningStart,
     Tool,
     Wanted,
 )
@@ -305,20 +305,20 @@ def _as_text(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class NamedFunction(TypedDict):
-    """The function of a `NamedTool`."""
+    """The function of a `NamedToolChoice`."""
 
     name: str
 
 
-class NamedTool(TypedDict):
+class NamedToolChoice(TypedDict):
     """The one function to call, as OpenAI's ``tool_choice`` names it."""
 
     type: Literal["function"]
     function: NamedFunction
 
 
-ToolChoice = Literal["auto", "none", "required"] | str | NamedTool
-"""Whether functions may be called: "required" asks for a call, a name or NamedTool for that one."""
+ToolChoice = Literal["auto", "none", "required"] | str | NamedToolChoice
+"""Whether functions may be called: "required" asks for a call, a name for that one."""
 
 
 class Choice(NamedTuple):
@@ -471,13 +471,13 @@ def opened_by(prompt_end: str, begun: str = "") -> str | None:
     return next((tag for tag in THINK_TAGS if end.endswith(tag)), None)
 
 
-def reasoning_of(source: str, end: str, opened: str | None) -> Reasoning:
+def reasoning_of(source: str, end: str, opened: str | None) -> ReasoningStart:
     """The reasoning of a model with this chat template, after a prompt with this *end*."""
     if opened is not None:
-        return Reasoning("open", opened)
+        return ReasoningStart("open", opened)
     is_closed = end.rstrip().endswith(tuple(THINK_TAGS.values()))
     tag = next((tag for tag in THINK_TAGS if tag in source or THINK_TAGS[tag] in source), None)
-    return Reasoning() if is_closed or tag is None else Reasoning("may", tag)
+    return ReasoningStart() if is_closed or tag is None else ReasoningStart("may", tag)
 
 
 # ---- what an answer has to be
@@ -489,7 +489,7 @@ def constrained(
     choice: Choice,
     schema: Mapping[str, Any] | str | None,
     form: Format,
-    reasoning: Reasoning,
+    reasoning: ReasoningStart,
     is_parallel: bool,
     mark: tool_format.Mark,
 ) -> Sampling:

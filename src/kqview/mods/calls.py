@@ -1,6 +1,6 @@
 """Calls of mods: on the caller's thread, on a thread of the request with a time limit, or awaited.
 
-A call never raises what the mod raised: the `Outcome` has it. On the caller's thread,
+A call never raises what the mod raised: the `CallOutcome` has it. On the caller's thread,
 KeyboardInterrupt and other exceptions that are no Exception pass through, as does the cancellation
 of a task. With a time limit, a mod that exits (SystemExit) has failed like any other: it must not
 end the server that calls it.
@@ -51,7 +51,7 @@ class EventCall:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class CallOutcome:
     """The result of a call.
 
     Attributes:
@@ -69,9 +69,9 @@ class Outcome:
     exception: BaseException | None = field(default=None, compare=False)
 
 
-def failure(error: BaseException, time_ms: float = 0.0) -> Outcome:
+def failure(error: BaseException, time_ms: float = 0.0) -> CallOutcome:
     """The outcome of a call that raised *error*."""
-    return Outcome(None, time_ms, describe(error), traceback_of(error), error)
+    return CallOutcome(None, time_ms, describe(error), traceback_of(error), error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ class ModCaller:
         self._thread: _CallThread | None = None
         self._late: dict[int, _Late] = {}  # by id of the mod
 
-    async def call(self, call: EventCall, *, is_async: bool) -> Outcome:
+    async def call(self, call: EventCall, *, is_async: bool) -> CallOutcome:
         """Call a mod and wait for its answer: await an async mod, run others.
 
         Args:
@@ -125,7 +125,7 @@ class ModCaller:
         if self.time_limit_s is None:
             return await self._outcome(call)
         loop = None
-        wanted: asyncio.Future[Outcome] | None = None
+        wanted: asyncio.Future[CallOutcome] | None = None
         if call.mod.is_async:
             job: Future[Any] = Future()
             wanted = asyncio.ensure_future(self._outcome(call, is_elsewhere=True))
@@ -171,7 +171,7 @@ class ModCaller:
             self._thread.end()
             self._thread = None
 
-    async def _outcome(self, call: EventCall, *, is_elsewhere: bool = False) -> Outcome:
+    async def _outcome(self, call: EventCall, *, is_elsewhere: bool = False) -> CallOutcome:
         """Call a mod on this thread, and await it in this task if it is async.
 
         Args:
@@ -200,7 +200,7 @@ class ModCaller:
             if is_caught or isinstance(error, Exception):
                 return failure(error, _ms_since(started))
             raise
-        return Outcome(answer, _ms_since(started))
+        return CallOutcome(answer, _ms_since(started))
 
     def _job(self, work: Callable[[], Any]) -> "Future[Any]":
         """What *work* returns, on the request's thread."""
@@ -211,25 +211,25 @@ class ModCaller:
             assert job is not None
         return job
 
-    def _still_late(self, mod: BoundMod) -> Outcome | None:
+    def _still_late(self, mod: BoundMod) -> CallOutcome | None:
         late = self._late.get(id(mod))
         if late is None:
             return None
         if late.job.done():
             del self._late[id(mod)]
             return None
-        return Outcome(None, 0.0, f"TimeoutError: an earlier call of {mod.name} still runs")
+        return CallOutcome(None, 0.0, f"TimeoutError: an earlier call of {mod.name} still runs")
 
     def _abandon(
         self, mod: BoundMod, job: "Future[Any]", loop: asyncio.AbstractEventLoop | None = None
-    ) -> Outcome:
+    ) -> CallOutcome:
         limit_s = self.time_limit_s
         assert limit_s is not None
         self._late[id(mod)] = _Late(job, loop)
         if loop is None:
             self.close()  # the thread ends when the mod returns
         error = f"TimeoutError: {mod.name} took more than the {limit_s:g} s of mod_time_limit_s"
-        return Outcome(None, limit_s * 1000, error)
+        return CallOutcome(None, limit_s * 1000, error)
 
 
 class _CallThread:

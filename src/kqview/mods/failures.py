@@ -23,6 +23,8 @@ from typing import Any, Final
 _log: Final = logging.getLogger("kqview.mods")
 _MOST_KEPT: Final = 100
 _PACKAGE: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_warned: Final[dict[int, weakref.ref[Any]]] = {}
+_lock: Final = threading.Lock()
 _is_logging: Final[ContextVar[bool]] = ContextVar("kqview_logs_mod_failures", default=False)
 
 
@@ -85,22 +87,29 @@ class ModFailures:
         """
         if len(self.kept) < _MOST_KEPT:
             self.kept.append(failure)
-        if id(mod) in self._told:
+        if (key := id(mod)) in self._told:
             return
-        self._told.add(id(mod))
+        self._told.add(key)
         if self._is_logged:
             _log.warning("request %s: %s", self._request_id, failure, exc_info=error)
-        elif not is_raised and _is_new(mod):
-            frame, line = _place(error)
-            warnings.warn_explicit(
-                f"{failure}. Failed calls count as Noop: the text goes on without what the mod "
-                "does. generation.mod_errors has them; mods_strict=True, or required = True in the "
-                "mod, ends the request instead.",
-                ModWarning,
-                frame.f_code.co_filename,
-                line,
-                frame.f_globals.get("__name__"),
-            )
+            return
+        if is_raised:
+            return
+        with _lock:
+            if key in _warned:
+                return
+            with contextlib.suppress(TypeError):  # of objects without weak references: each time
+                _warned[key] = weakref.ref(mod, lambda _: _warned.pop(key, None))
+        frame, line = _place(error)
+        warnings.warn_explicit(
+            f"{failure}. Failed calls count as Noop: the text goes on without what the mod "
+            "does. generation.mod_errors has them; mods_strict=True, or required = True in the "
+            "mod, ends the request instead.",
+            ModWarning,
+            frame.f_code.co_filename,
+            line,
+            frame.f_globals.get("__name__"),
+        )
 
 
 @contextlib.contextmanager
@@ -125,23 +134,6 @@ def describe(error: BaseException) -> str:
 def traceback_of(error: BaseException) -> str:
     """The traceback of *error* as Python prints it."""
     return "".join(traceback.format_exception(error))
-
-
-# ---- once for each mod
-
-_warned: Final[dict[int, weakref.ref[Any]]] = {}
-_lock: Final = threading.Lock()
-
-
-def _is_new(mod: Any) -> bool:
-    """Whether nobody was warned of *mod* yet; always for objects without weak references."""
-    key = id(mod)
-    with _lock:
-        if key in _warned:
-            return False
-        with contextlib.suppress(TypeError):
-            _warned[key] = weakref.ref(mod, lambda _: _warned.pop(key, None))
-        return True
 
 
 def _place(error: BaseException | None) -> tuple[FrameType, int]:

@@ -52,7 +52,7 @@ class ModInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class _Loaded:
+class _LoadedFile:
     """A loaded file: its identity, and how to make its mod or why that fails."""
 
     identity: FileIdentity
@@ -80,7 +80,7 @@ class ModFolder:
                 parameter="mods_dir",
             )
         self._lock = threading.Lock()
-        self._loaded: dict[str, _Loaded] = {}
+        self._loaded: dict[str, _LoadedFile] = {}
 
     def names(self) -> list[str]:
         """Names of all mods, sorted; runs nothing."""
@@ -146,7 +146,7 @@ class ModFolder:
 
     # ---- files
 
-    def _load(self, name: str) -> _Loaded | None:
+    def _load(self, name: str) -> _LoadedFile | None:
         """The current file of *name*; None if there is none."""
         path = os.path.join(self.path, name + _SUFFIX)
         with self._lock:
@@ -159,7 +159,7 @@ class ModFolder:
             return loaded
 
 
-def _load(name: str, path: str, identity: FileIdentity) -> _Loaded:
+def _load(name: str, path: str, identity: FileIdentity) -> _LoadedFile:
     # Classes look up their module by name; the bytecode cache is bypassed, because it
     # would serve a file that changes twice within a second in its older version.
     module = sys.modules[_MODULE + name] = ModuleType(_MODULE + name)
@@ -173,10 +173,10 @@ def _load(name: str, path: str, identity: FileIdentity) -> _Loaded:
             raise
         # Not only Exception: a file may call sys.exit.
         _log.exception("mod %s cannot be loaded from %s", name, path)
-        return _Loaded(identity, None, error=f"{type(error).__name__} in its file")
+        return _LoadedFile(identity, None, error=f"{type(error).__name__} in its file")
     summary = (module.__doc__ or "").strip().partition("\n")[0]
     _log.info("mod %s is loaded from %s", name, path)
-    return _Loaded(identity, make, takes_options, summary)
+    return _LoadedFile(identity, make, takes_options, summary)
 
 
 def _maker(name: str, module: ModuleType) -> tuple[Callable[..., Any], bool]:

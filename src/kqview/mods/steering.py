@@ -47,7 +47,7 @@ from kqview.mods.actions import (
     check_size,
     to_logits,
 )
-from kqview.mods.calls import EventCall, ModCaller, Outcome, failure
+from kqview.mods.calls import CallOutcome, EventCall, ModCaller, failure
 from kqview.mods.decorator import BoundMod
 from kqview.mods.events import (
     Added,
@@ -114,7 +114,7 @@ class Decision:
 
 
 @dataclass(slots=True)
-class _Piece:
+class _SteeredPiece:
     """A token of the step, and the place in a record's tokens that it comes from."""
 
     id: int
@@ -124,7 +124,7 @@ class _Piece:
 
 
 @dataclass(slots=True)
-class _Step:
+class _SteeredStep:
     """What mods have asked for so far in a step that goes on."""
 
     n_removable: int = 0
@@ -139,7 +139,7 @@ class _Step:
     """What is added in place of the sampled token."""
     has_forced: bool = False
     """Whether a ForceTokens applies; later ones do not."""
-    pieces: list[_Piece] = field(default_factory=list[_Piece])
+    pieces: list[_SteeredPiece] = field(default_factory=list[_SteeredPiece])
     """The tokens of the step, since Added."""
     prefill: AdjustedPrefill | None = None
     edits: list[Edit] | None = None
@@ -230,7 +230,7 @@ class Steering:
             info = ContextInfo(tokens, dialogue.messages, dialogue.tools)
         event = Prefilled(self.request_id, 0, max_tokens, info)
         self._prompt = prompt
-        step = _Step()
+        step = _SteeredStep()
         end = yield from self._tell(event, recorded, step)
         decision = Decision(prompt=prompt, max_tokens=max_tokens)
         if step.prefill is not None:
@@ -257,7 +257,7 @@ class Steering:
         """
         self._n_steps += 1
         self._records = []
-        step = _Step(min(len(self.ids), forward.n_removable))
+        step = _SteeredStep(min(len(self.ids), forward.n_removable))
         end = yield from self._tell_forward(forward, step)
         if not self.ids and not step.has_forced and (forced := self._forced([], [])):
             step.instead = [*forced, *(step.instead or ())]
@@ -341,7 +341,7 @@ class Steering:
             raise RequestError(str(error), parameter="logits_processor") from None
         return checked
 
-    def _tell_forward(self, forward: _core.ForwardEvent, step: _Step) -> _Telling:
+    def _tell_forward(self, forward: _core.ForwardEvent, step: _SteeredStep) -> _Telling:
         event = ForwardPass(
             self.request_id,
             self._n_steps,
@@ -368,7 +368,7 @@ class Steering:
             step.logits = self._checked_row(self._processed(np.array(before)))
         return end
 
-    def _tell_added(self, picked: _core.PickedToken | None, step: _Step) -> _Telling:
+    def _tell_added(self, picked: _core.PickedToken | None, step: _SteeredStep) -> _Telling:
         is_forced = step.instead is not None
         tokens = [picked.id] if picked is not None and not is_forced else step.instead
         if not tokens:  # a Backtrack without others
@@ -409,7 +409,7 @@ class Steering:
 
     # ---- mods
 
-    def _tell(self, event: Event, recorded: int | None, step: _Step) -> _Telling:
+    def _tell(self, event: Event, recorded: int | None, step: _SteeredStep) -> _Telling:
         """Ask every mod, then apply their actions in order; returns one that ends the step."""
         answers: list[tuple[Action, int | None]] = []
         for one in self.mods:
@@ -417,7 +417,7 @@ class Steering:
                 continue  # a trace shows every call
             called = None if self.recorder is None else self.recorder.call(recorded, one.name)
             log = _unlogged if self.recorder is None else partial(self.recorder.log, called)
-            outcome: Outcome = yield EventCall(one, event, log)
+            outcome: CallOutcome = yield EventCall(one, event, log)
             action: Action = Noop()
             if outcome.error is None:
                 try:
@@ -456,7 +456,7 @@ class Steering:
             is_open = end is None and not isinstance(action, Backtrack | AdjustedPrefill)
         return end
 
-    def _fail(self, mod: BoundMod, event: Event, error: str, outcome: Outcome) -> None:
+    def _fail(self, mod: BoundMod, event: Event, error: str, outcome: CallOutcome) -> None:
         """Note that a call of *mod* failed; raises ModFailed if the request needs it."""
         failed = ModFailure(mod.name, type(event).__name__, event.step, error, outcome.traceback)
         is_fatal = self.is_strict or mod.is_required
@@ -473,7 +473,7 @@ class Steering:
     def _n_tokens(self) -> int:
         return len(self._prompt) + len(self.ids)
 
-    def _set_edits(self, decision: Decision, step: _Step) -> None:
+    def _set_edits(self, decision: Decision, step: _SteeredStep) -> None:
         if step.edits is None:
             return
         decision.edits = plan = self.plan_edits(step.edits, self._n_tokens)
@@ -515,7 +515,7 @@ class Steering:
     # ---- decisions
 
     def _fill(
-        self, decision: Decision, pieces: list[_Piece], forward: _core.ForwardEvent, cut: Cut
+        self, decision: Decision, pieces: list[_SteeredPiece], forward: _core.ForwardEvent, cut: Cut
     ) -> None:
         """Add the tokens of *pieces* up to the end of the text."""
         n_left = forward.n_left + decision.n_removed
@@ -673,7 +673,7 @@ def _unlogged(_message: str, _level: str) -> None:
 def _apply(
     action: Noop | AdjustedPrefill | AdjustedLogits | SetEdits | ForceTokens | Backtrack,
     record: TraceAction | None,
-    step: _Step,
+    step: _SteeredStep,
     *,
     is_added: bool,
 ) -> None:
@@ -710,8 +710,8 @@ def _apply(
 
 def _pieces(
     tokens: Sequence[int], record: TraceEvent | TraceAction | None, is_forced: bool
-) -> list[_Piece]:
-    return [_Piece(token, record, place, is_forced) for place, token in enumerate(tokens)]
+) -> list[_SteeredPiece]:
+    return [_SteeredPiece(token, record, place, is_forced) for place, token in enumerate(tokens)]
 
 
 def _note(record: TraceEvent | TraceAction, **details: Any) -> None:

@@ -116,22 +116,16 @@ def _trailer_bytes(end: bytes, n_bytes: int) -> tuple[int, int]:
     n_text = struct.unpack_from("<I", footer)[0]
     n_checkpoints = 0
     if n_text <= _JSON_BYTES_MAX:
-        n_checkpoints = _checkpoint_bytes(end[-FOOTER_BYTES - n_text : -FOOTER_BYTES])
+        with contextlib.suppress(StateFormatError):  # damaged, which its checksum will show
+            content = _content(end[-FOOTER_BYTES - n_text : -FOOTER_BYTES])
+            given = content.get("checkpoint_bytes")
+            n_checkpoints = given if type(given) is int and given > 0 else 0
     if n_text > _JSON_BYTES_MAX or n_checkpoints + n_text + FOOTER_BYTES > n_bytes:
         raise StateFormatError(
             f"the trailer claims {n_checkpoints + n_text} bytes in a file of {n_bytes} bytes; the "
             "file was altered"
         )
     return n_checkpoints, n_text + FOOTER_BYTES
-
-
-def _checkpoint_bytes(text: bytes) -> int:
-    """What the JSON of a trailer says; 0 if it is damaged, which its checksum will show."""
-    try:
-        n_bytes = _content(text).get("checkpoint_bytes", 0)
-    except StateFormatError:
-        return 0
-    return n_bytes if type(n_bytes) is int and n_bytes > 0 else 0
 
 
 @dataclass(frozen=True, slots=True)

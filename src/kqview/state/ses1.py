@@ -122,7 +122,7 @@ def checkpoints_in(data: bytes) -> tuple[int, ...]:
     return tuple(counts)
 
 
-class _Part(NamedTuple):
+class _Cache(NamedTuple):
     """What one cache, or the recurrent state, of a memory says, and where it ends."""
 
     end: int
@@ -132,7 +132,7 @@ class _Part(NamedTuple):
     flash_attn: bool | None = None
 
 
-def _first_part(blob: bytes, at: int, n_tokens: int) -> _Part:
+def _first_part(blob: bytes, at: int, n_tokens: int) -> _Cache:
     # Neither the size of a cell nor the number of layers with values is in the blob: only with the
     # right ones do the parts end where the blob does.
     _take("<I", blob, at, "n_stream")
@@ -149,20 +149,20 @@ def _first_part(blob: bytes, at: int, n_tokens: int) -> _Part:
     raise StateFormatError(f"the cache at byte {at} of blob is not one of {n_tokens} tokens")
 
 
-def _parts(blob: bytes, at: int, n_tokens: int, *, is_first: bool = False) -> Iterator[_Part]:
+def _parts(blob: bytes, at: int, n_tokens: int, *, is_first: bool = False) -> Iterator[_Cache]:
     """Every way in which the bytes from *at* on can be a cache or a recurrent state."""
     with suppress(StateFormatError):
         yield from _caches(blob, at, n_tokens, is_whole=is_first)
     with suppress(StateFormatError):
         n_cells = _take("<I", blob, at, "n_cells")
         if n_cells == 0 and n_tokens == 0:
-            yield _Part(at + 4, 1)
+            yield _Cache(at + 4, 1)
         elif n_cells == 1 and _take("<i", blob, at + 4, "position") == n_tokens - 1:
             for part in _layers(blob, at + 12, 1, is_recurrent=True):
                 yield part._replace(flash_attn=None)
 
 
-def _caches(blob: bytes, at: int, n_tokens: int, *, is_whole: bool) -> Iterator[_Part]:
+def _caches(blob: bytes, at: int, n_tokens: int, *, is_whole: bool) -> Iterator[_Cache]:
     """One that is not whole may be of a window, and have the last tokens alone."""
     n_stream = _take("<I", blob, at, "n_stream")
     at += 4
@@ -174,7 +174,7 @@ def _caches(blob: bytes, at: int, n_tokens: int, *, is_whole: bool) -> Iterator[
     if n_stream == 0 or not (n_tokens if is_whole else min(n_tokens, 1)) <= n_cells <= n_tokens:
         return
     if n_cells == 0:
-        yield _Part(at, n_stream)
+        yield _Cache(at, n_stream)
         return
     for cell_bytes in _CELL_BYTES:
         with suppress(StateFormatError):
@@ -183,7 +183,7 @@ def _caches(blob: bytes, at: int, n_tokens: int, *, is_whole: bool) -> Iterator[
                     yield part._replace(end=part.end + 4 * n_left, n_stream=n_stream)
 
 
-def _layers(blob: bytes, at: int, n_cells: int, *, is_recurrent: bool = False) -> Iterator[_Part]:
+def _layers(blob: bytes, at: int, n_cells: int, *, is_recurrent: bool = False) -> Iterator[_Cache]:
     """The layers from *at* on, for every number of layers that may have values, or a state."""
     transposed = _take("<I", blob, at, "V transposed")
     n_layer = _take("<I", blob, at + 4, "n_layer")
@@ -204,7 +204,7 @@ def _layers(blob: bytes, at: int, n_cells: int, *, is_recurrent: bool = False) -
         if at > len(blob) or (unit * width == 0 and not is_recurrent):
             return
         if is_recurrent or i_block + 1 >= n_layer:  # every layer of a cache has keys
-            yield _Part(at, 1, n_layer, _TYPE_NAMES[first], not transposed)
+            yield _Cache(at, 1, n_layer, _TYPE_NAMES[first], not transposed)
 
 
 def _take(form: str, blob: bytes, at: int, field: str, of: str = "blob") -> int:

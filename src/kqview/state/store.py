@@ -201,7 +201,7 @@ class SessionStore:
 
         Raises:
             RequestError: There is no such session.
-                OSError: A file cannot be written or read; the session stays.
+            OSError: A file cannot be written or read; the session stays.
         """
         with self._lock:
             session = self._known(name)

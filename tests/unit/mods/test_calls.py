@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kqview.mods import RequestEnd, Sampled, mod
-from kqview.mods.calls import EventCall, ModCaller, Outcome, at_once
+from kqview.mods.calls import CallOutcome, EventCall, ModCaller, at_once
 from kqview.mods.decorator import BoundMod, begin
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def await_no_threads() -> None:
         assert not one.is_alive()
 
 
-async def run(caller: ModCaller, call: EventCall, *, is_async: bool) -> Outcome:
+async def run(caller: ModCaller, call: EventCall, *, is_async: bool) -> CallOutcome:
     answer = caller.call(call, is_async=is_async)
     return await answer if is_async else at_once(answer)
 

@@ -182,7 +182,7 @@ def _llguidance() -> Any:
     return needed("llguidance", who, 'run pip install "kqview[constraints]"')
 
 
-class _Source:
+class _ConstraintTokens:
     """A vocabulary as llguidance's Python package reads one."""
 
     def __init__(self, tokenizer: ModTokenizer) -> None:
@@ -210,6 +210,6 @@ def _vocabulary_of(tokenizer: ModTokenizer) -> Any:
     if known is None:
         module = _llguidance()
         wrapper = import_module("llguidance._tokenizer").TokenizerWrapper
-        known = module.LLTokenizer(wrapper(_Source(tokenizer)))
+        known = module.LLTokenizer(wrapper(_ConstraintTokens(tokenizer)))
         _vocabularies[tokenizer] = known
     return known

@@ -18,7 +18,7 @@ from msgspec import UNSET, Struct, UnsetType
 
 from kqview.chat import CHATML, formats, tool_format, turn
 from kqview.chat.reasoning import Split
-from kqview.chat.tool_format import CallDelta, Reasoning, Tool
+from kqview.chat.tool_format import CallDelta, ReasoningStart, Tool
 from kqview.chat.turn import AnswerReader, Delta, Reading
 from kqview.engine import Engine
 from kqview.errors import RequestError
@@ -318,7 +318,7 @@ def _guarded(
 
 
 def _constrained(
-    engine: Engine, chat: ChatRequest, source: str, tools: list[Tool], reasoning: Reasoning
+    engine: Engine, chat: ChatRequest, source: str, tools: list[Tool], reasoning: ReasoningStart
 ) -> Sampling:
     native = formats.format_of(source)
     # A template that has no place for tools shows them in Hermes' format.
