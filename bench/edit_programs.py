@@ -208,9 +208,22 @@ def heads(given: argparse.Namespace) -> None:
             mean = float(np.exp([score.logprobs[-1] for score in scores]).mean())
             print(f"| {name} | {', '.join(map(str, map(tuple, pairs)))} | {mean:.3f} |")
         if given.picture:
-            from kqview.viz import heatmap
+            draw(effects, given.picture)
 
-            heatmap(effects, causal=False).savefig(given.picture)
+
+def draw(effects: Any, path: str) -> None:
+    """A picture of the effects of heads, a row for each layer."""
+    from matplotlib.figure import Figure
+
+    figure = Figure((4, 6), layout="constrained")
+    axes = figure.subplots()
+    most = np.abs(effects).max()
+    image = axes.imshow(effects, cmap="RdBu_r", vmin=-most, vmax=most, aspect="auto")
+    axes.set_xlabel("head")
+    axes.set_ylabel("layer")
+    axes.set_title("what comes back by one head, from 0 to 1", fontsize=9)
+    figure.colorbar(image, ax=axes)
+    figure.savefig(path, dpi=100)
 
 
 def main() -> None:
