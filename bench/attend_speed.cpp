@@ -89,7 +89,7 @@ struct free_memory {
 };
 
 struct graphs {
-    explicit graphs(const shape& of, bool is_huge = true) : s(of) {
+    graphs(const shape& of, ggml_threadpool* threads, bool is_huge = true) : s(of), pool(threads) {
         const auto n_layers = zu(s["layers"]);
         const auto n_streams = s["streams"], n_queries = s["queries"];
         const auto row = ggml_row_size(s.type, s["embd"] * s["kv_heads"]);
@@ -172,8 +172,6 @@ struct graphs {
             read.push_back(ggml_custom_4d(g, GGML_TYPE_F32, 1, 1, 1, 1, sources, 2, run_read,
                                           GGML_N_TASKS_MAX, nullptr));
         }
-        auto parameters = ggml_threadpool_params_default(s["threads"]);
-        pool.reset(ggml_threadpool_new(&parameters));
     }
 
     ggml_cgraph* graph_of(const std::vector<ggml_tensor*>& nodes) {
@@ -183,7 +181,7 @@ struct graphs {
     }
 
     double ms(ggml_cgraph* graph) {
-        auto plan = ggml_graph_plan(graph, s["threads"], pool.get());
+        auto plan = ggml_graph_plan(graph, s["threads"], pool);
         if (work.size() < plan.work_size + 64) work.resize(plan.work_size + 64);
         plan.work_data = work.data();
         const double start = now_ms(s["cpu_clock"] != 0);
@@ -214,8 +212,7 @@ struct graphs {
     shape s;
     std::unique_ptr<void, free_memory> arena;  // of the context
     std::unique_ptr<ggml_context, decltype(&ggml_free)> context{nullptr, ggml_free};
-    std::unique_ptr<ggml_threadpool, decltype(&ggml_threadpool_free)> pool{nullptr,
-                                                                           ggml_threadpool_free};
+    ggml_threadpool* pool;  // the caller's
     std::vector<ggml_tensor*> stock, ours, read;
     std::deque<attend_op> ops;
     row_table table;
@@ -235,7 +232,11 @@ int main(int n_arguments, char** arguments) {
         std::fprintf(stderr, "attend_speed: cannot read %s\n", arguments[i]);
         return 1;
     }
-    graphs g(s);
+    // One for all graphs: threads of another would poll beside those that are measured.
+    auto parameters = ggml_threadpool_params_default(s["threads"]);
+    const std::unique_ptr<ggml_threadpool, decltype(&ggml_threadpool_free)> pool{
+        ggml_threadpool_new(&parameters), ggml_threadpool_free};
+    graphs g(s, pool.get());
     auto *const read = g.graph_of(g.read), *const stock = g.graph_of(g.stock);
     std::map<std::string, std::function<double()>> ways{{"read", [&] { return g.ms(read); }},
                                                         {"stock", [&] { return g.ms(stock); }}};
@@ -251,7 +252,7 @@ int main(int n_arguments, char** arguments) {
     // The same in pages of 4 KiB, and over a cache in F16.
     std::deque<graphs> others;
     const auto add = [&](const char* name, const shape& of, bool is_huge) {
-        auto& other = others.emplace_back(of, is_huge);
+        auto& other = others.emplace_back(of, pool.get(), is_huge);
         ways[name] = [&other, graph = other.graph_of(other.ours)] { return other.ms(graph); };
     };
     if (ours && s["small_pages"] != 0) add("ours, small pages", s, false);
