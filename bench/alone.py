@@ -85,21 +85,14 @@ def program(compiled_for: str) -> Path:
         "cmake", "-S", str(ROOT / "tests" / "native"), "-B", str(folder),
         "-DKQVIEW_SANITIZE=none", f"-DKQVIEW_LLAMA_CPP_DIR={source_path(None)}",
     ]  # fmt: skip
-    build = [
-        "cmake",
-        "--build",
-        str(folder),
-        "--target",
-        f"attend_speed_{compiled_for}",
-        "--parallel",
-        "2",
-    ]
+    target = f"attend_speed_{compiled_for}"
+    build = ["cmake", "--build", str(folder), "--target", target, "--parallel", "2"]
     for command in (configure, build):
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode != 0:
             print(done.stdout, done.stderr, file=sys.stderr)
             raise NotHere("the program cannot be built; the lines above say why")
-    return folder / f"attend_speed_{compiled_for}"
+    return folder / target
 
 
 def measure(settings: Settings, line: ProgressLine) -> Iterator[Timing | LeftOut]:

@@ -2,7 +2,7 @@
 # Builds bench/row_check.cu for this machine's GPU and runs it:
 #
 #   bash bench/row_check.sh [--quick] [--time] [--only WORD] [--seed N]
-#   bash bench/row_check.sh --sanitize      memcheck and racecheck over --quick, with compute-sanitizer
+#   bash bench/row_check.sh --sanitize      memcheck and racecheck over --quick (compute-sanitizer)
 #   bash bench/row_check.sh --build         builds it, no more
 #
 # The program is put into KQVIEW_CUDA_WORK (build/cuda) and is built again when a source is newer.

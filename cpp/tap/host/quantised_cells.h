@@ -74,9 +74,9 @@ struct block_cells {
             // The low halves of the bytes come first.
             const ivec both = load_small<std::uint8_t>(quants + first % 16);
 #if defined(__AVX512F__)
-            if constexpr (!has_fifth_bit) {  // all values of the block, of which each takes its own
+            if constexpr (!has_fifth_bit) {  // a table of the block's 16 values
                 const vec values = scale * count_up<vec>() + least;
-                const ivec index = first < 16 ? both : both >> 4;  // by its low four bits
+                const ivec index = first < 16 ? both : both >> 4;  // its low four bits count
                 return reinterpret_cast<vec>(_mm512_maskz_permutexvar_ps(
                     0xFFFF, reinterpret_cast<__m512i>(index), reinterpret_cast<__m512>(values)));
             }

@@ -24,8 +24,8 @@ export function html(strings, ...values) {
   return made.childNodes.length === 1 ? made.firstChild : made;
 }
 
-// The literal's HTML, without the ends of lines between tags. An attribute "§N" or a comment "N" is
-// where value N goes; `names` has the attributes' real names, which a parser would look into.
+// The literal's HTML, without the ends of lines between tags. An attribute "§N" or a comment "N"
+// is where value N goes; `names` has the attributes' real names, which a parser would look into.
 function parsed(strings) {
   const names = [];
   const text = strings.reduce((before, after, i) => {
