@@ -109,7 +109,8 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *_HOMES})
 
 
-__all__ = sorted([*_HOMES, "errors"])  # pyright: ignore[reportUnsupportedDunderAll]
+if not TYPE_CHECKING:  # type checkers read only literal lists, and the imports above without one
+    __all__ = sorted([*_HOMES, "errors"])

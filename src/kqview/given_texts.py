@@ -38,7 +38,7 @@ _Result = TypeVar("_Result")
 
 
 class TextOptions(TypedDict, total=False):
-    """Options of every method of `Engine` that takes texts; of `classify` all."""
+    """Options of `Engine.classify`, which `Engine.embed` and `Engine.score` take as well."""
 
     priority: int
     add_special: bool

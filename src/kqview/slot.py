@@ -33,8 +33,8 @@ class Slot:
     """One of an engine's sequences.
 
     Methods that change or save a slot run between two steps of the engine. The calling thread
-    waits, other threads continue. They, and `edits`, raise BusyError while a generation is using
-    the slot; all that is asked of an engine that is closed raises ClosedError.
+    waits, other threads continue. These methods and `edits` raise BusyError while a generation is
+    using the slot. Once the engine is closed, every method and property raises ClosedError.
 
     Attributes:
         id: Index in ``engine.slots``.

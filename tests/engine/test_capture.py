@@ -243,9 +243,9 @@ def largest(rows: Array, k: int) -> tuple[Array, Array]:
 @pytest.mark.parametrize(
     ("reduce", "kind", "n_threads"),
     [
-        (reduce, kind, (1, 2, 3, 6)[(i + j) % 4])
+        (reduce, KINDS[(i + j) % len(KINDS)], n_threads)
         for i, reduce in enumerate(REDUCTIONS)
-        for j, kind in enumerate(KINDS)
+        for j, n_threads in enumerate((1, 2, 3, 6))
     ],
 )
 def test_reduced_rows_equal_numpy(

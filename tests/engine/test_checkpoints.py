@@ -301,9 +301,7 @@ def take_three_back(event: Any, actions: Any, _tokenizer: Any) -> Any:
     return actions.backtrack(3) if isinstance(event, Added) and event.step == 5 else None
 
 
-@pytest.mark.parametrize(
-    "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.full) for seed in (2, 3))]
-)
+@pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(
     "kind", [*WRITERS, pytest.param("windows", marks=pytest.mark.needs("host layers"))]
 )
@@ -404,9 +402,8 @@ def test_window_goes_back_as_far_as_it_has_cells_or_to_a_checkpoint(
 
 
 @pytest.mark.needs("host layers")
-@pytest.mark.parametrize(
-    ("kind", "flash_attn"), [("qk", False), ("scores", True), ("probs", False), ("probs", True)]
-)
+@pytest.mark.parametrize("flash_attn", [False, True])
+@pytest.mark.parametrize("kind", ["qk", "scores", "probs"])
 def test_rows_of_windows_are_those_of_the_full_cache(
     make_engine: MakeEngine, windows: Path, kind: Any, flash_attn: bool
 ) -> None:

@@ -122,7 +122,8 @@ TREE: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(("n", "seed"), [(26, 0), (70, 1), (200, 2)])
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("n", [26, 70, 200])
 @pytest.mark.parametrize(
     ("schema", "characters"),
     [

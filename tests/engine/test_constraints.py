@@ -76,9 +76,9 @@ PATTERNS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("seed", "model", "options"), [(i, MODELS[i % 2], SAMPLERS[i % 3]) for i in range(12)]
-)
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("options", SAMPLERS)
 def test_output_follows_the_schema(
     seed: int, model: str, options: dict[str, Any], request: pytest.FixtureRequest
 ):
@@ -91,9 +91,9 @@ def test_output_follows_the_schema(
     assert generation.finish_reason == "stop"
 
 
-@pytest.mark.parametrize(
-    ("seed", "model", "pattern"), [(i, MODELS[i % 2], PATTERNS[i // 2 % 4]) for i in range(16)]
-)
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("pattern", PATTERNS)
 def test_output_matches_the_regex_and_stops(
     seed: int, model: str, pattern: str, request: pytest.FixtureRequest
 ):

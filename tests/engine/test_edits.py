@@ -10,7 +10,6 @@ import contextlib
 import gc
 import random
 import threading
-from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -155,13 +154,9 @@ def error_of(model: Path, prompt: Sequence[int], tokens: Any, case: Case) -> flo
     return found
 
 
-@pytest.mark.parametrize(
-    ("n_prompt", "name", "way"),
-    [
-        *((20, name, way) for name in CASES for way in WAYS),
-        *((100, name, way) for name, way in zip(CASES, cycle(WAYS), strict=False)),
-    ],
-)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("n_prompt", [20, 100])
 def test_edits_equal_the_reference(
     make_engine: MakeEngine, model: Path, n_prompt: int, name: str, way: str
 ) -> None:

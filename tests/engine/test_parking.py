@@ -39,13 +39,8 @@ def alone(engine: Engine, prompt: list[int], n: int, **options: Any) -> list[int
     return [token.id for token in engine.generate(prompt, max_tokens=n, **options)]
 
 
-@pytest.mark.parametrize(
-    ("options", "run_ahead"),
-    [
-        (GREEDY, 1), (GREEDY, 8), (SAMPLED, 0), (SAMPLED, 8),
-        (SAMPLED | {"deterministic": True}, 0), (SAMPLED | {"deterministic": True}, 1),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("options", [GREEDY, SAMPLED, SAMPLED | {"deterministic": True}])
+@pytest.mark.parametrize("run_ahead", [0, 1, 8])
 def test_generations_taken_in_turn_in_one_slot_have_the_tokens_of_each_alone(
     make_engine: MakeEngine, tiny_llama: Path, options: dict[str, Any], run_ahead: int
 ) -> None:

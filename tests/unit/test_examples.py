@@ -79,7 +79,7 @@ def test_checkers_know_what_parsed_is_and_find_a_wrong_option(tmp_path: Path) ->
     program = tmp_path / "program.py"
     program.write_text(
         "from typing import assert_type\nfrom pydantic import BaseModel, TypeAdapter\n"
-        "from kqview import Engine, Generation\n"
+        "from kqview import *\n"
         "class Pet(BaseModel):\n    name: str\n"
         "engine = Engine.demo()\n"
         "assert_type(engine.generate('a', json_schema=Pet, seed=1).parsed, Pet)\n"

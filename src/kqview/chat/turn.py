@@ -318,7 +318,7 @@ class NamedToolChoice(TypedDict):
 
 
 ToolChoice = Literal["auto", "none", "required"] | str | NamedToolChoice
-"""Whether functions may be called: "required" asks for a call, a name for that one."""
+"""Whether functions may be called: "required" asks for a call, a name for a call of that one."""
 
 
 class Choice(NamedTuple):
