@@ -183,7 +183,8 @@ class Conversation:
         source = given["chat_template"]
         if source not in self._templates:  # else it was checked
             source = self._source(source, given["tools"])
-        given["tools"] = checked_tools(given["tools"])
+        if given["tools"] is not None:
+            given["tools"] = checked_tools(given["tools"])
         chat = self._rendered(messages, source, given, adds_header=given["add_generation_prompt"])
         if not given["tokenize"]:
             return text_of_parts(chat.parts)
@@ -208,7 +209,8 @@ class Conversation:
         adds_header: bool,
     ) -> "_Rendered":
         """Render a chat; raises as `apply_chat_template`, whose options are *given*."""
-        continues = flag("continue_final_message", given["continue_final_message"])
+        continues = given["continue_final_message"]
+        continues = continues is not False and flag("continue_final_message", continues)
         checked, tools, options = checked_messages(messages), given["tools"], self._template_options
         if given["template_options"] is not None:
             options = {**options, **checked_options(given["template_options"])}
