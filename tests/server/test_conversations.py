@@ -68,6 +68,7 @@ async def test_second_request_of_a_session_waits_for_the_first():
             await say(conversations, budget, 0, session="other")
             assert not second.done()
             await first.append("prompt 1", "answer 1", model="m")
+        assert len(await say(conversations, budget, 4)) == 6  # waits behind those that came before
         assert len(await second) == 2
         assert len(await third) == 4
 

@@ -17,6 +17,7 @@ from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Final, TypeAlias, TypeVar
+from weakref import WeakValueDictionary
 
 from kqview.engine import Engine
 from kqview.errors import BusyError, CapacityError, KqviewError, RequestError
@@ -179,7 +180,9 @@ class Conversations:
         self._store: ConversationStore | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kqview-sessions")
         self._sweeping: asyncio.Task[None] | None = None
-        self._turns: set[Key] = set()  # conversations of which a request runs
+        self._turns: dict[Key, asyncio.Lock] = {}  # conversations of which a request runs
+        # Those that requests wait for, too; a lock lets them in as they came.
+        self._in_use = WeakValueDictionary[Key, asyncio.Lock]()
         self._freed = asyncio.Event()  # set, and replaced, when one has ended
         self._is_closed = False
 
@@ -248,7 +251,7 @@ class Conversations:
         copies: list[asyncio.Task[None]] = []
         await self._enter(key)
         try:
-            in_use = self._turns - {key}
+            in_use = set(self._in_use) - {key}
 
             def begun(store: ConversationStore) -> History:
                 self.states.forget(store.sweep(in_use))
@@ -262,16 +265,16 @@ class Conversations:
             self._leave(key, copies)
 
     async def _enter(self, key: Key) -> None:
+        lock = self._in_use.setdefault(key, asyncio.Lock())
         try:
             async with asyncio.timeout(self._busy_wait_s):
-                while key in self._turns:
-                    await self._freed.wait()
+                await lock.acquire()
         except TimeoutError:
             raise BusyError(
                 f"session {key.session_id[:80]!r} is in use by another request; wait until "
                 "that has ended, or cancel it"
             ) from None
-        self._turns.add(key)
+        self._turns[key] = lock
 
     def _leave(self, key: Key, copies: Sequence["asyncio.Task[None]"] = ()) -> None:
         """Let the next request in, once the slot has been copied."""
@@ -279,7 +282,7 @@ class Conversations:
         if copies:
             copies[0].add_done_callback(lambda _: self._leave(key, copies))
             return
-        self._turns.remove(key)
+        self._turns.pop(key).release()
         self._freed.set()
         self._freed = asyncio.Event()
 
@@ -288,7 +291,7 @@ class Conversations:
 
         What is saved of those is removed.
         """
-        in_use = list(self._turns)
+        in_use = list(self._in_use)
 
         def changed(store: ConversationStore) -> int:
             gone = work(store, in_use)
