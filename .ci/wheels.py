@@ -2,9 +2,10 @@
 
 With each Python, in an environment of its own and without a compiler on the PATH: the wheel
 installs, the first program of README.md prints what stands there, `kqview demo` and
-`kqview serve --demo` run. With the first one also the tests of values and of CPU variants. Then on
-emulated processors (qemu-user): each must use the variant that is meant for it and refuse one that
-it lacks, and one that is too old must say so. --cpu names other models of qemu.
+`kqview serve --demo` run. With the first one also the tests of values and of CPU variants, with
+each variant that this processor has. Then on emulated processors (qemu-user): each must use the
+variant that is meant for it and refuse one that it lacks, and one that is too old must say so.
+--cpu names other models of qemu.
 
 --root does all this in a fresh root of that Debian, which has Python and no compiler; it needs
 mmdebstrap, and root for mounts. A wheel for another processor is only emulated, with the Python of
@@ -42,6 +43,7 @@ import kqview
 try: print(kqview.system_info()["cpu_variant"])
 except kqview.errors.RequestError as error: print(error)
 """
+VARIANTS = "import kqview; print(*kqview.system_info()['cpu_variants'])"
 # In a root, with mounts and processes that end with it.
 IN_ROOT = """
 root=$1 && shift && mount --rbind /dev "$root/dev" && mount -t tmpfs tmpfs "$root/dev/shm" &&
@@ -215,13 +217,18 @@ class Checks:
             server.terminate()
             server.wait(30)
 
-    def tests(self, venv: Path) -> str:
-        """The tests of values and of variants, with the installed package."""
+    def tests(self, venv: Path, variant: str) -> str:
+        """The tests of values and of variants, with the installed package and this variant."""
+        command = (venv / "bin" / "python", "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS)
+        env = {"KQVIEW_WHEEL": str(self.wheel), "KQVIEW_CPU": variant}
+        return self.run(*command, cwd=ROOT, timeout_s=3000, **env).splitlines()[-1]
+
+    def variants(self, venv: Path) -> list[str]:
+        """Those of the wheel that this processor has, after the tools of the tests have come."""
         python = venv / "bin" / "python"
         self.run(python, "-m", "pip", "install", "-q", *TEST_TOOLS)
-        command = (python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS)
-        said = self.run(*command, cwd=ROOT, timeout_s=3000, KQVIEW_WHEEL=str(self.wheel))
-        return said.splitlines()[-1]
+        names = self.run(python, "-c", VARIANTS).split()
+        return [n for n in names if self.run(python, "-c", VARIANT, KQVIEW_CPU=n).strip() == n]
 
     def refused(self, venv: Path, system: str) -> str:
         """pip's own message where the wheel does not fit."""
@@ -282,8 +289,8 @@ def check_here(checks: Checks, pythons: list[Path], *, with_tests: bool) -> None
     for venv in venvs[:1]:
         for system in (*others, f"musllinux_1_2_{name}", "win_amd64"):
             checks.check(f"not for {system}", lambda v=venv, s=system: checks.refused(v, s))
-        if with_tests:
-            checks.check("tests", lambda v=venv: checks.tests(v))
+        for variant in checks.variants(venv) if with_tests else ():
+            checks.check(f"tests, {variant}", lambda v=venv, n=variant: checks.tests(v, n))
         checks.emulated(venv / "bin" / "python")
     if not venvs:
         print("the wheel installs with no Python here")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -34,8 +35,8 @@ NEEDED = {
 
 
 def test_repository_has_no_file_above_five_mebibytes():
-    if not (ROOT / ".git").exists():
-        pytest.skip("not a git checkout")
+    if not (ROOT / ".git").exists() or shutil.which("git") is None:
+        pytest.skip("not a git checkout, or no git")
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True)
     files = [ROOT / os.fsdecode(name) for name in listed.stdout.split(b"\0") if name]
     assert len(files) > 100
