@@ -497,6 +497,21 @@ def test_damage_is_said(engine: Engine, tmp_path: Path):
     shard.unlink()
     with pytest.raises(CorpusError, match="cannot be read"):
         _ = open_corpus(str(tmp_path / "c"))["2"].attention
+    (tmp_path / "c" / "index" / "00000.parquet").write_bytes(b"PAR1")
+    with pytest.raises(CorpusError, match=r"00000\.parquet is damaged"):
+        open_corpus(str(tmp_path / "c"))
     (tmp_path / "c" / "corpus.json").write_text("{")
     with pytest.raises(CorpusError, match="damaged"):
         open_corpus(str(tmp_path / "c"))
+
+
+def test_columns_that_an_older_run_lacks_are_null(engine: Engine, tmp_path: Path):
+    extract(TEXTS[:2], str(tmp_path / "c"), engine=engine, last=1)
+    part = tmp_path / "c" / "index" / "00000.parquet"
+    parquet = pytest.importorskip("pyarrow.parquet")
+    table = parquet.read_table(part)
+    parquet.write_table(table.drop_columns(["versions"]), part)
+    whole = extract(TEXTS, str(tmp_path / "c"), engine=engine, last=1)
+    versions = whole.index["versions"].to_pylist()
+    assert versions[:2] == [None, None]
+    assert None not in versions[2:]

@@ -307,6 +307,21 @@ def test_best_of_more_branches_than_slots_is_refused(engine: Engine):
         guards.best_grounded(engine, story(engine), n=1, max_tokens=0)
 
 
+def test_best_of_several_needs_sources(engine: Engine):
+    prompt = story(engine)
+    for spans in ((), ((0, len(prompt.ids) + 1),)):
+        with pytest.raises(RequestError, match="span"):
+            guards.best_grounded(engine, replace(prompt, spans=spans), n=1)
+
+
+def test_best_of_several_ends_with_the_context():
+    sampling = Sampling(temperature=1.0, seed=2**32 - 2, ignore_eos=True)
+    with Engine.demo(n_ctx=256, n_slots=2) as small:
+        prompt = story(small)
+        some = list(guards.best_grounded(small, prompt, n=2, max_tokens=10_000, sampling=sampling))
+        assert small.n_ctx <= len(prompt.ids) + some[-1].stop <= small.n_ctx + 1
+
+
 def test_align_att_follows_the_weighted_heads_of_a_file(engine: Engine):
     text = "Mirelda found a silver key near the old bridge. Then Mirelda"
     ids = engine.tokenize(text)

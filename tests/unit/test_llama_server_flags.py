@@ -259,3 +259,8 @@ def test_keys_are_read_from_a_file(tmp_path: Path):
 def test_value_that_cannot_be_used_is_named(line: str, fact: str):
     with pytest.raises(RequestError, match=fact):
         of(line)
+
+
+def test_no_flag_of_ours_is_taken_for_one_that_kqview_lacks():
+    flags = [row.flag for row in rows_of(Settings).values()]
+    assert [of(f"{flag}=1")[0].split()[0] for flag in flags] == flags

@@ -257,7 +257,7 @@ _LACKING: Final[Mapping[str, Sequence[str]]] = {
         "--spec-draft-override-tensor", "-cmoed", "-ncmoed", "--*cpu-moe-draft",
         "--spec-draft-*cpu-moe", "--spec-draft-ncmoe"),
     "changing a model while it is loaded": ("--rope-*", "--yarn-*", "--override-kv",
-        "--control-vector*", "--lora-init-without-apply"),
+        "--control-vector", "--control-vector-*", "--lora-init-without-apply"),
     "downloading by these names; use --hf OWNER/REPO/FILE": ("-mu", "--model-url", "-dr",
         "--docker-repo", "-hf", "-hfr", "--hf-repo", "-hff", "--hf-file", "-cl", "--cache-list",
         "--embd-gemma-default", "--fim-*", "--gpt-oss-*", "-hfd", "-hfrd", "--hf-repo-draft",

@@ -204,7 +204,16 @@ class _Objects:
 
 
 def parquet_of(files: Files, name: str, **options: Any) -> Any:
-    """The table in a Parquet file; *options* of ``pyarrow.parquet.read_table``."""
+    """The table in a Parquet file; *options* of ``pyarrow.parquet.read_table``.
+
+    Raises:
+        CorpusError: It is damaged.
+        OSError: It cannot be read.
+    """
     parquet = needed("pyarrow.parquet", "a corpus needs", INSTALL)
     arrow = needed("pyarrow", "a corpus needs", INSTALL)
-    return parquet.read_table(arrow.BufferReader(files.read(name)), **options)
+    data = arrow.BufferReader(files.read(name))
+    try:
+        return parquet.read_table(data, **options)
+    except (OSError, ValueError) as error:
+        raise CorpusError(f"{name} is damaged: {error}; extract it again") from None

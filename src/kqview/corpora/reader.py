@@ -49,7 +49,9 @@ def open_corpus(path: str) -> "Corpus":
     ]
     if not tables:
         raise RequestError(f"{path} has no documents yet; wait for its first piece")
-    return Corpus(os.fspath(path), files, facts, arrow.concat_tables(tables))
+    # What a run of an older version lacks is null.
+    index = arrow.concat_tables(tables, promote_options="default")
+    return Corpus(os.fspath(path), files, facts, index)
 
 
 class Entry:

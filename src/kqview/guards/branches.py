@@ -3,20 +3,21 @@
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import numpy as np
 
 from kqview.arguments import whole_number
 from kqview.engine import Engine
 from kqview.generation.stream import Generation
-from kqview.guards.mods import ends_sentence, sentence_score
+from kqview.guards.mods import check_spans, ends_sentence, sentence_score
 from kqview.guards.scores import GroundedSentence
 from kqview.heads.file import Floats, HeadFile, checked_layers
 from kqview.heads.measures import Prompt, pairs_of
 from kqview.types import Capture, Sampling, Token
 
 _SAMPLING: Final = Sampling()
+_N_SEEDS: Final = 2**32 - 1
 
 
 def best_grounded(
@@ -46,16 +47,18 @@ def best_grounded(
 
     Yields:
         Each sentence as soon as it is chosen. Their texts, joined, are the text. It ends where the
-        first continuation ends it, or the best one does.
+        first continuation ends it, or the best one does, or the context is full.
 
     Raises:
-        RequestError: *n* or *max_tokens* is out of range.
+        RequestError: *n* or *max_tokens* is out of range, or the prompt has no span or one outside
+            of it.
         BusyError: Others use the slots.
         HeadFileError: *heads* are of another model.
         KqviewError: As `Engine.generate`.
     """
     whole_number("n", n, low=1, high=len(engine.slots))
     whole_number("max_tokens", max_tokens, low=1)
+    check_spans(prompt)
     layers = checked_layers(heads, "grounding", engine) or engine.model.attention_layers
     capture = Capture(layers=layers, spans=[*prompt.spans, (len(prompt.ids), None)])
     return _sentences(engine, prompt, heads, n, max_tokens, sampling, capture)
@@ -72,9 +75,16 @@ def _sentences(
 ) -> Iterator[GroundedSentence]:
     threshold = None if heads is None else heads.thresholds.get("grounded")
     answer: list[int] = []
-    slots: list[int | None] = [None] * n
+    kept: int | None = None
     seed = sampling.seed
+    if n > 1:  # slots that hold nothing of the prompt would evaluate it once more
+        with engine.generate(prompt.ids, max_tokens=1, trace=False) as evaluated:
+            next(evaluated)
+        kept = evaluated.slot
     while len(answer) < max_tokens:
+        slots = [kept]
+        if kept is not None and n > 1:
+            slots += (one.id for one in engine.branch(kept, n - 1))
         with ExitStack() as stack:
             attempts: list[_Attempt] = []
             for slot in slots:
@@ -84,7 +94,7 @@ def _sentences(
                     max_tokens=max_tokens - len(answer), **options,
                 )  # fmt: skip
                 attempts.append(_Attempt(stack.enter_context(generation)))
-                seed = None if seed is None else seed + 1
+                seed = None if seed is None else (seed + 1) % _N_SEEDS
             running: list[_Attempt] = [*attempts]
             while running:  # a token of each in turn: they share steps
                 running = [one for one in running if one.advance(engine)]
@@ -100,10 +110,9 @@ def _sentences(
             text, len(answer), len(answer) + len(best.ids), max(scores), threshold
         )
         answer += best.ids
-        if best.is_last:
+        if best.is_last or len(prompt.ids) + len(answer) > engine.n_ctx:
             return
-        kept = cast("int", best.generation.slot)
-        slots = [kept, *(one.id for one in engine.branch(kept, n - 1))] if n > 1 else [kept]
+        kept = best.generation.slot
 
 
 @dataclass(slots=True)

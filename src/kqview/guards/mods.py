@@ -25,6 +25,17 @@ from kqview.types.capture import Span
 _ENDS: Final = (b".", b"!", b"?", b"\n")
 
 
+def check_spans(prompt: Prompt) -> None:
+    """Refuse a prompt without a span, or with one outside of it."""
+    outside = [one for one in prompt.spans if not 0 <= one[0] < one[1] <= len(prompt.ids)]
+    if outside or not prompt.spans:
+        raise RequestError(
+            f"prompt has {'the span ' + str(outside[0]) if outside else 'no span'}, but "
+            f"{len(prompt.ids)} tokens; spans are positions inside of it",
+            parameter="prompt",
+        )
+
+
 class _SpanMod(Mod):
     """A mod that reads sums over spans of one prompt.
 
@@ -33,13 +44,7 @@ class _SpanMod(Mod):
     """
 
     def __init__(self, prompt: Prompt, spans: Sequence[Span], layers: Sequence[int]) -> None:
-        outside = [one for one in prompt.spans if not 0 <= one[0] < one[1] <= len(prompt.ids)]
-        if outside or not prompt.spans:
-            raise RequestError(
-                f"prompt has {'the span ' + str(outside[0]) if outside else 'no span'}, but "
-                f"{len(prompt.ids)} tokens; spans are positions inside of it",
-                parameter="prompt",
-            )
+        check_spans(prompt)
         self.capture = Capture(layers=layers, spans=spans)
         self._prompt = prompt
         self._layers = layers
