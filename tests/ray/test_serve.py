@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -104,51 +103,6 @@ def test_health_of_all_replicas_is_in_one_answer(running: None):
     body = reply.json()
     assert (reply.status_code, body["status"], body["n_silent"]) == (200, "ok", 0)
     assert [one["status"] for one in body["replicas"].values()] == ["ok", "ok"]
-
-
-@pytest.mark.parametrize(
-    ("said", "n_silent", "status", "word"),
-    [
-        (["ok", "ok"], 0, 200, "ok"),
-        (["ok", "stalled"], 0, 200, "degraded"),
-        (["ok"], 1, 200, "degraded"),
-        (["stalled", "closing"], 0, 503, "stalled"),
-        ([], 2, 503, "silent"),
-    ],
-)
-def test_health_is_that_of_the_best_replica(said: list[str], n_silent: int, status: int, word: str):
-    from kqview.ray.serve import joined_health
-
-    pages = [(f"r{i}", f'{{"status": "{one}"}}') for i, one in enumerate(said)]
-    found, body = joined_health(pages, n_silent)
-    assert found == status
-    assert json.loads(body) == {
-        "status": word, "n_silent": n_silent,
-        "replicas": {f"r{i}": {"status": one} for i, one in enumerate(said)},
-    }  # fmt: skip
-
-
-def test_pages_are_joined_by_their_families():
-    from kqview.ray.serve import joined
-
-    page = """# HELP a_total So many.
-# TYPE a_total counter
-a_total 1.0
-# HELP b_seconds Of "{x}".
-# TYPE b_seconds histogram
-b_seconds_bucket{le="1.0",of="} \\" {"} 2.0
-b_seconds_count 2.0
-"""
-    both = joined([("two", page.replace("1.0", "3.0")), ("one", page)])
-    assert both.splitlines() == [
-        "# HELP a_total So many.", "# TYPE a_total counter", 'a_total{replica="one"} 1.0',
-        'a_total{replica="two"} 3.0', '# HELP b_seconds Of "{x}".',
-        "# TYPE b_seconds histogram",
-        'b_seconds_bucket{replica="one",le="1.0",of="} \\" {"} 2.0',
-        'b_seconds_count{replica="one"} 2.0',
-        'b_seconds_bucket{replica="two",le="3.0",of="} \\" {"} 2.0',
-        'b_seconds_count{replica="two"} 2.0',
-    ]  # fmt: skip
 
 
 def test_unknown_settings_are_refused():

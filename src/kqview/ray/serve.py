@@ -25,6 +25,8 @@ _OWN: Final[Mapping[str, int]] = {"replicas": 1, "cpus": 1, "gpus": 0, "sessions
 _SAMPLE: Final = re.compile(r"([\w:]+)(\{?)(.*)")  # with labels or without
 _DRAIN_S: Final = 600.0  # for answers that run when a replica is replaced
 _HEALTH_S: Final = 5.0  # for a replica to say how it is
+# Pages that say something of all replicas, and the statuses of those that are no refusals.
+_JOINED: Final[Mapping[str, tuple[int, ...]]] = {"/metrics": (200,), "/health": (200, 503)}
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Scope]]
@@ -91,9 +93,15 @@ class _Replica:
                 raise KqviewError(f"GET /health answers {head['status']}")
 
     async def answer(self, path: str, headers: Headers) -> tuple[str, str]:
-        """Its name, and what it answers to a client with *headers*."""
+        """Its name, and what it answers to a client with *headers*.
+
+        Raises:
+            KqviewError: It refuses the client.
+        """
         serve = needed("ray.serve", "kqview.ray.serve needs", INSTALL)
-        _, body = await _answer(_apps[0], path, headers)
+        head, body = await _answer(_apps[0], path, headers)
+        if head["status"] not in _JOINED[path]:
+            raise KqviewError(f"GET {path} answers {head['status']}")
         return serve.get_replica_context().replica_tag, body.decode()
 
 
@@ -168,10 +176,10 @@ def _build(settings: Settings, n_sessions: int) -> App:
         if scope["type"] == "http" and (session := serve.get_multiplexed_model_id()):
             await remember(session)
         path = scope.get("path", "")
-        if scope.get("method") != "GET" or path not in ("/metrics", "/health"):
+        if scope.get("method") != "GET" or path not in _JOINED:
             return await made(scope, receive, send)
         head, body = await _answer(made, path, scope["headers"])
-        if path == "/health" or head["status"] == 200:
+        if head["status"] in _JOINED[path]:
             own = serve.get_replica_context()
             handle = serve.get_deployment_handle(own.deployment, own.app_name)
             asked = handle.broadcast("answer", path, scope["headers"])
