@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 fsspec = pytest.importorskip("fsspec")
+MemoryFileSystem: Any = pytest.importorskip("fsspec.implementations.memory").MemoryFileSystem
 
 # What servers and clients of S3 deprecate, and leave to the end.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -147,3 +148,24 @@ def test_what_a_url_cannot_do_is_a_typed_error(engine: Engine):
         open_corpus("nosuch://c")
     with pytest.raises(KqviewError, match="gcsfs"):
         open_corpus("gs://bucket/c")
+
+
+class Forked(MemoryFileSystem):
+    """A store that works only in the process that opened it, as those with connections do."""
+
+    protocol = "forked"
+
+    def __init__(self, *given: Any, **more: Any) -> None:
+        super().__init__(*given, **more)
+        self.process = os.getpid()
+
+    def cat_file(self, path: str, start: Any = None, end: Any = None, **more: Any) -> bytes:
+        assert self.process == os.getpid()
+        return super().cat_file(path, start, end, **more)
+
+
+def test_forked_process_reads(engine: Engine, monkeypatch: pytest.MonkeyPatch):
+    fsspec.register_implementation("forked", Forked, clobber=True)
+    corpus = extract(TEXTS[:2], "forked://c", engine=engine, last=1)
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    assert corpus["1"].attention.shape[2] == 1

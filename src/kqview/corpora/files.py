@@ -137,15 +137,26 @@ class _Objects:
     is_mapped = False
 
     def __init__(self, url: str) -> None:
-        core = needed("fsspec.core", "a URL needs", INSTALL)
         self._url = url
         self._token: bytes | None = None  # of the one writer
+        self._open()
+
+    def _open(self) -> None:
+        core = needed("fsspec.core", "a URL needs", INSTALL)
+        self._pid = os.getpid()
         try:
-            self._files, self._root = core.url_to_fs(url)
+            self._store, self._root = core.url_to_fs(self._url)
         except ImportError as error:  # of the package for this kind of URL
-            raise KqviewError(f"{url} cannot be opened: {error}") from error
+            raise KqviewError(f"{self._url} cannot be opened: {error}") from error
         except ValueError as error:
-            raise RequestError(f"{url} is no URL that fsspec knows: {error}") from None
+            raise RequestError(f"{self._url} is no URL that fsspec knows: {error}") from None
+
+    @property
+    def _files(self) -> Any:
+        """The file system; a forked process, such as a torch worker, needs one of its own."""
+        if self._pid != os.getpid():
+            self._open()
+        return self._store
 
     def begin_writing(self) -> None:
         token = secrets.token_hex(16).encode()
