@@ -91,6 +91,18 @@ def test_stream_says_it_before_its_text(served: Served, path: str):
     assert first["injection"]["score"] == pytest.approx(want, abs=near(1e-4))
 
 
+def test_prompt_alone_is_judged_too(served: Served):
+    path = "/v1/chat/completions"
+    asked = {**ASKED[path], "max_tokens": 0}
+    want = injection_of(whole(served, path, ASKED[path]))
+    assert injection_of(whole(served, path, asked))["score"] == pytest.approx(want["score"])
+    with served.client() as client:
+        text = client.post(path, json={**asked, "stream": True}).text
+    first = json.loads(text.partition("data: ")[2].partition("\n")[0])
+    score = first["choices"][0]["delta"]["injection"]["score"]
+    assert score == pytest.approx(want["score"])
+
+
 def test_head_file_of_a_request_has_the_last_word(served: Served):
     body = ASKED["/v1/chat/completions"]
     found = measured(served.engine)

@@ -337,12 +337,12 @@ class CompletionWriter(ReplyWriter):
 
     def token(self, run: Run, step: Step) -> list[bytes]:
         """What is certain after one token, and its row."""
-        if self.is_prefill:
-            return []
         choice, token = self._choices[step.sample], step.token
-        choice.clock.note()
         if choice.citing is not None:
             choice.citing.judge(token)
+        if self.is_prefill:
+            return []
+        choice.clock.note()
         is_first = not choice.has_begun
         chunks = self._begun(run, choice)
         if is_first and self.body.return_progress:
@@ -465,6 +465,8 @@ class CompletionWriter(ReplyWriter):
     def add(self, lists: ReplyLists, run: Run, step: Step) -> None:
         """Add a token's row and logprobs, encoded: the engine gets the memory of the row back."""
         if self.is_prefill:
+            if (citing := self._choices[step.sample].citing) is not None:
+                citing.judge(step.token)
             return
         logprobs = None
         if self.sources is not None:
