@@ -1,5 +1,4 @@
-// Compiled in before ggml's AMX code (cpu_variants.cmake). gcc's _tile_loadconfig names only the
-// first 8 of the 64 bytes that the instruction reads, so gcc drops most of the stores to them.
+// Compiled in before ggml's AMX code (amx.cmake says why).
 #pragma once
 
 #include <immintrin.h>

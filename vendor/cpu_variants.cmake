@@ -49,12 +49,7 @@ set_property(TARGET ggml-cpu PROPERTY SOURCES ggml-cpu/hbm.cpp)
 
 set_source_files_properties(${backend_dir}/ggml-cpu/ggml-cpu.cpp PROPERTIES
     COMPILE_DEFINITIONS ggml_graph_compute=kqview_cpu_graph_compute)
-# Some compilers drop most of the stores to the block that _tile_loadconfig reads.
-if(KQVIEW_PROCESSOR STREQUAL "x86_64")
-    set_source_files_properties(${backend_dir}/ggml-cpu/amx/mmq.cpp PROPERTIES
-        COMPILE_OPTIONS "-include;${CMAKE_CURRENT_LIST_DIR}/amx_tiles.h"
-        OBJECT_DEPENDS ${CMAKE_CURRENT_LIST_DIR}/amx_tiles.h)
-endif()
+kqview_load_amx_tiles()
 
 set(out ${CMAKE_CURRENT_BINARY_DIR}/cpu_variants)
 set(arguments)

@@ -52,6 +52,7 @@ if(GGML_CUDA)
 endif()
 
 include(${CMAKE_CURRENT_LIST_DIR}/amx.cmake)
+kqview_load_amx_tiles(TARGET_DIRECTORY ggml-cpu)
 
 target_compile_definitions(llama PRIVATE
     ggml_backend_sched_alloc_graph=kqview_sched_alloc_graph

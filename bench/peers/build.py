@@ -28,7 +28,7 @@ FETCH = HERE.parents[1] / "vendor" / "fetch.py"
 LOCK_FILE = FETCH.with_name("llama.lock.toml")
 INPUTS = (LOCK_FILE, HERE / "CMakeLists.txt", HERE / "eval_rows.cpp", HERE / "eval_options.h")
 # Of vendor/, which CMakeLists.txt includes.
-CMAKE_FILES = ("amx.cmake", "cuda.cmake", "cuda_find.cmake")
+CMAKE_FILES = ("amx.cmake", "amx_tiles.h", "cuda.cmake", "cuda_find.cmake")
 DEFAULT_TARGETS = ("kq-eval-rows", "llama-bench")
 TARGETS = (
     *DEFAULT_TARGETS,
