@@ -5,7 +5,10 @@ the last message of each turn edited once, a stop string in each answer, two use
 a slot that is saved to a file before each edit and restored in a new engine. llama-server (of the
 same commit) has one slot, its own checkpoints, and no cache of other prompts in memory, except in
 the last column. Then the memory of sliding windows without ``swa_full``, and what a branch costs.
-Counts of tokens and bytes are the same on every machine; the seconds are one run each.
+Behind each count stands the least that any cache could need: each beginning of the texts, once.
+Answers are greedy and may differ by rounding, and with stop strings in their lengths, so columns
+compare by what they need beyond that. Counts of tokens and bytes are the same on every machine; the
+seconds are one run each.
 
     python bench/checkpoints.py [--turns N] [--threads N] [--columns NAME ...]
 """
@@ -145,6 +148,34 @@ class Theirs(Started):
             connection.close()
 
 
+class Counted:
+    """A chat, and the least that it could evaluate."""
+
+    def __init__(self, chat: Chat) -> None:
+        self._chat = chat
+        self._begun = set[int]()  # hashes of the beginnings of all texts
+
+    def answer(self, prompt: list[int], stop: Sequence[str] = ()) -> list[int]:
+        answer = self._chat.answer(prompt, stop)
+        begun = 0
+        for one in (*prompt, *answer[:-1]):  # the last token is only sampled
+            begun = hash((begun, one))
+            self._begun.add(begun)
+        return answer
+
+    def reopen(self) -> None:
+        self._chat.reopen()
+
+    @property
+    def n_evaluated(self) -> int:
+        return self._chat.n_evaluated
+
+    @property
+    def n_least(self) -> int:
+        """Tokens that no cache could save."""
+        return len(self._begun)
+
+
 def message(seed: int, n: int = N_MESSAGE) -> list[int]:
     """Ids of a message with its end, as a chat template would end it, and the next one's header."""
     return [*np.random.default_rng(seed).integers(97, 123, n).tolist(), IM_END, 10]
@@ -210,12 +241,11 @@ def chats(model: Path, n_turns: int, n_threads: int, columns: list[str]) -> None
     for case, run in CASES.items():
         print(f"| {case} |", end="", flush=True)
         for name in columns:
-            with COLUMNS[name](model, n_threads) as chat:
-                begun = time.monotonic()
+            with COLUMNS[name](model, n_threads) as opened:
+                chat, begun = Counted(opened), time.monotonic()
                 run(chat, n_turns)
-                print(
-                    f" {chat.n_evaluated:,}, {time.monotonic() - begun:.1f} |", end="", flush=True
-                )
+                n = f"{chat.n_evaluated:,} of {chat.n_least:,}"
+                print(f" {n}, {time.monotonic() - begun:.1f} |", end="", flush=True)
         print()
 
 

@@ -218,6 +218,20 @@ def test_stop_string_leaves_a_slot_from_which_the_chat_goes_on(
     assert n_evaluated(engine) - before == 30 + 7
 
 
+def test_chat_with_stop_strings_evaluates_no_token_twice(
+    make_engine: MakeEngine, model: Path
+) -> None:
+    engine = make_engine(model, **EXACT)
+    text, reasons = random_ids(60), set[str | None]()
+    for turn in range(6):
+        stopped = engine.generate(text, max_tokens=12, stop=["e", "a", "\n", " "], **GREEDY)
+        stopped.read()
+        reasons.add(stopped.finish_reason)
+        assert n_evaluated(engine) == len(engine.slots[0].tokens)
+        text = [*text, *stopped.tokens, *random_ids(20, seed=turn)]
+    assert "stop_sequence" in reasons
+
+
 def test_prompt_that_another_slot_has_is_copied_from_its_checkpoint(
     make_engine: MakeEngine, model: Path, fresh: Fresh
 ) -> None:
