@@ -1,14 +1,14 @@
 """Edits against the same intervention in transformers, by forward hooks.
 
-transformers reads the very files, of those architectures that it takes from a GGUF as we write it,
-and an encoder the other way round. Both compute in float32, eager attention and no flash attention.
-Outputs of all layers are compared, and how much an intervention changes them shows that the limit
-sees it.
+Tiny random models are made in transformers and converted by llama.cpp's own converter. Both compute
+in float32, with eager attention and no flash attention. Compared are the last token's logits, the
+probabilities of all heads and the outputs of all layers, without edits and with each.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,51 +16,52 @@ import pytest
 
 import kqview
 from kqview import Capture, Edit
-from kqview.convert import convert_classifier
 from kqview.demo import MODEL_PATH as DEMO
-from tests.engine.test_convert_classifier import CONFIG, TEXTS, TOKENS, write_folder
-from tests.support import tiny_gguf
+from tests.support import hf_models
+from tests.support.engines import open_engine
+from tests.support.hf_llama import hf_llama
 from tests.support.reference import relative_error
 from tests.support.rows import random_ids
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
+    from collections.abc import Callable, Iterator
 
     from tests.engine.conftest import MakeEngine
+
+    Outcome = dict[str, Any]
 
 pytestmark = pytest.mark.needs("transformers")
 
 N = 20
-NAMES = ("llama", "qwen2")
-CLOSE = 1e-4
+IDS = random_ids(N, seed=3)
+# Of src/kqview/EXACTNESS.md: rows of F32 weights and cache; three times `gelu-tanh` and a bit.
+CLOSE, CLOSE_GELU = 1e-5, 5e-4
 
 
 @dataclass
 class Peer:
-    """A model in transformers, and what is done to its modules."""
+    """A model in transformers, what is done to its modules, and an engine of the same weights."""
 
     model: Any
+    arch: hf_models.Arch
+    engine: Any
     hooks: list[Any] = field(default_factory=list[Any])
-
-    @classmethod
-    def load(cls, path: Path) -> Peer:
-        import torch
-        import transformers
-
-        return cls(
-            transformers.AutoModelForCausalLM.from_pretrained(
-                path.parent, gguf_file=path.name, dtype=torch.float32, attn_implementation="eager"
-            ).eval()
-        )
 
     @property
     def layers(self) -> Any:
-        return self.model.model.layers
+        return hf_models.layers(self.model)
+
+    @property
+    def first(self) -> int:
+        """The first layer with attention."""
+        return self.engine.model.attention_layers[0]
+
+    def attention(self, layer: int) -> Any:
+        return self.layers[layer].get_submodule(self.arch.attention)
 
     def projection(self, layer: int) -> Any:
         """What the outputs of heads go through."""
-        return self.layers[layer].self_attn.o_proj
+        return self.layers[layer].get_submodule(self.arch.projection)
 
     def behind(self, module: Any, change: Callable[[Any], Any]) -> None:
         """Replace what a module returns, the first of several values."""
@@ -78,31 +79,74 @@ class Peer:
             module.register_forward_pre_hook(lambda _, given: (change(given[0]), *given[1:]))
         )
 
-    def outputs(self, ids: list[int], mask: Any = None) -> Any:
-        """Outputs of all layers, ``(n_layers, n_tokens, n_embd)``; ends what was begun."""
+    def bias(self, layer: int, added: Any) -> None:
+        """Add to what a layer's attention adds to its scores."""
+
+        def hook(_module: Any, given: Any, named: dict[str, Any]) -> Any:
+            mask = named["attention_mask"]
+            return given, {**named, "attention_mask": added if mask is None else mask + added}
+
+        self.hooks.append(self.attention(layer).register_forward_pre_hook(hook, with_kwargs=True))
+
+    def theirs(self) -> Outcome:
+        """What transformers computes; ends what was begun."""
         import torch
 
-        found: list[Any] = []
+        hidden: list[Any] = []
 
         def keep(output: Any) -> Any:
-            found.append(output[0].detach().numpy().copy())
+            hidden.append(output[0].detach().numpy().copy())
             return output
 
         for layer in self.layers:
             self.behind(layer, keep)
         with torch.no_grad():
-            self.model(torch.tensor([ids]), attention_mask=mask, use_cache=False)
+            found = self.model(torch.tensor([IDS]), use_cache=False, output_attentions=True)
+        self.end()
+        rows = [one[0].numpy() for one in found.attentions if one is not None]
+        outcome = {"probs": np.stack(rows), "hidden": np.stack(hidden)}
+        if not self.arch.is_encoder:
+            outcome["logits"] = found.logits[0, -1].numpy()
+        return outcome
+
+    def end(self) -> None:
+        """Take all hooks away."""
         for one in self.hooks:
             one.remove()
         self.hooks.clear()
-        return np.stack(found)
+
+    def ours(self, *edits: Edit) -> Outcome:
+        found = self.engine.attend(IDS, Capture("probs", hidden="all"), edits=edits)
+        outcome = {"probs": found.array(), "hidden": np.array(found.hidden)}
+        if not self.arch.is_encoder:
+            capture = Capture(vocab_logits=True)
+            tokens = self.engine.generate(IDS, max_tokens=1, capture=capture, edits=edits)
+            outcome["logits"] = np.array(next(tokens).logits)
+        return outcome
+
+    @cached_property
+    def plain(self) -> Outcome:
+        """What transformers computes without edits."""
+        return self.theirs()
+
+    @property
+    def limit(self) -> float:
+        return CLOSE_GELU if self.arch.has_gelu else CLOSE
+
+    def differences(self, found: Outcome, want: Outcome) -> dict[str, float]:
+        return {name: relative_error(found[name], want[name]) for name in want}
 
 
-@pytest.fixture(params=NAMES)
-def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    return tiny_gguf.write_model(
-        tmp_path / f"{request.param}.gguf", arch=request.param, n_embd=128, rms_eps=1e-5
-    )
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=pytest.mark.needs("converter")) for name in hf_models.ARCHS],
+)
+def peer(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[Peer]:
+    name = request.param
+    model = hf_models.make(name)
+    path = hf_models.convert(model, tmp_path_factory.mktemp("hf") / name)
+    with open_engine(path, n_ctx=256, n_threads=1, kv_type="f32", flash_attn=False) as engine:
+        yield Peer(model, hf_models.ARCHS[name], engine)
 
 
 def of_torch(values: Any) -> Any:
@@ -111,75 +155,89 @@ def of_torch(values: Any) -> Any:
     return torch.tensor(np.asarray(values, np.float32))
 
 
-def test_an_edit_is_the_intervention_of_a_forward_hook(make_engine: MakeEngine, path: Path) -> None:
-    peer = Peer.load(path)
-    engine = make_engine(path, n_ctx=256, kv_type="f32", flash_attn=False)
-    ids = [one % engine.model.n_vocab for one in random_ids(N, seed=3)]
+# ---- interventions: each begins in transformers and returns the edit
 
-    def ours(*edits: Edit) -> Any:
-        return np.array(engine.attend(ids, Capture(layers=(), hidden="all"), edits=edits).hidden)
 
-    plain, alike = ours(), peer.outputs(ids)
-    # What both compute without any edit; EXACTNESS.md says where it differs.
-    noise = relative_error(plain, alike)
-    limit = max(CLOSE, 2 * noise)
-    assert noise <= 1e-2
-    vector = np.random.default_rng(1).normal(size=plain.shape[2]) * np.abs(plain).mean()
-    layer = engine.model.attention_layers[0]
-    last = len(plain) - 1
+def vector(peer: Peer) -> Any:
+    """As long as what layers give out."""
+    states = peer.plain["hidden"]
+    return np.random.default_rng(1).normal(size=states.shape[2]) * np.abs(states).mean()
 
-    def check(edit: Edit) -> None:
-        found, want = ours(edit), peer.outputs(ids)
-        assert relative_error(found, want) <= limit
-        assert relative_error(want, alike) > 3 * limit
 
-    peer.behind(peer.layers[0], lambda x: x + of_torch(vector))
-    check(Edit.add(vector, 0))
+def add(peer: Peer) -> Edit:
+    added = vector(peer)
+    peer.behind(peer.layers[0], lambda x: x + of_torch(added))
+    return Edit.add(added, 0)
 
-    def put(x: Any) -> Any:
+
+def put(peer: Peer) -> Edit:
+    state = vector(peer)
+
+    def change(x: Any) -> Any:
         x = x.clone()
-        x[:, [3, 9]] = of_torch(vector)
+        x[:, [3, N - 1]] = of_torch(state)
         return x
 
-    peer.behind(peer.layers[0], put)
-    check(Edit.set(vector, 0, [3, 9]))
+    peer.behind(peer.layers[0], change)
+    return Edit.set(state, 0, [3, N - 1])
 
-    def scaled(x: Any) -> Any:
-        heads = x.reshape(*x.shape[:2], engine.model.n_head, -1).clone()
+
+def scale_heads(peer: Peer) -> Edit:
+    def change(x: Any) -> Any:
+        heads = x.reshape(*x.shape[:2], hf_models.N_HEADS, -1).clone()
         heads[:, :, 1] *= 0.0
         heads[:, :, 0] *= 2.0
         return heads.reshape(x.shape)
 
-    peer.before(peer.projection(layer), scaled)
-    check(Edit.scale_heads({(layer, 1): 0.0, (layer, 0): 2.0}))
-
-    def doubled(x: Any) -> Any:
-        return 2.0 * x
-
-    peer.behind(peer.projection(layer), doubled)
-    check(Edit.hook(doubled, at="attention_out", layers=[layer]))
-    peer.behind(peer.layers[last].mlp, doubled)
-    check(Edit.hook(doubled, at="mlp_out", layers=[last]))
+    peer.before(peer.projection(peer.first), change)
+    return Edit.scale_heads({(peer.first, 1): 0.0, (peer.first, 0): 2.0})
 
 
-def test_a_bias_is_what_the_mask_of_transformers_adds(make_engine: MakeEngine, path: Path) -> None:
-    peer = Peer.load(path)
-    engine = make_engine(path, n_ctx=256, kv_type="f32", flash_attn=False)
-    ids = [one % engine.model.n_vocab for one in random_ids(N, seed=3)]
-    mask = np.triu(np.full((N, N), -np.inf), 1)
-    mask[:, 2:7] += 1.5
-    mask[10:, 0:1] = -np.inf
-    edits = [Edit.attention_bias([(2, 7)], 1.5), Edit.block((10, None), (0, 1))]
-    found = engine.attend(ids, Capture(layers=(), hidden="all"), edits=edits)
-    want = peer.outputs(ids, of_torch(mask)[None, None])
-    assert relative_error(np.asarray(found.hidden), want) <= CLOSE
-    assert relative_error(peer.outputs(ids), want) > 10 * CLOSE
+def bias(peer: Peer) -> Edit:
+    added = np.zeros((1, 1, N, N))
+    added[..., 2:7] = 1.5
+    for layer in peer.engine.model.attention_layers:
+        peer.bias(layer, of_torch(added))
+    return Edit.attention_bias([(2, 7)], 1.5)
+
+
+def bias_of_a_head(peer: Peer) -> Edit:
+    added = np.zeros((1, hf_models.N_HEADS, N, N))
+    added[:, 1, :, 2:7] = 1.5
+    peer.bias(peer.first, of_torch(added))
+    return Edit.attention_bias([(2, 7)], 1.5, layers=[peer.first], heads=[1])
+
+
+def block(peer: Peer) -> Edit:
+    added = np.zeros((1, 1, N, N))
+    added[..., 15:, 12:14] = -np.inf
+    for layer in peer.engine.model.attention_layers:
+        peer.bias(layer, of_torch(added))
+    return Edit.block((15, None), (12, 14))
+
+
+def test_without_edits_both_compute_the_same(peer: Peer) -> None:
+    found = peer.differences(peer.ours(), peer.plain)
+    assert max(found.values()) <= peer.limit, found
+
+
+@pytest.mark.parametrize("begin", [add, put, scale_heads, bias, bias_of_a_head, block])
+def test_an_edit_is_the_intervention_of_a_forward_hook(
+    peer: Peer, begin: Callable[[Peer], Edit]
+) -> None:
+    plain = peer.plain
+    edit = begin(peer)
+    want = peer.theirs()
+    found = peer.differences(peer.ours(edit), want)
+    assert max(found.values()) <= peer.limit, found
+    seen = peer.differences(plain, want)
+    assert min(seen["hidden"], seen.get("logits", np.inf)) > 10 * peer.limit, seen
 
 
 def test_patching_ranks_heads_as_transformers_does(make_engine: MakeEngine) -> None:
     import torch
 
-    peer = Peer.load(DEMO)
+    peer = Peer(hf_llama(DEMO), hf_models.Arch(), None)
     engine = make_engine(DEMO, n_slots=2, kv_type="f32", flash_attn=False)
     words = " red blue old river green red blue old", " red blue old stone green red blue old"
     clean, corrupted = (engine.tokenize(text, add_special=False) for text in words)
@@ -214,51 +272,8 @@ def test_patching_ranks_heads_as_transformers_does(make_engine: MakeEngine) -> N
 
             peer.before(peer.projection(i), patched)
             want[i, head] = (difference(corrupted) - at_corrupted) / (at_clean - at_corrupted)
-            for one in peer.hooks:
-                one.remove()
-            peer.hooks.clear()
+            peer.end()
     np.testing.assert_allclose(found, want, atol=0.02)
     clear = np.abs(want) > 0.05
     assert clear.sum() >= 3
     assert np.argsort(found[clear]).tolist() == np.argsort(want[clear]).tolist()
-
-
-def test_edits_of_an_encoder_are_the_interventions_of_transformers(
-    make_engine: MakeEngine, tmp_path: Path
-) -> None:
-    import torch
-    import transformers
-
-    torch.manual_seed(1)
-    config = transformers.BertConfig(
-        **{**CONFIG, "vocab_size": len(TOKENS)}, attn_implementation="eager"
-    )
-    model = transformers.BertForSequenceClassification(config).eval()
-    folder = write_folder(tmp_path / "model")
-    (folder / "model.safetensors").unlink()
-    model.save_pretrained(folder)
-    convert_classifier(folder, tmp_path / "out.gguf")
-    engine = make_engine(tmp_path / "out.gguf", kv_type="f32", flash_attn=False)
-    ids = engine.tokenize(max(TEXTS, key=len))
-    layers = model.bert.encoder.layer
-
-    def scaled(_module: Any, given: Any) -> Any:
-        heads = given[0].reshape(*given[0].shape[:2], engine.model.n_head, -1).clone()
-        heads[:, :, 1] *= 30.0
-        return (heads.reshape(given[0].shape), *given[1:])
-
-    layers[0].attention.output.dense.register_forward_pre_hook(scaled)
-    bias = torch.zeros(1, 1, 1, len(ids))
-    bias[..., 1:3] = 1.5
-    with torch.no_grad():
-        found = model(
-            torch.tensor([ids]), attention_mask=bias.expand(1, 1, len(ids), -1),
-            output_attentions=True,
-        )  # fmt: skip
-    want = np.stack([one[0].numpy() for one in found.attentions])
-    edits = [Edit.scale_heads({(0, 1): 30.0}), Edit.attention_bias([(1, 3)], 1.5)]
-    ours = engine.attend(ids, "probs", edits=edits).array()
-    # GELU of llama.cpp is a table of float16.
-    assert relative_error(ours, want) <= 5e-4
-    assert relative_error(engine.attend(ids, "probs").array(), want) > 2e-2
-    assert relative_error(engine.attend(ids, "probs", edits=edits[1:]).array(), want) > 2e-3

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tests.support import json_suite, stock
+from tests.support import hf_models, json_suite, stock
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -84,6 +84,7 @@ NEEDS: dict[str, Callable[[], bool]] = {
     "gpu": _has_gpu,
     # Of what only a host has: its attention kernel, memory, threads and injected failures.
     "host layers": _has_host_layers,
+    "converter": hf_models.is_here,  # python -m tests.support.hf_models
     "json suite": json_suite.is_here,  # python -m tests.support.json_suite
     "chromium": _program("chromium", "chromium-browser"),
     "nginx": _program("nginx"),
