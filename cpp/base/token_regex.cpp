@@ -113,6 +113,31 @@ struct fragment {
     }
 };
 
+[[noreturn]] void fail(std::regex_constants::error_type why) { throw std::regex_error(why); }
+
+fragment repeated(const fragment& body, std::uint32_t min, std::uint32_t max) {
+    fragment all{{}, min == 0 || body.can_be_empty};
+    if (body.is_set()) {
+        all.code = {{.kind = op_kind::run, .set = body.code[0].set, .min = min, .max = max}};
+        return all;
+    }
+    for (std::uint32_t i = 0; i < min; ++i) all.add(body);
+    if (max == unlimited) {
+        all.add(op_kind::fork, body.size() + 2);
+        all.add(body);
+        all.add(op_kind::jump, 0 - body.size() - 1);
+        return all;
+    }
+    for (auto n_left = max - min; n_left > 0; --n_left) {
+        all.add(op_kind::fork, n_left * (body.size() + 1));
+        all.add(body);
+    }
+    return all;
+}
+
+// What an escaped character stands for where it is one.
+char32_t plain(char32_t c) { return c == U't' ? U'\t' : c == U'n' ? U'\n' : c == U'r' ? U'\r' : c; }
+
 class parser {
 public:
     parser(const std::u32string& pattern, std::vector<code_set>& sets)
@@ -127,9 +152,6 @@ public:
     }
 
 private:
-    [[noreturn]] static void fail(std::regex_constants::error_type why) {
-        throw std::regex_error(why);
-    }
     bool at_end() const { return next_ == pattern_.size(); }
     char32_t peek() const { return at_end() ? U'\0' : pattern_[next_]; }
     char32_t take() {
@@ -194,26 +216,6 @@ private:
         if (!at_end() && signs.find(peek()) != signs.npos) fail(error_badrepeat);
         if (max == unlimited && body.can_be_empty) fail(error_badrepeat);
         return repeated(body, min, max);
-    }
-
-    static fragment repeated(const fragment& body, std::uint32_t min, std::uint32_t max) {
-        fragment all{{}, min == 0 || body.can_be_empty};
-        if (body.is_set()) {
-            all.code = {{.kind = op_kind::run, .set = body.code[0].set, .min = min, .max = max}};
-            return all;
-        }
-        for (std::uint32_t i = 0; i < min; ++i) all.add(body);
-        if (max == unlimited) {
-            all.add(op_kind::fork, body.size() + 2);
-            all.add(body);
-            all.add(op_kind::jump, 0 - body.size() - 1);
-            return all;
-        }
-        for (auto n_left = max - min; n_left > 0; --n_left) {
-            all.add(op_kind::fork, n_left * (body.size() + 1));
-            all.add(body);
-        }
-        return all;
     }
 
     std::uint32_t number() {
@@ -291,11 +293,6 @@ private:
             ranges.push_back({first, last});
         }
         return code_set(std::move(ranges), negated);
-    }
-
-    // What an escaped character stands for where it is one.
-    static char32_t plain(char32_t c) {
-        return c == U't' ? U'\t' : c == U'n' ? U'\n' : c == U'r' ? U'\r' : c;
     }
 
     const std::u32string& pattern_;
