@@ -15,6 +15,7 @@
 
 namespace kqview {
 
+using detail::n_classes;
 using detail::pool_block;
 
 namespace {
@@ -25,6 +26,31 @@ constexpr unsigned min_block_log2 = 12;
 // lines, so that the larger powers of two are whole pages. A row grows by one column per token:
 // tokens close to each other share a class and reuse each other's blocks.
 constexpr std::array<std::size_t, 4> steps_bytes{4096, 4864, 5760, 6848};
+
+std::size_t class_bytes(std::size_t i_class) noexcept {
+    return steps_bytes[i_class % 4] << (i_class / 4);
+}
+
+std::size_t class_of(std::size_t n_bytes) noexcept {
+    if (n_bytes <= class_bytes(0)) return 0;
+    // The power of two whose range contains `n_bytes`: above its first step, up to the next power's
+    // first step.
+    const auto power =
+        static_cast<std::size_t>(std::bit_width((n_bytes - 1) >> min_block_log2)) - 1;
+    std::size_t i_class = power * 4 + 1;
+    while (i_class < n_classes && class_bytes(i_class) < n_bytes) ++i_class;
+    return std::min(i_class, n_classes);
+}
+
+// Of `plain` if it may not be page-locked, or if the machine refuses to lock more pages.
+host_buffer allocate(const std::shared_ptr<host_allocator>& allocator,
+                     const std::shared_ptr<host_allocator>& plain, std::size_t n_bytes,
+                     bool may_pin) noexcept {
+    host_buffer buffer;
+    if (may_pin || !allocator->offers_pinned()) buffer = host_buffer::allocate(allocator, n_bytes);
+    if (!buffer && allocator->offers_pinned()) buffer = host_buffer::allocate(plain, n_bytes);
+    return buffer;
+}
 
 }  // namespace
 
@@ -44,21 +70,6 @@ block_pool::block_pool(block_pool_options options)
       poison_(options.poison),
       allocator_(options.allocator ? std::move(options.allocator) : plain_allocator()),
       plain_(plain_allocator()) {}
-
-std::size_t block_pool::class_bytes(std::size_t i_class) noexcept {
-    return steps_bytes[i_class % 4] << (i_class / 4);
-}
-
-std::size_t block_pool::class_of(std::size_t n_bytes) noexcept {
-    if (n_bytes <= class_bytes(0)) return 0;
-    // The power of two whose range contains `n_bytes`: above its first step, up to the next power's
-    // first step.
-    const auto power =
-        static_cast<std::size_t>(std::bit_width((n_bytes - 1) >> min_block_log2)) - 1;
-    std::size_t i_class = power * 4 + 1;
-    while (i_class < n_classes && class_bytes(i_class) < n_bytes) ++i_class;
-    return std::min(i_class, n_classes);
-}
 
 std::shared_ptr<lease> block_pool::try_take(std::size_t n_bytes, bool* is_coming) {
     if (n_bytes == 0) {
@@ -115,7 +126,7 @@ pool_block* block_pool::take_block(std::size_t n_bytes, bool* is_coming) {
         if (allocator_->offers_pinned() && !pins) note_unpinned(i_class, false);
     }
     freed.clear();  // before the allocation, so that the sum stays within the budget
-    return add_block(allocate_buffer(capacity, pins), i_class, pins);
+    return add_block(allocate(allocator_, plain_, capacity, pins), i_class, pins);
 }
 
 // Those below are called with the lock.
@@ -197,7 +208,8 @@ void block_pool::make_ordered() noexcept {
         const auto i_class = static_cast<std::size_t>(found - is_ordered_.begin());
         const auto capacity = class_bytes(i_class);
         lock.unlock();
-        auto* const block = add_block(allocate_buffer(capacity, true), i_class, true, true);
+        auto* const block =
+            add_block(allocate(allocator_, plain_, capacity, true), i_class, true, true);
         lock.lock();
         has_failed_[i_class] = block == nullptr;
         if (block && !block->buffer.is_pinned()) note_unpinned(i_class, true);
@@ -253,15 +265,6 @@ void block_pool::move_idle(idle_lists& lists, std::size_t n_bytes, block_map& in
             into.insert(blocks_.extract(address));
         }
     }
-}
-
-host_buffer block_pool::allocate_buffer(std::size_t n_bytes, bool may_pin) noexcept {
-    host_buffer buffer;
-    if (may_pin || !allocator_->offers_pinned())
-        buffer = host_buffer::allocate(allocator_, n_bytes);
-    // Also taken if the machine refuses to lock more pages.
-    if (!buffer && allocator_->offers_pinned()) buffer = host_buffer::allocate(plain_, n_bytes);
-    return buffer;
 }
 
 // Turns the reservation of take_block() into a leased block, that of order() into an idle one, or

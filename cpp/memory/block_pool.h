@@ -26,6 +26,9 @@ class block_pool;
 
 namespace detail {
 
+// Four classes per power of two, from 4 KiB; the last is 2^48 bytes, more than a machine has.
+inline constexpr std::size_t n_classes = 4 * 36 + 1;
+
 struct pool_block {
     host_buffer buffer;
     std::size_t i_class = 0;
@@ -123,13 +126,9 @@ private:
 
     explicit block_pool(block_pool_options options);
 
-    // Four classes per power of two, from 4 KiB; the last is 2^48 bytes, more than a machine has.
-    static constexpr std::size_t n_classes = 4 * 36 + 1;
     using block_map = std::map<std::uintptr_t, detail::pool_block>;  // by address; nodes never move
-    using idle_lists = std::array<detail::pool_block*, n_classes>;
-
-    static std::size_t class_of(std::size_t n_bytes) noexcept;
-    static std::size_t class_bytes(std::size_t i_class) noexcept;
+    using idle_lists = std::array<detail::pool_block*, detail::n_classes>;
+    using class_flags = std::array<bool, detail::n_classes>;
 
     detail::pool_block* take_block(std::size_t n_bytes, bool* is_coming);
     bool has_room(std::size_t capacity) const noexcept;
@@ -142,7 +141,6 @@ private:
     void call_listener(std::unique_lock<std::mutex>& lock);
     detail::pool_block* pop_idle(idle_lists& lists, std::size_t i_class) noexcept;
     void move_idle(idle_lists& lists, std::size_t n_bytes, block_map& into);
-    host_buffer allocate_buffer(std::size_t n_bytes, bool may_pin) noexcept;
     detail::pool_block* add_block(host_buffer buffer, std::size_t i_class, bool reserved_pinned,
                                   bool is_order = false);
     void count_lease() noexcept;
@@ -164,8 +162,8 @@ private:
     block_pool_stats stats_;
     std::size_t leased_pinned_bytes_ = 0;
 
-    std::array<bool, n_classes> is_ordered_{};
-    std::array<bool, n_classes> has_failed_{};  // an order of this class: there is no memory
+    class_flags is_ordered_{};
+    class_flags has_failed_{};  // an order of this class: there is no memory
     std::size_t ordered_bytes_ = 0;
     bool is_making_ = false;   // the thread runs
     bool has_warned_ = false;  // that blocks are not page-locked
