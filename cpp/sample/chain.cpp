@@ -38,10 +38,6 @@ std::int32_t window_tokens(std::int32_t last_n, std::int32_t n_ctx_train) {
     return std::min(n, window_max_tokens);
 }
 
-llama_token_data_array as_array(std::vector<llama_token_data>& candidates, bool is_sorted) {
-    return {candidates.data(), candidates.size(), -1, is_sorted};
-}
-
 bool is_better(const llama_token_data& a, const llama_token_data& b) {
     return a.logit > b.logit || (a.logit == b.logit && a.id < b.id);
 }
@@ -50,18 +46,27 @@ bool is_likelier(const llama_token_data& a, const llama_token_data& b) {
     return a.p > b.p || (a.p == b.p && a.id < b.id);
 }
 
-// Places in the chain of sampler::build_choice, without mirostat.
+// Places in the chain that draw_chain::build makes, without mirostat.
 constexpr std::int32_t i_xtc = 3;
 constexpr std::int32_t i_temperature = 4;
 constexpr std::int32_t i_dist = 5;
 
-llama_sampler_handle copy_of(const llama_sampler_handle& one) {
-    return llama_sampler_handle(one ? llama_sampler_clone(one.get()) : nullptr);
+void fill_all(std::vector<llama_token_data>& candidates, std::span<const float> logits) {
+    candidates.clear();
+    candidates.reserve(logits.size());
+    for (std::size_t id = 0; id < logits.size(); ++id) {
+        if (logits[id] > minus_inf) {
+            candidates.push_back({static_cast<token_id>(id), logits[id], 0.0F});
+        }
+    }
 }
 
-[[noreturn]] void throw_not_allowed(const std::string& what, token_id id) {
-    throw error(errc::invalid_sampling, "ids contains ", id, ", which the ", what,
-                " does not allow there; force what it allows, or generate without it");
+// Sorts the `n` best candidates and drops the others.
+void keep_best(std::vector<llama_token_data>& candidates, std::size_t n) {
+    n = std::min(n, candidates.size());
+    const auto end = candidates.begin() + static_cast<std::ptrdiff_t>(n);
+    std::partial_sort(candidates.begin(), end, candidates.end(), is_better);
+    candidates.resize(n);
 }
 
 [[noreturn]] void throw_nothing_left() {
@@ -197,7 +202,7 @@ void logit_editor::penalize(std::span<float> logits) {
         penalized_.push_back({id, logit, 0.0F});
         if (keeps_raw_) replaced_.push_back({id, logit});
     }
-    llama_token_data_array array = as_array(penalized_, false);
+    llama_token_data_array array{penalized_.data(), penalized_.size(), -1, false};
     llama_sampler_apply(penalties_.get(), &array);
     llama_sampler_apply(dry_.get(), &array);
     // A token seen twice gets the same value twice. Extreme penalties saturate at the limit.
@@ -205,6 +210,83 @@ void logit_editor::penalize(std::span<float> logits) {
         logits[static_cast<std::size_t>(entry.id)] =
             entry.logit <= float_max ? entry.logit : float_max;
     }
+}
+
+// ---- drawing
+
+void draw_chain::build(const sampling_params& params, std::int32_t n_vocab) {
+    has_mirostat_ = params.mirostat != 0;
+    const auto seed = pick_seed(params.seed);
+    llama_sampler_chain_params chain_params = llama_sampler_chain_default_params();
+    chain_params.no_perf = true;
+    chain_.reset(llama_sampler_chain_init(chain_params));
+    const auto add = [this](llama_sampler* link) { llama_sampler_chain_add(chain_.get(), link); };
+    const float temperature = std::max(params.temperature, temperature_min);
+    // skip() and apply() know the places of these.
+    if (params.mirostat == 1) {
+        add(llama_sampler_init_temp(temperature));
+        // 100 tokens to estimate the slope from, as in llama.cpp's tools.
+        add(llama_sampler_init_mirostat(n_vocab, seed, params.mirostat_tau, params.mirostat_eta,
+                                        100));
+    } else if (params.mirostat == 2) {
+        add(llama_sampler_init_temp(temperature));
+        add(llama_sampler_init_mirostat_v2(seed, params.mirostat_tau, params.mirostat_eta));
+    } else {
+        // top_n_sigma and top_k come before the candidates are built, or in narrow().
+        const auto n_keep = static_cast<std::size_t>(params.min_keep);
+        add(llama_sampler_init_typical(params.typical_p, n_keep));
+        add(llama_sampler_init_top_p(params.top_p, n_keep));
+        add(llama_sampler_init_min_p(params.min_p, n_keep));
+        add(llama_sampler_init_xtc(params.xtc_probability, params.xtc_threshold, n_keep, seed));
+        add(llama_sampler_init_temp_ext(temperature, params.dynatemp_range,
+                                        params.dynatemp_exponent));
+        add(llama_sampler_init_dist(seed));
+    }
+}
+
+void draw_chain::apply(llama_token_data_array& candidates, std::optional<float> temperature) const {
+    if (!temperature) return llama_sampler_apply(chain_.get(), &candidates);
+    const llama_sampler_handle heat(
+        llama_sampler_init_temp(std::max(*temperature, temperature_min)));
+    const std::int32_t i_heat = has_mirostat_ ? 0 : i_temperature;
+    for (std::int32_t i = 0; i < llama_sampler_chain_n(chain_.get()); ++i) {
+        auto* const link = i == i_heat ? heat.get() : llama_sampler_chain_get(chain_.get(), i);
+        llama_sampler_apply(link, &candidates);
+    }
+}
+
+void draw_chain::keep_state() {
+    states_.push_back(llama_sampler_handle(chain_ ? llama_sampler_clone(chain_.get()) : nullptr));
+}
+
+void draw_chain::withdraw() {
+    chain_ = std::move(states_.back());
+    states_.pop_back();
+    proposed_.reset();
+}
+
+void draw_chain::skip() const {
+    if (!chain_ || has_mirostat_) return;
+    for (const std::int32_t i : {i_xtc, i_dist}) {
+        llama_token_data two[] = {{0, 0.0F, 0.0F}, {1, 0.0F, 0.0F}};
+        llama_token_data_array array{two, 2, -1, true};
+        llama_sampler_apply(llama_sampler_chain_get(chain_.get(), i), &array);
+    }
+}
+
+// An id that was not drawn costs the generator what a draw would have: what comes next depends on
+// the seed and the number of ids alone. Mirostat's target does not move for such an id, whose
+// surprise is not known.
+void draw_chain::revise(std::size_t n_removed, std::span<const token_id> ids) {
+    const bool stands = n_removed == 0 && proposed_ && !ids.empty() && ids.front() == *proposed_;
+    if (proposed_ && !stands) withdraw();
+    proposed_.reset();
+    for (auto n = std::min(n_removed, states_.size()); n > 0; --n) withdraw();
+    for (std::size_t i = stands ? 1 : 0; i < ids.size(); ++i) {
+        keep_state();
+        skip();
+    }
+    while (states_.size() > n_states_max) states_.pop_front();
 }
 
 // ---- the choice
@@ -219,36 +301,7 @@ sampler::sampler(const llama_vocab* vocab, const sampling_params& params, std::i
              : params.regex     ? "regex"
                                 : "grammar",
              filter_limit_s, filter_average_s) {
-    if (!is_greedy()) build_choice();
-}
-
-void sampler::build_choice() {
-    const auto seed = pick_seed(params_.seed);
-    llama_sampler_chain_params chain_params = llama_sampler_chain_default_params();
-    chain_params.no_perf = true;
-    choice_.reset(llama_sampler_chain_init(chain_params));
-    const auto add = [this](llama_sampler* link) { llama_sampler_chain_add(choice_.get(), link); };
-    const float temperature = std::max(params_.temperature, temperature_min);
-    // skip_choice() and apply_choice() know the places of these.
-    if (params_.mirostat == 1) {
-        add(llama_sampler_init_temp(temperature));
-        // 100 tokens to estimate the slope from, as in llama.cpp's tools.
-        add(llama_sampler_init_mirostat(n_vocab_, seed, params_.mirostat_tau, params_.mirostat_eta,
-                                        100));
-    } else if (params_.mirostat == 2) {
-        add(llama_sampler_init_temp(temperature));
-        add(llama_sampler_init_mirostat_v2(seed, params_.mirostat_tau, params_.mirostat_eta));
-    } else {
-        // top_n_sigma and top_k come before the candidates are built, or in narrow().
-        const auto n_keep = static_cast<std::size_t>(params_.min_keep);
-        add(llama_sampler_init_typical(params_.typical_p, n_keep));
-        add(llama_sampler_init_top_p(params_.top_p, n_keep));
-        add(llama_sampler_init_min_p(params_.min_p, n_keep));
-        add(llama_sampler_init_xtc(params_.xtc_probability, params_.xtc_threshold, n_keep, seed));
-        add(llama_sampler_init_temp_ext(temperature, params_.dynatemp_range,
-                                        params_.dynatemp_exponent));
-        add(llama_sampler_init_dist(seed));
-    }
+    if (!is_greedy()) draws_.build(params_, n_vocab_);
 }
 
 void sampler::accept_prompt(std::span<const token_id> ids, bool is_steered) {
@@ -337,8 +390,8 @@ void sampler::report(picked_token& token, std::span<const float> logits) const {
 token_id sampler::choose(std::span<const float> logits) {
     scan_.read(logits.data(), n_vocab_);
     if (scan_.max() == minus_inf) throw_nothing_left();
-    const bool needs_all = has_mirostat() || params_.top_n_sigma > 0.0F || params_.top_k <= 0 ||
-                           params_.top_k >= n_vocab_;
+    const bool needs_all = params_.mirostat != 0 || params_.top_n_sigma > 0.0F ||
+                           params_.top_k <= 0 || params_.top_k >= n_vocab_;
     if (is_greedy() && !filter_) return scan_.argmax();
     if (!is_greedy() && needs_all) return choose_of_all(logits);
 
@@ -354,14 +407,14 @@ token_id sampler::choose(std::span<const float> logits) {
 // The chosen token is checked against the filter first: filtering the whole vocabulary costs far
 // more than choosing twice.
 token_id sampler::choose_of_all(std::span<const float> logits) {
-    fill_all(logits);
+    fill_all(candidates_, logits);
     const token_id id = run_choice(narrow());
     if (!filter_) return id;
     candidates_.assign(1, {id, 0.0F, 0.0F});
     apply_filter();
     if (!candidates_.empty()) return id;
 
-    fill_all(logits);
+    fill_all(candidates_, logits);
     apply_filter();
     if (candidates_.empty()) throw_nothing_left();
     return run_choice(narrow());
@@ -370,7 +423,7 @@ token_id sampler::choose_of_all(std::span<const float> logits) {
 // Leaves what top_n_sigma and top_k allow; returns whether the candidates are sorted. Mirostat
 // replaces both.
 bool sampler::narrow() {
-    if (has_mirostat() || params_.top_n_sigma == 0.0F) return false;  // and top_k has no effect
+    if (params_.mirostat != 0 || params_.top_n_sigma == 0.0F) return false;  // nor does top_k act
     const auto n = static_cast<double>(candidates_.size());
     double sum = 0.0;
     double best = minus_inf;
@@ -389,16 +442,8 @@ bool sampler::narrow() {
         return static_cast<double>(entry.logit) < lowest;
     });
     if (params_.top_k <= 0) return false;
-    keep_best(static_cast<std::size_t>(params_.top_k));
+    keep_best(candidates_, static_cast<std::size_t>(params_.top_k));
     return true;
-}
-
-// Sorts the `n` best candidates and drops the others.
-void sampler::keep_best(std::size_t n) {
-    n = std::min(n, candidates_.size());
-    const auto end = candidates_.begin() + static_cast<std::ptrdiff_t>(n);
-    std::partial_sort(candidates_.begin(), end, candidates_.end(), is_better);
-    candidates_.resize(n);
 }
 
 // Requires at least one candidate, all above -inf.
@@ -413,8 +458,8 @@ token_id sampler::run_choice(bool is_sorted) {
     const float lowest = params_.typical_p < 1.0F ? wanted - lowest_depth : -float_max;
     std::erase_if(candidates_, [=](const llama_token_data& e) { return !(e.logit >= lowest); });
 
-    llama_token_data_array array = as_array(candidates_, is_sorted);
-    apply_choice(array);
+    llama_token_data_array array{candidates_.data(), candidates_.size(), -1, is_sorted};
+    draws_.apply(array, own_temperature_);
     if (array.selected < 0 || static_cast<std::size_t>(array.selected) >= array.size) {
         throw error(errc::internal, "the samplers chose no token of ", array.size,
                     ", one is needed; report this");
@@ -427,16 +472,6 @@ token_id sampler::run_choice(bool is_sorted) {
                                likeliest_.end(), is_likelier);
     }
     return array.data[array.selected].id;
-}
-
-void sampler::fill_all(std::span<const float> logits) {
-    candidates_.clear();
-    candidates_.reserve(logits.size());
-    for (std::size_t id = 0; id < logits.size(); ++id) {
-        if (logits[id] > minus_inf) {
-            candidates_.push_back({static_cast<token_id>(id), logits[id], 0.0F});
-        }
-    }
 }
 
 void sampler::fill_top(std::int32_t k) {
@@ -459,10 +494,10 @@ void sampler::fill_top_allowed(std::span<const float> logits, std::int32_t k) {
             return;
         }
     }
-    fill_all(logits);
+    fill_all(candidates_, logits);
     apply_filter();
     if (candidates_.empty()) throw_nothing_left();
-    keep_best(n_wanted);
+    keep_best(candidates_, n_wanted);
 }
 
 void sampler::apply_filter() {
@@ -476,18 +511,18 @@ void sampler::apply_filter() {
 
 picked_token sampler::propose(std::span<const float> logits, std::optional<float> temperature) {
     own_temperature_ = temperature;
-    if (!is_greedy() && !choice_) build_choice();
-    states_.push_back(copy_of(choice_));
+    if (!is_greedy() && !draws_) draws_.build(params_, n_vocab_);
+    draws_.keep_state();
     try {
         if (filter_) limit_.restart();
         read_logprobs(logits.data());
         auto token = choose_from(edited(logits));
-        if (is_greedy()) skip_choice();
+        if (is_greedy()) draws_.skip();
         if (filter_) limit_.pause();
-        proposed_ = token.id;
+        draws_.propose(token.id);
         return token;
     } catch (...) {
-        withdraw();
+        draws_.withdraw();
         throw;
     }
 }
@@ -495,7 +530,7 @@ picked_token sampler::propose(std::span<const float> logits, std::optional<float
 void sampler::revise(std::size_t n_removed, std::span<const token_id> ids) {
     const auto n_kept = history_.size() - n_removed;
     if (filter_) revise_filter(n_kept, ids);  // first: it may refuse
-    revise_choice(n_removed, ids);
+    draws_.revise(n_removed, ids);
     history_.resize(n_kept);
     history_.insert(history_.end(), ids.begin(), ids.end());
     if (n_removed > 0) editor_.restart();
@@ -514,7 +549,11 @@ void sampler::revise_filter(std::size_t n_kept, std::span<const token_id> ids) {
         limit_.restart();
         for (const token_id id : ids) {
             filter_->prepare(1, limit_);
-            if (!filter_->allows(id, limit_)) throw_not_allowed(limit_.what(), id);
+            if (!filter_->allows(id, limit_)) {
+                throw error(errc::invalid_sampling, "ids contains ", id, ", which the ",
+                            limit_.what(),
+                            " does not allow there; force what it allows, or generate without it");
+            }
             filter_->accept(id, limit_);
         }
     } catch (...) {
@@ -523,48 +562,6 @@ void sampler::revise_filter(std::size_t n_kept, std::span<const token_id> ids) {
         throw;
     }
     limit_.pause();
-}
-
-// Undoes the choices of what is removed, and draws for each id that was not chosen as a choice
-// would have: what comes next then depends on the seed and the number of ids alone. Mirostat's
-// target does not move for such an id, whose surprise is not known.
-void sampler::revise_choice(std::size_t n_removed, std::span<const token_id> ids) {
-    const bool stands = n_removed == 0 && proposed_ && !ids.empty() && ids.front() == *proposed_;
-    if (proposed_ && !stands) withdraw();
-    proposed_.reset();
-    for (auto n = std::min(n_removed, states_.size()); n > 0; --n) withdraw();
-    for (std::size_t i = stands ? 1 : 0; i < ids.size(); ++i) {
-        states_.push_back(copy_of(choice_));
-        skip_choice();
-    }
-    while (states_.size() > n_states_max) states_.pop_front();
-}
-
-// Back to before the last choice.
-void sampler::withdraw() {
-    choice_ = std::move(states_.back());
-    states_.pop_back();
-    proposed_.reset();
-}
-
-void sampler::skip_choice() {
-    if (!choice_ || has_mirostat()) return;
-    for (const std::int32_t i : {i_xtc, i_dist}) {
-        llama_token_data two[] = {{0, 0.0F, 0.0F}, {1, 0.0F, 0.0F}};
-        llama_token_data_array array{two, 2, -1, true};
-        llama_sampler_apply(llama_sampler_chain_get(choice_.get(), i), &array);
-    }
-}
-
-void sampler::apply_choice(llama_token_data_array& candidates) {
-    if (!own_temperature_) return llama_sampler_apply(choice_.get(), &candidates);
-    const llama_sampler_handle heat(
-        llama_sampler_init_temp(std::max(*own_temperature_, temperature_min)));
-    const std::int32_t i_heat = has_mirostat() ? 0 : i_temperature;
-    for (std::int32_t i = 0; i < llama_sampler_chain_n(choice_.get()); ++i) {
-        auto* const link = i == i_heat ? heat.get() : llama_sampler_chain_get(choice_.get(), i);
-        llama_sampler_apply(link, &candidates);
-    }
 }
 
 }  // namespace kqview

@@ -76,15 +76,41 @@ private:
     std::vector<scored_token> replaced_;  // raw logits that edit() changed
 };
 
+// llama.cpp's samplers, which draw one of the candidates. The draws of a steered request can be
+// taken back.
+class draw_chain {
+public:
+    // Draws that can be taken back exactly. What is older keeps its place in the text, but the
+    // random generator goes back no further: its states are 5 KB each.
+    static constexpr std::size_t n_states_max = 4096;
+
+    explicit operator bool() const { return chain_ != nullptr; }
+    void build(const sampling_params& params, std::int32_t n_vocab);
+    // `temperature`: of this draw alone, in place of that of the parameters.
+    void apply(llama_token_data_array& candidates, std::optional<float> temperature) const;
+
+    // Of a steered request. Call keep_state() before a draw that may be withdrawn, and propose()
+    // with what it gave; revise() undoes the draws of what is removed.
+    void keep_state();
+    void withdraw();
+    void propose(token_id id) { proposed_ = id; }
+    void revise(std::size_t n_removed, std::span<const token_id> ids);
+    // Draws nothing, but takes the random numbers of a draw.
+    void skip() const;
+
+private:
+    llama_sampler_handle chain_;
+    bool has_mirostat_ = false;
+    // What chain_ was before each of the last accepted ids, and before the proposed one.
+    std::deque<llama_sampler_handle> states_;
+    std::optional<token_id> proposed_;
+};
+
 class sampler final : public token_picker {
 public:
     // CPU time limits of the filter: for one token, and per token on average.
     static constexpr double filter_limit_s = 2.0;
     static constexpr double filter_average_s = 0.1;
-
-    // Choices that can be taken back exactly. What is older keeps its place in the text, but the
-    // random generator goes back no further: its states are 5 KB each.
-    static constexpr std::size_t n_states_max = 4096;
 
     // Raises what check() raises, and invalid_sampling for DRY without a vocabulary, which must
     // outlive this object. A penalty window of -1 means n_ctx_train tokens. `filter` is the one
@@ -111,31 +137,23 @@ private:
         if (own_temperature_) return *own_temperature_ == 0.0F;
         return params_.temperature == 0.0F && params_.dynatemp_range == 0.0F;
     }
-    bool has_mirostat() const { return params_.mirostat != 0; }
     std::span<const float> edited(std::span<const float> logits);
     void read_logprobs(const float* logits);
-    void build_choice();
     picked_token choose_from(std::span<const float> row);
     token_id choose(std::span<const float> logits);
     token_id choose_of_all(std::span<const float> logits);
     token_id run_choice(bool is_sorted);
     bool narrow();
-    void keep_best(std::size_t n);
     void report(picked_token& token, std::span<const float> logits) const;
-    void fill_all(std::span<const float> logits);
     void fill_top(std::int32_t k);
     void fill_top_allowed(std::span<const float> logits, std::int32_t k);
     void apply_filter();
-    void apply_choice(llama_token_data_array& candidates);
     void revise_filter(std::size_t n_kept, std::span<const token_id> ids);
-    void revise_choice(std::size_t n_removed, std::span<const token_id> ids);
-    void withdraw();
-    void skip_choice();
 
     sampling_params params_;
     std::int32_t n_vocab_;  // of the vocabulary
     logit_editor editor_;
-    llama_sampler_handle choice_;  // null when greedy
+    draw_chain draws_;  // none when greedy
     std::unique_ptr<token_filter> filter_;
     work_limit limit_;
 
@@ -151,9 +169,6 @@ private:
     // ---- of a steered request
     std::vector<token_id> history_;  // the prompt, and the ids accepted since
     std::size_t n_prompt_ = 0;
-    // What choice_ was before each of the last accepted ids, and before the proposed one.
-    std::deque<llama_sampler_handle> states_;
-    std::optional<token_id> proposed_;
     std::optional<float> own_temperature_;  // of the current choice
     std::vector<float> edited_;
 };
