@@ -39,6 +39,36 @@ bool is_view(const ggml_tensor* node) {
     return node->op == GGML_OP_VIEW || node->op == GGML_OP_PERMUTE || node->op == GGML_OP_RESHAPE;
 }
 
+// CUDA's kernel for F16 keys and one query takes any head size, but at most 512 cells, if there is
+// more than one KV head or stream. For more cells the next kernel wants a multiple of 64, and what
+// is left is cuBLAS, for which all keys of the layer become F32 in each step (ggml_cuda_mul_mat,
+// ggml_cuda_should_use_mmvf, ggml_cuda_should_use_mmf). On AMD's GPUs ("ROCm" and not "CUDA") the
+// first kernel takes any number of cells.
+bool needs_blocks(const attention_site& site, int n_rows, int n_stream, ggml_backend_dev_t device) {
+    const auto* const k = site.k;
+    const bool is_half = k->type == GGML_TYPE_F16 || k->type == GGML_TYPE_BF16;
+    return n_rows == 1 && is_half && k->ne[0] % n_wide_head != 0 && k->ne[0] % 2 == 0 &&
+           k->ne[1] > n_block_cells && k->ne[1] % (n_block_cells / 2) == 0 && k->ne[2] > 1 &&
+           n_stream == 1 && k->nb[0] == ggml_type_size(k->type) && is_cuda(device);
+}
+
+// Fails unless a device can compute the rows of this attention.
+void check_support(const attention_site& site, row_kind kind, ggml_backend_dev_t device) {
+    const auto* const where = ggml_backend_dev_name(device);
+    const bool is_sparse = site.gathered || site.n_extra_cells > 0 || site.has_made_mask ||
+                           site.mask_strides.head != 0 ||
+                           (site.softmax && site.n_cells != site.softmax->ne[0]);
+    if (is_sparse) {
+        refuse_capture("sparse attention of layer ", site.il, " is on ", where,
+                       "; keep the model on the CPU (n_gpu_layers=0)");
+    }
+    if (site.max_bias != 0.0f && kind != row_kind::probs) {
+        refuse_capture("layer ", site.il, " is on ", where,
+                       " and has ALiBi, only probs can be captured there; capture probs or keep "
+                       "the model on the CPU (n_gpu_layers=0)");
+    }
+}
+
 }  // namespace
 
 bool is_cuda(ggml_backend_dev_t device) {
@@ -93,17 +123,17 @@ slot_range device_node_builder::streams_in(const ggml_tensor* all) const {
     return whole.count == 1 ? whole : common_of(whole, streams_);
 }
 
-ggml_tensor* device_node_builder::of_streams(ggml_tensor* all) {
-    return last_queries(all, static_cast<int>(all->ne[1]));
-}
-
-ggml_tensor* device_node_builder::last_queries(ggml_tensor* all, int n_rows,
-                                               const slot_range& streams) {
+ggml_tensor* device_node_builder::queries(ggml_tensor* all, int first, int n_rows,
+                                          const slot_range& streams) {
     if (all->ne[1] == n_rows && all->ne[3] == streams.count) return all;
-    const auto offset = static_cast<std::size_t>(all->ne[1] - n_rows) * all->nb[1] +
+    const auto offset = static_cast<std::size_t>(first) * all->nb[1] +
                         static_cast<std::size_t>(streams.first) * all->nb[3];
     return add(ggml_view_4d(tensors_, all, all->ne[0], n_rows, all->ne[2], streams.count,
                             all->nb[1], all->nb[2], all->nb[3], offset));
+}
+
+ggml_tensor* device_node_builder::last_queries(ggml_tensor* all, int n_rows) {
+    return queries(all, static_cast<int>(all->ne[1]) - n_rows, n_rows, streams_in(all));
 }
 
 // F32, because some devices cannot add an F16 mask to F32 products. Shared by all layers with one
@@ -112,14 +142,9 @@ ggml_tensor* device_node_builder::mask_of(const attention_site& site, int n_rows
     if (!site.mask) return nullptr;
     auto& known = masks_[{site.mask, n_rows}];
     if (known) return known;
-    // llama.cpp may pad the queries of a mask.
     auto* const mask = site.mask;
-    const auto streams = streams_in(mask);
-    const auto offset = static_cast<std::size_t>(site.n_queries() - n_rows) * mask->nb[1] +
-                        static_cast<std::size_t>(streams.first) * mask->nb[3];
-    auto* const rows =
-        add(ggml_view_4d(tensors_, mask, mask->ne[0], n_rows, mask->ne[2], streams.count,
-                         mask->nb[1], mask->nb[2], mask->nb[3], offset));
+    // llama.cpp may pad the queries of a mask.
+    auto* const rows = queries(mask, site.n_queries() - n_rows, n_rows, streams_in(mask));
     known = add(mask->type == GGML_TYPE_F32 ? ggml_cont(tensors_, rows)
                                             : ggml_cast(tensors_, rows, GGML_TYPE_F32));
     return known;
@@ -129,21 +154,8 @@ ggml_tensor* device_node_builder::mask_of(const attention_site& site, int n_rows
 ggml_tensor* device_node_builder::softmax_mask_of(const attention_site& site, int n_rows) {
     if (!site.mask || n_rows != site.n_queries()) return mask_of(site, n_rows);
     auto& known = narrowed_masks_[site.mask];
-    if (!known) known = of_streams(site.mask);
+    if (!known) known = last_queries(site.mask, static_cast<int>(site.mask->ne[1]));
     return known;
-}
-
-// CUDA's kernel for F16 keys and one query takes any head size, but at most 512 cells, if there is
-// more than one KV head or stream. For more cells the next kernel wants a multiple of 64, and what
-// is left is cuBLAS, for which all keys of the layer become F32 in each step (ggml_cuda_mul_mat,
-// ggml_cuda_should_use_mmvf, ggml_cuda_should_use_mmf). On AMD's GPUs ("ROCm" and not "CUDA") the
-// first kernel takes any number of cells.
-bool device_node_builder::needs_blocks(const attention_site& site, int n_rows) const {
-    const auto* const k = site.k;
-    const bool is_half = k->type == GGML_TYPE_F16 || k->type == GGML_TYPE_BF16;
-    return n_rows == 1 && is_half && k->ne[0] % n_wide_head != 0 && k->ne[0] % 2 == 0 &&
-           k->ne[1] > n_block_cells && k->ne[1] % (n_block_cells / 2) == 0 && k->ne[2] > 1 &&
-           streams_in(site.q).count == 1 && k->nb[0] == ggml_type_size(k->type) && is_cuda(device_);
 }
 
 // The same product of one stream, with the cells in blocks: K as ne=[n_embd_head, n_block_cells,
@@ -173,8 +185,10 @@ ggml_tensor* device_node_builder::product_by_blocks(const attention_site& site) 
 // K·Q of the wanted queries: recomputed with flash attention, which does not store the product.
 ggml_tensor* device_node_builder::product_of(const attention_site& site, int n_rows) {
     if (!site.flash) return contiguous(last_queries(site.kq, n_rows));
-    if (needs_blocks(site, n_rows)) return product_by_blocks(site);
-    auto* const product = ggml_mul_mat(tensors_, of_streams(site.k), last_queries(site.q, n_rows));
+    const int n_stream = streams_in(site.q).count;
+    if (needs_blocks(site, n_rows, n_stream, device_)) return product_by_blocks(site);
+    auto* const keys = last_queries(site.k, static_cast<int>(site.k->ne[1]));
+    auto* const product = ggml_mul_mat(tensors_, keys, last_queries(site.q, n_rows));
     ggml_prec_set_acc(product, GGML_PREC_F32);  // as llama.cpp does for its own product
     return add(product);
 }
@@ -193,7 +207,11 @@ ggml_tensor* device_node_builder::scores_of(const attention_site& site, int n_ro
     return scores;
 }
 
-ggml_tensor* device_node_builder::probs_of(const attention_site& site, int n_rows) {
+// F32 ne=[n_cells, n_rows, n_head, n_stream], contiguous. Except for probs, columns that a query
+// does not see hold arbitrary values: see `masked`.
+ggml_tensor* device_node_builder::values_of(const attention_site& site, row_kind kind, int n_rows) {
+    if (kind == row_kind::logits) return product_of(site, n_rows);
+    if (kind == row_kind::scores) return scores_of(site, n_rows);
     if (!site.flash) return contiguous(last_queries(site.softmax, n_rows));
     const bool is_capped = site.softcap != 0.0f;
     auto* const logits = is_capped ? scores_of(site, n_rows) : product_of(site, n_rows);
@@ -201,17 +219,6 @@ ggml_tensor* device_node_builder::probs_of(const attention_site& site, int n_row
                                           is_capped ? 1.0f : site.scale, site.max_bias);
     if (site.sinks) ggml_soft_max_add_sinks(probs, site.sinks);
     return add(probs);
-}
-
-// F32 ne=[n_cells, n_rows, n_head, n_stream], contiguous. Except for probs, columns that a query
-// does not see hold arbitrary values: see `masked`.
-ggml_tensor* device_node_builder::values_of(const attention_site& site, row_kind kind, int n_rows) {
-    switch (kind) {
-        case row_kind::probs: return probs_of(site, n_rows);
-        case row_kind::scores: return scores_of(site, n_rows);
-        case row_kind::logits: break;
-    }
-    return product_of(site, n_rows);
 }
 
 // Reduces over heads: F32 in memory as ne=[n_cells, n_rows, 1, n_stream]. Pools over an image whose
@@ -279,25 +286,9 @@ ggml_tensor* device_node_builder::masked(ggml_tensor* values, const attention_si
     return add(ggml_add(tensors_, values, mask));
 }
 
-void device_node_builder::check(const attention_site& site, row_kind kind) const {
-    const auto* const where = ggml_backend_dev_name(device_);
-    const bool is_sparse = site.gathered || site.n_extra_cells > 0 || site.has_made_mask ||
-                           site.mask_strides.head != 0 ||
-                           (site.softmax && site.n_cells != site.softmax->ne[0]);
-    if (is_sparse) {
-        refuse_capture("sparse attention of layer ", site.il, " is on ", where,
-                       "; keep the model on the CPU (n_gpu_layers=0)");
-    }
-    if (site.max_bias != 0.0f && kind != row_kind::probs) {
-        refuse_capture("layer ", site.il, " is on ", where,
-                       " and has ALiBi, only probs can be captured there; capture probs or keep "
-                       "the model on the CPU (n_gpu_layers=0)");
-    }
-}
-
 device_rows device_node_builder::rows_of(const attention_site& site, const device_want& want,
                                          int n_rows) {
-    check(site, want.kind);
+    check_support(site, want.kind, device_);
     device_rows rows;
     rows.layers = {site.il};
     rows.want = want;
@@ -334,7 +325,7 @@ device_rows device_node_builder::rows_of(const attention_site& site, const devic
 }
 
 ggml_tensor* device_node_builder::part_of(joined_layers& joined, const attention_site& site) {
-    check(site, joined.want.kind);
+    check_support(site, joined.want.kind, device_);
     auto* const part = reduced(values_of(site, joined.want.kind, joined.n_rows), joined.want);
     part->src[1] = std::exchange(joined.last_part, part);
     return part;
@@ -358,15 +349,13 @@ device_rows device_node_builder::join(const joined_layers& joined) {
 }
 
 ggml_tensor* device_node_builder::last_query_of(const attention_site& site) {
-    return add(ggml_cont(tensors_, last_queries(site.q, 1, {0, site.n_stream})));
+    const auto first = static_cast<int>(site.q->ne[1]) - 1;
+    return add(ggml_cont(tensors_, queries(site.q, first, 1, {0, site.n_stream})));
 }
 
 ggml_tensor* device_node_builder::last_mask_of(const attention_site& site) {
-    auto* const mask = site.mask;
-    const auto offset = static_cast<std::size_t>(site.n_queries() - 1) * mask->nb[1];
-    return add(
-        ggml_cont(tensors_, add(ggml_view_4d(tensors_, mask, mask->ne[0], 1, 1, mask->ne[3],
-                                             mask->nb[1], mask->nb[2], mask->nb[3], offset))));
+    const slot_range all{0, static_cast<int>(site.mask->ne[3])};
+    return add(ggml_cont(tensors_, queries(site.mask, site.n_queries() - 1, 1, all)));
 }
 
 ggml_tensor* device_node_builder::hidden_of(const hidden_site& site, int n_rows) {

@@ -137,25 +137,19 @@ private:
     ggml_tensor* add(ggml_tensor* node);
     ggml_tensor* contiguous(ggml_tensor* node);
     slot_range streams_in(const ggml_tensor* all) const;
-    ggml_tensor* of_streams(ggml_tensor* all);
-    ggml_tensor* last_queries(ggml_tensor* all, int n_rows, const slot_range& streams);
-    ggml_tensor* last_queries(ggml_tensor* all, int n_rows) {
-        return last_queries(all, n_rows, streams_in(all));
-    }
+    ggml_tensor* queries(ggml_tensor* all, int first, int n_rows, const slot_range& streams);
+    ggml_tensor* last_queries(ggml_tensor* all, int n_rows);
     ggml_tensor* mask_of(const attention_site& site, int n_rows);
     ggml_tensor* softmax_mask_of(const attention_site& site, int n_rows);
     ggml_tensor* product_of(const attention_site& site, int n_rows);
     ggml_tensor* product_by_blocks(const attention_site& site);
-    bool needs_blocks(const attention_site& site, int n_rows) const;
     ggml_tensor* scores_of(const attention_site& site, int n_rows);
-    ggml_tensor* probs_of(const attention_site& site, int n_rows);
     ggml_tensor* values_of(const attention_site& site, row_kind kind, int n_rows);
     ggml_tensor* reduced(ggml_tensor* values, const device_want& want);
     ggml_tensor* summed(ggml_tensor* probs, const std::vector<column_range>& spans);
     ggml_tensor* pooled(ggml_tensor* rows, std::int64_t n, row_reduction reduce);
     ggml_tensor* masked(ggml_tensor* values, const attention_site& site, row_kind kind, int n_rows,
                         bool is_reduced);
-    void check(const attention_site& site, row_kind kind) const;
 
     ggml_context* tensors_;
     ggml_backend_dev_t device_;
