@@ -75,7 +75,7 @@ void llama_runner::break_down(const llama_abort& why, const char* activity) {
 }
 
 std::shared_ptr<host_allocator> llama_runner::host_memory() const {
-    const auto device = tap_->devices().device();
+    const auto device = tap_->devices().layers().device();
     return device ? pinned_allocator(device, is_device_lost_) : nullptr;
 }
 
@@ -155,7 +155,8 @@ step_result llama_runner::decode(std::span<const step_token> tokens,
         auto result = tap_->end_step();
         model_->rpc().check();  // rows from a lost server are invalid
         auto& devices = tap_->devices();
-        if (devices.counters()->are_awaited) devices.await(std::exchange(result.transfer, 0));
+        if (devices.layers().counters()->are_awaited)
+            devices.await(std::exchange(result.transfer, 0));
         return result;
     });
 }

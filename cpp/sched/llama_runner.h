@@ -56,7 +56,7 @@ public:
     bool can_take_back() const override {
         return model_->can_truncate() && context_->has_whole_cache();
     }
-    bool reads_on_host() const override { return !tap_->devices().device(); }
+    bool reads_on_host() const override { return !tap_->devices().layers().device(); }
     bool can_draft_rows(std::size_t n_slots) const override;
     bool is_causal() const override { return context_->is_causal(); }
     bool has_cache() const override { return context_->has_cache(); }
@@ -122,7 +122,7 @@ public:
 
     // Shared, so that they can be read from any thread and after the runner is gone.
     std::shared_ptr<const graph_counters> graphs() const { return graphs_; }
-    std::shared_ptr<copy_counters> copies() const { return tap_->devices().counters(); }
+    std::shared_ptr<copy_counters> copies() const { return tap_->devices().layers().counters(); }
 
 private:
     template <typename Call>

@@ -169,7 +169,7 @@ void tap::read_rings(std::vector<int> layers, std::size_t n_cells, int n_slots, 
     table_.ring_columns.assign(static_cast<std::size_t>(n_slots),
                                std::vector<std::int32_t>(n_cells, -1));
     ring_layers_ = std::move(layers);
-    for (const int il : ring_layers_) devices_.leave_to_nodes(il);
+    for (const int il : ring_layers_) devices_.layers().leave_to_nodes(il);
     read_ring_ = std::move(read);
 }
 
@@ -180,7 +180,8 @@ bool tap::wants_ring(int il) const {
 
 // The kernel writes rows in the order of the cells.
 bool tap::attends(const attention_site& site) const {
-    return attends_ && !devices_.holds(site.il) && can_attend(site) && !wants_ring(site.il);
+    return attends_ && !devices_.layers().holds(site.il) && can_attend(site) &&
+           !wants_ring(site.il);
 }
 
 void tap::attend_instead(const sites& found, marked_graph& mark) {
@@ -201,17 +202,17 @@ void tap::attend_instead(const sites& found, marked_graph& mark) {
 void tap::discover(const sites& found) {
     is_discovered_ = true;
     for (const auto& site : found.attention.sites) {
-        devices_.learn(site);
+        devices_.layers().learn(site);
         source_.attention.push_back({site.il, site.n_head, site.n_head_kv, site.scale,
-                                     devices_.holds(site.il), devices_.reduces(site.il),
-                                     site.sinks != nullptr, site.output != nullptr, can_bias(site),
-                                     site.max_bias > 0.0f});
+                                     devices_.layers().holds(site.il),
+                                     devices_.layers().reduces(site.il), site.sinks != nullptr,
+                                     site.output != nullptr, can_bias(site), site.max_bias > 0.0f});
     }
     for (const auto& site : found.hidden) {
-        devices_.learn(site);
+        devices_.layers().learn(site);
         source_.n_embd = static_cast<int>(site.output->ne[0]);
         source_.hidden_layers.push_back(site.il);
-        const bool is_on_device = devices_.holds_hidden(site.il);
+        const bool is_on_device = devices_.layers().holds_hidden(site.il);
         source_.has_device_hidden |= is_on_device;
         if (is_on_device) source_.edited_on_device.push_back(site.il);
         for (const auto point : edit_points) {
@@ -231,9 +232,10 @@ void tap::add_nodes(ggml_cgraph* graph, sites& found, marked_graph& mark) {
     }
     auto n_nodes_max = found.attention.sites.size() * 5 + found.hidden.size() * 2;
     n_nodes_max += found.hidden.size() * (edit_points.size() - 1);
-    if (devices_.has_devices()) {
+    if (!devices_.layers().paths().empty()) {
         const auto n_edits_max = found.attention.sites.size() + found.hidden.size();
-        n_nodes_max += devices_.n_tensors_max(wanted_) + n_edits_max * device_edit::n_tensors_max;
+        n_nodes_max +=
+            devices_.layers().n_tensors_max(wanted_) + n_edits_max * device_edit::n_tensors_max;
     }
     mark.tensors.reset(ggml_init({n_nodes_max * ggml_tensor_overhead() + 1, nullptr, true}));
     std::vector<placed_node> placed;
@@ -245,7 +247,7 @@ void tap::add_nodes(ggml_cgraph* graph, sites& found, marked_graph& mark) {
     // Before the nodes that read: what is captured is what was edited.
     add_edits(graph, found, mark, placed);
     for (const auto& site : found.attention.sites) {
-        if (devices_.holds(site.il) || attends(site)) continue;
+        if (devices_.layers().holds(site.il) || attends(site)) continue;
         for (const auto kind : all_kinds) {
             if (!wanted_.wants(site.il, kind)) continue;
             placed.push_back(
@@ -254,7 +256,7 @@ void tap::add_nodes(ggml_cgraph* graph, sites& found, marked_graph& mark) {
         }
     }
     for (const auto& site : found.hidden) {
-        if (!wanted_.wants_hidden(site.il) || devices_.holds_hidden(site.il)) continue;
+        if (!wanted_.wants_hidden(site.il) || devices_.layers().holds_hidden(site.il)) continue;
         placed.push_back({site.output, make_hidden_node(mark.tensors.get(), site, new_op())});
     }
     devices_.add(found.attention, found.hidden, wanted_, first_slot_, mark.tensors.get(), placed,
@@ -278,7 +280,7 @@ void tap::add_edits(ggml_cgraph* graph, sites& found, marked_graph& mark,
     }
     for (auto& site : found.attention.sites) {
         if (!wanted_.edits_heads(site.il) || !site.output) continue;
-        if (devices_.holds(site.il)) {
+        if (devices_.layers().holds(site.il)) {
             mark.device_edits.emplace_back(graph, tensors, site, wanted_.sets_heads(site.il),
                                            placed);
         } else if (!attends(site) || wanted_.records_heads(site.il)) {
@@ -290,7 +292,7 @@ void tap::add_edits(ggml_cgraph* graph, sites& found, marked_graph& mark,
         for (const auto point : edit_points) {
             auto* const output = wanted_.edits(layer.il, point) ? found.at(point, layer) : nullptr;
             if (!output) continue;
-            if (devices_.holds_hidden(layer.il)) {
+            if (devices_.layers().holds_hidden(layer.il)) {
                 mark.device_edits.emplace_back(graph, tensors, layer, placed);
                 continue;
             }

@@ -50,16 +50,7 @@ public:
 
     // Makes this tap the thread's current one for the lifetime of the scope. Required around every
     // llama.cpp call that builds, reserves or runs a graph.
-    class scope {
-    public:
-        explicit scope(tap& current) noexcept;
-        ~scope();
-        scope(const scope&) = delete;
-        scope& operator=(const scope&) = delete;
-
-    private:
-        tap* previous_;
-    };
+    class scope;
     static tap* current() noexcept;
 
     // Layers whose caches are rings of so many cells, and what tells the position of each cell of a
@@ -139,6 +130,17 @@ private:
     int n_nodes_added_ = 0;
     std::uint64_t n_graphs_built_ = 0;
     int n_attended_ = 0;
+};
+
+class tap::scope {
+public:
+    explicit scope(tap& current) noexcept;
+    ~scope();
+    scope(const scope&) = delete;
+    scope& operator=(const scope&) = delete;
+
+private:
+    tap* previous_;
 };
 
 }  // namespace kqview
