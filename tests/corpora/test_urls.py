@@ -12,6 +12,7 @@ from kqview import Engine, extract, open_corpus
 from kqview.corpora.files import open_files
 from kqview.corpora.writer import PartRow, Writer, packed, shard_name
 from kqview.errors import CorpusError, KqviewError, RequestError
+from tests.support.object_store import s3_bucket
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,26 +32,13 @@ ABOUT: dict[str, Any] = {
 
 
 @pytest.fixture(params=["memory", "s3"])
-def sink(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def sink(request: pytest.FixtureRequest) -> Iterator[str]:
     """The URL of a corpus that is not there yet."""
     if request.param == "memory":
         yield f"memory://corpora/{os.urandom(4).hex()}"
         return
-    client = pytest.importorskip("s3fs").S3FileSystem
-    server = pytest.importorskip("moto.server").ThreadedMotoServer(ip_address="127.0.0.1", port=0)
-    server.start()
-    host, port = server.get_host_and_port()
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "any")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "any")
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    bucket = f"corpora-{os.urandom(4).hex()}"
-    client.clear_instance_cache()  # of another server
-    client().mkdir(bucket)
-    try:
-        yield f"s3://{bucket}/stories"
-    finally:
-        server.stop()
+    with s3_bucket() as bucket:
+        yield f"{bucket}/stories"
 
 
 @pytest.mark.parametrize("compress", [False, True])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import kqview
 from kqview import Engine, open_corpus
 from kqview.demo import MODEL_PATH
 from kqview.errors import CorpusError, KqviewError, RequestError
+from tests.support.object_store import s3_bucket
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -34,17 +36,31 @@ OPTIONS: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Any]:
+def bucket() -> Iterator[str | None]:
+    """URL of a bucket of S3, which nodes know that begin after it; None without its packages."""
+    with ExitStack() as stack:
+        url = None
+        with suppress(pytest.skip.Exception):
+            url = stack.enter_context(s3_bucket())
+        yield url
+
+
+@pytest.fixture(scope="module")
+def cluster(bucket: str | None) -> Iterator[Any]:
     """A head that only reads, and two nodes with a CPU each for actors."""
     from ray.cluster_utils import Cluster
 
-    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "resources": {"head": 1}})
-    made.add_node(num_cpus=1)
-    made.add_node(num_cpus=1)
-    ray.init(address=made.address, log_to_driver=False)
-    yield made
-    ray.shutdown()
-    made.shutdown()
+    made = Cluster()
+    try:
+        # Ray gives a node 30 s to begin, so what nobody asks here does not compete for them.
+        made.add_node(num_cpus=1, include_dashboard=False, no_monitor=True)
+        made.add_node(num_cpus=1)
+        made.add_node(num_cpus=1)
+        ray.init(address=made.address, log_to_driver=False)
+        yield made
+    finally:
+        ray.shutdown()
+        made.shutdown()
 
 
 def dataset(records: Any = RECORDS) -> Any:
@@ -128,13 +144,16 @@ def test_what_fails_and_what_is_twice_is_in_the_corpus(cluster: Any, tmp_path: P
         kqview.ray.extract(data, str(tmp_path / "few"), actors=1, max_errors=2, **OPTIONS)
 
 
-def test_url_of_an_object_store(cluster: Any, tmp_path: Path):
-    url = f"local://{tmp_path}/corpus"
-    for n_actors in (2, 1):
-        corpus = kqview.ray.extract(dataset(), url, actors=n_actors, **OPTIONS)
+@pytest.mark.parametrize("kind", ["local", "s3"])
+def test_url_of_an_object_store(cluster: Any, bucket: str | None, tmp_path: Path, kind: str):
+    if kind == "s3" and bucket is None:
+        pytest.skip("no s3fs or moto")
+    url = f"local://{tmp_path}/corpus" if kind == "local" else f"{bucket}/corpus"
+    for actors in ((1, 2), 1):
+        corpus = kqview.ray.extract(dataset(), url, actors=actors, **OPTIONS)
         assert corpus is not None
         check(corpus)
-    check(open_corpus(str(tmp_path / "corpus")))
+    check(open_corpus(url if kind == "s3" else f"{tmp_path}/corpus"))
     with pytest.raises(CorpusError, match="another plan"):
         kqview.ray.extract(dataset(), url, actors=1, **{**OPTIONS, "last": 3})
 
