@@ -254,7 +254,10 @@ def _measure_ray(settings: Settings, line: ProgressLine, n_actors: int) -> Timin
             return found
 
         # One CPU is for reading; what Ray calls a CPU is a number that actors take from.
-        ray.init(num_cpus=n_actors + 1, log_to_driver=False, logging_level="ERROR")
+        ray.init(
+            "local", num_cpus=n_actors + 1, include_dashboard=False, log_to_driver=False,
+            logging_level="ERROR",
+        )  # fmt: skip
         ray.data.DataContext.get_current().enable_progress_bars = False
         try:
             return _timed(

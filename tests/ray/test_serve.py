@@ -31,7 +31,7 @@ def deploy(**more: Any) -> None:
 
 @pytest.fixture(scope="module")
 def running() -> Iterator[None]:
-    ray.init(num_cpus=2, log_to_driver=False)
+    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     serve.start(http_options={"host": "127.0.0.1", "port": 8123})
     deploy(n_slots=1)
     yield
