@@ -260,13 +260,17 @@ bool engine_loop::step() {
 
 void engine_loop::decode() {
     const auto parts = batch_.parts();
+    const bool reads_logits = std::ranges::any_of(parts, [](const batch_part& part) {
+        return part.samples || part.target->active->n_scores > 0;
+    });
+    auto output = reads_logits ? step_output::logits : step_output::none;
     // A step that ends an embedded prompt has only such prompts.
-    const bool embeds = parts.front().is_end() && parts.front().target->active->embeds;
+    if (parts.front().ends_embedding()) output = step_output::embeddings;
     step_result result;
     heart_->enter(engine_phase::decoding);
     try {
         model_.use(parts.front().target->cache.lora());  // the same for all parts
-        result = model_.decode(batch_.tokens(), batch_.rows(), embeds);
+        result = model_.decode(batch_.tokens(), batch_.rows(), output);
     } catch (...) {
         const auto failure = failure_of_request();
         for (const auto& part : parts) {

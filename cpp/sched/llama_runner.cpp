@@ -134,16 +134,16 @@ void llama_runner::use(const lora_scales& scales) {
 }
 
 step_result llama_runner::decode(std::span<const step_token> tokens,
-                                 std::span<const step_rows> rows, bool embeds) {
+                                 std::span<const step_rows> rows, step_output output) {
     std::vector<row_target> targets;
     targets.reserve(rows.size());
     for (const auto& row : rows) targets.push_back(target_of(tokens, row));
 
     return unbroken("decoding", [&] {
         const tap::scope scope(*tap_);
-        tap_->begin_step(std::move(targets), tokens);
+        tap_->begin_step(std::move(targets), tokens, output == step_output::logits);
         try {
-            context_->decode(tokens, embeds);
+            context_->decode(tokens, output == step_output::embeddings);
         } catch (...) {
             tap_->abandon_step();
             // The hook that refused has the reason; llama.cpp only knows that the call failed.
@@ -287,7 +287,7 @@ const kv_layout& llama_runner::layout_for(slot_id slot, bool is_empty) {
     try {
         if (is_empty) {
             const step_token token{slot, 0, 0, true};
-            decode({&token, 1}, {}, false);
+            decode({&token, 1}, {}, step_output::none);
         }
         std::vector<std::byte> memory(state_bytes(slot));
         write_state(slot, memory);

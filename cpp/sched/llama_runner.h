@@ -81,7 +81,7 @@ public:
     int n_prompt_rows() const override { return tap_->devices().n_prompt_rows(); }
     void use(const lora_scales& scales) override;
     step_result decode(std::span<const step_token> tokens, std::span<const step_rows> rows,
-                       bool embeds) override;
+                       step_output output) override;
     float* logits(int i_token) override;
     token_id likeliest(int i_token) override;
     token_score score(int i_token, token_id id, int n_top) override;

@@ -120,7 +120,7 @@ void model_drafter::extend(std::span<text* const> texts) {
 void model_drafter::decode() {
     // Before llama.cpp has the tokens: nothing may fail afterwards.
     for (const auto& token : step_) held(token.slot).reserve(held(token.slot).size() + 1);
-    (void)model_.decode(step_, {}, false);
+    (void)model_.decode(step_, {}, step_output::logits);
     for (const auto& token : step_) held(token.slot).push_back(token.id);
 }
 

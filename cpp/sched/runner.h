@@ -34,6 +34,10 @@ struct text_embedding {
     std::vector<float> values;
 };
 
+// What is read of a step's last layer: logits of the tokens that want them, embeddings in their
+// place, or neither.
+enum class step_output : std::uint8_t { logits, embeddings, none };
+
 // Threads: the engine thread only.
 class runner {
 public:
@@ -82,10 +86,10 @@ public:
     // Decodes one step: one token each of adjacent slots, or equal runs that begin with it; a run
     // of one slot's prompt; or, without rows, equal runs of adjacent slots' prompts. Throws error,
     // and leaves the caches as they were. Device rows may still be in flight on return: see await.
-    // `embeds`: the tokens are a run each of one or more slots, whose embeddings are wanted instead
-    // of logits.
+    // With embeddings, the tokens are a run each of one or more slots. Only with logits do tokens
+    // that want them have any.
     virtual step_result decode(std::span<const step_token> tokens, std::span<const step_rows> rows,
-                               bool embeds) = 0;
+                               step_output output) = 0;
     virtual float* logits(int i_token) = 0;
     // The likeliest token after token `i_token` of the last step, whose logits were wanted.
     virtual token_id likeliest(int i_token) = 0;

@@ -299,6 +299,11 @@ bool is_product(const ggml_tensor* node) {
     return node->op == GGML_OP_MUL_MAT || node->op == GGML_OP_MUL_MAT_ID;
 }
 
+bool is_output_matrix(const ggml_tensor* weights) {
+    const std::string_view name = weights->name;
+    return name == "output.weight" || name == "token_embd.weight";
+}
+
 // Whether a product is one with weights of a layer's feed-forward part, of any layer if il < 0.
 bool is_feed_forward(const ggml_tensor* product, int il) {
     std::string_view name = product->src[0]->name;
@@ -363,6 +368,27 @@ ggml_tensor* addend(const hidden_site& layer, const Kind& kind_of) {
 }
 
 }  // namespace
+
+ggml_tensor* find_head(ggml_cgraph* graph) {
+    const int n_nodes = ggml_graph_n_nodes(graph);
+    std::unordered_set<const ggml_tensor*> logits;
+    ggml_tensor* head = nullptr;
+    for (int i = 0; i < n_nodes && !head; ++i) {
+        if (std::string_view(ggml_graph_node(graph, i)->name) == "result_output")
+            head = ggml_graph_node(graph, i);
+    }
+    // A model may cap or scale what comes from the product, or add to it.
+    for (; head && head->op != GGML_OP_MUL_MAT; head = head->src[0]) logits.insert(head);
+    if (!head || !is_output_matrix(head->src[0])) return nullptr;
+    logits.insert(head);
+    for (int i = 0; i < n_nodes; ++i) {
+        const auto* const node = ggml_graph_node(graph, i);
+        const bool reads = std::ranges::any_of(
+            node->src, [&](const ggml_tensor* source) { return logits.contains(source); });
+        if (reads && !logits.contains(node)) return nullptr;
+    }
+    return head;
+}
 
 ggml_tensor* attention_addend(const hidden_site& layer, const attention_site& attention) {
     return addend(layer, [&](const ggml_tensor* node) {

@@ -132,6 +132,9 @@ struct hidden_site {
 // In layer order; omits layers whose output llama.cpp does not name.
 std::vector<hidden_site> find_hidden(ggml_cgraph* graph);
 
+// The product with the output matrix, if nothing but logits comes from it; else null.
+ggml_tensor* find_head(ggml_cgraph* graph);
+
 // What a part of a layer adds to the residual stream, behind its norm if it has one: of the shape
 // of the layer's output. Null where a model adds no such thing.
 ggml_tensor* attention_addend(const hidden_site& layer, const attention_site& attention);

@@ -31,6 +31,12 @@ void add_once(std::vector<ggml_tensor*>& masks, ggml_tensor* mask) {
     if (std::ranges::find(masks, mask) == masks.end()) masks.push_back(mask);
 }
 
+bool is_on_cpu(ggml_backend_sched_t sched, ggml_tensor* node) {
+    auto* const backend = ggml_backend_sched_get_tensor_backend(sched, node);
+    return backend &&
+           ggml_backend_dev_type(ggml_backend_get_device(backend)) == GGML_BACKEND_DEVICE_TYPE_CPU;
+}
+
 // On devices, for rows of slots that captured before.
 constexpr std::size_t spare_bytes = std::size_t{256} << 20;
 }  // namespace
@@ -46,6 +52,7 @@ struct tap::marked_graph {
     std::vector<ggml_tensor*> edited;  // by functions of the host, in place
     std::vector<device_edit> device_edits;
     std::vector<ggml_tensor*> masks;  // inputs
+    ggml_tensor* head = nullptr;      // that of the logits
     device_part devices;
 };
 
@@ -92,8 +99,10 @@ void tap::want(const graph_plan& plan) {
     wanted_ = next;
 }
 
-void tap::begin_step(std::vector<row_target> targets, std::span<const step_token> tokens) {
+void tap::begin_step(std::vector<row_target> targets, std::span<const step_token> tokens,
+                     bool reads_logits) {
     first_slot_ = tokens.front().slot;
+    reads_logits_ = reads_logits;
     edits_.begin(tokens);
     table_.targets = std::move(targets);
     table_.prepare_reductions();
@@ -151,6 +160,7 @@ bool tap::prepare(ggml_cgraph* graph) {
     auto& mark = graphs_[graph];
     mark = std::make_unique<marked_graph>();
     mark->generation = generation_;
+    mark->head = find_head(graph);
     mark->is_ours = !found.attention.sites.empty() || !found.hidden.empty();
     for (const auto& site : found.attention.sites) {
         if (can_bias(site)) add_once(mark->masks, input_of(site.mask));
@@ -333,6 +343,9 @@ void tap::starts_compute(ggml_backend_sched_t sched, const ggml_cgraph* graph) {
     const auto mark = graphs_.find(graph);
     if (mark == graphs_.end()) return;
     for (const auto& op : mark->second->attends) op->begin();
+    // The last layer's output and embeddings come only with logits, which may be most of the work.
+    if (auto* const head = mark->second->head; head && is_on_cpu(sched, head))
+        head->op = reads_logits_ ? GGML_OP_MUL_MAT : GGML_OP_NONE;
     // Only now does llama.cpp know in which cells the step's tokens are.
     if (std::ranges::any_of(ring_layers_, [this](int il) { return wants_ring(il); })) {
         for (const auto& target : table_.targets) {

@@ -74,8 +74,10 @@ public:
     device_tap& devices() { return devices_; }
     const device_tap& devices() const { return devices_; }
 
-    // The targets of the next decode, valid until end_step, and its tokens, of adjacent slots.
-    void begin_step(std::vector<row_target> targets, std::span<const step_token> tokens);
+    // The targets of the next decode, valid until end_step, its tokens, of adjacent slots, and
+    // whether anybody reads their logits.
+    void begin_step(std::vector<row_target> targets, std::span<const step_token> tokens,
+                    bool reads_logits);
 
     // Starts the transfer of device rows and drops the targets. Raises internal if a requested row
     // was not written, or an edit not made: a buffer with stale content must never be handed out.
@@ -113,6 +115,7 @@ private:
 
     graph_plan wanted_;
     int first_slot_ = -1;           // of the step; -1: between steps
+    bool reads_logits_ = true;      // of the step
     std::uint64_t generation_ = 0;  // of `wanted_`
     capture_source source_;
     bool is_discovered_ = false;

@@ -461,6 +461,22 @@ def test_last_states_with_the_last_norm_are_embeddings(
     np.testing.assert_allclose(normed * norm, vectors, rtol=near(2e-3), atol=near(2e-3))
 
 
+def test_states_beside_a_text_change_no_logits(make_engine: MakeEngine, tiny_llama: Path) -> None:
+    engine = make_engine(tiny_llama, n_slots=2, run_ahead=0)
+    alone = [token.id for token in engine.generate(PROMPT, max_tokens=8, **GREEDY)]
+    scored = engine.score(PROMPT).logprobs
+    ids: list[int] = []
+    # Of steps whose logits nobody reads, the last layer's output is wanted of all tokens.
+    capture = Capture(layers=(), hidden="all")
+    for token in engine.generate(PROMPT, slot=0, max_tokens=8, **GREEDY):
+        ids.append(token.id)
+        whole = engine.attend(PROMPT, capture).hidden
+        parts = engine.attend(PROMPT, capture, score=True)
+        np.testing.assert_allclose(parts.hidden, whole, atol=near(1e-4, "states"))
+    assert ids == alone
+    np.testing.assert_array_equal(engine.score(PROMPT).logprobs, scored)
+
+
 # ---- many prompts
 
 

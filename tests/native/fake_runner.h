@@ -227,7 +227,8 @@ public:
     }
 
     step_result decode(std::span<const step_token> tokens, std::span<const step_rows> rows,
-                       bool embeds) override {
+                       step_output output) override {
+        const bool embeds = output == step_output::embeddings;
         const uncounted_allocations guard;
         check_thread();
         std::unique_lock lock(model_->mutex_);
@@ -251,7 +252,8 @@ public:
         step_.assign(tokens.begin(), tokens.end());
         logits_.assign(tokens.size(), -1.0f);
         for (std::size_t i = 0; i < tokens.size(); ++i) {
-            if (tokens[i].wants_logits) logits_[i] = static_cast<float>(next_after(tokens[i]));
+            if (tokens[i].wants_logits && output == step_output::logits)
+                logits_[i] = static_cast<float>(next_after(tokens[i]));
         }
         for (const auto& row : rows) write(tokens, row);
         return {rows.empty() ? nullptr : rows.front().data, 0};

@@ -39,7 +39,7 @@ struct store {
     void evaluate(slot_id slot, int n) {
         for (auto at = static_cast<int>(model->cache(slot).size()); at < n; ++at) {
             const step_token token{slot, 100 + at, at, false};
-            runner.decode({&token, 1}, {}, false);
+            runner.decode({&token, 1}, {}, step_output::none);
         }
     }
 
