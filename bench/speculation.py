@@ -3,9 +3,9 @@
 SmolLM2 (`Engine.demo("smollm2")`; the bundled demo model with --quick), greedy behind the source of
 a module of Python's library: "code" is that source once more, of which the prompt has two copies
 and the beginning of a third; "quotes" lists its sentences; "random" is sampled at a temperature at
-which nothing repeats. Every
-prompt stays in its slot; a run is a generation in each slot, all started together, timed from when
-all have their first token, and divided by the tokens after it. Rows:
+which nothing repeats. Every prompt stays in its slot; a run is a generation in each slot, all
+started together, timed from when all have their first token, and divided by the tokens after it.
+Rows:
 
 - speculation-TEXT-CONTEXT-SLOTS: with prompt lookup against without, in one engine.
 - speculation-capture-...: the same with the probabilities of all heads.
