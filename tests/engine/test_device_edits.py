@@ -43,10 +43,10 @@ def test_layers_on_a_device_are_edited_by_its_own_nodes(
     make_engine: MakeEngine, model: Path, name: str, flash_attn: bool
 ) -> None:
     engine = make_engine(model, n_gpu_layers=-1, kv_type="f32", flash_attn=flash_attn)
-    limit, case = LIMITS["llama.cpp"] if flash_attn else 2e-5, CASES[name]
+    limit, case = near(LIMITS["llama.cpp"] if flash_attn else 2e-5), CASES[name]
     for n_prompt in (20, 100):
         tokens = run(engine, random_ids(n_prompt), 5, capture=ALL, edits=case.edits)
-        assert error_of(model, random_ids(n_prompt), tokens, case) <= near(limit)
+        assert error_of(model, random_ids(n_prompt), tokens, case) <= limit
         assert error_of(model, random_ids(n_prompt), tokens, PLAIN) > 2 * limit
 
 
@@ -77,10 +77,11 @@ def test_what_heads_give_out_is_replaced_on_a_device(
         run(make_engine(model, n_gpu_layers=n, **options), random_ids(9), 3, capture=ALL, edits=one)
         for n, one in ((-1, edits), (0, edits), (0, None))
     )
+    limit = near(1e-2 if flash_attn else 2e-5)
     for ours, theirs in zip(found, want, strict=True):
         error = relative_error(np.asarray(ours.hidden), np.asarray(theirs.hidden))
-        assert error <= near(1e-2 if flash_attn else 2e-5)
-    assert relative_error(np.asarray(plain[0].hidden), np.asarray(want[0].hidden)) > 5e-2
+        assert error <= limit
+    assert relative_error(np.asarray(plain[0].hidden), np.asarray(want[0].hidden)) > 2 * limit
 
 
 def test_edits_of_a_device_that_need_the_host_are_refused_by_name(
