@@ -99,14 +99,59 @@ void fit_rows(batch_part& part, const runner& model, const block_pool& pool) {
     part.n_tokens = n_before + part.n_rows;
 }
 
+// Blocks for the rows of the guesses, which the pool may have fewer of. They are the token's once
+// its guess has come true, and go back before the next step otherwise.
+void take_draft_rows(block_pool& pool, slot& target) {
+    auto& draft = target.draft;
+    const auto& plan = target.active->capture;
+    draft.rows.reserve(draft.ids.size());
+    while (draft.rows.size() < draft.ids.size()) {
+        const auto n_before = target.cache.size() + 1 + draft.rows.size();
+        const auto layout = plan->layout(static_cast<int>(n_before) + 1);
+        auto block = pool.try_take(layout.size_bytes);
+        if (!block) break;
+        draft.rows.push_back({std::move(block), plan, layout, nullptr});
+    }
+    draft.ids.resize(draft.rows.size());
+}
+
+// Makes a run of each part's token: `n_each` tokens behind it. Requires room in tokens and rows.
+void widen(batch& step, std::size_t n_each) {
+    step.n_guessed = n_each;
+    // A row of the last layer is found by its distance from the end of the step.
+    const bool needs_outputs = std::ranges::any_of(
+        step.rows, [](const step_rows& one) { return one.plan->needs_outputs(); });
+    for (auto& row : step.rows) row.i_token *= static_cast<int>(1 + n_each);
+    for (auto i_part = step.parts.size(); i_part-- > 0;) {
+        auto& part = step.parts[i_part];
+        auto& draft = part.target->draft;
+        auto token = step.tokens[i_part];
+        part.i_token = static_cast<int>(i_part * (1 + n_each));
+        auto to = step.tokens.begin() + part.i_token;
+        *to = token;
+        draft.i_token = part.i_token + 1;
+        for (std::size_t i = 0; i < n_each; ++i) {
+            const bool is_guess = i < draft.ids.size();
+            if (is_guess) token.id = draft.ids[i];
+            token.wants_logits = is_guess || needs_outputs;
+            ++token.position;
+            *++to = token;
+            if (i >= draft.rows.size()) continue;
+            const auto& rows = draft.rows[i];
+            step.rows.push_back({rows.plan, draft.i_token + static_cast<int>(i), token.position + 1,
+                                 rows.layout, rows.block->data()});
+        }
+        part.target->cache.expect_unknown();
+    }
+}
+
 }  // namespace
 
 bool batch_builder::fill() {
-    tokens_.clear();
-    rows_.clear();
-    parts_.clear();
-    n_guessed_ = 0;
-    drafting_ = {};
+    step_.tokens.clear();
+    step_.rows.clear();
+    step_.parts.clear();
+    step_.n_guessed = 0;
     ++n_fills_;
     const auto now = clock::now();
     if (is_prefill_) texts_until_ = delays_others_ ? now + (now - filled_) : now;
@@ -144,7 +189,7 @@ bool batch_builder::fill_prefill() {
             });
         }
         n_each_ = 0;
-        if (!tokens_.empty()) return true;
+        if (!step_.tokens.empty()) return true;
     }
     return false;
 }
@@ -206,7 +251,7 @@ std::optional<batch_builder::clock::time_point> batch_builder::company_until() {
 // step, and that llama.cpp pools alike.
 bool batch_builder::may_join(slot& target) const {
     if (!target.active) return false;
-    const auto& before = parts_.back();
+    const auto& before = step_.parts.back();
     const bool is_adjacent = target.id() == before.target->id() + 1;
     if (n_each_ > 0) {
         return is_adjacent && static_cast<std::size_t>(target.id()) < end_of_cohort_;
@@ -214,7 +259,7 @@ bool batch_builder::may_join(slot& target) const {
     if (!target.active->embeds || !target.is_in_prompt()) return false;
     const auto part = next_chunk(target);
     return can_mix_prompts(model_) && before.ends_embedding() && part.ends_embedding() &&
-           static_cast<int>(tokens_.size()) + part.n_tokens <= model_.n_chunk() &&
+           static_cast<int>(step_.tokens.size()) + part.n_tokens <= model_.n_chunk() &&
            target.cache.lora() == before.target->cache.lora() &&
            (!model_.has_cache() || is_adjacent) &&
            (model_.can_mix_embeddings() || part.n_tokens == before.n_tokens);
@@ -228,7 +273,7 @@ bool batch_builder::fill_decode() {
         return true;
     }
     if (!fill_decode(nullptr)) return false;
-    const auto& leader = *parts_.front().target;
+    const auto& leader = *step_.parts.front().target;
     i_leader_ = static_cast<std::size_t>(leader.id());
     const bool is_mixed = std::any_of(slots_.begin(), slots_.end(), [&](const slot& one) {
         return one.active && one.cache.lora() != leader.cache.lora();
@@ -263,9 +308,9 @@ bool batch_builder::fill_decode(const lora_scales* only) {
         while (end < slots_.size() && is_ready(end)) ++end;
         while (begin > 0 && is_ready(begin - 1)) --begin;
         for (auto i = begin; i < end && try_add(slots_[i], &batch_builder::add_token);) ++i;
-        if (!tokens_.empty()) {
+        if (!step_.tokens.empty()) {
             is_prefill_ = false;
-            add_guesses();
+            guesser_.add_to(step_);
             return true;
         }
     }
@@ -275,16 +320,16 @@ bool batch_builder::fill_decode(const lora_scales* only) {
 // Adds one slot to the step by calling `add`. If that fails, the slot's request ends and the step
 // is unchanged.
 bool batch_builder::try_add(slot& target, bool (batch_builder::*add)(slot&)) {
-    const auto n_tokens = tokens_.size();
-    const auto n_rows = rows_.size();
-    const auto n_parts = parts_.size();
+    const auto n_tokens = step_.tokens.size();
+    const auto n_rows = step_.rows.size();
+    const auto n_parts = step_.parts.size();
     try {
         return (this->*add)(target);
     } catch (...) {
         auto failure = failure_of_request();
-        tokens_.resize(n_tokens);
-        rows_.resize(n_rows);
-        parts_.resize(n_parts);
+        step_.tokens.resize(n_tokens);
+        step_.rows.resize(n_rows);
+        step_.parts.resize(n_parts);
         out_.finish(target, finish_reason::error, std::move(failure));
         return false;
     }
@@ -304,10 +349,11 @@ bool batch_builder::add_prompt(slot& target) {
     const int n_rows_out = needs_outputs(*target.active) ? part.n_rows : 0;
     const auto n_outputs = static_cast<std::size_t>(std::max(n_rows_out, part.samples ? 1 : 0));
     for (std::size_t i = 0; i < n; ++i) {
-        tokens_.push_back({target.id(), prompt[n_done + i], static_cast<std::int32_t>(n_done + i),
-                           i + n_outputs >= n || target.active->is_scored(n_done + i + 1), edits});
+        step_.tokens.push_back(
+            {target.id(), prompt[n_done + i], static_cast<std::int32_t>(n_done + i),
+             i + n_outputs >= n || target.active->is_scored(n_done + i + 1), edits});
     }
-    part.i_token = static_cast<int>(tokens_.size()) - 1;
+    part.i_token = static_cast<int>(step_.tokens.size()) - 1;
     target.active->share->last_chunk = n_fills_;
     add_rows(part);
     return true;
@@ -325,45 +371,46 @@ bool batch_builder::add_token(slot& target) {
     batch_part part{&target, 1, 0, true, true};
     const auto* const edits = target.edits.at(target.cache.size());
     target.cache.go_on_with(edits);
-    part.i_token = static_cast<int>(tokens_.size());
-    tokens_.push_back(
+    part.i_token = static_cast<int>(step_.tokens.size());
+    step_.tokens.push_back(
         {target.id(), target.pending, static_cast<std::int32_t>(target.cache.size()), true, edits});
     add_rows(part);
     return true;
 }
 
-// Guesses how the step's texts go on. Where memory runs out, the tokens alone are the step.
-void batch_builder::add_guesses() {
+void guesser::add_to(batch& step) {
+    drafting_ = {};
     const auto has_ended = [](const batch_part& part) { return !part.target->active; };
-    if (std::ranges::any_of(parts_, has_ended) || std::ranges::none_of(parts_, may_guess)) return;
-    std::size_t n_each = 0, n_rows = rows_.size();
+    if (std::ranges::any_of(step.parts, has_ended) || std::ranges::none_of(step.parts, may_guess))
+        return;
+    std::size_t n_each = 0, n_rows = step.rows.size();
     try {
-        collect_guesses();
-        for (const auto& part : parts_) {
+        collect(step);
+        for (const auto& part : step.parts) {
             auto& target = *part.target;
             auto& draft = target.draft;
-            if (target.active->capture) take_draft_rows(target);
+            if (target.active->capture) take_draft_rows(pool_, target);
             draft.edits = target.edits.at(target.cache.size());
             target.cache.make_place(1 + draft.ids.size());
             n_each = std::max(n_each, draft.ids.size());
             n_rows += draft.rows.size();
         }
-        rows_.reserve(n_rows);
-        tokens_.resize(parts_.size() * (1 + n_each));
+        step.rows.reserve(n_rows);
+        step.tokens.resize(step.parts.size() * (1 + n_each));
     } catch (const std::bad_alloc&) {
-        tokens_.resize(parts_.size());
-        for (const auto& part : parts_) part.target->draft = {};
+        step.tokens.resize(step.parts.size());
+        for (const auto& part : step.parts) part.target->draft = {};
         return;
     }
-    if (n_each > 0) widen(n_each);
+    if (n_each > 0) widen(step, n_each);
 }
 
 // Leaves the guesses of each part in its draft: as many as are worth their time.
-void batch_builder::collect_guesses() {
-    const auto n_parts = static_cast<int>(parts_.size());
+void guesser::collect(const batch& step) {
+    const auto n_parts = static_cast<int>(step.parts.size());
     int n_most = std::min(model_.n_chunk(), model_.n_outputs()) / n_parts - 1;
     bool has_rows = false;
-    for (const auto& part : parts_) {
+    for (const auto& part : step.parts) {
         const auto& target = *part.target;
         const auto* const edits = target.edits.at(target.cache.size());
         n_most = std::min(n_most, model_.n_ctx() - static_cast<int>(target.cache.size()) - 1);
@@ -371,9 +418,9 @@ void batch_builder::collect_guesses() {
         // Whoever watches its steps would see guesses.
         if (target.is_unclear || (edits && edits->is_watched())) n_most = 0;
     }
-    if (n_most <= 0 || (has_rows && !model_.can_draft_rows(parts_.size()))) return;
+    if (n_most <= 0 || (has_rows && !model_.can_draft_rows(step.parts.size()))) return;
     guessed_.clear();
-    for (const auto& part : parts_) {
+    for (const auto& part : step.parts) {
         auto& target = *part.target;
         auto& draft = target.draft;
         const auto n = static_cast<std::size_t>(n_guessable(part, n_most));
@@ -387,8 +434,8 @@ void batch_builder::collect_guesses() {
             draft.ids.assign(guess.begin(), guess.end());
         }
     }
-    const auto n_worth = n_worth_guessing();
-    for (const auto& part : parts_) {
+    const auto n_worth = n_worth_guessing(step);
+    for (const auto& part : step.parts) {
         auto& ids = part.target->draft.ids;
         ids.resize(std::min(ids.size(), n_worth));
     }
@@ -400,13 +447,13 @@ void batch_builder::collect_guesses() {
     if (n_worth == 0) return costs_.fade_draft();
     const auto started = clock::now();
     const int n_chunk = model_.n_chunk();
-    const int n_catch_up = parts_.size() == 1 ? n_chunk : costs_.n_between(n_chunk);
+    const int n_catch_up = step.parts.size() == 1 ? n_chunk : costs_.n_between(n_chunk);
     costs_.note_draft(drafter_->guess(guessed_, static_cast<std::size_t>(n_catch_up)));
     drafting_ = clock::now() - started;
 }
 
 // The most tokens that may be guessed behind this part's: not more than its consumer may be behind.
-int batch_builder::n_guessable(const batch_part& part, int n_most) const {
+int guesser::n_guessable(const batch_part& part, int n_most) const {
     if (!may_guess(part)) return 0;
     const auto& target = *part.target;
     const auto& active = *target.active;
@@ -418,16 +465,17 @@ int batch_builder::n_guessable(const batch_part& part, int n_most) const {
 
 // How many guesses behind each text make the step's tokens come fastest. What they cost the others
 // of the step counts as well: a text of which nothing is guessed may not be held up for long.
-std::size_t batch_builder::n_worth_guessing() const {
+std::size_t guesser::n_worth_guessing(const batch& step) const {
     std::size_t n_longest = 0, n_best = 0;
-    for (const auto& part : parts_) n_longest = std::max(n_longest, part.target->draft.ids.size());
-    const double alone = costs_.of_texts(parts_.size());
-    double best = static_cast<double>(parts_.size()) * least_gain;
+    for (const auto& part : step.parts)
+        n_longest = std::max(n_longest, part.target->draft.ids.size());
+    const double alone = costs_.of_texts(step.parts.size());
+    double best = static_cast<double>(step.parts.size()) * least_gain;
     for (std::size_t n = 1; n <= n_longest; ++n) {
-        double time = costs_.of_texts(parts_.size() * (1 + n));
+        double time = costs_.of_texts(step.parts.size() * (1 + n));
         if (!guessed_.empty()) time += costs_.of_draft() * static_cast<double>(n);
         double sum = 0, least = std::numeric_limits<double>::max();
-        for (const auto& part : parts_) {
+        for (const auto& part : step.parts) {
             const auto& target = *part.target;
             const auto n_own = std::min(n, target.draft.ids.size());
             const double n_true = n_own == 0                 ? 0
@@ -442,64 +490,18 @@ std::size_t batch_builder::n_worth_guessing() const {
     return n_best;
 }
 
-// Blocks for the rows of the guesses, which the pool may have fewer of. They are the token's once
-// its guess has come true, and go back before the next step otherwise.
-void batch_builder::take_draft_rows(slot& target) {
-    auto& draft = target.draft;
-    const auto& plan = target.active->capture;
-    draft.rows.reserve(draft.ids.size());
-    while (draft.rows.size() < draft.ids.size()) {
-        const auto n_before = target.cache.size() + 1 + draft.rows.size();
-        const auto layout = plan->layout(static_cast<int>(n_before) + 1);
-        auto block = pool_.try_take(layout.size_bytes);
-        if (!block) break;
-        draft.rows.push_back({std::move(block), plan, layout, nullptr});
-    }
-    draft.ids.resize(draft.rows.size());
-}
-
-// Makes a run of each part's token: `n_each` tokens behind it. Requires room in tokens_ and rows_.
-void batch_builder::widen(std::size_t n_each) {
-    n_guessed_ = n_each;
-    // A row of the last layer is found by its distance from the end of the step.
-    const bool needs_outputs =
-        std::ranges::any_of(rows_, [](const step_rows& one) { return one.plan->needs_outputs(); });
-    for (auto& row : rows_) row.i_token *= static_cast<int>(1 + n_each);
-    for (auto i_part = parts_.size(); i_part-- > 0;) {
-        auto& part = parts_[i_part];
-        auto& draft = part.target->draft;
-        auto token = tokens_[i_part];
-        part.i_token = static_cast<int>(i_part * (1 + n_each));
-        auto to = tokens_.begin() + part.i_token;
-        *to = token;
-        draft.i_token = part.i_token + 1;
-        for (std::size_t i = 0; i < n_each; ++i) {
-            const bool is_guess = i < draft.ids.size();
-            if (is_guess) token.id = draft.ids[i];
-            token.wants_logits = is_guess || needs_outputs;
-            ++token.position;
-            *++to = token;
-            if (i >= draft.rows.size()) continue;
-            const auto& rows = draft.rows[i];
-            rows_.push_back({rows.plan, draft.i_token + static_cast<int>(i), token.position + 1,
-                             rows.layout, rows.block->data()});
-        }
-        part.target->cache.expect_unknown();
-    }
-}
-
 void batch_builder::add_rows(const batch_part& part) {
     const auto& target = *part.target;
     if (part.samples) served_at_[static_cast<std::size_t>(target.id())] = n_fills_;
-    const int n_columns = tokens_.back().position + 1;
+    const int n_columns = step_.tokens.back().position + 1;
     if (const auto& rows = target.prompt_rows; rows.block) {
         const int n_visible = model_.has_cache() ? n_columns - part.n_rows + 1 : n_columns;
-        rows_.push_back({rows.plan, part.i_token - part.n_rows + 1, n_visible, rows.layout,
-                         rows.block->data()});
+        step_.rows.push_back({rows.plan, part.i_token - part.n_rows + 1, n_visible, rows.layout,
+                              rows.block->data()});
     }
     if (const auto& rows = target.rows; rows.block)
-        rows_.push_back({rows.plan, part.i_token, n_columns, rows.layout, rows.block->data()});
-    parts_.push_back(part);
+        step_.rows.push_back({rows.plan, part.i_token, n_columns, rows.layout, rows.block->data()});
+    step_.parts.push_back(part);
 }
 
 // The most tokens of a prompt that its next step takes.

@@ -48,6 +48,46 @@ struct batch_part {
     bool ends_embedding() const { return is_end() && target->active->embeds; }
 };
 
+// A step: its tokens, and where their rows go.
+struct batch {
+    std::vector<step_token> tokens;
+    std::vector<step_rows> rows;
+    std::vector<batch_part> parts;
+    // Of each part, tokens behind its own: guesses (slot::draft), and what fills the run up.
+    std::size_t n_guessed = 0;
+};
+
+// Guesses how the texts of a step go on, as far as that is worth its time.
+class guesser {
+public:
+    using clock = std::chrono::steady_clock;
+
+    guesser(runner& model, block_pool& pool, slot_table& slots, delivery& out, step_costs& costs)
+        : model_(model), pool_(pool), slots_(slots), out_(out), costs_(costs) {
+        if (auto* const smaller = model.draft_model()) drafter_.emplace(*smaller);
+    }
+
+    // Puts guesses behind the tokens of a step of texts. Where memory runs out, the tokens alone
+    // are the step.
+    void add_to(batch& step);
+    // The time that a second model took for that step.
+    clock::duration drafting() const { return drafting_; }
+
+private:
+    void collect(const batch& step);
+    int n_guessable(const batch_part& part, int n_most) const;
+    std::size_t n_worth_guessing(const batch& step) const;
+
+    runner& model_;
+    block_pool& pool_;
+    slot_table& slots_;
+    delivery& out_;
+    step_costs& costs_;
+    std::optional<model_drafter> drafter_;
+    std::vector<model_drafter::text> guessed_;  // what it is to guess on; scratch
+    clock::duration drafting_{};
+};
+
 class batch_builder {
 public:
     using clock = std::chrono::steady_clock;
@@ -61,9 +101,9 @@ public:
           out_(out),
           counters_(counters),
           costs_(max_gap),
+          guesser_(model, pool, slots, out, costs_),
           served_at_(slots.size()) {
         order_.reserve(slots.size());
-        if (auto* const smaller = model.draft_model()) drafter_.emplace(*smaller);
     }
 
     // Fills the next step. Prefill and decode steps alternate, so that a long prompt does not stall
@@ -72,7 +112,10 @@ public:
     bool fill();
 
     // The step took so long.
-    void note(clock::duration took) { costs_.note(is_prefill_, tokens_.size(), took - drafting_); }
+    void note(clock::duration took) {
+        if (!is_prefill_) took -= guesser_.drafting();
+        costs_.note(is_prefill_, step_.tokens.size(), took);
+    }
 
     // Until when prompts wait for others that come with them, as they do from clients that began at
     // one moment: they then go through the model together, and none of the texts waits for another
@@ -81,14 +124,10 @@ public:
     std::optional<clock::time_point> company_until();
 
     // The current step; valid until the next fill().
-    std::span<const step_token> tokens() const { return tokens_; }
-    // Of each part, tokens behind its own: guesses (slot::draft), and what fills the run up.
-    std::size_t n_guessed() const { return n_guessed_; }
-    std::span<const step_rows> rows() const { return rows_; }
-    std::span<const batch_part> parts() const { return parts_; }
+    const batch& step() const { return step_; }
     // False if a text in it goes on. Call before the step's tokens are handed out.
     bool is_prefill() const {
-        return std::all_of(parts_.begin(), parts_.end(),
+        return std::all_of(step_.parts.begin(), step_.parts.end(),
                            [](const batch_part& part) { return part.is_prompt(); });
     }
 
@@ -102,12 +141,6 @@ private:
     bool add_prompt(slot& target);
     bool prepare_token(slot& target);
     bool add_token(slot& target);
-    void add_guesses();
-    void collect_guesses();
-    int n_guessable(const batch_part& part, int n_most) const;
-    std::size_t n_worth_guessing() const;
-    void take_draft_rows(slot& target);
-    void widen(std::size_t n_each);
     void add_rows(const batch_part& part);
     int n_most(const slot& target) const;
     batch_part next_chunk(slot& target) const;
@@ -120,14 +153,9 @@ private:
     slot_table& slots_;
     delivery& out_;
     engine_counters& counters_;
-    std::vector<step_token> tokens_;
-    std::vector<step_rows> rows_;
-    std::vector<batch_part> parts_;
-    std::size_t n_guessed_ = 0;
-    std::optional<model_drafter> drafter_;
-    std::vector<model_drafter::text> guessed_;  // what it is to guess on; scratch
-    clock::duration drafting_{};                // of the time of this step
+    batch step_;
     step_costs costs_;
+    guesser guesser_;
     bool is_prefill_ = false;
     std::uint64_t n_fills_ = 0;
     // A prompt's step holds the texts of other owners up: then they have as much time to go on.

@@ -259,7 +259,7 @@ bool engine_loop::step() {
 }
 
 void engine_loop::decode() {
-    const auto parts = batch_.parts();
+    const auto& parts = batch_.step().parts;
     const bool reads_logits = std::ranges::any_of(parts, [](const batch_part& part) {
         return part.samples || part.target->active->n_scores > 0;
     });
@@ -270,7 +270,7 @@ void engine_loop::decode() {
     heart_->enter(engine_phase::decoding);
     try {
         model_.use(parts.front().target->cache.lora());  // the same for all parts
-        result = model_.decode(batch_.tokens(), batch_.rows(), output);
+        result = model_.decode(batch_.step().tokens, batch_.step().rows, output);
     } catch (...) {
         const auto failure = failure_of_request();
         for (const auto& part : parts) {
@@ -281,12 +281,12 @@ void engine_loop::decode() {
         }
         return;
     }
-    slots_.append(batch_.tokens(), batch_.n_guessed());
+    slots_.append(batch_.step().tokens, batch_.step().n_guessed);
     out_.collect();  // the rows of the step before came while this one was started
     out_.begin_step();
     // The CPU's rows are there; a device's compute is known to have ended once the logits are
     // there.
-    if (!batch_.rows().empty() && result.transfer == 0) out_.note_computed();
+    if (!batch_.step().rows.empty() && result.transfer == 0) out_.note_computed();
     ++counters_.n_decodes;
     for (const auto& part : parts) {
         (part.is_prompt() ? counters_.n_prompt_tokens : counters_.n_decoded_tokens) +=
@@ -295,7 +295,7 @@ void engine_loop::decode() {
     for (const auto& part : parts) {
         heart_->enter(engine_phase::sampling);
         // What filled its run up.
-        if (batch_.n_guessed() > 0 && part.target->draft.ids.empty())
+        if (batch_.step().n_guessed > 0 && part.target->draft.ids.empty())
             slots_.drop_draft(*part.target);
         const auto asked = part.target->active;
         if (!asked) continue;  // its rows of the previous step did not arrive
@@ -335,10 +335,11 @@ void engine_loop::hand_out(const batch_part& part, const step_result& result) {
     if (target.usage.completion_tokens == 0 && target.text.empty()) target.prefilled = clock::now();
     float* const logits = model_.logits(part.i_token);
     if (result.transfer != 0) out_.note_computed();
-    if (target.rows.block && batch_.rows().size() == 1) target.rows.written_at = result.written_at;
+    if (target.rows.block && batch_.step().rows.size() == 1)
+        target.rows.written_at = result.written_at;
     target.is_unclear = false;
     if (!target.draft.ids.empty()) keep_draft(target);
-    sample(target, logits, batch_.n_guessed() > 0);
+    sample(target, logits, batch_.step().n_guessed > 0);
     follow_draft(target);
 }
 
