@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <span>
 #include <string>
 #include <utility>
 #include "tap/plan.h"
@@ -21,11 +22,6 @@ constexpr float no_tie = -1.0F;
 const error lost_error(
     errc::closed, "the engine was closed while a step hung, which did not end; make a new Engine");
 const error no_memory_for_work(errc::out_of_memory, "no memory left; the slot holds what it held");
-
-[[noreturn]] void throw_pick_limit(double limit_s) {
-    throw error(errc::invalid_sampling, "choosing one token took more than ", limit_s,
-                " s, which is the limit; simplify the grammar, json_schema or regex");
-}
 
 // The nodes that the running requests want in every graph. Those of an
 // ended request stay until the next one arrives: alternating requests with the same plan then share
@@ -72,6 +68,7 @@ engine_loop::engine_loop(runner& model, std::shared_ptr<block_pool> pool,
       slots_(model, given.least_turn, given.kept),
       lane_(2 * static_cast<std::size_t>(model.n_slots()), bell_),
       out_(model, slots_, lane_, counters_),
+      sampling_(model, slots_, lane_, out_, counters_),
       batch_(model, *pool_, slots_, out_, counters_, given.max_gap) {}
 
 void engine_loop::run() {
@@ -112,7 +109,13 @@ bool engine_loop::take_commands() {
         switch (next.what) {
             case kind::none: return true;
             case kind::close: return false;
-            case kind::cancel: cancel(next.of); break;
+            case kind::cancel:
+                if (const auto parked = parked_.take(next.of)) {
+                    out_.end_parked(*parked, finish_reason::cancelled);
+                } else {
+                    out_.cancel(next.of);
+                }
+                break;
             case kind::answer: take_answer(next.of, std::move(next.answer)); break;
             case kind::work: {
                 std::optional<error> failure;
@@ -127,21 +130,13 @@ bool engine_loop::take_commands() {
     }
 }
 
-void engine_loop::cancel(const std::shared_ptr<request>& wanted) {
-    if (const auto parked = parked_.take(wanted)) {
-        out_.end_parked(*parked, finish_reason::cancelled);
-    } else {
-        out_.cancel(wanted);
-    }
-}
-
 void engine_loop::take_answer(const std::shared_ptr<request>& of, pass_answer answer) {
     if (auto* const target = slots_.running(of)) {
         try {
             const bool has_edits = answer.edits != nullptr;
             out_.take(*target, std::move(answer));
             if (has_edits) model_.want(plan_of(slots_));
-            follow_draft(*target);
+            sampling_.follow_draft(*target);
         } catch (...) {
             out_.fail(*target, of);
         }
@@ -243,7 +238,7 @@ void engine_loop::go_on(parked_request one) {
 bool engine_loop::step() {
     const auto started = clock::now();
     heart_->enter(engine_phase::filling);
-    const bool has_picked = take_picked();
+    const bool has_picked = sampling_.take_picked(last_decode_);
     if (batch_.fill()) {
         const bool is_prefill = batch_.is_prefill();
         decode();
@@ -337,43 +332,37 @@ void engine_loop::hand_out(const batch_part& part, const step_result& result) {
     if (result.transfer != 0) out_.note_computed();
     if (target.rows.block && batch_.step().rows.size() == 1)
         target.rows.written_at = result.written_at;
-    target.is_unclear = false;
-    if (!target.draft.ids.empty()) keep_draft(target);
-    sample(target, logits, batch_.step().n_guessed > 0);
-    follow_draft(target);
-}
-
-// Copies the logits of guesses that are not looked at before the next step.
-void engine_loop::keep_draft(slot& target) {
-    auto& draft = target.draft;
-    target.usage.draft_tokens += static_cast<int>(draft.ids.size());
-    ++counters_.n_drafts;
-    counters_.n_draft_tokens += draft.ids.size();
-    if (!target.active->is_steered && !target.ticket && !target.picker->is_slow()) return;
-    const auto n_vocab = static_cast<std::size_t>(model_.n_vocab());
-    draft.logits.reserve(draft.ids.size() * n_vocab);
-    for (std::size_t i = 0; i < draft.ids.size(); ++i) {
-        const auto* const row = model_.logits(draft.i_token + static_cast<int>(i));
-        draft.logits.insert(draft.logits.end(), row, row + n_vocab);
-    }
+    sampling_.go_on(target, logits, batch_.step().n_guessed > 0);
 }
 
 // ---- sample
 
-// The vocabulary's logits go with the rows.
-void engine_loop::keep_logits(slot& target, const float* logits) {
-    const auto& rows = target.rows;
-    if (!rows.block || !rows.layout.has_logits) return;
-    std::memcpy(rows.block->data() + rows.layout.logits_offset, logits,
-                sizeof(float) * static_cast<std::size_t>(model_.n_vocab()));
+void slot_sampler::go_on(slot& target, float* logits, bool is_wide) {
+    target.is_unclear = false;
+    if (auto& draft = target.draft; !draft.ids.empty()) {
+        target.usage.draft_tokens += static_cast<int>(draft.ids.size());
+        ++counters_.n_drafts;
+        counters_.n_draft_tokens += draft.ids.size();
+        // Copies those that are not looked at before the next step.
+        if (target.active->is_steered || target.ticket || target.picker->is_slow()) {
+            const auto n_vocab = static_cast<std::size_t>(model_.n_vocab());
+            draft.logits.reserve(draft.ids.size() * n_vocab);
+            for (std::size_t i = 0; i < draft.ids.size(); ++i) {
+                const auto* const row = model_.logits(draft.i_token + static_cast<int>(i));
+                draft.logits.insert(draft.logits.end(), row, row + n_vocab);
+            }
+        }
+    }
+    sample(target, logits, is_wide);
+    follow_draft(target);
 }
 
 // Samples here, or in the lane if the picker may take long, or leaves it to the consumer of a
-// steered request: in both cases the slot then stays out of steps. `is_wide`: the logits are of a
-// step with guesses, which rounds otherwise.
-void engine_loop::sample(slot& target, float* logits, bool is_wide) {
+// steered request: in both cases the slot then stays out of steps.
+void slot_sampler::sample(slot& target, float* logits, bool is_wide) {
     const std::span row(logits, static_cast<std::size_t>(model_.n_vocab()));
-    keep_logits(target, logits);
+    if (const auto& rows = target.rows; rows.block && rows.layout.has_logits)  // with the rows
+        std::memcpy(rows.block->data() + rows.layout.logits_offset, logits, row.size_bytes());
     if (target.picker && target.picker->is_slow())
         target.ticket = std::make_shared<sampler_lane::ticket>(std::move(target.picker));
     if (!target.ticket) {
@@ -390,10 +379,7 @@ void engine_loop::sample(slot& target, float* logits, bool is_wide) {
     change(target.state, slot_state::sampling);
 }
 
-// Hands out what follows a slot's last token for as long as that was guessed: each next token is
-// sampled as if its step had been a step of its own, from the logits that this one left. Neither
-// the picker nor the consumer can tell the difference.
-void engine_loop::follow_draft(slot& target) {
+void slot_sampler::follow_draft(slot& target) {
     while (take_guess(target)) {
         auto& draft = target.draft;
         const auto i = draft.n_true - 1;
@@ -407,7 +393,7 @@ void engine_loop::follow_draft(slot& target) {
 
 // True: the slot's last token is the one that was guessed, and the cache has it now. Otherwise, or
 // if it was evaluated with other edits than it should be, the guesses are dropped.
-bool engine_loop::take_guess(slot& target) {
+bool slot_sampler::take_guess(slot& target) {
     auto& draft = target.draft;
     if (draft.ids.empty() || target.state == slot_state::sampling ||
         target.state == slot_state::steered) {
@@ -435,20 +421,19 @@ bool engine_loop::take_guess(slot& target) {
 
 // Takes the slot's last token back into the next step, which has no guesses: what rounding decides
 // is decided as without them.
-void engine_loop::evaluate_alone(slot& target) {
+void slot_sampler::evaluate_alone(slot& target) {
     ++counters_.n_ties;
     target.cache.truncate(target.cache.size() - 1);
     slots_.drop_draft(target);
     target.is_unclear = true;
 }
 
-// Delivers the tokens that the lane has picked since. False: there were none.
-bool engine_loop::take_picked() {
+bool slot_sampler::take_picked(clock::duration last_step) {
     const auto is_sampling = [](const slot& one) { return one.state == slot_state::sampling; };
     if (std::none_of(slots_.begin(), slots_.end(), is_sampling)) return false;
     // Waiting for a picker that is nearly done keeps its slot in the batch. Costs less than a step,
     // and at most once per token.
-    lane_.await_quick(std::min<clock::duration>(longest_lane_wait, last_decode_ / 2));
+    lane_.await_quick(std::min<clock::duration>(longest_lane_wait, last_step / 2));
     bool has_picked = false;
     for (auto& target : slots_) {
         if (!is_sampling(target)) continue;
@@ -458,7 +443,11 @@ bool engine_loop::take_picked() {
         target.deadline.reset();
         const auto asked = target.active;
         try {
-            if (!is_done) throw_pick_limit(asked->pick_limit.count());
+            if (!is_done) {
+                throw error(errc::invalid_sampling, "choosing one token took more than ",
+                            asked->pick_limit.count(),
+                            " s, which is the limit; simplify the grammar, json_schema or regex");
+            }
             change(target.state, slot_state::decode);
             if (auto picked = lane_.take(*target.ticket)) {
                 out_.put(target, std::move(*picked));

@@ -39,6 +39,39 @@ struct pace {
     checkpoint_options kept{};
 };
 
+// What follows a slot's last token: sampled from the logits of a step, here, in the sampler lane or
+// by the consumer of a steered request; then the guesses that came true.
+class slot_sampler {
+public:
+    using clock = std::chrono::steady_clock;
+
+    slot_sampler(runner& model, slot_table& slots, sampler_lane& lane, delivery& out,
+                 engine_counters& counters)
+        : model_(model), slots_(slots), lane_(lane), out_(out), counters_(counters) {}
+
+    // Hands out what the logits of a slot's last token give. `is_wide`: they are of a step with
+    // guesses, which rounds otherwise.
+    void go_on(slot& target, float* logits, bool is_wide);
+    // Hands out what follows a slot's last token for as long as that was guessed: each next token is
+    // sampled as if its step had been a step of its own, from the logits that this one left. Neither
+    // the picker nor the consumer can tell the difference.
+    void follow_draft(slot& target);
+    // Delivers the tokens that the lane has picked since. False: there were none. `last_step`: how
+    // long it took.
+    bool take_picked(clock::duration last_step);
+
+private:
+    void sample(slot& target, float* logits, bool is_wide);
+    bool take_guess(slot& target);
+    void evaluate_alone(slot& target);
+
+    runner& model_;
+    slot_table& slots_;
+    sampler_lane& lane_;
+    delivery& out_;
+    engine_counters& counters_;
+};
+
 class engine_loop {
 public:
     using clock = std::chrono::steady_clock;
@@ -61,20 +94,12 @@ public:
 private:
     bool take_commands();
     void take_answer(const std::shared_ptr<request>& of, pass_answer answer);
-    void cancel(const std::shared_ptr<request>& wanted);
     void admit();
     void start(const std::shared_ptr<request>& wanted);
     void go_on(parked_request one);
     bool step();
     void decode();
     void hand_out(const batch_part& part, const step_result& result);
-    void keep_draft(slot& target);
-    void keep_logits(slot& target, const float* logits);
-    void sample(slot& target, float* logits, bool is_wide);
-    void follow_draft(slot& target);
-    bool take_guess(slot& target);
-    void evaluate_alone(slot& target);
-    bool take_picked();
     bool may_displace(const request& queued) const;
     bool make_way();
     void park(slot& target);
@@ -94,6 +119,7 @@ private:
     clock::time_point looked_for_way_;  // when make_way() last began
     sampler_lane lane_;
     delivery out_;
+    slot_sampler sampling_;
     batch_builder batch_;
     clock::duration last_decode_{};
 };

@@ -139,6 +139,36 @@ def test_cpp_file_includes_only_layers_below(path: Path):
     assert violations(part, used, CPP_LAYERS) == []
 
 
+NO_CODE = re.compile(r'//[^\n]*|^ *#[^\n]*|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])\'', re.MULTILINE)
+
+
+def private_functions(text: str) -> dict[str, int]:
+    """Count them for each class of C++; those of a class within it are its own."""
+    text, found = NO_CODE.sub("", text), dict[str, int]()
+    while block := re.search(r"([^;{}]*)\{([^{}]*)\}", text):  # the innermost first
+        if kind := re.search(r"(?<!enum )\b(class|struct)\s+(\w+)[^()]*$", block[1]):
+            default = "private:" if kind[1] == "class" else "public:"
+            parts = re.split(r"\b(public|protected|private)\s*:", default + block[2])
+            private = ";".join(
+                parts[i + 1] for i in range(1, len(parts), 2) if parts[i] == "private"
+            )
+            while private != (private := re.sub(r"<[^<>;]*>", "", private)):
+                pass
+            functions = re.findall(r"(?:^|;)(?!\s*(?:using|friend)\b)[^=(;]*\w\s*\(", private)
+            found[kind[2]] = len(functions)
+        text = f"{text[: block.start()]}{block[1]};{text[block.end() :]}"
+    return found
+
+
+def test_private_functions_of_a_class_fit_in_a_head():
+    own = (
+        "class a { void b(); struct c { int d() { return 1; } }; public: int e(); private: a(); };"
+    )
+    assert private_functions(own) == {"a": 2, "c": 0}
+    counts = [private_functions(path.read_text(encoding="utf-8")) for path in CPP_FILES]
+    assert {name: n for of_file in counts for name, n in of_file.items() if n > 15} == {}
+
+
 @pytest.mark.parametrize("path", PYTHON_FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_python_file_imports_only_inwards(path: Path):
     assert python_violations(part_of(path), imported_parts(path)) == []
