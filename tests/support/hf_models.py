@@ -10,6 +10,7 @@ the package gguf that goes with it, from the pinned archive into kqview's cache,
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import sys
 from dataclasses import dataclass, field, replace
@@ -64,41 +65,109 @@ def _conversion() -> Any:
 
 @dataclass(frozen=True)
 class Arch:
-    """What differs from `SIZES`, and what its modules are called inside of a layer."""
+    """What differs from `SIZES`, and what modules of a layer are called."""
 
     config: dict[str, Any] = field(default_factory=dict)
     attention: str = "self_attn"
     projection: str = "self_attn.o_proj"
-    has_gelu: bool = False
-    """llama.cpp looks it up in a table of float16."""
+    """What the outputs of heads go through."""
+    mask: str = "attention_mask"
+    """The argument of `attention` that is added to its scores."""
     is_encoder: bool = False
     older: dict[str, Any] = field(default_factory=dict)
     """Keys that the converter reads, and this version of transformers does not write."""
 
 
+MOE = {
+    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32, "norm_topk_prob": True,
+}  # fmt: skip
+# Attention whose keys and values are made of a few latent values.
+MLA = {
+    "q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+    "v_head_dim": 16, "num_key_value_heads": N_HEADS, "first_k_dense_replace": 1,
+    "n_shared_experts": 1, "n_group": 1, "topk_group": 1,
+}  # fmt: skip
+GPT2 = {"n_embd": 64, "n_layer": N_LAYERS, "n_head": N_HEADS, "n_positions": 256}
+MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16}
+HEAD = {"head_dim": 16}
+FULL = {"num_key_value_heads": N_HEADS}
+LOCAL = {"sliding_window": WINDOW}
+GLOBAL = {"sliding_window": None}
+SOFT = {"query_pre_attn_scalar": 16}
 # By the names that transformers has for them.
 ARCHS: dict[str, Arch] = {
     "llama": Arch(),
+    "mixtral": Arch({**MOE, **GLOBAL}),
     "qwen2": Arch(),
     "qwen3": Arch({"head_dim": 32}),
-    "gemma2": Arch(
-        {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": WINDOW}, has_gelu=True
+    "qwen3_moe": Arch({**HEAD, **MOE}),
+    "gemma": Arch(HEAD),
+    "gemma2": Arch({
+        **HEAD, **LOCAL, **SOFT, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0,
+    }),
+    "gemma3_text": Arch({**HEAD, **LOCAL, **SOFT}),
+    "phi": Arch({**FULL, "intermediate_size": 256}, projection="self_attn.dense"),
+    "phi3": Arch(GLOBAL),
+    "gpt2": Arch(GPT2, "attn", "attn.c_proj", older={"n_ctx": 256}),
+    "gpt_bigcode": Arch({**GPT2, "n_inner": 256}, "attn", "attn.c_proj"),
+    "gpt_neox": Arch({}, "attention", "attention.dense", older={"rotary_pct": 0.25}),
+    "falcon": Arch(
+        {"multi_query": True, "num_kv_heads": 1, "ffn_hidden_size": 256}, "self_attention",
+        "self_attention.dense",
     ),
-    "gpt_neox": Arch(
-        {"hidden_act": "gelu_new"}, "attention", "attention.dense", has_gelu=True,
-        older={"rotary_pct": 0.25},
+    "mpt": Arch(
+        {"d_model": 64, "n_heads": N_HEADS, "n_layers": N_LAYERS, "max_seq_len": 256}, "attn",
+        "attn.out_proj", "position_bias",
     ),
     "bloom": Arch(
-        {"n_layer": N_LAYERS, "n_head": N_HEADS}, "self_attention", "self_attention.dense",
-        has_gelu=True,
+        {"n_layer": N_LAYERS, "n_head": N_HEADS}, "self_attention", "self_attention.dense"
     ),
+    "starcoder2": Arch(GLOBAL),
+    "stablelm": Arch({"use_parallel_residual": True}),
+    "olmo": Arch(),
     "olmo2": Arch(),
+    "olmo3": Arch(LOCAL),
+    "olmoe": Arch({**MOE, **FULL, "norm_topk_prob": False}),
+    "cohere": Arch({"logit_scale": 1.0}),
+    "cohere2": Arch({**LOCAL, "logit_scale": 1.0}, older={"rotary_pct": 1.0}),
     "granite": Arch({"residual_multiplier": 0.5, "attention_multiplier": 0.3}),
+    "granitemoehybrid": Arch({
+        **MOE, **MAMBA, "shared_intermediate_size": 32,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    }, older={"layer_types": ["mamba", "attention", "mamba"]}),
+    "deepseek_v2": Arch({**MOE, **MLA, "norm_topk_prob": False}),
+    "deepseek_v3": Arch({**MOE, **MLA}, older={"scoring_func": "sigmoid"}),
+    "gpt_oss": Arch({
+        **MOE, **HEAD, **LOCAL, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    }),
+    "nemotron": Arch(),
+    "glm": Arch({**HEAD, "rms_norm_eps": 1e-5}),
+    "glm4": Arch(HEAD),
+    "exaone4": Arch({**GLOBAL, "layer_types": ["full_attention"] * N_LAYERS}),
+    "smollm3": Arch(),
+    "seed_oss": Arch(HEAD),
+    "ernie4_5": Arch(HEAD),
+    "arcee": Arch(),
+    "apertus": Arch(),
+    "hunyuan_v1_dense": Arch(HEAD),
+    "minimax_m2": Arch({**HEAD, **MOE}, older={"rotary_dim": 16, "scoring_func": "sigmoid"}),
+    "lfm2": Arch(
+        {"layer_types": ["conv", "full_attention", "conv"], "block_auto_adjust_ff_dim": False},
+        projection="self_attn.out_proj",
+    ),
+    "jamba": Arch({
+        **MOE, "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2,
+        "mamba_d_state": 8, "use_mamba_kernels": False,
+    }),
+    "falcon_h1": Arch({**HEAD, **MAMBA, "mamba_d_ssm": 128}),
+    "bert": Arch(FULL, "attention.self", "attention.output.dense", is_encoder=True),
+    "eurobert": Arch({"classifier_pooling": "mean"}, is_encoder=True),
 }  # fmt: skip
 
 
 def make(name: str) -> Any:
-    """The model in float32 on eager attention; the weights depend only on *name*."""
+    """The model on eager attention: float32 weights, which depend only on *name*, as float64."""
     import torch
     import transformers
 
@@ -107,15 +176,19 @@ def make(name: str) -> Any:
     config = transformers.AutoConfig.for_model(name, **{**SIZES, **arch.config})
     kind = transformers.AutoModel if arch.is_encoder else transformers.AutoModelForCausalLM
     model = kind.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    model.set_experts_implementation("eager")
     with torch.no_grad():
         for one in model.parameters():
             noise = torch.randn_like(one)
             one.copy_(one + 0.1 * noise if one.ndim == 1 else noise * one.shape[-1] ** -0.5)
-    for one in model.modules():
-        if "gelu" in type(one).__name__.lower():
-            one.register_forward_pre_hook(_round)
-            one.register_forward_hook(_round)
-    return model
+    for one in gelus(model):
+        one.forward = _gelu
+    return model.double()
+
+
+def gelus(model: Any) -> list[Any]:
+    """Its modules that compute GELU."""
+    return [one for one in model.modules() if "gelu" in type(one).__name__.lower()]
 
 
 def layers(model: Any) -> Any:
@@ -126,25 +199,32 @@ def layers(model: Any) -> Any:
     return max(lists, key=len)
 
 
-def _round(_module: Any, values: Any, *output: Any) -> Any:
-    """What GELU is given, or returns, in float16 as in llama.cpp's table."""
-    (x,) = output or values
-    return x.half().float()
+def _gelu(x: Any) -> Any:
+    """By tanh, of a value in float16 and returned in it, as llama.cpp's table has it."""
+    import torch
+
+    rounded = torch.nn.functional.gelu(x.half().float(), approximate="tanh").half()
+    return torch.where(x.abs() < 10, rounded.to(x.dtype), x.clamp(min=0))
 
 
 def convert(model: Any, folder: Path) -> Path:
     """Write *model* as transformers does, and that as a GGUF without a vocabulary."""
-    older = ARCHS[model.config.model_type].older
+    arch = ARCHS[model.config.model_type]
     conversion = _conversion()
-    model.save_pretrained(folder)
-    (name,) = model.config.architectures
+    model.float().save_pretrained(folder)
+    model.double()
+    vocabulary = {"model": {"vocab": dict.fromkeys(map(str, range(N_VOCAB)))}, "added_tokens": []}
+    (folder / "tokenizer.json").write_text(json.dumps(vocabulary), "utf-8")  # gemma3 counts it
+    name = model.config.architectures[0].replace("Mpt", "MPT")
     of = conversion.ModelBase.from_model_architecture(name)
-    hparams = {**conversion.ModelBase.load_hparams(folder, False), **older}
+    hparams = {**conversion.ModelBase.load_hparams(folder, False), **arch.older}
     ftype = conversion.base.gguf.LlamaFileType.ALL_F32
 
     def set_vocab(self: Any) -> None:
         self._set_vocab_none()
         self.gguf_writer.add_vocab_size(N_VOCAB)
+        if arch.is_encoder:
+            self.gguf_writer.add_token_type_count(self.hparams.get("type_vocab_size", 0))
 
     path = folder.with_suffix(".gguf")
     with mock.patch.object(of, "set_vocab", set_vocab):
