@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kqview import Capture, Engine, errors
+from kqview import Capture, Edit, Engine, errors
 from tests.support import tiny_gguf
 from tests.support.processes import free_port
 from tests.support.rpc_server import HOST, RpcServer, serving
@@ -480,6 +480,33 @@ def test_rows_of_several_slots_over_two_servers_equal_local_ones(
     got = all_of(make_engine(tiny_qwen2, n_slots=3, rpc_servers=endpoints, **EXACT))
     assert_rows_equal(got[0] + got[1], want[0] + want[1], 1e-5)
     assert got[2] == [None] * 8
+
+
+def test_edits_over_two_servers_equal_local_ones(
+    make_engine: MakeEngine, tiny_qwen2: Path, servers: list[RpcServer]
+) -> None:
+    endpoints = [server.endpoint for server in servers]
+    local = make_engine(tiny_qwen2, **EXACT)
+    engine = make_engine(tiny_qwen2, rpc_servers=endpoints, **EXACT)
+    vector = np.random.default_rng(1).normal(size=local.model.n_embd)
+    capture = Capture("probs", hidden="all")
+
+    def all_of(engine: Engine, edit: Edit | None) -> list[F32]:
+        options: dict[str, Any] = {"capture": capture, "edits": edit, **ROW_GREEDY}
+        tokens = list(engine.generate(ROW_PROMPT, max_tokens=3, **options))
+        return [np.array(one) for token in tokens for one in (token.attention, token.hidden)]
+
+    plain = all_of(local, None)
+    for edit in (
+        Edit.add(vector, [0, 2], scale=0.7),
+        Edit.scale_heads({(0, 1): 0.0, (2, -1): 2.0}),
+        Edit.attention_bias([(2, 7)], 1.5),
+    ):
+        want = all_of(local, edit)
+        assert_rows_equal(all_of(engine, edit), want, 1e-5)
+        assert not np.allclose(want[0], plain[0], rtol=1e-3)
+    with pytest.raises(errors.UnsupportedModel, match="edits: scores of layer 0"):
+        all_of(engine, Edit.attention_bias([(2, 7)], 1.5, layers=[0], heads=[1]))
 
 
 def test_captured_and_plain_requests_alternate_over_a_server(
