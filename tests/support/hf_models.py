@@ -162,6 +162,10 @@ ARCHS: dict[str, Arch] = {
     }),
     "falcon_h1": Arch({**HEAD, **MAMBA, "mamba_d_ssm": 128}),
     "bert": Arch(FULL, "attention.self", "attention.output.dense", is_encoder=True),
+    "modernbert": Arch(
+        {**FULL, "local_attention": 2 * WINDOW}, "attn", "attn.Wo", is_encoder=True,
+        older={"layer_norm_eps": 1e-5, "global_attn_every_n_layers": 3},
+    ),
     "eurobert": Arch({"classifier_pooling": "mean"}, is_encoder=True),
 }  # fmt: skip
 
