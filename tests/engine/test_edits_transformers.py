@@ -247,6 +247,23 @@ def test_an_edit_is_the_intervention_of_a_forward_hook(
     assert min(seen.values()) > 10 * peer.limit, seen
 
 
+@pytest.mark.parametrize("peer", ["llama", "qwen2"], indirect=True)
+def test_a_hook_of_a_part_is_that_of_transformers(peer: Peer) -> None:
+    def doubled(x: Any) -> Any:
+        return 2.0 * x
+
+    plain, last = peer.plain, len(peer.layers) - 1
+    for module, at, layer in (
+        (peer.projection(0), "attention_out", 0),
+        (peer.layers[last].mlp, "mlp_out", last),
+    ):
+        peer.behind(module, doubled)
+        want = peer.theirs()
+        found = peer.differences(peer.ours(Edit.hook(doubled, at=at, layers=[layer])), want)
+        assert max(found.values()) <= peer.limit, found
+        assert peer.differences(plain, want)["logits"] > 10 * peer.limit
+
+
 def test_patching_ranks_heads_as_transformers_does(make_engine: MakeEngine) -> None:
     import torch
 
