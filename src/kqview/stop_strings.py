@@ -11,8 +11,7 @@ Pure. An object belongs to one text, and to one thread at a time; StopStrings to
 import codecs
 from bisect import bisect_right
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Final, Self
+from typing import Final, NamedTuple, Self
 
 
 class StopStrings:
@@ -50,8 +49,7 @@ class StopStrings:
 _NONE: Final = StopStrings(())
 
 
-@dataclass(frozen=True, slots=True)
-class Mark:
+class Mark(NamedTuple):
     """A place in the text of a `TextStream`, to which it can be reset."""
 
     n_characters: int

@@ -176,13 +176,17 @@ class SteeredSource:
                         break
                     if not isinstance(event, _core.ForwardEvent):
                         return self._receive(event)
+                    plain.consumer.has_taken = True
                 else:
                     plain.consumer.note(task)
                 try:
-                    if event is not None and steering.is_direct:
+                    if event is None:
+                        decision = await steering.run(self._prefill(), is_async=is_async)
+                    elif steering.is_direct:
                         decision = steering.direct(event, self.transcript.cut)
                     else:
-                        decision = await steering.run(self._steps(event), is_async=is_async)
+                        steps = steering.step(event, self.transcript.cut)
+                        decision = await steering.run(steps, is_async=is_async)
                 except BusyError as error:  # of a callable: its forward pass is gone
                     self.stop("error", error)
                     raise
@@ -209,12 +213,6 @@ class SteeredSource:
         return self._plain.receive(event)
 
     # ---- what the mods decide
-
-    def _steps(self, event: _core.ForwardEvent | None) -> Steps:
-        if event is None:
-            return self._prefill()
-        self._plain.consumer.has_taken = True
-        return self._steering.step(event, self.transcript.cut)
 
     def _decide(self, event: _core.ForwardEvent | None, decision: Decision | None) -> None:
         """Answer *event*, or submit the request as the mods leave it, and update the text."""
@@ -261,7 +259,7 @@ class SteeredSource:
             transcript.remove(decision.n_removed)
         self.tool_calls = decision.tool_calls
         for i, token_id in enumerate(decision.ids):
-            if not self._steering.is_direct:  # else nothing is taken back
+            if self._steering.mods:  # else nothing is taken back
                 transcript.mark()
             is_forced = i >= decision.n_sampled
             # What the forward pass knows is about the token that follows it.

@@ -15,10 +15,10 @@ import threading
 import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, NamedTuple, TypeVar, cast
 
 from kqview.errors import RequestError
 from kqview.mods.actions import ActionBuilder
@@ -41,8 +41,7 @@ def at_once(steps: Coroutine[Any, Any, _Result]) -> _Result:
     raise AssertionError("a call of a synchronous consumer waits for an event loop")
 
 
-@dataclass(frozen=True, slots=True)
-class EventCall:
+class EventCall(NamedTuple):
     """A mod to be called with an event; *log* takes what it prints and logs."""
 
     mod: BoundMod
@@ -50,8 +49,7 @@ class EventCall:
     log: Log
 
 
-@dataclass(frozen=True, slots=True)
-class CallOutcome:
+class CallOutcome(NamedTuple):
     """The result of a call.
 
     Attributes:
@@ -66,7 +64,7 @@ class CallOutcome:
     time_ms: float = 0.0
     error: str | None = None
     traceback: str = ""
-    exception: BaseException | None = field(default=None, compare=False)
+    exception: BaseException | None = None
 
 
 def failure(error: BaseException, time_ms: float = 0.0) -> CallOutcome:
@@ -120,7 +118,7 @@ class ModCaller:
                     parameter="mods",
                 )
             )
-        if (late := self._still_late(call.mod)) is not None:
+        if self._late and (late := self._still_late(call.mod)) is not None:
             return late
         if self.time_limit_s is None:
             return await self._outcome(call)

@@ -12,9 +12,11 @@ the text ends: at an end-of-text token, at the limit of tokens, or after a stop 
 
 import asyncio
 import threading
+from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import Any, Final, cast
 
 import numpy as np
@@ -32,6 +34,7 @@ from kqview.errors import (
     RequestError,
 )
 from kqview.mods.actions import (
+    ALLOWED,
     Action,
     AdjustedLogits,
     AdjustedPrefill,
@@ -47,7 +50,7 @@ from kqview.mods.actions import (
     check_size,
     to_logits,
 )
-from kqview.mods.calls import CallOutcome, EventCall, ModCaller, failure
+from kqview.mods.calls import CallOutcome, EventCall, ModCaller, at_once, failure
 from kqview.mods.decorator import BoundMod
 from kqview.mods.events import (
     Added,
@@ -78,6 +81,7 @@ Pick = Callable[[], _core.PickedToken]
 Steps = Generator[EventCall | Pick, Any, "Decision"]
 """Calls to make, outcomes or tokens to send in; returns a decision."""
 Cut = Callable[[int, Sequence[int]], int | None]
+_Said = CallOutcome | _core.PickedToken
 _Ending = tuple[Terminal, TraceAction | None]
 _Telling = Generator[EventCall | Pick, Any, _Ending | None]
 
@@ -186,22 +190,24 @@ class Steering:
     is_strict: bool = False
 
     def __post_init__(self) -> None:
-        self.is_direct = not (self.mods or self.recorder or self.forcing or self.picks_slowly)
-        """Whether `direct` does what `step` does: only a processor or a stopping rule steers."""
+        self.is_async = any(one.is_async for one in self.mods)
+        """Whether a mod must be awaited."""
+        has_more = self.recorder or self.forcing or self.picks_slowly
+        can_wait = self.is_async or self.caller.time_limit_s is not None
+        self.is_direct = not (has_more or (self.mods and (can_wait or self.logits_processor)))
+        """Whether `direct` does what `step` does."""
+        kinds = ALLOWED if self.recorder else chain(*(one.handled for one in self.mods))
+        self._told = frozenset(kinds)  # the events that anybody hears of
         self._prompt: list[int] = []
         self._prompt_text = ""
         self._n_steps = 0
         self._n_steps_max = 0
         self._records: list[TraceEvent | TraceAction] = []  # of this step, about the text
+        self._said: deque[_Said] = deque()  # in this step, before `step` took over
         self._lock = threading.Lock()
         self._is_stepping = False
         self._has_ended = False
         self._end: tuple[RequestEnd, Usage | None] | None = None  # until the hooks know of it
-
-    @property
-    def is_async(self) -> bool:
-        """Whether a mod must be awaited."""
-        return any(one.is_async for one in self.mods)
 
     @property
     def failures(self) -> tuple[ModFailure, ...]:
@@ -247,32 +253,45 @@ class Steering:
 
     # ---- a step
 
-    def step(self, forward: _core.ForwardEvent, cut: Cut) -> Steps:
+    def step(
+        self, forward: _core.ForwardEvent, cut: Cut, said: Sequence[_Said] | None = None
+    ) -> Steps:
         """Tell the mods of a forward pass and what follows.
 
         Args:
             forward: The forward pass.
             cut: Given a number of ids to take back and ids to add, how many of these are left when
                 a stop string is complete; None without one.
+            said: What the first calls have returned to `direct`, and the token that it picked.
         """
-        self._n_steps += 1
+        if said is None:
+            self._n_steps += 1
+        self._said = deque(said or ())
         self._records = []
         step = _SteeredStep(min(len(self.ids), forward.n_removable))
-        end = yield from self._tell_forward(forward, step)
+        end: _Ending | None = None
+        if ForwardPass in self._told:
+            end = yield from self._tell_forward(forward, step)
+        if self.logits_processor is not None and not step.is_dropped and end is None:
+            before = forward.logits if step.logits is None else step.logits
+            step.logits = self._checked_row(self._processed(np.array(before)))
         if not self.ids and not step.has_forced and (forced := self._forced([], [])):
             step.instead = [*forced, *(step.instead or ())]
             step.has_forced = True
         decision = Decision()
         if end is None and not step.is_dropped:
             pick = partial(forward.pick, step.logits, step.temperature)
-            picked: _core.PickedToken = (yield pick) if self.picks_slowly else pick()
+            picked: Any = self._said.popleft() if self._said else None
+            if picked is None:
+                picked = (yield pick) if self.picks_slowly else pick()
             decision.picked = picked
             recorded = None
             if self.recorder is not None:
                 n_generated = len(self.ids)
                 recorded = self.recorder.sampled(self._n_steps, picked.id, n_generated=n_generated)
-            event = Sampled(self.request_id, self._n_steps, picked.id)
-            end = yield from self._tell(event, recorded, step)
+            if Sampled in self._told:
+                event = Sampled(self.request_id, self._n_steps, picked.id)
+                end = yield from self._tell(event, recorded, step)
         if end is None:
             end = yield from self._tell_added(decision.picked, step)
         if end is not None:
@@ -295,37 +314,80 @@ class Steering:
         """The decision of `step`, run at once; None if the request ended meanwhile.
 
         Between two tokens little of the interpreter is left in a core's cache, so that each line
-        costs several times what it costs in a loop: the machinery of `step` takes 0.2 ms.
+        costs several times what it costs in a loop: the machinery of `step` takes 0.2 ms. It takes
+        over when a mod acts or fails.
         """
         self.check_idle()
         self._is_stepping = True
+        self._n_steps += 1
+        said: list[_Said] = []
         try:
-            logits = None
-            if self.logits_processor is not None:
-                given = np.array(forward.logits)
-                row = self._processed(given)
-                logits = given if row is given else self._checked_row(row)
-            try:
-                picked = forward.pick(logits)
-            except RequestError as error:
-                if logits is not None:
-                    error.parameter = "logits_processor"
-                raise
-            end = forward.ends(picked.id)
-            if end is not None:
-                return Decision(0, [], 0, end, False, picked)
-            decision = Decision(0, [picked.id], 1, None, False, picked)
-            if cut(0, decision.ids) is not None:
-                decision.end = "stop_sequence"
-            elif forward.n_left <= 1:
-                decision.end = "length"
-            elif self._stops(decision):
-                decision.end = "stop"
-            return None if self._has_ended else decision
+            decision = self._try_decide(forward, cut, said)
         finally:
             self._is_stepping = False
             if self._end is not None:
                 self._conclude()
+        if self._has_ended:
+            return None
+        return decision or at_once(self.run(self.step(forward, cut, said), is_async=False))
+
+    def _try_decide(
+        self, forward: _core.ForwardEvent, cut: Cut, said: list[_Said]
+    ) -> Decision | None:
+        """The decision of a step in which no mod acts; None if one does."""
+        if ForwardPass in self._told and self._acts(self._forward_pass(forward), said):
+            return None
+        logits = None
+        if self.logits_processor is not None:
+            given = np.array(forward.logits)
+            row = self._processed(given)
+            logits = given if row is given else self._checked_row(row)
+        try:
+            picked = forward.pick(logits)
+        except RequestError as error:
+            if logits is not None:
+                error.parameter = "logits_processor"
+            raise
+        if self.mods:
+            said.append(picked)
+            step, ids = self._n_steps, [picked.id]
+            if Sampled in self._told and self._acts(Sampled(self.request_id, step, *ids), said):
+                return None
+            if Added in self._told and self._acts(Added(self.request_id, step, ids, False), said):
+                return None
+        end = forward.ends(picked.id)
+        if end is not None:
+            return Decision(0, [], 0, end, False, picked)
+        decision = Decision(0, [picked.id], 1, None, False, picked)
+        if cut(0, decision.ids) is not None:
+            decision.end = "stop_sequence"
+        elif forward.n_left <= 1 or self._n_steps >= self._n_steps_max:
+            decision.end = "length"
+        elif self._stops(decision):
+            decision.end = "stop"
+        return decision
+
+    def _acts(self, event: Event, said: list[_Said]) -> bool:
+        """Call the mods that handle *event*; whether one acts or fails, or the request ended."""
+        for one in self.mods:
+            if type(event) in one.handled:
+                call = EventCall(one, event, _unlogged)
+                outcome = at_once(self.caller.call(call, is_async=False))
+                said.append(outcome)
+                if outcome.answer is not None or outcome.error is not None or self._has_ended:
+                    return True
+        return False
+
+    def _forward_pass(self, forward: _core.ForwardEvent) -> ForwardPass:
+        return ForwardPass(
+            self.request_id,
+            self._n_steps,
+            forward.logits,
+            forward.n_tokens,
+            forward.attention,
+            forward.positions,
+            forward.hidden,
+        )
 
     def _processed(self, given: NDArray[np.float32]) -> object:
         """What the logits processor makes of *given*, which it may change."""
@@ -342,15 +404,7 @@ class Steering:
         return checked
 
     def _tell_forward(self, forward: _core.ForwardEvent, step: _SteeredStep) -> _Telling:
-        event = ForwardPass(
-            self.request_id,
-            self._n_steps,
-            forward.logits,
-            forward.n_tokens,
-            forward.attention,
-            forward.positions,
-            forward.hidden,
-        )
+        event = self._forward_pass(forward)
         recorded = None
         if self.recorder is not None:
             top, entropy = _core.outlook(event.logits, _TOP_TOKENS)
@@ -362,11 +416,7 @@ class Steering:
                 entropy=entropy,
                 attention=self.attention(event),
             )
-        end = yield from self._tell(event, recorded, step)
-        if self.logits_processor is not None and not step.is_dropped and end is None:
-            before = event.logits if step.logits is None else step.logits
-            step.logits = self._checked_row(self._processed(np.array(before)))
-        return end
+        return (yield from self._tell(event, recorded, step))
 
     def _tell_added(self, picked: _core.PickedToken | None, step: _SteeredStep) -> _Telling:
         is_forced = step.instead is not None
@@ -376,6 +426,8 @@ class Steering:
         n_generated = len(self.ids) - step.n_back
         recorded, record = self._record_added(tokens, n_generated, is_forced=is_forced)
         step.pieces = _pieces(tokens, record, is_forced)
+        if Added not in self._told:
+            return None
         event = Added(self.request_id, self._n_steps, list(tokens), is_forced)
         return (yield from self._tell(event, recorded, step))
 
@@ -417,7 +469,11 @@ class Steering:
                 continue  # a trace shows every call
             called = None if self.recorder is None else self.recorder.call(recorded, one.name)
             log = _unlogged if self.recorder is None else partial(self.recorder.log, called)
-            outcome: CallOutcome = yield EventCall(one, event, log)
+            outcome: Any = self._said.popleft() if self._said else None
+            if outcome is None:
+                outcome = yield EventCall(one, event, log)
+            if self.recorder is None and outcome.answer is None and outcome.error is None:
+                continue  # see `direct`: every line costs
             action: Action = Noop()
             if outcome.error is None:
                 try:
@@ -605,9 +661,9 @@ class Steering:
             raise
         finally:
             steps.close()
-            with self._lock:
-                self._is_stepping = False
-            self._conclude()
+            self._is_stepping = False
+            if self._end is not None:
+                self._conclude()
 
     def check_idle(self) -> None:
         """Raise BusyError while a mod runs, which would wait for itself."""
