@@ -142,7 +142,7 @@ class _Attempt:
         self.ids.append(token.id)
         self.rows = [np.array(one) for one in token.attention]
         self.sums.append(np.concatenate(self.rows))
-        if ends_sentence(engine.token_bytes(token.id)):
+        if ends_sentence(engine.token_bytes(token.id)) and engine.detokenize(self.ids).strip():
             self.generation.close()
             return False
         return True

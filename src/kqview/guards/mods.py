@@ -4,7 +4,7 @@ Each is made for one prompt, whose spans it captures: pass its ``capture`` to `g
 """
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import numpy as np
 
@@ -73,7 +73,7 @@ class _SpanMod(Mod):
 
     def _rows(self, event: ForwardPass) -> Floats:
         """Sums over the spans, ``(n_pairs, n_spans)``."""
-        rows: list[Any] = [] if event.attention is None else list(event.attention)
+        rows: Any = () if event.attention is None else event.attention
         if len(rows) != len(self._layers) or rows[0].shape[-1] != self._n_spans:
             raise InvalidCapture(
                 f"{self.name}: the captured rows are not those of its own capture; pass "
@@ -81,7 +81,9 @@ class _SpanMod(Mod):
             )
         if not self._pairs:
             self._pairs = pairs_of(self._layers, rows)
-        return np.concatenate(rows)  # a copy: the engine needs its memory
+        if isinstance(rows, tuple):  # layers differ in heads
+            return np.concatenate(cast("tuple[Any, ...]", rows))
+        return rows.reshape(-1, self._n_spans).copy()  # the engine needs its memory
 
 
 def _layers(engine: Engine, heads: HeadFile | None, task: str) -> tuple[int, ...]:
@@ -89,9 +91,9 @@ def _layers(engine: Engine, heads: HeadFile | None, task: str) -> tuple[int, ...
     return engine.model.attention_layers if found is None else found
 
 
-def ends_sentence(data: bytes) -> bool:
-    """Whether *data*, the last of a text, end a sentence."""
-    return data.rstrip(b" ").endswith(_ENDS)
+def ends_sentence(last: bytes) -> bool:
+    """Whether a text whose last token has these bytes ends a sentence, or a blank line."""
+    return last.rstrip(b" ").endswith(_ENDS)
 
 
 def sentence_score(
@@ -110,10 +112,10 @@ def sentence_score(
         sums: What each token looked at, ``(n_pairs, n_sources + 1)``; last, the answer so far.
         places: Place of each in the answer; there may be more.
     """
-    stacked = np.stack(sums, axis=1)  # (n_pairs, n_tokens, n_spans)
+    stacked = np.array(sums)  # (n_tokens, n_pairs, n_spans)
     back, new = stacked[..., :-1].sum(axis=2), stacked[..., -1]
-    n_new = np.array(places[: len(sums)], np.float64)
-    ratios = lookback_ratios(back, new, prompt.n_marked, n_new).mean(axis=1)
+    n_new = np.array(places[: len(sums)], np.float64)[:, None]
+    ratios = lookback_ratios(back, new, prompt.n_marked, n_new).mean(axis=0)
     return float(weighed(heads, "grounding", ratios, pairs))
 
 
@@ -253,10 +255,13 @@ class TakeBackUngrounded(_SpanMod):
         if event.forced:  # by another mod, or the best attempt that this one chose
             self._begin_sentence()
             return None
-        added = b"".join(map(tokenizer.token_bytes, event.added_tokens))
-        if not ends_sentence(added):
+        if not ends_sentence(tokenizer.token_bytes(self._ids[-1])):
             return None
-        score, ids = self._score(), self._ids[self._start :]
+        ids = self._ids[self._start :]
+        if not self._attempts and b"".join(map(tokenizer.token_bytes, ids)).isspace():
+            self._begin_sentence()  # behind a blank line
+            return None
+        score = self._score()
         self._attempts.append((score, ids))
         best, kept = max(self._attempts, key=lambda one: one[0])
         if score >= self._threshold or (len(self._attempts) > self._retries and best == score):
