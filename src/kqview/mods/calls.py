@@ -10,6 +10,7 @@ request continues with another one; until the mod returns, further calls of it f
 """
 
 import asyncio
+import contextlib
 import inspect
 import threading
 import time
@@ -18,7 +19,7 @@ from concurrent.futures import Future
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any, Final, NamedTuple, TypeVar, cast
+from typing import Any, Final, NamedTuple, TypeVar
 
 from kqview.errors import RequestError
 from kqview.mods.actions import ActionBuilder
@@ -29,6 +30,7 @@ from kqview.mods.logs import Captured, Log
 from kqview.mods.tokenizer import ModTokenizer
 
 _IDLE_S: Final = 10.0  # an idle thread of a request ends after this, and a new one starts if needed
+_AS_EVER: Final = contextlib.nullcontext()
 _Result = TypeVar("_Result")
 
 
@@ -37,16 +39,16 @@ def at_once(steps: Coroutine[Any, Any, _Result]) -> _Result:
     try:
         steps.send(None)
     except StopIteration as done:
-        return cast("_Result", done.value)
+        return done.value
     raise AssertionError("a call of a synchronous consumer waits for an event loop")
 
 
 class EventCall(NamedTuple):
-    """A mod to be called with an event; *log* takes what it prints and logs."""
+    """A mod to be called with an event; *log* takes what it prints and logs, if there is one."""
 
     mod: BoundMod
     event: Event
-    log: Log
+    log: Log | None = None
 
 
 class CallOutcome(NamedTuple):
@@ -180,7 +182,7 @@ class ModCaller:
         arguments = (call.event, ActionBuilder(call.event), self.tokenizer)
         started = time.perf_counter()
         try:
-            with Captured(call.log):
+            with _AS_EVER if call.log is None else Captured(call.log):
                 answer: Any = call.mod.call(*arguments[: call.mod.n_arguments])
                 if answer is not None and inspect.isawaitable(answer):
                     if not call.mod.is_async:

@@ -371,8 +371,7 @@ class Steering:
         """Call the mods that handle *event*; whether one acts or fails, or the request ended."""
         for one in self.mods:
             if type(event) in one.handled:
-                call = EventCall(one, event, _unlogged)
-                outcome = at_once(self.caller.call(call, is_async=False))
+                outcome = at_once(self.caller.call(EventCall(one, event), is_async=False))
                 said.append(outcome)
                 if outcome.answer is not None or outcome.error is not None or self._has_ended:
                     return True
@@ -468,7 +467,7 @@ class Steering:
             if self.recorder is None and type(event) not in one.handled:
                 continue  # a trace shows every call
             called = None if self.recorder is None else self.recorder.call(recorded, one.name)
-            log = _unlogged if self.recorder is None else partial(self.recorder.log, called)
+            log = None if self.recorder is None else partial(self.recorder.log, called)
             outcome: Any = self._said.popleft() if self._said else None
             if outcome is None:
                 outcome = yield EventCall(one, event, log)
@@ -720,10 +719,6 @@ class Steering:
         for one in self.mods:
             self.caller.end(one, end)
         self.caller.close()
-
-
-def _unlogged(_message: str, _level: str) -> None:
-    """Where there is no trace for what a mod prints and logs."""
 
 
 def _apply(
