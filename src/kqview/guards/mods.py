@@ -72,7 +72,7 @@ class _SpanMod(Mod):
         )
 
     def _rows(self, event: ForwardPass) -> Floats:
-        """Sums over the spans, ``(n_pairs, n_spans)``."""
+        """A copy of the sums over the spans, heads in the order of the pairs; spans are last."""
         rows: Any = () if event.attention is None else event.attention
         if len(rows) != len(self._layers) or rows[0].shape[-1] != self._n_spans:
             raise InvalidCapture(
@@ -83,7 +83,7 @@ class _SpanMod(Mod):
             self._pairs = pairs_of(self._layers, rows)
         if isinstance(rows, tuple):  # layers differ in heads
             return np.concatenate(cast("tuple[Any, ...]", rows))
-        return rows.reshape(-1, self._n_spans).copy()  # the engine needs its memory
+        return rows.copy()  # the engine needs its memory
 
 
 def _layers(engine: Engine, heads: HeadFile | None, task: str) -> tuple[int, ...]:
@@ -109,10 +109,11 @@ def sentence_score(
         heads: A head file for "grounding"; None for all heads alike.
         pairs: Layer and head of each row.
         prompt: Its spans are the sources.
-        sums: What each token looked at, ``(n_pairs, n_sources + 1)``; last, the answer so far.
+        sums: What each token looked at, ``(n_pairs, n_sources + 1)``, or the pairs on two axes;
+            last, the answer so far.
         places: Place of each in the answer; there may be more.
     """
-    stacked = np.array(sums)  # (n_tokens, n_pairs, n_spans)
+    stacked = np.array(sums).reshape(len(sums), len(pairs), -1)
     back, new = stacked[..., :-1].sum(axis=2), stacked[..., -1]
     n_new = np.array(places[: len(sums)], np.float64)[:, None]
     ratios = lookback_ratios(back, new, prompt.n_marked, n_new).mean(axis=0)
@@ -174,7 +175,7 @@ class StopOnInjection(_SpanMod):
         """Judge the prompt in the first step."""
         if event.step > 1:
             return None
-        sums = self._rows(event).astype(np.float64).sum(axis=1)
+        sums = self._rows(event).astype(np.float64).sum(axis=-1).ravel()
         found = judged_injection(self._heads, Measures(sums[None], self._pairs))
         self.result = InjectionScore(found.score, self._threshold)
         if not self.result.is_injected:
