@@ -278,6 +278,24 @@ def test_ungrounded_sentence_is_taken_back_and_the_best_attempt_stays(engine: En
     assert seen.scores[0] >= again.mods[0].scores[0] - 1e-3
 
 
+def test_sentences_behind_one_that_stays_are_judged_by_their_own_tokens(engine: Engine):
+    prompt = story(engine)
+    guard = guards.TakeBackUngrounded(engine, prompt, threshold=1.0, retries=1)
+    generation = engine.generate(
+        prompt.ids, mods=[guard], capture=guard.capture, max_tokens=80, temperature=0
+    )
+    generation.read()
+    ids = generation.tokens
+    ends = [i + 1 for i, one in enumerate(ids) if engine.token_text(one).endswith(".")]
+    sentences = [
+        measures.Sentence(".", start, stop) for start, stop in zip([0, *ends], ends, strict=False)
+    ]
+    want = measures.grounding(engine, measures.Answered(prompt, ids, sentences)).values.mean(axis=1)
+    assert len(want) > 2
+    assert generation.mods[0].scores == pytest.approx(want, abs=2e-2)
+    assert generation.mod_errors == ()
+
+
 def test_best_of_several_branches_stays_sentence_by_sentence(engine: Engine):
     prompt = story(engine)
     before = engine.stats().prefill_tokens

@@ -253,7 +253,7 @@ class TakeBackUngrounded(_SpanMod):
     ) -> Action | None:
         """Judge a sentence that has ended."""
         self._ids += event.added_tokens
-        if event.forced:  # by another mod, or the best attempt that this one chose
+        if event.forced:  # by another mod
             self._begin_sentence()
             return None
         if not ends_sentence(tokenizer.token_bytes(self._ids[-1])):
@@ -274,6 +274,8 @@ class TakeBackUngrounded(_SpanMod):
         if len(self._attempts) <= self._retries:
             return actions.backtrack(len(ids))
         self.scores.append(best)
+        self._ids += kept  # no event tells of what is added behind Added
+        self._begin_sentence()
         return actions.backtrack(len(ids), kept)
 
     def _score(self) -> float:
