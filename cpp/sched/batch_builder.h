@@ -13,15 +13,14 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
-#include <memory>
 #include <optional>
-#include <span>
 #include <vector>
 
 #include "base/ids.h"
 #include "memory/block_pool.h"
+#include "sched/batch.h"
 #include "sched/delivery.h"
-#include "sched/model_drafter.h"
+#include "sched/guesser.h"
 #include "sched/request.h"
 #include "sched/runner.h"
 #include "sched/slot_table.h"
@@ -29,64 +28,6 @@
 #include "tap/plan.h"
 
 namespace kqview {
-
-// One slot's part of a step.
-struct batch_part {
-    slot* target;
-    int n_tokens;
-    int n_rows;       // its last tokens whose rows are captured as prompt rows
-    bool samples;     // the logits of its last token are wanted
-    bool is_last;     // no prompt tokens remain after it
-    int i_token = 0;  // index of its last token in the batch, guesses aside
-
-    // True if the request ends with its prompt, and so with this step.
-    bool is_end() const { return is_last && !samples; }
-    // False: it has the last token of a text that goes on.
-    bool is_prompt() const {
-        return n_tokens > 1 || !samples || target->usage.completion_tokens == 0;
-    }
-    bool ends_embedding() const { return is_end() && target->active->embeds; }
-};
-
-// A step: its tokens, and where their rows go.
-struct batch {
-    std::vector<step_token> tokens;
-    std::vector<step_rows> rows;
-    std::vector<batch_part> parts;
-    // Of each part, tokens behind its own: guesses (slot::draft), and what fills the run up.
-    std::size_t n_guessed = 0;
-};
-
-// Guesses how the texts of a step go on, as far as that is worth its time.
-class guesser {
-public:
-    using clock = std::chrono::steady_clock;
-
-    guesser(runner& model, block_pool& pool, slot_table& slots, delivery& out, step_costs& costs)
-        : model_(model), pool_(pool), slots_(slots), out_(out), costs_(costs) {
-        if (auto* const smaller = model.draft_model()) drafter_.emplace(*smaller);
-    }
-
-    // Puts guesses behind the tokens of a step of texts. Where memory runs out, the tokens alone
-    // are the step.
-    void add_to(batch& step);
-    // The time that a second model took for that step.
-    clock::duration drafting() const { return drafting_; }
-
-private:
-    void collect(const batch& step);
-    int n_guessable(const batch_part& part, int n_most) const;
-    std::size_t n_worth_guessing(const batch& step) const;
-
-    runner& model_;
-    block_pool& pool_;
-    slot_table& slots_;
-    delivery& out_;
-    step_costs& costs_;
-    std::optional<model_drafter> drafter_;
-    std::vector<model_drafter::text> guessed_;  // what it is to guess on; scratch
-    clock::duration drafting_{};
-};
 
 class batch_builder {
 public:
