@@ -324,9 +324,7 @@ class Steering:
         try:
             decision = self._try_decide(forward, cut, said)
         finally:
-            self._is_stepping = False
-            if self._end is not None:
-                self._conclude()
+            self._end_step()
         if self._has_ended:
             return None
         return decision or at_once(self.run(self.step(forward, cut, said), is_async=False))
@@ -660,9 +658,14 @@ class Steering:
             raise
         finally:
             steps.close()
-            self._is_stepping = False
-            if self._end is not None:
-                self._conclude()
+            self._end_step()
+
+    def _end_step(self) -> None:
+        # Without the lock: `finish` sets the end before it looks whether a step runs, so one of the
+        # two concludes, and `_conclude` does so once.
+        self._is_stepping = False
+        if self._end is not None:
+            self._conclude()
 
     def check_idle(self) -> None:
         """Raise BusyError while a mod runs, which would wait for itself."""
