@@ -60,7 +60,7 @@ def test_refusals_are_those_of_the_replica_that_was_asked(monkeypatch: pytest.Mo
     replica = SimpleNamespace(replica_tag="r0", deployment="kqview", app_name="kqview")
 
     async def results(**_: Any) -> list[Any]:
-        return [await serve._Replica().answer("/health", []), RuntimeError("refused")]  # pyright: ignore[reportPrivateUsage]
+        return [await serve._Replica().answer("/health", []), RuntimeError("refused")]
 
     def broadcast(_method: str, path: str, _headers: Any) -> Any:
         asked.append(path)
@@ -74,10 +74,10 @@ def test_refusals_are_those_of_the_replica_that_was_asked(monkeypatch: pytest.Mo
     )
     monkeypatch.setattr(serve, "needed", lambda *_: ray)
     monkeypatch.setattr(serve, "_apps", [])
-    app = serve._build(Settings(demo=True), 4)  # pyright: ignore[reportPrivateUsage]
+    app = serve._build(Settings(demo=True), 4)
 
     def status_of(path: str, host: bytes) -> int:
-        head, _ = asyncio.run(serve._answer(app, path, [(b"host", host)]))  # pyright: ignore[reportPrivateUsage]
+        head, _ = asyncio.run(serve._answer(app, path, [(b"host", host)]))
         return head["status"]
 
     assert [status_of(path, b"evil.example") for path in ("/health", "/metrics")] == [403, 403]
