@@ -165,7 +165,7 @@ def test_generation_hands_out_prompt_rows_and_the_same_tokens(
     if has_device():  # their product of many rows sums in another order than that of one
         return
     assert blocks[-1].start + blocks[-1].n_rows == len(PROMPT)
-    np.testing.assert_array_equal(blocks[-1].rows[:, :, -1], tokens[0].attention)  # type: ignore[index]
+    np.testing.assert_array_equal(blocks[-1].rows[:, :, -1], tokens[0].attention)
     whole = np.concatenate([np.asarray(block.rows) for block in blocks], axis=2)
     np.testing.assert_array_equal(whole, attend(engine()))
 
@@ -187,7 +187,7 @@ def test_prompt_rows_can_be_taken_after_tokens_and_between(
     ids += [token.id for token in second]
     assert ids == [token.id for token in tokens]
     for one, other in zip(late, blocks, strict=True):
-        np.testing.assert_allclose(one.rows, other.rows, atol=near(0), rtol=0)  # type: ignore[arg-type]
+        np.testing.assert_allclose(one.rows, other.rows, atol=near(0), rtol=0)
     assert next(second.prompt_attention, None) is None
 
 
