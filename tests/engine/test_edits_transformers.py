@@ -140,8 +140,28 @@ class Peer:
     def limit(self) -> float:
         return CLOSE_GELU if hf_models.gelus(self.model) else CLOSE
 
+    def values(self, array: Any) -> Any:
+        """In the model's type."""
+        import torch
+
+        return torch.tensor(np.asarray(array), dtype=next(self.model.parameters()).dtype)
+
     def differences(self, found: Outcome, want: Outcome) -> dict[str, float]:
         return {name: relative_error(found[name], want[name]) for name in want}
+
+    def assert_close(self, found: Outcome, want: Outcome, begin: Callable[[Peer], object]) -> None:
+        """Within the limit or, where a model multiplies what is rounded, as far as its float32 is.
+
+        transformers itself is 7.7e-4 from its float64 after a bias in gemma3, of seven layers.
+        """
+        differences = self.differences(found, want)
+        if max(differences.values()) > self.limit:
+            self.model.float()
+            begin(self)
+            of_float32 = self.differences(self.theirs(), want)
+            self.model.double()
+            assert max(differences.values()) <= 2 * max(of_float32.values()), of_float32
+            assert max(differences.values()) <= 1e-3
 
 
 @pytest.fixture(
@@ -156,12 +176,6 @@ def peer(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[Peer
         yield Peer(model, hf_models.ARCHS[name], engine)
 
 
-def of_torch(values: Any) -> Any:
-    import torch
-
-    return torch.tensor(np.asarray(values, np.float64))
-
-
 # ---- interventions: each begins in transformers and returns the edit
 
 
@@ -173,7 +187,7 @@ def vector(peer: Peer) -> Any:
 
 def add(peer: Peer) -> Edit:
     added = vector(peer)
-    peer.behind(peer.layers[0], lambda x: x + of_torch(added))
+    peer.behind(peer.layers[0], lambda x: x + peer.values(added))
     return Edit.add(added, 0)
 
 
@@ -182,7 +196,7 @@ def put(peer: Peer) -> Edit:
 
     def change(x: Any) -> Any:
         x = x.clone()
-        x[:, [3, N - 1]] = of_torch(state)
+        x[:, [3, N - 1]] = peer.values(state)
         return x
 
     peer.behind(peer.layers[0], change)
@@ -204,14 +218,14 @@ def bias(peer: Peer) -> Edit:
     added = np.zeros((1, N, N))
     added[..., 2:7] = 1.5
     for layer in peer.engine.model.attention_layers:
-        peer.bias(layer, of_torch(added))
+        peer.bias(layer, peer.values(added))
     return Edit.attention_bias([(2, 7)], 1.5)
 
 
 def bias_of_a_head(peer: Peer) -> Edit:
     added = np.zeros((hf_models.N_HEADS, N, N))
     added[1, :, 2:7] = 1.5
-    peer.bias(peer.first, of_torch(added))
+    peer.bias(peer.first, peer.values(added))
     return Edit.attention_bias([(2, 7)], 1.5, layers=[peer.first], heads=[1])
 
 
@@ -219,13 +233,12 @@ def block(peer: Peer) -> Edit:
     added = np.zeros((1, N, N))
     added[..., 15:, 12:14] = -np.inf
     for layer in peer.engine.model.attention_layers:
-        peer.bias(layer, of_torch(added))
+        peer.bias(layer, peer.values(added))
     return Edit.block((15, None), (12, 14))
 
 
 def test_without_edits_both_compute_the_same(peer: Peer) -> None:
-    found = peer.differences(peer.ours(), peer.plain)
-    assert max(found.values()) <= peer.limit, found
+    peer.assert_close(peer.ours(), peer.plain, lambda _: None)
 
 
 @pytest.mark.parametrize("begin", [add, put, scale_heads, bias, bias_of_a_head, block])
@@ -239,8 +252,7 @@ def test_an_edit_is_the_intervention_of_a_forward_hook(
     plain = peer.plain
     edit = begin(peer)
     want = peer.theirs()
-    found = peer.differences(peer.ours(edit), want)
-    assert max(found.values()) <= peer.limit, found
+    peer.assert_close(peer.ours(edit), want, begin)
     seen = peer.differences(plain, want)
     if not peer.arch.is_encoder:
         del seen["probs"]  # those of a hybrid's only attention layer stay

@@ -102,11 +102,17 @@ ARCHS: dict[str, Arch] = {
     "qwen2": Arch(),
     "qwen3": Arch({"head_dim": 32}),
     "qwen3_moe": Arch({**HEAD, **MOE}),
+    "qwen3_next": Arch({
+        **HEAD, **MOE, "shared_expert_intermediate_size": 32, "linear_num_value_heads": 4,
+        "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    }),
     "gemma": Arch(HEAD),
     "gemma2": Arch({
         **HEAD, **LOCAL, **SOFT, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0,
     }),
-    "gemma3_text": Arch({**HEAD, **LOCAL, **SOFT}),
+    # The sixth layer looks at everything.
+    "gemma3_text": Arch({**HEAD, **LOCAL, **SOFT, "num_hidden_layers": 7}),
     "phi": Arch({**FULL, "intermediate_size": 256}, projection="self_attn.dense"),
     "phi3": Arch(GLOBAL),
     "gpt2": Arch(GPT2, "attn", "attn.c_proj", older={"n_ctx": 256}),
@@ -231,7 +237,7 @@ def convert(model: Any, folder: Path) -> Path:
             self.gguf_writer.add_token_type_count(self.hparams.get("type_vocab_size", 0))
 
     path = folder.with_suffix(".gguf")
-    with mock.patch.object(of, "set_vocab", set_vocab):
+    with mock.patch.multiple(of, set_vocab=set_vocab, no_mtp=True):
         of(folder, ftype, path, hparams=hparams).write()
     return path
 
