@@ -144,9 +144,16 @@ void dot_quantised(const key_rows& keys, const float* const* q, int n_heads, int
 }
 
 float mask_at(const mask_row& mask, int column) {
-    return mask.type == GGML_TYPE_F16
-               ? ggml_fp16_to_fp32(static_cast<const ggml_fp16_t*>(mask.data)[column])
-               : static_cast<const float*>(mask.data)[column];
+    const auto* const data = static_cast<const std::byte*>(mask.data);
+    return mask.type == GGML_TYPE_F16 ? f16_cells::one(data, column) : f32_cells::one(data, column);
+}
+
+// Of `lanes` columns.
+vec mask_from(const mask_row& mask, int column) {
+    const auto* const data = static_cast<const std::byte*>(mask.data);
+    const std::size_t at = static_cast<std::size_t>(column);
+    return mask.type == GGML_TYPE_F16 ? f16_cells::get<0>(data + at * 2)
+                                      : f32_cells::get<0>(data + at * 4);
 }
 
 }  // namespace
@@ -221,7 +228,12 @@ mask_row read_mask(const void* data, ggml_type type, int n_columns) {
 
 void hide_masked(float* row, int n_columns, const mask_row& mask) {
     if (!mask.hides_columns) return;
-    for (int c = 0; c < n_columns; ++c) {
+    int c = 0;
+    for (; c + lanes <= n_columns; c += lanes) {
+        const vec hidden = mask_from(mask, c);
+        store(row + c, hidden == minus_infinity ? hidden : load(row + c));
+    }
+    for (; c < n_columns; ++c) {
         if (mask_at(mask, c) == minus_infinity) row[c] = minus_infinity;
     }
 }
@@ -234,7 +246,10 @@ void logits_to_scores(float* row, int n_columns, const score_params& params, con
         for (int c = 0; c < n_columns; ++c) row[c] *= params.scale;
     }
     if (mask.has_bias) {
-        for (int c = 0; c < n_columns; ++c) row[c] += params.slope * mask_at(mask, c);
+        int c = 0;
+        for (; c + lanes <= n_columns; c += lanes)
+            store(row + c, load(row + c) + params.slope * mask_from(mask, c));
+        for (; c < n_columns; ++c) row[c] += params.slope * mask_at(mask, c);
     } else {
         hide_masked(row, n_columns, mask);
     }
