@@ -64,7 +64,7 @@ void delivery::put(slot& target, std::span<const float> logits) {
     }
     const forward_pass::limits known{static_cast<int>(n_tokens), n_removable,
                                      n_left(*target.active, target, n_tokens)};
-    forward_event event{std::make_shared<forward_pass>(logits, known),
+    forward_event event{std::make_shared<forward_pass>(*target.active, logits, known),
                         std::exchange(target.rows, {}), target.last.n_discarded};
     if (event.rows.block) counters_.n_attention_bytes += event.rows.layout.size_bytes;
     target.asked = clock::now();

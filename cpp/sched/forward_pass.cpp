@@ -9,6 +9,16 @@
 
 namespace kqview {
 
+forward_pass::forward_pass(const request& of, std::span<const float> logits, const limits& known)
+    : logits_(std::make_shared<const std::vector<float>>(logits.begin(), logits.end())),
+      limits_(known) {
+    if (!of.takes_own_choices || of.picker->is_slow()) return;
+    try {
+        ahead_ = of.picker->propose(*logits_, {});
+    } catch (const error&) {  // pick() raises it
+    }
+}
+
 picked_token forward_pass::pick(const request& of, std::span<const float> adjusted,
                                 std::optional<float> temperature) {
     const auto lock = use(of);
@@ -24,6 +34,12 @@ picked_token forward_pass::pick(const request& of, std::span<const float> adjust
         throw error(errc::request, "logits has ", adjusted.size(),
                     " values, but the vocabulary has ", logits_->size());
     }
+    of.takes_own_choices = adjusted.empty() && !temperature;
+    if (ahead_ && of.takes_own_choices) {
+        is_picked_ = true;
+        return *std::exchange(ahead_, std::nullopt);
+    }
+    forget_choice(of);
     try {
         auto picked = of.picker->propose(adjusted.empty() ? *logits_ : adjusted, temperature);
         is_picked_ = true;
@@ -37,8 +53,14 @@ picked_token forward_pass::pick(const request& of, std::span<const float> adjust
 void forward_pass::answer(const request& of, const pass_answer& given) {
     const auto lock = use(of);
     check(given);
+    forget_choice(of);
     of.picker->revise(static_cast<std::size_t>(given.n_removed), given.ids);
     is_answered_ = true;
+}
+
+// What the consumer did not ask for was never chosen.
+void forward_pass::forget_choice(const request& of) {
+    if (std::exchange(ahead_, std::nullopt)) of.picker->revise(0, {});
 }
 
 std::unique_lock<std::mutex> forward_pass::use(const request& of) {

@@ -1,7 +1,8 @@
 // One forward pass of a steered request: its logits, the token that the request's picker chooses
 // from them, and the consumer's decision. Meanwhile the engine continues with other slots.
 // Owner:   the event in the mailbox, then the consumer's. Views of the logits share only the row.
-// Threads: made on the engine thread; then the consumer's thread, one call at a time.
+// Threads: made on the engine thread; then the consumer's thread, one call at a time. So is the
+//          request's picker used.
 // Never:   touches a slot: the engine thread carries out the decision.
 #pragma once
 
@@ -34,10 +35,10 @@ public:
         int n_left;       // ids that the request may still get
     };
 
-    // Copies `logits`, the only time that they are copied. F32 ne=[n_vocab].
-    forward_pass(std::span<const float> logits, const limits& known)
-        : logits_(std::make_shared<const std::vector<float>>(logits.begin(), logits.end())),
-          limits_(known) {}
+    // Copies `logits`, the only time that they are copied. F32 ne=[n_vocab]. Picks from them ahead,
+    // unless that may take long or the consumer of `of` picks from adjusted ones: they are in the
+    // cache of the engine thread's core, and the consumer's would take five times as long.
+    forward_pass(const request& of, std::span<const float> logits, const limits& known);
 
     const std::shared_ptr<const std::vector<float>>& logits() const { return logits_; }
     const limits& known() const { return limits_; }
@@ -54,11 +55,13 @@ public:
 
 private:
     std::unique_lock<std::mutex> use(const request& of);
+    void forget_choice(const request& of);
     void check(const pass_answer& given) const;
 
     const std::shared_ptr<const std::vector<float>> logits_;
     const limits limits_;
-    std::mutex in_use_;  // guards what follows, and the request's picker
+    std::mutex in_use_;                  // guards what follows, and the request's picker
+    std::optional<picked_token> ahead_;  // the choice, until the consumer asks for it
     bool is_picked_ = false;
     bool is_answered_ = false;
 };

@@ -31,7 +31,7 @@ from kqview.mods import (
     Sampled,
     ToolCalls,
 )
-from kqview.mods.calls import CallOutcome, EventCall, ModCaller
+from kqview.mods.calls import ModCaller
 from kqview.trace import final_ids
 from tests.support.mods import at
 from tests.support.rows import near, random_ids
@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
+    from kqview.mods.decorator import BoundMod
+    from kqview.mods.events import Event
     from tests.engine.conftest import MakeEngine
 
 PROMPT = random_ids(12)
@@ -160,13 +162,13 @@ def test_only_events_that_a_mod_handles_reach_it_without_a_trace(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ):
     called: list[type] = []
-    inner = ModCaller.call
+    inner = ModCaller.answer
 
-    async def call(self: ModCaller, one: EventCall, *, is_async: bool) -> CallOutcome:
-        called.append(type(one.event))
-        return await inner(self, one, is_async=is_async)
+    def answer(self: ModCaller, one: BoundMod, event: Event) -> Any:
+        called.append(type(event))
+        return inner(self, one, event)
 
-    monkeypatch.setattr(ModCaller, "call", call)
+    monkeypatch.setattr(ModCaller, "answer", answer)
     for trace in (False, True):
         called.clear()
         generation = engine.generate(PROMPT, max_tokens=2, mods=[Counting()], trace=trace, **GREEDY)

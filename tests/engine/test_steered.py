@@ -286,6 +286,26 @@ def test_sampler_goes_on_as_if_the_ids_had_been_picked(engine: Engine, name: str
     passes.close()
 
 
+@pytest.mark.needs("host layers")
+@pytest.mark.parametrize("name", [*SAMPLING, "logprobs"])
+def test_choice_from_equal_logits_is_the_choice_at_any_step(engine: Engine, name: str) -> None:
+    """Choices are made ahead unless the last one was from other logits: it shows nowhere."""
+    if name == "json":
+        pytest.importorskip("llguidance")
+    options = SAMPLING.get(name, {"seed": 3, "top_logprobs": 3})
+    wanted = plain(engine, PROMPT, 12, **options)
+    passes = Passes(engine, PROMPT, **options)
+    for i, id_ in enumerate(wanted):
+        event = passes.next()
+        if i % 3 != 2 or name == "mirostat":  # whose target does not move for a given id
+            logits = None if i % 3 else event.logits.copy()
+            picked = event.pick(logits)
+            assert picked.id == id_
+            assert len(picked.top_logprobs or ()) == (3 if name == "logprobs" else 0)
+        event.answer(ids=[id_])
+    passes.close()
+
+
 @pytest.mark.parametrize("name", ["grammar", "json"])
 def test_id_that_the_grammar_does_not_allow_is_refused_without_effect(
     engine: Engine, name: str

@@ -69,6 +69,10 @@ class CallOutcome(NamedTuple):
     exception: BaseException | None = None
 
 
+SILENT: Final = CallOutcome()
+"""Of a mod that does nothing."""
+
+
 def failure(error: BaseException, time_ms: float = 0.0) -> CallOutcome:
     """The outcome of a call that raised *error*."""
     return CallOutcome(None, time_ms, describe(error), traceback_of(error), error)
@@ -153,8 +157,23 @@ class ModCaller:
         except asyncio.CancelledError as error:  # raised by the mod: nobody has cancelled the task
             return failure(error)
 
+    def call_here(self, mod: BoundMod, event: Event) -> CallOutcome:
+        """As `call`, of a mod that is not async, without a time limit; `SILENT` for None."""
+        try:
+            answer = self.answer(mod, event)
+            if answer is None:
+                return SILENT
+            _check_answer(mod, answer)
+        except Exception as error:
+            return failure(error)
+        return CallOutcome(answer)
+
+    def answer(self, mod: BoundMod, event: Event) -> Any:
+        """What *mod* returns; raises what it raises."""
+        return mod.call(*(event, ActionBuilder(event), self.tokenizer)[: mod.n_arguments])
+
     def end(self, mod: BoundMod, end: RequestEnd) -> None:
-        """EventCall the end hook of *mod*: behind a call of it that still runs, else at once."""
+        """Call the end hook of *mod*: behind a call of it that still runs, else at once."""
         if mod.on_end is None:
             return
         late = self._late.get(id(mod))
@@ -179,20 +198,13 @@ class ModCaller:
         """
         if is_elsewhere:
             self.note()
-        arguments = (call.event, ActionBuilder(call.event), self.tokenizer)
         started = time.perf_counter()
         try:
             with _AS_EVER if call.log is None else Captured(call.log):
-                answer: Any = call.mod.call(*arguments[: call.mod.n_arguments])
-                if answer is not None and inspect.isawaitable(answer):
-                    if not call.mod.is_async:
-                        if (close := getattr(answer, "close", None)) is not None:
-                            close()
-                        raise RequestError(
-                            f"mod {call.mod.name} returned an awaitable; declare it with async def",
-                            parameter="mods",
-                        )
+                answer = self.answer(call.mod, call.event)
+                if call.mod.is_async and inspect.isawaitable(answer):
                     answer = await answer
+                _check_answer(call.mod, answer)
         except BaseException as error:
             # No signal is raised on a thread of the mod's own; a task of its own passes it on.
             is_signal = isinstance(error, asyncio.CancelledError | KeyboardInterrupt)
@@ -230,6 +242,15 @@ class ModCaller:
             self.close()  # the thread ends when the mod returns
         error = f"TimeoutError: {mod.name} took more than the {limit_s:g} s of mod_time_limit_s"
         return CallOutcome(None, limit_s * 1000, error)
+
+
+def _check_answer(mod: BoundMod, answer: object) -> None:
+    if inspect.isawaitable(answer):
+        if (close := getattr(answer, "close", None)) is not None:
+            close()
+        raise RequestError(
+            f"mod {mod.name} returned an awaitable; declare it with async def", parameter="mods"
+        )
 
 
 class _CallThread:

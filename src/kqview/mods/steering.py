@@ -50,7 +50,7 @@ from kqview.mods.actions import (
     check_size,
     to_logits,
 )
-from kqview.mods.calls import CallOutcome, EventCall, ModCaller, at_once, failure
+from kqview.mods.calls import SILENT, CallOutcome, EventCall, ModCaller, at_once, failure
 from kqview.mods.decorator import BoundMod
 from kqview.mods.events import (
     Added,
@@ -369,9 +369,9 @@ class Steering:
         """Call the mods that handle *event*; whether one acts or fails, or the request ended."""
         for one in self.mods:
             if type(event) in one.handled:
-                outcome = at_once(self.caller.call(EventCall(one, event), is_async=False))
+                outcome = self.caller.call_here(one, event)
                 said.append(outcome)
-                if outcome.answer is not None or outcome.error is not None or self._has_ended:
+                if outcome is not SILENT or self._has_ended:
                     return True
         return False
 
