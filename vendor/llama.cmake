@@ -1,4 +1,4 @@
-# Obtains llama.cpp's pinned source (vendor/fetch.py) and adds it unmodified, as static libraries.
+# Adds llama.cpp's pinned source unmodified, as static libraries.
 # Changes its behaviour from outside:
 # - four calls of the `llama` target are renamed, so that the tap can hook in (cpp/tap/tap.cpp);
 # - its RPC client gets kqview's socket (cpp/llama/rpc_transport.cpp);
@@ -8,15 +8,7 @@
 # - kqview's matcher evaluates its regular expressions (unicode_regex.h);
 # - its graphs are computed by kqview's compute pool (cpp/llama/openmp.cpp).
 
-execute_process(
-    COMMAND ${Python_EXECUTABLE} ${CMAKE_CURRENT_SOURCE_DIR}/vendor/fetch.py --print-path
-    OUTPUT_VARIABLE KQVIEW_LLAMA_SOURCE
-    OUTPUT_STRIP_TRAILING_WHITESPACE
-    RESULT_VARIABLE kqview_fetch_result)
-if(NOT kqview_fetch_result EQUAL 0)
-    message(FATAL_ERROR "llama.cpp's source could not be obtained; the line above says why and what to do")
-endif()
-message(STATUS "llama.cpp source: ${KQVIEW_LLAMA_SOURCE}")
+include(${CMAKE_CURRENT_LIST_DIR}/llama_source.cmake)
 
 set(BUILD_SHARED_LIBS OFF)
 foreach(part COMMON TESTS TOOLS EXAMPLES SERVER APP)
@@ -110,10 +102,3 @@ set(kqview_regex ${CMAKE_CURRENT_LIST_DIR}/unicode_regex.h)
 set_source_files_properties(${KQVIEW_LLAMA_SOURCE}/src/unicode.cpp TARGET_DIRECTORY llama PROPERTIES
     COMPILE_OPTIONS "-I${CMAKE_CURRENT_SOURCE_DIR}/cpp;-include;${kqview_regex}"
     OBJECT_DEPENDS "${kqview_regex};${CMAKE_CURRENT_SOURCE_DIR}/cpp/base/token_regex.h")
-
-file(STRINGS ${CMAKE_CURRENT_SOURCE_DIR}/vendor/llama.lock.toml kqview_commit_line REGEX "^commit *=")
-string(REGEX MATCH "[0-9a-f]+\"" KQVIEW_LLAMA_COMMIT "${kqview_commit_line}")
-string(REPLACE "\"" "" KQVIEW_LLAMA_COMMIT "${KQVIEW_LLAMA_COMMIT}")
-if(NOT "$ENV{KQVIEW_LLAMA_CPP_DIR}" STREQUAL "")
-    set(KQVIEW_LLAMA_COMMIT "unpinned (KQVIEW_LLAMA_CPP_DIR)")
-endif()

@@ -1,8 +1,8 @@
-"""Write what a wheel is made of, in CycloneDX's format (PEP 770): sbom.py OUT VERSION COMPONENT...
+"""Write what a wheel is made of (CycloneDX, PEP 770): sbom.py OUT NAME VERSION COMPONENT...
 
-VERSION is kqview's. COMPONENT is something that is linked into the module, as cpp/licenses.cmake
-lists it: name, version, licence (SPDX) and package URL, joined by "|"; version and URL may be
-empty. The same arguments give the same bytes: no time of day, no random number.
+NAME and VERSION are the wheel's. COMPONENT is something that is linked into its library, as
+cpp/licenses.cmake lists it: name, version, licence (SPDX) and package URL, joined by "|"; version
+and URL may be empty. The same arguments give the same bytes: no time of day, no random number.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def component(name: str, version: str, licence: str, purl: str) -> dict[str, obj
     return found
 
 
-def bom(version: str, linked: list[str]) -> dict[str, object]:
+def bom(name: str, version: str, linked: list[str]) -> dict[str, object]:
     """The whole document."""
     parts = [component(*one.split("|")) for one in linked]
     return {
@@ -37,16 +37,16 @@ def bom(version: str, linked: list[str]) -> dict[str, object]:
         "bomFormat": "CycloneDX",
         "specVersion": "1.6",
         "version": 1,
-        "metadata": {"component": component("kqview", version, "MIT", "pkg:pypi/kqview")},
+        "metadata": {"component": component(name, version, "MIT", f"pkg:pypi/{name}")},
         "components": parts,
-        "dependencies": [{"ref": "kqview", "dependsOn": [part["bom-ref"] for part in parts]}],
+        "dependencies": [{"ref": name, "dependsOn": [part["bom-ref"] for part in parts]}],
     }
 
 
 def main(argv: list[str]) -> None:
     """Run the command line."""
-    out, version, *linked = argv
-    Path(out).write_text(json.dumps(bom(version, linked), indent=2) + "\n", encoding="utf-8")
+    out, name, version, *linked = argv
+    Path(out).write_text(json.dumps(bom(name, version, linked), indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

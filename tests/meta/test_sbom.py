@@ -19,7 +19,7 @@ LINKED = [
 
 
 def write(path: Path) -> str:
-    subprocess.run([sys.executable, SCRIPT, path, "1.2.3", *LINKED], check=True)
+    subprocess.run([sys.executable, SCRIPT, path, "kqview", "1.2.3", *LINKED], check=True)
     return path.read_text("utf-8")
 
 
