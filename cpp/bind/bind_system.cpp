@@ -91,6 +91,10 @@ void bind_system(nb::module_& module) {
         .def_ro("depth", &value_counts::depth, "Most lists and objects around a value.");
     module.def("count_values", &count_values, nb::arg("data"), nb::arg("packs"),
                "Count the values in JSON or MessagePack data before any object is made of them.");
+    module.def(
+        "load_backend",
+        [](const std::string& path) { load_backend(path, KQVIEW_VERSION, KQVIEW_LLAMA_COMMIT); },
+        nb::arg("path"), "Register the devices of the backend in this library.");
     module.def("build_info", &build_info, nb::sig("def build_info() -> dict[str, typing.Any]"),
                "Version, llama.cpp commit, backends, devices and NVIDIA driver.");
 }

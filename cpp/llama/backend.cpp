@@ -1,5 +1,6 @@
 #include "llama/backend.h"
 
+#include <dlfcn.h>
 #include <ggml-cpu.h>
 #include <ggml.h>
 #include <llama.h>
@@ -10,6 +11,7 @@
 
 #include "base/cpu_variant.h"
 #include "base/log.h"
+#include "llama/packaged_backend.h"
 #include "memory/device_need.h"
 
 namespace kqview {
@@ -52,6 +54,34 @@ void start_llama() {
         ggml_set_abort_callback(on_abort);
         llama_backend_init();
     });
+}
+
+void load_backend(const std::string& path, std::string_view version, std::string_view commit) {
+    start_llama();
+    auto* const library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+    if (!library) throw error(errc::model_load, dlerror());
+    const auto* const backend =
+        static_cast<const packaged_backend*>(dlsym(library, "kqview_backend"));
+    if (!backend) throw error(errc::model_load, path, " is no backend of kqview");
+    if (backend->kqview_version != version || backend->llama_cpp_commit != commit) {
+        throw error(errc::unsupported_model, path, " is for kqview ", backend->kqview_version,
+                    " with llama.cpp ", backend->llama_cpp_commit, ", and this is kqview ", version,
+                    " with llama.cpp ", commit,
+                    "; install its package in this version, or uninstall it");
+    }
+    const auto began = log_ring::instance().position();
+    auto* const registry =
+        guarded("starting a backend", errc::model_load, "uninstall its package to go without it",
+                [&] { return backend->open(on_log, on_abort); });
+    if (!registry || ggml_backend_reg_dev_count(registry) == 0) {
+        const auto log = log_ring::instance().errors_since(began);
+        throw error(errc::model_load, path, " finds no device", log.empty() ? "" : ": ", log);
+    }
+    const auto* const name = ggml_backend_reg_name(registry);
+    if (auto* const known = ggml_backend_reg_by_name(name); known && known != registry) {
+        throw error(errc::model_load, path, " is not needed: this build itself has ", name);
+    }
+    ggml_backend_register(registry);
 }
 
 llama_activity::llama_activity(const char* what) noexcept

@@ -13,6 +13,7 @@
 
 #include <cstdint>
 #include <string>
+#include <string_view>
 #include <utility>
 
 #include "base/error.h"
@@ -20,6 +21,12 @@
 namespace kqview {
 
 void start_llama();
+
+// Registers the devices of the backend in the library at `path` (packaged_backend.h), for engines
+// that are opened from then on. The library stays loaded. `version` and `commit` are kqview's and
+// llama.cpp's of this build. Throws errc::unsupported_model if the backend is for others, and
+// errc::model_load if it cannot be loaded, has no device here, or is already part of the build.
+void load_backend(const std::string& path, std::string_view version, std::string_view commit);
 
 // Thrown in place of ggml's abort, with its message. Not a std::exception, so that it passes
 // llama.cpp's own handlers. The object it was thrown out of is in an undefined state: neither use

@@ -22,6 +22,9 @@ class ValueCounts:
 def count_values(data: bytes, packs: bool) -> ValueCounts:
     """Count the values in JSON or MessagePack data before any object is made of them."""
 
+def load_backend(path: str) -> None:
+    """Register the devices of the backend in this library."""
+
 def build_info() -> dict[str, Any]:
     """Version, llama.cpp commit, backends, devices and NVIDIA driver."""
 

@@ -9,7 +9,7 @@ from typing import Any, Final, Literal, TypedDict, cast
 
 import numpy as np
 
-from kqview import _core
+from kqview import _core, backends
 from kqview.arguments import (
     INT64_MAX,
     choice,
@@ -235,7 +235,9 @@ def model_options(model: str | os.PathLike[str], n_gpu_layers: int) -> _core.Mod
     Raises:
         RequestError: *model* is no path, is empty, contains a null byte or characters that UTF-8
             cannot express.
+        UnsupportedModel: A package with a backend is for another kqview or llama.cpp.
     """
+    backends.load()
     options = _core.ModelOptions()
     options.path = _path("model", model)
     options.n_gpu_layers = n_gpu_layers

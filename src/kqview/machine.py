@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from kqview import _core
+from kqview import _core, backends
 
 _ROOT: Final = Path("/")
 _UNKNOWN_MEMORY_BYTES: Final = 4 * 2**30  # a cautious guess for systems that do not report it
@@ -159,6 +159,8 @@ def system_info() -> dict[str, Any]:
         cuda_architectures: Architectures of its kernels, such as "80,90"; None without CUDA.
         backends: Names of ggml's backends that work on this machine (one without its driver does
             not); backend_features: their build flags by name.
+        backend_packages: Installed packages with a backend for GPUs, such as "kqview_vulkan": a
+            dict by name, with why it is not used; None where it is.
         devices: A dict for each: name, description, type ("CPU", "GPU", "IGPU", "ACCEL"), backend,
             memory_free_bytes, memory_total_bytes, compute_capability (such as "9.0"; None except
             for NVIDIA), capture (how attention of its layers reaches a view: "zero-copy", "pinned"
@@ -167,8 +169,14 @@ def system_info() -> dict[str, Any]:
         nvidia_driver: Version of NVIDIA's driver; nvidia_driver_cuda: the newest CUDA version it
             supports. None without a driver.
         cpu_features: llama.cpp's description of the CPU; n_threads_default: int.
+
+    Raises:
+        UnsupportedModel: A package with a backend is for another kqview or llama.cpp.
     """
-    return {**_core.build_info(), "n_threads_default": default_threads()}
+    packages = dict(backends.load())  # first: their devices are among those of build_info
+    return {
+        **_core.build_info(), "backend_packages": packages, "n_threads_default": default_threads(),
+    }  # fmt: skip
 
 
 def capture_path(devices: Iterable[Mapping[str, Any]], n_gpu_layers: int) -> str:

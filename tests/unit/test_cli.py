@@ -453,7 +453,7 @@ BUILD_INFO: dict[str, Any] = {
     "kqview_version": "1.2.3", "llama_cpp_commit": "0c1e570", "is_portable": False,
     "cpu_variant": "native", "cpu_variants": ["native"],
     "gpu_backends": "CUDA", "cuda_version": "13.0", "cuda_architectures": "80,90",
-    "backends": ["CUDA", "CPU"],
+    "backends": ["CUDA", "CPU"], "backend_packages": {},
     "backend_features": {"CUDA": {"ARCHS": "800,900"}, "CPU": {}}, "devices": [GPU, CPU],
     "nvidia_driver": "580.1", "nvidia_driver_cuda": "13.0", "cpu_features": "",
     "n_threads_default": 2,
@@ -506,6 +506,14 @@ WITHOUT_GPU = "no GPU found: models run on the CPU"
             ["this kind of CPU; HIP, Vulkan"], ["NVIDIA", WITHOUT_GPU],
         ),
         ({**WITHOUT_CUDA, "gpu_backends": "HIP,Vulkan"}, ["HIP, Vulkan", WITHOUT_GPU], ["NVIDIA"]),
+        (
+            {**WITHOUT_CUDA, "backend_packages": {"kqview_vulkan": None}, "devices": [RADEON, CPU]},
+            ["package kqview_vulkan loaded"], [WITHOUT_GPU],
+        ),
+        (
+            {**WITHOUT_CUDA, "backend_packages": {"kqview_vulkan": "no loader"}},
+            ["package kqview_vulkan no loader", WITHOUT_GPU], [],
+        ),
         (NO_DRIVER, ["NVIDIA driver none", WITHOUT_GPU], []),
         ({"devices": [REMOTE]}, ["RPC0 GPU some accelerator unknown plain"], []),
         (

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from kqview import __version__, _core
+from kqview import __version__, system_info
 from kqview.bench.pairs import Pairs, Spread
 from kqview.durable import append_line
 
@@ -158,7 +158,7 @@ def machine_facts() -> dict[str, Any]:
     nvidia_driver (or None), load_average (of the last minute), kqview, kqview_commit,
     llama_cpp_commit.
     """
-    build = _core.build_info()
+    build = system_info()
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": platform.machine(),

@@ -133,7 +133,7 @@ def _show_system(*, as_json: bool) -> None:
     console.print()
     console.print(_device_table(info["devices"]))
     has_gpu = any(device["type"] in ("GPU", "IGPU") for device in info["devices"])
-    if info["gpu_backends"] is not None and not has_gpu:
+    if (info["gpu_backends"] is not None or info["backend_packages"]) and not has_gpu:
         console.print("no GPU found: models run on the CPU")
 
 
@@ -179,6 +179,8 @@ def _build_rows(info: Mapping[str, Any]) -> list[tuple[str, str]]:
     for backend in info["backends"]:
         flags = " ".join(f"{k}={v}" for k, v in info["backend_features"][backend].items())
         rows.append((f"backend {backend}", flags))
+    for package, problem in info["backend_packages"].items():
+        rows.append((f"package {package}", problem or "loaded"))
     driver = info["nvidia_driver"]
     if info["nvidia_driver_cuda"] is not None:
         driver = f"{driver or 'unknown'}, runs CUDA {info['nvidia_driver_cuda']}"
