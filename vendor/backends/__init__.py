@@ -1,0 +1,1 @@
+"""A backend for kqview: one library, which kqview loads when it first asks for devices."""
