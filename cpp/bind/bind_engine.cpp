@@ -92,6 +92,8 @@ void bind_engine_options(nb::module_& module) {
                      nb::for_setter(nb::arg().none()), "None: where that is cheaper.")
         .def_rw("kv_type", &engine_options::kv_type)
         .def_rw("swa_full", &engine_options::swa_full)
+        .def_rw("guesses", &engine_options::guesses,
+                "Whether texts may be guessed on: recurrent state is kept for it.")
         .def_rw("pooling", &engine_options::pooling, "Empty uses what the model's file specifies.")
         .def_rw("host_memory_bytes", &engine_options::host_memory_bytes)
         .def_rw("free_memory_bytes", &engine_options::free_memory_bytes,

@@ -11,6 +11,7 @@
 #include <llama-model.h>
 
 #include <algorithm>
+#include <limits>
 #include <span>
 #include <string>
 #include <string_view>
@@ -69,6 +70,7 @@ context::context(std::shared_ptr<model> source, const context_options& options)
     use(model_->adapter_scales());
     open_embeddings(options);
     if (has_cache()) tail_parts_ = tail_parts_of(llama_get_memory(handle_.get()));
+    if (llama_n_rs_seq(handle_.get()) > 0) kept_states_.resize(static_cast<std::size_t>(n_slots_));
 }
 
 std::size_t context::memory_bytes() const {
@@ -111,6 +113,7 @@ void context::decode(std::span<const step_token> tokens, bool embeds) {
     const auto log_position = log_ring::instance().position();
     const bool has_encoder = llama_model_has_encoder(model_->get());
     const int status = decode_until_stopped();
+    note_step(tokens, status != 0);
     if (!servers.empty()) {
         // Logits may still be on their way. A chunk that wants none does not have to wait.
         const auto is_awaited = [&](const step_token& one) { return one.wants_logits || embeds; };
@@ -163,6 +166,15 @@ void context::copy(slot_id from, slot_id to) {
     if (!memory) return;
     llama_memory_seq_rm(memory, to, -1, -1);
     llama_memory_seq_cp(memory, from, to, -1, -1);
+    if (kept_states_.empty()) return;
+    auto& copied = kept_states_[static_cast<std::size_t>(to)];
+    const auto& source = kept_states_[static_cast<std::size_t>(from)];
+    copied = {.is_lost = source.is_lost};
+    if (!source.has_dropped || source.is_lost) return;
+    // llama.cpp copies the state behind the tokens that were dropped.
+    std::vector<std::byte> state(snapshot_bytes(from));
+    write_snapshot(from, state);
+    read_snapshot(to, state, llama_memory_seq_pos_max(memory, from) + 1);
 }
 
 bool context::has_what_is_seen(slot_id slot, std::int32_t n_keep) const {
@@ -175,7 +187,41 @@ bool context::truncate(slot_id slot, std::int32_t n_keep) {
     const auto memory = llama_get_memory(handle_.get());
     if (!memory) return true;
     if (n_keep > 0 && !has_what_is_seen(slot, n_keep)) return false;
+    return kept_states_.empty() ? llama_memory_seq_rm(memory, slot, n_keep, -1)
+                                : drop(slot, n_keep);
+}
+
+bool context::drop(slot_id slot, std::int32_t n_keep) {
+    const auto memory = llama_get_memory(handle_.get());
+    auto& kept = kept_states_[static_cast<std::size_t>(slot)];
+    const auto n_dropped = llama_memory_seq_pos_max(memory, slot) + 1 - n_keep;
+    if (n_keep == 0) {
+        kept = {};
+    } else if (kept.is_lost || n_dropped > kept.n_droppable) {
+        return false;
+    } else if (n_dropped > 0) {
+        kept = {.has_dropped = true};
+    }
     return llama_memory_seq_rm(memory, slot, n_keep, -1);
+}
+
+// The states of other slots may have moved, without those that were kept.
+void context::note_step(std::span<const step_token> tokens, bool has_failed) {
+    for (auto& kept : kept_states_) kept.n_droppable = 0;
+    if (kept_states_.empty()) return;
+    const auto of = [&](const step_token& token) -> kept_states& {
+        return kept_states_[static_cast<std::size_t>(token.slot)];
+    };
+    for (const auto& token : tokens) of(token) = {.n_droppable = -1, .is_lost = has_failed};
+    if (has_failed) return;
+    for (const auto& token : tokens) {
+        auto& n = of(token).n_droppable;
+        n = std::min(n + 1, n_states_kept);
+    }
+}
+
+std::size_t context::n_dropped_most() const {
+    return kept_states_.empty() ? std::numeric_limits<std::size_t>::max() : n_states_kept;
 }
 
 bool context::drops_tail(slot_id slot, std::int32_t n_keep) const {
@@ -389,6 +435,7 @@ void context::write_snapshot(slot_id slot, std::span<std::byte> out) {
 void context::read_snapshot(slot_id slot, std::span<const std::byte> bytes, int n_tokens) {
     const llama_activity guard("going back to a checkpoint");
     llama_synchronize(handle_.get());
+    if (!kept_states_.empty()) kept_states_[static_cast<std::size_t>(slot)] = {};
     for (const auto& part : tail_parts_) {
         bytes = kqview::read_state(part, slot, bytes, n_tokens);
     }
@@ -418,6 +465,7 @@ void context::write_state(slot_id slot, std::span<std::byte> out) {
 void context::read_state(slot_id slot, std::span<const std::byte> bytes, int n_tokens) {
     const llama_activity guard("restoring a slot");
     llama_synchronize(handle_.get());
+    if (!kept_states_.empty()) kept_states_[static_cast<std::size_t>(slot)] = {};
     // With the old cells goes what a memory has derived from them, which may differ for new ones.
     llama_memory_seq_rm(llama_get_memory(handle_.get()), slot, 0, -1);
     for (const auto& part : parts()) {

@@ -70,6 +70,10 @@ public:
     // Keeps the first `n_keep` positions of a slot. Returns false, without any change, if the cache
     // cannot drop that tail, or would then lack positions that a sliding window needs.
     bool truncate(slot_id slot, std::int32_t n_keep);
+    // The most tokens that a slot drops of the last step, which must have at least one more of it.
+    // Cells are dropped without a limit; recurrent state that is kept for no token is not at all.
+    std::size_t n_dropped_most() const;
+    bool keeps_states() const { return !kept_states_.empty(); }
     // Whether that would drop any tail, as far as is known before: not if there is recurrent state.
     bool drops_tail(slot_id slot, std::int32_t n_keep) const;
 
@@ -141,6 +145,16 @@ private:
         ~batch_owner();
     };
 
+    // What recurrent state is kept of a slot, besides that of its last token. llama.cpp would also
+    // go back to a state that it has kept of another step.
+    struct kept_states {
+        std::int32_t n_droppable = 0;  // of the last step, which has the slot's last tokens
+        bool has_dropped = false;      // the state is one of these until the next step
+        bool is_lost = false;          // a step failed, so it may be that of no token
+    };
+
+    bool drop(slot_id slot, std::int32_t n_keep);
+    void note_step(std::span<const step_token> tokens, bool has_failed);
     void open_embeddings(const context_options& options);
     void set_embeds(bool embeds);
     bool has_what_is_seen(slot_id slot, std::int32_t n_keep) const;
@@ -158,7 +172,8 @@ private:
     int n_outputs_;
     std::string pooling_;
     std::vector<memory_part> tail_parts_;
-    bool embeds_ = false;  // what llama.cpp was told last
+    std::vector<kept_states> kept_states_;  // by slot; empty: none are kept
+    bool embeds_ = false;                   // what llama.cpp was told last
     const std::vector<std::uint64_t> aborted_decodes_;
     std::uint64_t n_decodes_ = 0;
     std::shared_ptr<heartbeat> heart_;

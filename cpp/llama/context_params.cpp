@@ -101,6 +101,7 @@ llama_context_params params_of(const model& source, const context_options& optio
                                  : LLAMA_FLASH_ATTN_TYPE_AUTO;
     params.kv_unified = false;  // one KV stream per slot: a slot's columns are its own cells
     params.swa_full = options.swa_full;
+    params.n_rs_seq = options.guesses ? n_states_kept : 0;
     params.no_perf = true;
     return params;
 }

@@ -15,6 +15,7 @@
 
 namespace kqview {
 
+constexpr int n_states_kept = 7;
 constexpr int cell_padding = 256;  // llama.cpp pads the cells of a sequence to this
 
 enum class flash_attention { automatic, off, on };
@@ -31,6 +32,9 @@ struct context_options {
     bool attends = false;  // few queries on the CPU: our attention instead of flash attention
     std::string kv_type = "f16";
     bool swa_full = true;
+    // Texts may be guessed on: recurrent state is kept after each of the last n_states_kept tokens
+    // of a step as well, where llama.cpp can, so that these can be dropped.
+    bool guesses = false;
     std::string pooling;  // "none", "mean", "cls", "last", "rank"; "" = as in the model's file
     std::size_t host_memory_bytes = 0;  // limit for this process; 0 = do not check
     std::size_t free_memory_bytes = 0;  // on the host, before the weights; 0 = unknown

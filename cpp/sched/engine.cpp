@@ -55,6 +55,7 @@ engine::engine(std::shared_ptr<model> source, const engine_options& options)
         smaller.free_memory_bytes = 0;  // known before the other context took its part
         smaller.pooling.clear();
         smaller.aborted_decodes.clear();
+        smaller.guesses = false;
         auto draft = std::make_unique<llama_runner>(options.draft, smaller);
         if (!draft->has_cache() || !draft->can_take_back())
             throw error(errc::unsupported_model,

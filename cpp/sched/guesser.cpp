@@ -22,6 +22,9 @@ bool may_guess(const batch_part& part) {
            (target.text.empty() || active.is_steered) && (!active.capture || target.rows.block);
 }
 
+// Whether its next token is chosen in the sampler lane, or may be.
+bool is_slow(const slot& target) { return target.ticket || target.picker->is_slow(); }
+
 // Blocks for the rows of the guesses, which the pool may have fewer of. They are the token's once
 // its guess has come true, and go back before the next step otherwise.
 void take_draft_rows(block_pool& pool, slot& target) {
@@ -101,6 +104,8 @@ void guesser::add_to(batch& step) {
 void guesser::collect(const batch& step) {
     const auto n_parts = static_cast<int>(step.parts.size());
     int n_most = std::min(model_.n_chunk(), model_.n_outputs()) / n_parts - 1;
+    if (const auto n = model_.n_taken_back_most(); std::cmp_less(n, n_most))
+        n_most = static_cast<int>(n);
     bool has_rows = false;
     for (const auto& part : step.parts) {
         const auto& target = *part.target;
@@ -109,6 +114,8 @@ void guesser::collect(const batch& step) {
         has_rows = has_rows || target.active->capture;
         // Whoever watches its steps would see guesses.
         if (target.is_unclear || (edits && edits->is_watched())) n_most = 0;
+        // Whose guesses wait while others have steps, which lose the states kept for them.
+        if (!model_.can_truncate() && (target.active->is_steered || is_slow(target))) n_most = 0;
     }
     if (n_most <= 0 || (has_rows && !model_.can_draft_rows(step.parts.size()))) return;
     guessed_.clear();
@@ -145,14 +152,14 @@ void guesser::collect(const batch& step) {
 }
 
 // The most tokens that may be guessed behind this part's: not more than its consumer may be behind.
+// Where tokens that it leaves cannot be dropped it is behind by none, and guesses are few.
 int guesser::n_guessable(const batch_part& part, int n_most) const {
     if (!may_guess(part)) return 0;
     const auto& target = *part.target;
     const auto& active = *target.active;
     const int n_ahead = static_cast<int>(active.box->n_ahead()) + out_.n_on_the_way(target.active);
-    return std::max(0,
-                    std::min({n_most, active.n_draft_max, slots_.n_ahead(active, false) - n_ahead,
-                              out_.n_left(target) - 1}));
+    const int n_more = model_.can_truncate() ? slots_.n_ahead(active, false) - n_ahead : n_most;
+    return std::max(0, std::min({n_most, active.n_draft_max, n_more, out_.n_left(target) - 1}));
 }
 
 // How many guesses behind each text make the step's tokens come fastest. What they cost the others

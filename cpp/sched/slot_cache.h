@@ -68,7 +68,10 @@ public:
     // How many tokens that would leave, as far as is known before.
     std::size_t n_left_by(std::size_t n_keep) const;
     // Takes a checkpoint of a cache that cannot drop its tail; see checkpoints::take().
-    void keep_checkpoint() { kept_.take(id_, tokens_.size()); }
+    // Not of cells beyond the known ids.
+    void keep_checkpoint() {
+        if (!has_unknown_) kept_.take(id_, tokens_.size());
+    }
     void clear();
     // For a model that keeps nothing between requests: only the ids have to go.
     void forget() { shrink(0, all_exact); }

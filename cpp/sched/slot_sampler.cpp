@@ -37,7 +37,8 @@ void slot_sampler::go_on(slot& target, float* logits, bool is_wide) {
             }
         }
     }
-    sample(target, logits, is_wide);
+    // The step's first token cannot be taken back from recurrent state.
+    sample(target, logits, is_wide && model_.can_truncate());
     follow_draft(target);
 }
 

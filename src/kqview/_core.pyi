@@ -477,6 +477,8 @@ class EngineOptions:
     """None: where that is cheaper."""
     kv_type: str
     swa_full: bool
+    guesses: bool
+    """Whether texts may be guessed on: recurrent state is kept for it."""
     pooling: str
     """Empty uses what the model's file specifies."""
     host_memory_bytes: int

@@ -304,8 +304,9 @@ class Engine(NamesAttributes):
         draft: What guesses how a text goes on, so that several tokens are evaluated in one step:
             "prompt-lookup" looks for where its last tokens have been in the text already; the path
             of a GGUF file is a smaller model with the same vocabulary, which has a context of its
-            own with as many slots. The tokens are those that the model would have chosen without;
-            see ``speculate`` of `generate`. None guesses nothing.
+            own with as many slots. Recurrent state is then kept for 7 more tokens where llama.cpp
+            can, in eight times the memory. The tokens are those that the model would have chosen
+            without; see ``speculate`` of `generate`. None guesses nothing.
         run_ahead: Number of tokens computed before they are requested; 0 computes each on demand.
             None for 8, with *draft* for 16: no more are guessed at once.
         progress: Called with the loaded fraction, 0 to 1; True prints it.
@@ -367,8 +368,8 @@ class Engine(NamesAttributes):
             self._core.close(CLOSE_TIMEOUT_S)
             raise UnsupportedModel(
                 f"draft={given['draft']!r} needs a cache that drops single tokens, and this one "
-                "does not: the model has recurrent state, compressed keys or no cache, or swa_full "
-                "is off; leave draft out"
+                "does not: the model has compressed keys, no cache or recurrent state that "
+                "llama.cpp does not keep for earlier tokens, or swa_full is off; leave draft out"
             )
         core, facts, template = self._core, self._model, given["chat_template"]
         info = _model_info(facts, core)

@@ -221,6 +221,7 @@ def context_options(given: Mapping[str, Any]) -> _core.EngineOptions:
     options.attends = given["attention_kernel"] != "llama.cpp"
     rows_beside = {"auto": None, "in graph": False, "beside": True}
     options.rows_beside = rows_beside[given["device_rows"]]
+    options.guesses = given["draft"] is not None
     options.max_gap_ms = given["max_gap_ms"] or 0.0
     options.pooling = given["pooling"] or ""
     options.host_memory_bytes = memory_bytes

@@ -49,6 +49,12 @@ CANNOT_GO_BACK = (
     *("nemotron_h_moe-dense", "plamo2-dense", "qwen35-dense", "qwen35moe-moe", "qwen3next-moe"),
     "qwen4exp-moe",
 )
+# Of these: to any of the last tokens of a step, with Engine(draft=...).
+KEEPING_STATES = (
+    *("bailingmoe3-moe", "glm5-next-moe", "kimi-k3-moe", "lfm2-dense", "lfm2moe-moe"),
+    *("nemotron_h-dense", "nemotron_h_moe-dense", "qwen35-dense", "qwen35moe-moe"),
+    "qwen4exp-moe",
+)
 OPTIONS: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "top_logprobs": 3}
 ROUNDED = near(1e-3, "logprobs")
 

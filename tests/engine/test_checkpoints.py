@@ -35,6 +35,8 @@ GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
 # A prompt that is cut into other steps gives other sums, in their last bits.
 ROUNDED = near(1e-4)
 WRITERS = {"hybrid": tiny_gguf.write_jamba, "recurrent": tiny_gguf.write_mamba}
+# Architectures whose recurrent state is kept after each of a step's last tokens, to guess on.
+GUESSING = ("lfm2-dense", "nemotron_h-dense", "qwen35-dense")
 # Its windows' caches have 256 cells.
 WINDOWS: dict[str, Any] = {"swa_full": False, "n_ubatch": 16}
 
@@ -317,13 +319,15 @@ def take_three_back(event: Any, actions: Any, _tokenizer: Any) -> Any:
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(
-    "kind", [*WRITERS, pytest.param("windows", marks=pytest.mark.needs("host layers"))]
+    "kind",
+    [*WRITERS, pytest.param("windows", marks=pytest.mark.needs("host layers")), *GUESSING],
 )
 def test_whatever_happens_to_slots_what_follows_equals_a_fresh_evaluation(
-    make_engine: MakeEngine, tmp_path: Path, kind: str, seed: int
+    make_engine: MakeEngine, architectures: dict[str, Path], tmp_path: Path, kind: str, seed: int
 ) -> None:
+    guesses = kind in GUESSING
     write = WRITERS.get(kind, tiny_gguf.write_gemma4)
-    model = write(tmp_path / "model.gguf")
+    model = architectures[kind] if guesses else write(tmp_path / "model.gguf")
     fresh = Fresh(make_engine, model)
     random = Random(seed)
     engine = make_engine(
@@ -332,17 +336,30 @@ def test_whatever_happens_to_slots_what_follows_equals_a_fresh_evaluation(
         checkpoint_every=random.choice([0, 40]),
         checkpoint_bytes=random.choice([None, 200_000, 60_000]),
         **(WINDOWS if kind == "windows" else {}),
+        **({"draft": "prompt-lookup", "learns_costs": False} if guesses else {}),
         **EXACT,
     )
+
+    def predicted(prompt: list[int], n: int) -> dict[str, Any]:
+        """The text, of which a fifth is wrong."""
+        if not guesses:
+            return {}
+        ids = fresh.ids(prompt, n)
+        return {"prediction": [id_ if random.random() < 0.8 else 5 for id_ in ids]}
+
     n = 300 if kind == "windows" else 150  # more than the cells of a window
-    texts = [random_ids(n), [*random_ids(80, seed=1), tiny_gguf.IM_END]]
+
+    def some_ids(n: int, seed: int = 0) -> list[int]:
+        return [one % engine.model.n_vocab for one in random_ids(n, seed=seed)]
+
+    texts = [some_ids(n), [*some_ids(80, 1), tiny_gguf.IM_END % engine.model.n_vocab]]
     blobs: list[bytes] = []
     saved: list[tuple[bytes, Any]] = []
     for turn in range(40):
         slot = random.choice(engine.slots)
         text = random.choice(texts)
         prompt = text[: random.randint(1, min(len(text), 700))]
-        prompt = [*prompt, *random_ids(random.randint(1, 80), seed=100 + turn)]
+        prompt = [*prompt, *some_ids(random.randint(1, 80), 100 + turn)]
         chosen = {"slot": random.choice([None, slot.id])}
         match random.randrange(14):
             case 0:
@@ -366,13 +383,16 @@ def test_whatever_happens_to_slots_what_follows_equals_a_fresh_evaluation(
                 steered.read()
                 assert steered.tokens == fresh.ids(prompt, 9)
             case 9:
-                options = {"max_tokens": 12, **chosen, **GREEDY}
+                options = {"max_tokens": 12, **predicted(prompt, 12), **chosen, **GREEDY}
                 stopped = engine.generate(prompt, stop=["e", "t", "\x05"], **options)
                 stopped.read()
                 assert stopped.tokens == fresh.ids(prompt, len(stopped.tokens))
             case 10:  # they take turns in one slot
                 prompts = [prompt, [*prompt[: len(prompt) // 2], 7, 8, 9]]
-                pair = [engine.generate(one, max_tokens=6, slot=0, **GREEDY) for one in prompts]
+                pair = [
+                    engine.generate(one, max_tokens=6, slot=0, **predicted(one, 6), **GREEDY)
+                    for one in prompts
+                ]
                 for _ in range(6):
                     for one in pair:
                         next(one)
@@ -380,10 +400,30 @@ def test_whatever_happens_to_slots_what_follows_equals_a_fresh_evaluation(
                     assert next(one, None) is None
                     assert one.tokens == fresh.ids(ids, 6)
             case _:
-                with engine.generate(prompt, **fresh.options(**chosen)) as generation:
+                options = fresh.options(**predicted(prompt, 8), **chosen)
+                with engine.generate(prompt, **options) as generation:
                     tokens = [next(generation) for _ in range(random.randint(1, 8))]
                 fresh.check(tokens, prompt)
                 texts.append([*prompt, *(token.id for token in tokens)])
+    assert not guesses or engine.stats().accepted_tokens > 10
+
+
+@pytest.mark.parametrize("name", GUESSING)
+def test_slot_whose_step_with_guesses_failed_goes_on_from_a_checkpoint(
+    make_engine: MakeEngine, architectures: dict[str, Path], name: str
+) -> None:
+    prompt = [one % 128 for one in random_ids(60)]
+    fresh = Fresh(make_engine, architectures[name])
+    predicted = {"prediction": fresh.ids(prompt, 24)}
+    engine = make_engine(
+        architectures[name], draft="prompt-lookup", learns_costs=False, aborted_decodes=[4], **EXACT
+    )
+    with pytest.raises(errors.DecodeError):
+        engine.generate(prompt, max_tokens=24, **predicted, **GREEDY).read()
+    again = engine.generate(prompt, **fresh.options(max_tokens=24, **predicted))
+    fresh.check(list(again), prompt)
+    assert again.usage.cached_tokens == len(prompt) - 1
+    assert again.usage.accepted_tokens > 5
 
 
 # ---- windows whose cache keeps only what they see
