@@ -23,9 +23,20 @@ if(KQVIEW_PORTABLE)
         foreach(feature SSE42 AVX AVX2 BMI2 FMA F16C)
             set(GGML_${feature} OFF CACHE BOOL "" FORCE)
         endforeach()
+    elseif(WIN32)  # one level, of Haswell and Zen (cpp/base/cpu_variant.cpp)
+        set(KQVIEW_CPU_FLAGS -march=x86-64-v3)
+        foreach(feature SSE42 AVX AVX2 BMI2 FMA F16C)
+            set(GGML_${feature} ON CACHE BOOL "" FORCE)
+        endforeach()
+        add_compile_definitions(KQVIEW_CPU_LEVEL="x86-64-v3")
     endif()
 else()
     set(KQVIEW_CPU_FLAGS -march=native)
+endif()
+
+# Windows aligns stacks to 16 bytes, and gcc saves AVX registers there as if to 32 (its bug 54412).
+if(MINGW)
+    add_compile_options(-Wa,-muse-unaligned-vector-move)
 endif()
 
 # For layers on other machines. RDMA would become a run-time dependency if the build machine has its
@@ -41,6 +52,16 @@ add_subdirectory(${KQVIEW_LLAMA_SOURCE} llama.cpp EXCLUDE_FROM_ALL SYSTEM)
 if(GGML_CUDA)
     get_target_property(KQVIEW_CUDA_ARCHITECTURES ggml-cuda CUDA_ARCHITECTURES)
     list(JOIN KQVIEW_CUDA_ARCHITECTURES "," KQVIEW_CUDA_ARCHITECTURES)
+endif()
+
+# Older headers of mingw-w64 (Debian 12) lack what keeps Windows 11 from slowing threads down.
+if(MINGW)
+    include(CheckSymbolExists)
+    check_symbol_exists(THREAD_POWER_THROTTLING_EXECUTION_SPEED windows.h KQVIEW_KNOWS_THROTTLING)
+    if(NOT KQVIEW_KNOWS_THROTTLING)
+        set_source_files_properties(${KQVIEW_LLAMA_SOURCE}/ggml/src/ggml-cpu/ggml-cpu.c
+            TARGET_DIRECTORY ggml-cpu PROPERTIES COMPILE_DEFINITIONS _WIN32_WINNT=0x0601)
+    endif()
 endif()
 
 include(${CMAKE_CURRENT_LIST_DIR}/amx.cmake)

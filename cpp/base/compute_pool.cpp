@@ -1,23 +1,14 @@
 #include "base/compute_pool.h"
 
-#include <pthread.h>
-#if defined(__linux__)
-#include <linux/futex.h>
-#include <sched.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
-
 #include <algorithm>
 #include <atomic>
 #include <chrono>
-#include <climits>
 #include <cstdint>
 #include <exception>
 #include <thread>
 #include <utility>
 
-#include "base/signals.h"
+#include "base/system.h"
 
 namespace kqview {
 
@@ -71,14 +62,14 @@ public:
 
     void set(std::uint32_t value) {
         value_.store(value);
-        if (n_asleep_.load() > 0) wake_all();
+        if (n_asleep_.load() > 0) wake_sleepers(value_);
     }
 
     void await_other_than(std::uint32_t old, bool may_spin) {
         if (may_spin && spin(old)) return;
         while (is(old)) {
             n_asleep_.fetch_add(1);
-            sleep_while(old);
+            sleep_while(value_, old);
             n_asleep_.fetch_sub(1);
         }
     }
@@ -102,18 +93,6 @@ private:
         spinning.note(false);
         return false;
     }
-
-#if defined(__linux__)
-    // Not std::atomic::wait: that of libstdc++ yields its CPU first, and among busy processes a
-    // thread that yields waits for all of them, while one that slept goes first.
-    void sleep_while(std::uint32_t old) {
-        syscall(SYS_futex, &value_, FUTEX_WAIT_PRIVATE, old, nullptr);
-    }
-    void wake_all() { syscall(SYS_futex, &value_, FUTEX_WAKE_PRIVATE, INT_MAX); }
-#else
-    void sleep_while(std::uint32_t old) { value_.wait(old); }
-    void wake_all() { value_.notify_all(); }
-#endif
 
     // Stored and read in one order by all threads: a thread that falls asleep either sees the new
     // value or is seen.
@@ -197,9 +176,7 @@ public:
 
 private:
     void work() {
-#if defined(__linux__)
-        pthread_setname_np(pthread_self(), "kqview-compute");
-#endif
+        name_this_thread("kqview-compute");
         bool may_spin = false;
         for (std::uint32_t count = 0;; count += 2) {
             count_.await_other_than(count, may_spin);
@@ -245,17 +222,6 @@ std::shared_ptr<compute_pool> compute_pool::shared() {
     auto pool = found->pool.lock();
     if (!pool) found->pool = pool = std::make_shared<compute_pool>();
     return pool;
-}
-
-unsigned compute_pool::n_cpus() {
-#if defined(__linux__)
-    cpu_set_t allowed;
-    CPU_ZERO(&allowed);
-    if (sched_getaffinity(0, sizeof(allowed), &allowed) == 0) {
-        return static_cast<unsigned>(std::max(1, CPU_COUNT(&allowed)));
-    }
-#endif
-    return std::max(1U, std::thread::hardware_concurrency());
 }
 
 std::vector<compute_pool::worker*> compute_pool::borrow(unsigned n_wanted) {

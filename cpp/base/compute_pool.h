@@ -42,9 +42,6 @@ public:
 
     std::size_t n_workers() const;
 
-    // CPUs that the calling thread may run on, at least 1.
-    static unsigned n_cpus();
-
     // ---- for a task, on each of its threads
 
     static unsigned n_threads();     // of the team; 1 outside of tasks

@@ -79,7 +79,13 @@ void choose_cpu_variant() {
 
 #else
 
-std::vector<cpu_variant> cpu_variants() { return {{"native", true}}; }
+std::vector<cpu_variant> cpu_variants() {
+#ifdef KQVIEW_CPU_LEVEL  // a build for any machine that has one
+    return {{KQVIEW_CPU_LEVEL, __builtin_cpu_supports(KQVIEW_CPU_LEVEL) != 0}};
+#else
+    return {{"native", true}};
+#endif
+}
 
 void choose_cpu_variant() { chosen = choice_of(cpu_variants(), std::getenv("KQVIEW_CPU")); }
 

@@ -159,6 +159,7 @@ struct shared_waiter {
 };
 
 using clock = std::chrono::steady_clock;
+constexpr int look_ms = 100;
 constexpr double longest_wait_s = 365.0 * 24 * 3600;  // well within the clock's range
 
 int milliseconds_until(const std::optional<clock::time_point>& deadline) {
@@ -170,13 +171,13 @@ int milliseconds_until(const std::optional<clock::time_point>& deadline) {
 
 // Sleeps without the GIL until signalled. If a signal handler raises, the sleep ends.
 void sleep_on(generation_handle& self, wake_handle& waiter, int timeout_ms) {
-    bool is_signalled = false;
+    wait_end end{};
     {
         const nb::gil_scoped_release release;
-        is_signalled = waiter.wait(timeout_ms);
+        end = waiter.wait(timeout_ms);
         stay_if_exiting();
     }
-    if (!is_signalled && PyErr_CheckSignals() != 0) {
+    if (end == wait_end::interrupted && PyErr_CheckSignals() != 0) {
         self.wanted->box->disarm(&waiter);
         throw nb::python_error();
     }
@@ -385,7 +386,14 @@ void bind_generation(nb::module_& module) {
         .def(nb::init<>())
         .def(
             "fileno", [](const shared_waiter& self) { return self.handle->fd(); },
-            "Descriptor that becomes readable when a generation has something.")
+            "Descriptor that becomes readable when a generation has something; -1 on Windows.")
+        .def(
+            "wait",
+            [](const shared_waiter& self) {
+                const auto handle = self.handle;
+                return unlocked([&] { return handle->wait(look_ms) == wait_end::is_set; });
+            },
+            "Block until a generation has something; False after a moment without.")
         .def(
             "drain", [](const shared_waiter& self) { self.handle->drain(); },
             "Clear the signal; check every waiting generation afterwards.");

@@ -3,12 +3,12 @@
 #include <nanobind/stl/string_view.h>
 #include <nanobind/stl/vector.h>
 
-#include <unistd.h>
-
 #include <atomic>
+#include <chrono>
 #include <exception>
 #include <new>
 #include <stdexcept>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -59,7 +59,9 @@ void stop_waking() noexcept {
 }
 
 void stay_if_exiting() noexcept {
-    while (is_exiting.load() && !is_exit_thread) ::pause();
+    while (is_exiting.load() && !is_exit_thread) {
+        std::this_thread::sleep_for(std::chrono::hours(1));
+    }
 }
 
 // nanobind ends the process if a class is registered twice, and the main interpreter cannot use

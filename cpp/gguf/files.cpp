@@ -1,9 +1,3 @@
-#include <fcntl.h>
-#include <sys/mman.h>
-#include <sys/stat.h>
-#include <unistd.h>
-
-#include <cerrno>
 #include <charconv>
 #include <cstddef>
 #include <cstdint>
@@ -12,12 +6,13 @@
 #include <map>
 #include <memory>
 #include <span>
+#include <stdexcept>
 #include <string>
-#include <system_error>
 #include <unordered_set>
 #include <vector>
 
 #include "base/error.h"
+#include "base/system.h"
 #include "gguf/checks.h"
 #include "gguf/header.h"
 
@@ -30,42 +25,21 @@ template <typename... Parts>
     throw error(errc::model_load, path, ": ", what..., "; give the path of a GGUF file");
 }
 
-struct descriptor {
-    int number;
-    ~descriptor() {
-        if (number >= 0) ::close(number);
-    }
-};
-
-// A file's bytes, mapped read-only: pages that are not accessed are not read, so reading the header
-// of a 50 GB file is cheap.
+// A file's bytes, mapped: reading the header of a 50 GB file is cheap.
 class mapped_file {
 public:
-    explicit mapped_file(const std::string& path) {
-        // Without O_NONBLOCK, opening a pipe would wait for its writer.
-        const descriptor file{::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK)};
-        if (file.number < 0) fail(path, std::strerror(errno));
-        struct stat facts {};
-        if (::fstat(file.number, &facts) != 0) fail(path, std::strerror(errno));
-        if (!S_ISREG(facts.st_mode)) {
-            fail(path, S_ISDIR(facts.st_mode) ? "is a directory" : "is not a regular file");
-        }
-        if (facts.st_size == 0) fail(path, "the file is empty");
-        const auto size = static_cast<std::size_t>(facts.st_size);
-        void* const start = ::mmap(nullptr, size, PROT_READ, MAP_PRIVATE, file.number, 0);
-        if (start == MAP_FAILED) fail(path, "cannot be mapped: ", std::strerror(errno));
-        bytes_ = {static_cast<const std::byte*>(start), size};
+    explicit mapped_file(const std::string& path) try : bytes_(map_file(path)) {
+    } catch (const std::runtime_error& reason) {
+        fail(path, reason.what());
     }
-    ~mapped_file() {
-        if (!bytes_.empty()) ::munmap(const_cast<std::byte*>(bytes_.data()), bytes_.size());
-    }
+    ~mapped_file() { unmap_file(bytes_); }
     mapped_file(const mapped_file&) = delete;
     mapped_file& operator=(const mapped_file&) = delete;
 
     std::span<const std::byte> bytes() const { return bytes_; }
 
 private:
-    std::span<const std::byte> bytes_;
+    const std::span<const std::byte> bytes_;
 };
 
 // A header and the bytes that it points into.

@@ -1,6 +1,5 @@
 #include "llama/devices.h"
 
-#include <dlfcn.h>
 #include <ggml-alloc.h>
 
 #include <algorithm>
@@ -12,6 +11,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "base/system.h"
 #include "llama/backend.h"
 
 namespace kqview {
@@ -41,15 +41,14 @@ const char* backend_name(ggml_backend_dev_t device) {
 // ---- NVIDIA's driver
 
 // The signatures below are those of cuda.h and nvml.h. Their functions return 0 for success and are
-// stable across versions (a changed function gets another name). The libraries stay open: unloading
-// them is not safe.
+// stable across versions (a changed function gets another name).
 class shared_library {
 public:
-    explicit shared_library(const char* name) : handle_(dlopen(name, RTLD_LAZY | RTLD_LOCAL)) {}
+    explicit shared_library(const char* name) : handle_(open_library(name)) {}
 
     template <typename Function>
     Function* find(const char* name) const {
-        return handle_ ? reinterpret_cast<Function*>(dlsym(handle_, name)) : nullptr;
+        return reinterpret_cast<Function*>(find_function(handle_, name));
     }
 
 private:

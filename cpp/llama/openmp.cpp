@@ -7,6 +7,7 @@
 // to this module (cpp/exports.map): other libraries in the process keep their own OpenMP.
 // Only with gcc; other compilers' OpenMP is their own runtime.
 #include "base/compute_pool.h"
+#include "base/system.h"
 
 using kqview::compute_pool;
 
@@ -15,7 +16,7 @@ extern "C" {
 // `n_threads`: 0 lets the runtime choose, as when weights are packed for AMX.
 void GOMP_parallel(void (*body)(void*), void* data, unsigned n_threads, unsigned /*flags*/) {
     const auto pool = compute_pool::shared();
-    pool->run(body, data, n_threads > 0 ? n_threads : compute_pool::n_cpus());
+    pool->run(body, data, n_threads > 0 ? n_threads : kqview::n_cpus());
 }
 
 void GOMP_barrier() { compute_pool::barrier(); }

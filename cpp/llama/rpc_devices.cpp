@@ -6,7 +6,7 @@
 #include <functional>
 
 #include "base/error.h"
-#include "base/signals.h"
+#include "base/system.h"
 #include "llama/devices.h"
 
 namespace kqview {

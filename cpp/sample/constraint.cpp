@@ -1,7 +1,5 @@
 #include "sample/constraint.h"
 
-#include <signal.h>
-
 #include <algorithm>
 #include <array>
 #include <atomic>
@@ -53,17 +51,16 @@ std::string refusal(std::string_view message, bool is_new) {
 }
 
 // Why a process ended without an answer; follows the constraint's name.
-std::string reason_of(int signal, double cpu_s) {
+std::string reason_of(constraint_host::cause why, double cpu_s) {
+    using enum constraint_host::cause;
     char figures[80];
-    switch (signal) {
-        case SIGPROF:
+    switch (why) {
+        case cpu_time:
             std::snprintf(figures, sizeof figures, "more than %.0f s of CPU time, the limit",
                           cpu_s);
             break;
-        case SIGSEGV:
-        case SIGBUS: return " is nested too deeply for llguidance; make it flatter";
-        case SIGABRT:
-        case SIGKILL:
+        case depth: return " is nested too deeply for llguidance; make it flatter";
+        case memory:
             std::snprintf(figures, sizeof figures, "more than %zu MiB of memory, the limit",
                           constraint_host::memory_bytes >> 20);
             break;
@@ -81,7 +78,7 @@ public:
 
     constraint_host& host() const { return *host_; }
     const process_socket& socket() const { return child_.socket; }
-    int end() { return host_->end(child_.number); }
+    constraint_host::cause end() { return host_->end(child_.number); }
 
 private:
     const std::shared_ptr<constraint_host> host_;

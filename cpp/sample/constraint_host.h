@@ -4,7 +4,8 @@
 // this process only reads the end of a socket.
 //
 // The first process loads the library and builds the vocabulary's trie, up to a second, and then
-// forks one child per constraint, which takes milliseconds.
+// forks one child per constraint, which takes milliseconds. Windows forks none, so llguidance is
+// refused there.
 // Owner:   the engine's token_filters, and every constraint. With the last of them, or when this
 //          process ends in any way, all of the helpers end.
 // Threads: any.
@@ -70,8 +71,9 @@ public:
     };
     // Raises busy if the system starts no process.
     child open();
-    // Kills a child. The signal that had ended it before, if any; 0 otherwise.
-    int end(std::uint32_t number);
+    // Kills a child. Which limit had ended it before, if any.
+    enum class cause { other, cpu_time, memory, depth };
+    cause end(std::uint32_t number);
     // Kills a child, without waiting for it or for who uses the helper: that one tells it then.
     void drop(std::uint32_t number) noexcept;
 

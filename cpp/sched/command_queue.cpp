@@ -68,7 +68,8 @@ bool command_queue::run_on_slots(const table_work& work, const std::function<boo
     order mine{.work = work};
     push({.what = command::kind::work, .work = &mine});
     for (bool is_wanted = true;;) {
-        const bool goes_on_waiting = mine.done.wait() || !is_wanted || goes_on();
+        const bool goes_on_waiting =
+            mine.done.wait() != wait_end::interrupted || !is_wanted || goes_on();
         const std::lock_guard lock(mutex_);
         if (!goes_on_waiting) {
             is_wanted = false;

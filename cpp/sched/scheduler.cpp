@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "base/error.h"
-#include "base/signals.h"
+#include "base/system.h"
 
 namespace kqview {
 

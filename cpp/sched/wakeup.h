@@ -8,6 +8,8 @@
 #include <mutex>
 #include <optional>
 
+#include "base/system.h"
+
 namespace kqview {
 
 // Wakes the engine thread when there may be something to do. Rings are coalesced and never lost.
@@ -42,28 +44,27 @@ private:
     bool has_rung_ = false;
 };
 
-// Wakes a waiter through a file descriptor: asyncio adds it as a reader; a synchronous wait polls
-// it and so notices signals, through which a condition variable would sleep.
+// Wakes a waiter through the kernel: asyncio adds its descriptor as a reader; a synchronous wait
+// notices signals.
 class wake_handle {
 public:
-    wake_handle();  // eventfd on Linux, else a pipe; raises internal when descriptors ran out
-    ~wake_handle();
-
-    int fd() const noexcept { return read_fd_; }
+    int fd() const noexcept { return flag_.fd(); }
 
     // Makes fd() readable. Coalesced: one write until the next drain().
-    void signal() noexcept;
+    void signal() noexcept {
+        if (!is_signalled_.exchange(true, std::memory_order_acq_rel)) flag_.set();
+    }
 
     // Clears the signal; call it before looking at what it announced.
-    void drain() noexcept;
+    void drain() noexcept {
+        flag_.clear();
+        is_signalled_.store(false, std::memory_order_release);
+    }
 
-    // Blocks until signalled, or for `timeout_ms` unless that is -1. False: a signal handler ran
-    // (EINTR); handle that and wait again.
-    bool wait(int timeout_ms = -1) noexcept;
+    wait_end wait(int timeout_ms = -1) const noexcept { return flag_.wait(timeout_ms); }
 
 private:
-    int read_fd_ = -1;
-    int write_fd_ = -1;
+    kernel_flag flag_;
     std::atomic<bool> is_signalled_{false};
 };
 

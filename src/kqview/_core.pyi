@@ -412,7 +412,10 @@ class WaitEvent:
 class WakeHandle:
     def __init__(self) -> None: ...
     def fileno(self) -> int:
-        """Descriptor that becomes readable when a generation has something."""
+        """Descriptor that becomes readable when a generation has something; -1 on Windows."""
+
+    def wait(self) -> bool:
+        """Block until a generation has something; False after a moment without."""
 
     def drain(self) -> None:
         """Clear the signal; check every waiting generation afterwards."""

@@ -4,9 +4,9 @@ For libraries whose single call may hold the GIL for minutes, take all memory or
 input. A program is a file that defines ``answer(request)``; `kqview.confined_child` runs it. What
 holds for each call:
 
-- Memory: what the child maps beyond its own needs. Linux only: macOS enforces no such limit, so
-  there the limits on time bound it.
-- CPU time; and time on the clock, from the request to the answer.
+- Memory: what the child maps beyond its own needs. Linux only: macOS and Windows enforce no such
+  limit, so there the limits on time bound it.
+- CPU time, but on Windows; and time on the clock, from the request to the answer.
 - The child reads files as its user does, but writes none, and has no environment. It is no jail for
   machine code: the program keeps its own sandbox.
 
@@ -31,7 +31,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from kqview import errors
+from kqview import errors, system
 from kqview.errors import CapacityError, ClosedError, InternalError, KqviewError, QueueFull
 
 _START_S: Final = 60.0  # of a child, on a busy machine
@@ -40,7 +40,7 @@ _ANSWER: Final = struct.Struct("!cI")  # a kind of confined_child, and the lengt
 _CLOSED: Final = "the helper processes are closed, or belong to the parent of this fork"
 _CHILD: Final = Path(__file__).with_name("confined_child.py")
 # The time zone for programs that tell the date; the rest only where the loader needs it.
-_KEPT: Final = ("TZ", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")
+_KEPT: Final = ("TZ", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SYSTEMROOT")
 
 
 class Stopped(Exception):
@@ -252,9 +252,9 @@ class _Child:
         try:
             self._socket, theirs = socket.socketpair()
             with theirs:
-                self._process = subprocess.Popen(
+                self._process = system.start(
                     command,
-                    stdin=theirs.fileno(),
+                    theirs,
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
                     cwd="/",
@@ -276,7 +276,7 @@ class _Child:
         assert process is not None
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(1)
-        if process.returncode == -signal.SIGPROF:
+        if hasattr(signal, "SIGPROF") and process.returncode == -signal.SIGPROF:
             return Stopped("time", f"it takes more than {self._about['cpu_s']:g} s of CPU time")
         when = "" if self._is_ready else " at its start"
         return Stopped("died", f"its process ended{when} with status {process.returncode}")

@@ -1,7 +1,8 @@
 """Child process of `kqview.confined`: answers requests of its owner, one after the other.
 
-Runs as a script (``python -I -S confined_child.py``) that speaks on descriptor 0. It needs only the
-standard library and what the program imports; kqview's native core is never loaded.
+Runs as a script (``python -I -S confined_child.py``) that speaks on the socket of
+`kqview.system.start`. It needs only the standard library and what the program imports; kqview's
+native core is never loaded.
 
 A message of the owner is a length and JSON. An answer has a kind before these: ``r`` ready, ``a``
 the answer, ``e`` an error of kqview, ``x`` another one, ``m`` out of memory, ``l`` too long an
@@ -11,19 +12,21 @@ answer. Upper case says that this process leaves, because it keeps much memory.
 import importlib.util
 import json
 import os
-import resource
 import signal
 import struct
 import sys
 import types
+from functools import partial
 from typing import Any
+
+_receive, _put = partial(os.read, 0), partial(os.write, 0)
 
 
 def _read(n: int) -> bytes:
     """*n* bytes; ends the process if the owner has gone."""
     data = bytearray()
     while len(data) < n:
-        if not (more := os.read(0, n - len(data))):
+        if not (more := _receive(n - len(data))):
             os._exit(0)
         data += more
     return bytes(data)
@@ -37,7 +40,7 @@ def _request() -> Any:
 def _send(kind: str, body: bytes = b"") -> None:
     data = memoryview(struct.pack("!cI", kind.encode(), len(body)) + body)
     while data:
-        data = data[os.write(0, data) :]
+        data = data[_put(data) :]
 
 
 def _loaded(about: dict[str, Any]) -> Any:
@@ -57,15 +60,19 @@ def _loaded(about: dict[str, Any]) -> Any:
 
 
 def _mapped_bytes() -> int:
-    """The memory that this process has mapped; 0 on macOS, which does not say."""
+    """The memory that this process has mapped; 0 on macOS and Windows, which do not say."""
     try:
         with open("/proc/self/statm", encoding="ascii") as pages:
-            return int(pages.read().split()[0]) * resource.getpagesize()
+            return int(pages.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
         return 0
 
 
 def _limit(memory_bytes: int) -> None:
+    try:
+        import resource
+    except ImportError:  # Windows has no such limits
+        return
     limits = {"RLIMIT_CORE": 0, "RLIMIT_FSIZE": 0, "RLIMIT_NOFILE": 16}
     if mapped := _mapped_bytes():
         limits["RLIMIT_AS"] = mapped + memory_bytes
@@ -91,11 +98,18 @@ def _answered(program: Any, length_max: int) -> tuple[str, bytes]:
 
 
 def _main() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # meant for the owner
-        signal.signal(number, signal.SIG_IGN)
-    # The limit on CPU time, which an owner may ignore or block, and with it its children.
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    global _receive, _put
+    if os.name == "nt":
+        socket = importlib.import_module("socket")
+        line = socket.fromshare(sys.stdin.buffer.read())
+        _receive, _put = line.recv, line.send
+    for name in ("SIGINT", "SIGTERM", "SIGHUP"):  # meant for the owner
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    if hasattr(signal, "SIGPROF"):
+        # The limit on CPU time, which an owner may ignore or block, and with it its children.
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
     about = _request()
     try:
         program = _loaded(about)
@@ -107,7 +121,8 @@ def _main() -> None:
     enough = _mapped_bytes() + about["memory_bytes"] // 4
     while True:
         # Ends the process, also within one call of C. Waiting for a request takes no CPU time.
-        signal.setitimer(signal.ITIMER_PROF, about["cpu_s"])
+        if hasattr(signal, "setitimer"):
+            signal.setitimer(signal.ITIMER_PROF, about["cpu_s"])
         try:
             kind, body = _answered(program, about["length_max"])
         except MemoryError:

@@ -20,7 +20,6 @@ import gc
 import itertools
 import os
 import re
-import resource
 import signal
 import socket
 import struct
@@ -28,6 +27,11 @@ import sys
 import time
 from collections import Counter
 from typing import Any
+
+try:
+    import resource
+except ImportError:  # Windows, where only `Numbers` is used
+    resource: Any = None
 
 _HEAD = struct.Struct("=4Q2d")
 _OPERATION = struct.Struct("=c3xI")

@@ -10,13 +10,14 @@ temporary name.
 
 import contextlib
 import errno
-import fcntl
 import io
 import os
 import secrets
 import stat
 from collections.abc import Generator
 from typing import Any, BinaryIO, Final, NamedTuple, Self, cast
+
+from kqview import system
 
 _PREFIX: Final = ".kqview-"
 _SUFFIX: Final = ".part"
@@ -90,7 +91,7 @@ class WholeFile:
             if old is None or stat.S_ISREG(old.st_mode):
                 handle = self._open_temporary(old, is_private)
             else:
-                handle = os.open(self._path, os.O_WRONLY | os.O_CLOEXEC)
+                handle = os.open(self._path, os.O_WRONLY | system.OPEN)
             self._raw = _Target(handle, self._path)
         self.stream = cast("BinaryIO", io.BufferedWriter(self._raw, 1 << 16))
 
@@ -118,6 +119,8 @@ class WholeFile:
                     return FileIdentity.of(os.fstat(handle))
                 os.fsync(handle)
                 identity = FileIdentity.of(os.fstat(handle))
+                if not system.MOVES_OPEN_FILES:
+                    self._raw.close()
                 os.replace(self._temporary, self._target)
                 self._temporary = None
                 sync_folder(os.path.dirname(os.path.abspath(self._target)))
@@ -127,13 +130,13 @@ class WholeFile:
 
     def discard(self) -> None:
         """Drop what was written and keep the old file; no effect after `commit`."""
+        # Not the stream: closing it would flush its buffer.
+        with contextlib.suppress(OSError):  # synced or discarded
+            self._raw.close()
         if self._temporary is not None:
             with contextlib.suppress(OSError):
                 os.unlink(self._temporary)
             self._temporary = None
-        # Not the stream: closing it would flush its buffer.
-        with contextlib.suppress(OSError):  # synced or discarded
-            self._raw.close()
 
     def __enter__(self) -> Self:
         """Return self."""
@@ -183,13 +186,13 @@ def append_line(path: str | os.PathLike[str], line: str) -> None:
     """
     path = os.fspath(path)
     with _naming(path):
-        handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | system.OPEN, 0o666)
         try:
-            _lock(handle, fcntl.LOCK_EX)
+            _lock(handle)
             status = os.fstat(handle)
             is_regular = stat.S_ISREG(status.st_mode)
             n_before = status.st_size if is_regular else 0
-            is_unfinished = n_before > 0 and os.pread(handle, 1, n_before - 1) != b"\n"
+            is_unfinished = n_before > 0 and system.read_at(handle, 1, n_before - 1) != b"\n"
             data = memoryview(b"\n" * is_unfinished + line.encode() + b"\n")
             try:
                 while data:
@@ -246,10 +249,13 @@ def sync_folder(folder: str | os.PathLike[str]) -> None:
     """Make the names in *folder* survive a power loss.
 
     Raises:
-        OSError: The disk failed. Not raised if the folder cannot be read, or synced at all.
+        OSError: The disk failed. Not raised if the folder cannot be read, or synced at all, as on
+            Windows.
     """
+    if not hasattr(os, "O_DIRECTORY"):
+        return
     try:
-        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        handle = system.open_folder(folder)
     except PermissionError:
         return
     try:
@@ -269,11 +275,11 @@ def _create_locked(folder: str, mode: int) -> tuple[int, str]:
     while True:
         name = os.path.join(folder, f"{_PREFIX}{secrets.token_hex(8)}{_SUFFIX}")
         try:
-            handle = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+            handle = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | system.OPEN, mode)
         except FileExistsError:
             continue
         try:
-            _lock(handle, fcntl.LOCK_EX)
+            _lock(handle)
             # Before it was locked, another process may have removed it as a leftover.
             if os.fstat(handle).st_nlink > 0:
                 return handle, name
@@ -287,11 +293,14 @@ def _create_locked(folder: str, mode: int) -> tuple[int, str]:
 
 def _remove_dead(name: str) -> bool:
     try:
-        handle = os.open(name, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        if not system.MOVES_OPEN_FILES:
+            os.unlink(name)  # fails while it has a writer
+            return True
+        handle = os.open(name, os.O_WRONLY | system.NO_LINK | system.NO_WAIT | system.OPEN)
     except OSError:
         return False
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        system.lock(handle)
         os.unlink(name)
     except OSError:  # its writer is alive or just done, or files cannot be locked
         return False
@@ -300,14 +309,16 @@ def _remove_dead(name: str) -> bool:
     return True
 
 
-def _lock(handle: int, operation: int) -> None:
+def _lock(handle: int) -> None:
     # Without locks nothing is cleaned up either: `_remove_dead` needs one.
     with contextlib.suppress(OSError):
-        fcntl.flock(handle, operation)
+        system.lock(handle, waits=True)
 
 
 def _take_rights(handle: int, old: os.stat_result) -> None:
     """Give the new file the owner and permissions of the old one, as far as this user may."""
+    if not hasattr(os, "fchown"):  # Windows: those of the folder
+        return
     mode = stat.S_IMODE(old.st_mode) & 0o777
     own = os.fstat(handle)
     if (own.st_uid, own.st_gid) != (old.st_uid, old.st_gid):

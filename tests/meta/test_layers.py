@@ -74,7 +74,7 @@ INNER_RINGS = {
 LOADED_WHEN_USED = {"kqview": {"saved", "viz", "corpora", "ray", "edits", "heads", "guards"}}
 KNOWN_TO_INNER_RINGS = {
     "arguments", "confined", "constraint_child", "durable", "errors", "extras", "json_input",
-    "types", "machine", "stop_strings", "edit", "_core",
+    "types", "machine", "stop_strings", "edit", "system", "_core",
 }  # fmt: skip
 
 

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <doctest/doctest.h>
-#include <poll.h>
 
 #include <chrono>
 #include <cstring>
@@ -83,14 +82,21 @@ inline bool is_busy(const scheduler& engine, slot_id slot) {
     return engine.slots()[static_cast<std::size_t>(slot)].active != 0;
 }
 
+// Blocks until a signal; throws when none comes for 20 s.
+inline void await(const wake_handle& waiter) {
+    const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+    while (waiter.wait(20'000) != wait_end::is_set) {
+        if (std::chrono::steady_clock::now() > deadline) throw std::runtime_error("nothing came");
+    }
+}
+
 // Blocks until a cancellation was carried out; throws when that takes 20 s.
 inline void wait_settled(mailbox& box) {
     const auto waiter = std::make_shared<wake_handle>();
     for (;;) {
         waiter->drain();
         if (box.arm_settled(waiter)) return;
-        pollfd waiting{waiter->fd(), POLLIN, 0};
-        if (::poll(&waiting, 1, 20'000) == 0) throw std::runtime_error("a cancellation hangs");
+        await(*waiter);
     }
 }
 
@@ -115,9 +121,7 @@ public:
                 stalls_.push_back(holders);
             waiter_->drain();
             if (wanted_->box->arm(waiter_)) continue;
-            pollfd waiting{waiter_->fd(), POLLIN, 0};
-            if (::poll(&waiting, 1, 20'000) == 0)
-                throw std::runtime_error("consumer: nothing came");
+            await(*waiter_);
         }
     }
 

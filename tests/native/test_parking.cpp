@@ -291,7 +291,7 @@ TEST_CASE("parking: a request whose cells are needed and cannot be saved keeps i
     const auto late = engine.submit(make_prompt(2, 5), 2);
     const auto waiter = std::make_shared<wake_handle>();
     (void)late->box->arm(waiter);
-    while (!waiter->wait(20'000)) continue;  // the holder's turn ends first
+    await(*waiter);  // the holder's turn ends first
     CHECK(late->box->take_stall() == std::vector{holder->id});
     CHECK(engine.sched->counters().n_parkings == 0);
     engine.cancel(holder);

@@ -1,7 +1,9 @@
 // Orders on idle slots: save, restore, truncate and clear between the steps of a running engine.
 #include <doctest/doctest.h>
+#ifndef _WIN32  // where every wait is interrupted now and then
 #include <pthread.h>
 #include <signal.h>
+#endif
 
 #include <atomic>
 #include <chrono>
@@ -51,9 +53,11 @@ errc code_of(const std::function<void()>& call) {
 class interrupted_wait {
 public:
     interrupted_wait(test_engine& engine, slot_id slot, slot_work work, bool goes_on) {
+#ifndef _WIN32
         struct sigaction action {};
         action.sa_handler = [](int) {};  // without SA_RESTART, as Python sets its own
         sigaction(SIGUSR1, &action, nullptr);
+#endif
         waiting_ = std::thread([this, &engine, slot, work = std::move(work), goes_on] {
             was_done_ = engine.sched->run_on_slot(slot, work, [this, goes_on] {
                 ++n_asked;
@@ -66,7 +70,11 @@ public:
         if (waiting_.joinable()) waiting_.join();
     }
 
-    void signal() { pthread_kill(waiting_.native_handle(), SIGUSR1); }
+    void signal() {
+#ifndef _WIN32
+        pthread_kill(waiting_.native_handle(), SIGUSR1);
+#endif
+    }
     // A signal may come before the thread waits: it gets more of them.
     void signal_until_asked() {
         while (n_asked == 0 && !is_over_) {

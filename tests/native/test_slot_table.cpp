@@ -358,7 +358,7 @@ TEST_CASE(
 
     const auto waiter = std::make_shared<wake_handle>();
     CHECK_FALSE(late->box->arm(waiter));
-    while (!waiter->wait(20'000)) continue;  // the holders' turns end first
+    await(*waiter);  // the holders' turns end first
     CHECK(late->box->arm(waiter));
     CHECK(late->box->take_stall() == std::vector<request_id>{1, 2, 3, 4});
     CHECK_FALSE(late->box->arm(waiter));

@@ -8,6 +8,8 @@ import os
 import signal
 from types import FrameType
 
+from kqview.system import HANGUP
+
 is_program = False
 """Set by the entry point: this process runs the command alone, so a supervisor may replace it."""
 
@@ -17,17 +19,19 @@ has_come = False
 
 def hold() -> None:
     """Note SIGHUP from now on; a supervisor has held it back until here."""
-    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # nohup leaves it ignored
-        signal.signal(signal.SIGHUP, _note)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGHUP])
+    if HANGUP is None:
+        return
+    if signal.getsignal(HANGUP) is signal.SIG_DFL:  # nohup leaves it ignored
+        signal.signal(HANGUP, _note)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [HANGUP])
 
 
 def release() -> None:
     """Let SIGHUP end the program again, now if it has come."""
-    if signal.getsignal(signal.SIGHUP) is _note:
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    if HANGUP is not None and signal.getsignal(HANGUP) is _note:
+        signal.signal(HANGUP, signal.SIG_DFL)
         if has_come:
-            os.kill(os.getpid(), signal.SIGHUP)
+            os.kill(os.getpid(), HANGUP)
 
 
 def _note(_number: int, _frame: FrameType | None) -> None:

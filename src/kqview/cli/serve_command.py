@@ -18,6 +18,7 @@ from kqview.errors import RequestError
 from kqview.server.settings import Settings
 from kqview.server.settings_table import rows_of
 from kqview.server.web import supervisor
+from kqview.system import HAS_FORK
 
 COMMAND_CLASS: Final = ServerCommand
 _CUT: Final = "ASGI callable returned without completing response."
@@ -68,7 +69,7 @@ def serve(*, context: typer.Context, config: str | None = CONFIG, **given: Any) 
         if settings.model is not None:
             check_model_file(settings.model)
         app = create_app(loaded.config)  # reports wrong settings before anything starts
-        if supervised is None and settings.supervise and hangups.is_program:
+        if supervised is None and settings.supervise and hangups.is_program and HAS_FORK:
             hung_s = HUNG_FACTOR * settings.stall_timeout_s
             _become_supervisor(listener, settings, hung_s, reloads=config is not None)
         keep_freed_memory()

@@ -30,6 +30,7 @@ from kqview.server.web.supervisor import Hangup
 from kqview.server.web.tls import tls_context
 from kqview.server.web.uvicorn_parts import allow_files, identify, url_of, uvicorn_options
 from kqview.server.web.worker import STALLED, Supervised, Watchdog
+from kqview.system import HANGUP
 
 # Parameters of glibc's mallopt (malloc.h), and its maximum for M_MMAP_THRESHOLD.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
@@ -65,14 +66,15 @@ def run(
         settings: How it was started.
         listener: A bound socket.
         supervised: The line to the supervisor, if there is one.
-        read: Reads the configuration again, at SIGHUP; None if there is no file of it.
+        read: Reads the configuration again, at SIGHUP; None if there is no file of it. Windows has
+            no such signal.
     """
     if not faulthandler.is_enabled():
         faulthandler.enable(2)
     allow_files(settings)
     sys.setswitchinterval(_SWITCH_S)
 
-    reloads = None if read is None else Reloads(app, read)
+    reloads = None if read is None or HANGUP is None else Reloads(app, read)
     is_orphan = False
 
     def tick() -> None:

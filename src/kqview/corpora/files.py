@@ -5,8 +5,6 @@ mapped. An object store, too, shows whole objects only, but it has neither locks
 two writers the first stops when it sees the second, and arrays are read.
 """
 
-import errno
-import fcntl
 import mmap
 import os
 import secrets
@@ -15,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from kqview import durable
+from kqview import durable, system
 from kqview.errors import CorpusError, KqviewError, RequestError
 from kqview.extras import needed
 
@@ -93,17 +91,18 @@ class _Folder:
     def begin_writing(self) -> None:
         for name in FOLDERS:
             (self._path / name).mkdir(parents=True, exist_ok=True)
-        lock = os.open(self._path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        lock = os.open(self._path / _LOCK, os.O_RDWR | os.O_CREAT | system.OPEN, 0o666)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+            system.lock(lock)
+        except BlockingIOError:
             os.close(lock)
-            if error.errno not in (errno.EAGAIN, errno.EACCES):
-                raise
             raise CorpusError(
                 f"another process writes to {self._path}; wait until it has ended, or write to "
                 "another folder"
             ) from None
+        except OSError:
+            os.close(lock)
+            raise
         self._lock = lock
         for name in FOLDERS:  # of writers that died
             durable.remove_leftovers(self._path / name)

@@ -6,7 +6,7 @@ asynchronous one is a LoopWaker's. A Transcript has what was taken.
 
 LoopWaker: one file descriptor per engine and loop, with coalesced signals. The engine thread makes
 it readable when an item arrives for a waiting generation; the loop then checks each waiting one.
-This needs no extra thread and no polling.
+This needs no extra thread and no polling, but for event loops that have no readers.
 
 Consumers: the holder of a slot may itself be waiting for its consumer, and one that cannot be
 parked keeps its slot until that consumer acts. If that consumer is the thread or task that waits
@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, cast
 
-from kqview import _core
+from kqview import _core, system
 from kqview.errors import BusyError, KqviewError
 from kqview.generation.display import N_REMEMBERED
 from kqview.mods.failures import ModFailure
@@ -70,7 +70,8 @@ class LoopWaker:
         loop = asyncio.get_running_loop()
         future = loop.create_future()
         if not self._waiting:
-            loop.add_reader(self._handle.fileno(), self._on_signal)
+            handle = self._handle
+            self._unwatch = system.watch(loop, handle.fileno(), handle.wait, self._on_signal)
         self._waiting[generation] = arm, future
         try:
             await future
@@ -78,7 +79,7 @@ class LoopWaker:
             del self._waiting[generation]
             generation.disarm(self._handle)
             if not self._waiting:
-                loop.remove_reader(self._handle.fileno())
+                self._unwatch()
 
     def _on_signal(self) -> None:
         self._handle.drain()

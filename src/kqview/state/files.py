@@ -26,7 +26,7 @@ from typing import Any, BinaryIO, Final, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from kqview import json_input
+from kqview import json_input, system
 from kqview.durable import FileIdentity, write_whole
 from kqview.errors import StateFormatError, StateMismatch, shown
 from kqview.state import ses1
@@ -370,8 +370,7 @@ def slot_bytes(path: str | os.PathLike[str]) -> int:
 def _opened(
     path: str | os.PathLike[str], *, follows: bool = True
 ) -> Generator[tuple[BinaryIO, os.stat_result]]:
-    # Non-blocking: opening a named pipe would wait for a writer.
-    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follows else os.O_NOFOLLOW)
+    flags = os.O_RDONLY | system.NO_WAIT | system.OPEN | (0 if follows else system.NO_LINK)
     handle = os.open(path, flags)
     status = os.fstat(handle)
     if not stat.S_ISREG(status.st_mode):

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
+from kqview import system
 from kqview.durable import FileIdentity
 from kqview.errors import StateError
 from kqview.machine import default_threads
@@ -78,7 +79,7 @@ def file_digest(path: str, opened: FileIdentity | None = None) -> tuple[int, byt
         StateError: The file is not the one that was *opened*, or changes while it is read.
         OSError: The file cannot be read.
     """
-    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    handle = os.open(path, os.O_RDONLY | system.OPEN)
     try:
         before = FileIdentity.of(os.fstat(handle))
         if opened is not None and not before.has_content_of(opened):
@@ -102,10 +103,10 @@ def file_digest(path: str, opened: FileIdentity | None = None) -> tuple[int, byt
 
 def _read_digest(handle: int, path: str, n_bytes: int) -> bytes:
     def digest_at(at: int) -> bytes:
-        chunk = os.pread(handle, CHUNK_BYTES, at)
+        chunk = system.read_at(handle, CHUNK_BYTES, at)
         n_wanted = min(CHUNK_BYTES, n_bytes - at)
         while len(chunk) < n_wanted:
-            more = os.pread(handle, n_wanted - len(chunk), at + len(chunk))
+            more = system.read_at(handle, n_wanted - len(chunk), at + len(chunk))
             if not more:
                 raise StateError(f"{path!r} became shorter while it was read; try again")
             chunk += more

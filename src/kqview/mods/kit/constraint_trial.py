@@ -4,8 +4,8 @@ It recurses, and the stack here is a fraction of that of a thread, so that what 
 process compiles in another one.
 """
 
+import contextlib
 import functools
-import resource
 from importlib import import_module
 from typing import Any
 
@@ -15,8 +15,11 @@ _STEPS = 3
 
 @functools.cache
 def _module() -> Any:
-    _, hard = resource.getrlimit(resource.RLIMIT_STACK)
-    resource.setrlimit(resource.RLIMIT_STACK, (_STACK_BYTES, hard))
+    with contextlib.suppress(ImportError):  # Windows, where no stack grows
+        import resource
+
+        _, hard = resource.getrlimit(resource.RLIMIT_STACK)
+        resource.setrlimit(resource.RLIMIT_STACK, (_STACK_BYTES, hard))
     return import_module("llguidance")
 
 

@@ -27,7 +27,6 @@ Belongs to one event loop; copies, checks and files are the work of other thread
 import asyncio
 import contextlib
 import errno
-import fcntl
 import logging
 import os
 import re
@@ -46,6 +45,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
+from kqview import system
 from kqview.durable import remove, remove_leftovers
 from kqview.engine import Engine
 from kqview.errors import (
@@ -423,11 +423,11 @@ def _name_of(key: Key) -> str:
 
 def _locked(folder: Path) -> int:
     """A handle that keeps other processes out of *folder* as long as it is open."""
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    handle = system.open_folder(folder)
     end_s = time.monotonic() + _OPENS_WITHIN_S
     while True:
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            system.lock(handle)
         except BlockingIOError:
             if time.monotonic() < end_s:
                 time.sleep(0.05)

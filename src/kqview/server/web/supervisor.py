@@ -41,7 +41,7 @@ _MOST_REFUSED = 64  # connections at a time; those beyond are closed at once
 _KILL_AFTER_S = 2.0  # after SIGABRT, which lets the worker print its stacks
 _GRACE_MARGIN_S = 3.0  # beyond its own grace, after which the worker is killed
 _TICK_S = 1.0
-STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+STOPS = [signal.SIGTERM, signal.SIGINT, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
 """Signals that ask for the end; SIGHUP does so where there is no configuration to read again."""
 
 

@@ -16,7 +16,6 @@ import asyncio
 import contextlib
 import logging
 import re
-import resource
 import socket
 import ssl
 import struct
@@ -34,6 +33,7 @@ from websockets.frames import Frame
 from websockets.http11 import Request
 from websockets.protocol import State
 
+from kqview import system
 from kqview.errors import KqviewError, RequestError
 from kqview.server.live_config import LiveConfig
 from kqview.server.settings import Settings
@@ -214,12 +214,8 @@ class UvicornConnection(Connection):
 
 def allow_files(settings: Settings) -> None:
     """Raise this process's soft limit of open files to what the connections need, if possible."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 2 * settings.max_connections + _SPARE_FILES  # a large body has a file of its own
-    if hard != resource.RLIM_INFINITY:
-        wanted = min(wanted, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    # A large body has a file of its own.
+    system.allow_files(2 * settings.max_connections + _SPARE_FILES)
 
 
 class _Clients:

@@ -289,7 +289,7 @@ bool constraint_host::try_fork(child& wanted) {
     return true;
 }
 
-int constraint_host::end(std::uint32_t number) {
+constraint_host::cause constraint_host::end(std::uint32_t number) {
     const std::lock_guard lock(mutex_);
     send_dropped();
     const operation wish('k', number);
@@ -298,7 +298,14 @@ int constraint_host::end(std::uint32_t number) {
     const bool is_told = control_.send(wish.bytes.data(), wish.bytes.size(), until, never) &&
                          control_.receive(&code, 1, until, never);
     if (!is_told) control_ = process_socket();  // a late answer would be taken for the next one's
-    return is_told ? code : 0;
+    switch (is_told ? code : 0) {
+        case SIGPROF: return cause::cpu_time;
+        case SIGABRT:
+        case SIGKILL: return cause::memory;
+        case SIGSEGV:
+        case SIGBUS: return cause::depth;
+        default: return cause::other;
+    }
 }
 
 void constraint_host::drop(std::uint32_t number) noexcept {
