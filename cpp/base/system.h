@@ -27,10 +27,10 @@ void ask_for_huge_pages(std::byte* base, std::size_t n_bytes) noexcept;
 // cannot. The memory must be private and of no file, as malloc's is.
 bool try_empty(std::byte* base, std::size_t n_bytes) noexcept;
 
-// A library that stays open, since unloading is not safe; null if there is none. And a function of
-// it; null if it has none.
-void* open_library(const char* name) noexcept;
-void* find_function(void* library, const char* name) noexcept;
+// A library that stays open, since unloading is not safe; null if it cannot be loaded, with the
+// reason if wanted. And a function or variable of it; null if it has none.
+void* open_library(const char* name, std::string* reason = nullptr);
+void* find_symbol(void* library, const char* name) noexcept;
 
 // ---- threads
 

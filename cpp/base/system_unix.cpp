@@ -99,9 +99,13 @@ bool try_empty([[maybe_unused]] std::byte* base, [[maybe_unused]] std::size_t n_
 #endif
 }
 
-void* open_library(const char* name) noexcept { return ::dlopen(name, RTLD_LAZY | RTLD_LOCAL); }
+void* open_library(const char* name, std::string* reason) {
+    void* const library = ::dlopen(name, RTLD_NOW | RTLD_LOCAL);
+    if (!library && reason) *reason = ::dlerror();
+    return library;
+}
 
-void* find_function(void* library, const char* name) noexcept {
+void* find_symbol(void* library, const char* name) noexcept {
     return library ? ::dlsym(library, name) : nullptr;
 }
 

@@ -24,6 +24,10 @@ std::string last_error() {
     return std::system_category().message(static_cast<int>(GetLastError()));
 }
 
+std::filesystem::path wide(const char* utf8) {
+    return std::filesystem::path(reinterpret_cast<const char8_t*>(utf8));
+}
+
 struct handle {
     HANDLE of;
     ~handle() {
@@ -34,12 +38,12 @@ struct handle {
 }  // namespace
 
 std::span<const std::byte> map_file(const std::string& path) {
-    const std::filesystem::path wide(reinterpret_cast<const char8_t*>(path.c_str()));
-    const auto attributes = GetFileAttributesW(wide.c_str());
+    const auto name = wide(path.c_str());
+    const auto attributes = GetFileAttributesW(name.c_str());
     if (attributes != INVALID_FILE_ATTRIBUTES && (attributes & FILE_ATTRIBUTE_DIRECTORY) != 0) {
         throw std::runtime_error("is a directory");
     }
-    const handle file{CreateFileW(wide.c_str(), GENERIC_READ,
+    const handle file{CreateFileW(name.c_str(), GENERIC_READ,
                                   FILE_SHARE_READ | FILE_SHARE_WRITE | FILE_SHARE_DELETE, nullptr,
                                   OPEN_EXISTING, 0, nullptr)};
     LARGE_INTEGER size{};
@@ -60,9 +64,13 @@ void unmap_file(std::span<const std::byte> bytes) noexcept { UnmapViewOfFile(byt
 void ask_for_huge_pages(std::byte*, std::size_t) noexcept {}
 bool try_empty(std::byte*, std::size_t) noexcept { return false; }
 
-void* open_library(const char* name) noexcept { return LoadLibraryA(name); }
+void* open_library(const char* name, std::string* reason) {
+    void* const library = LoadLibraryW(wide(name).c_str());
+    if (!library && reason) *reason = text_of(name, ": ", last_error());
+    return library;
+}
 
-void* find_function(void* library, const char* name) noexcept {
+void* find_symbol(void* library, const char* name) noexcept {
     if (!library) return nullptr;
     return reinterpret_cast<void*>(GetProcAddress(static_cast<HMODULE>(library), name));
 }

@@ -1,6 +1,5 @@
 #include "llama/backend.h"
 
-#include <dlfcn.h>
 #include <ggml-cpu.h>
 #include <ggml.h>
 #include <llama.h>
@@ -8,9 +7,11 @@
 #include <cstdio>
 #include <exception>
 #include <mutex>
+#include <string>
 
 #include "base/cpu_variant.h"
 #include "base/log.h"
+#include "base/system.h"
 #include "llama/packaged_backend.h"
 #include "memory/device_need.h"
 
@@ -58,10 +59,11 @@ void start_llama() {
 
 void load_backend(const std::string& path, std::string_view version, std::string_view commit) {
     start_llama();
-    auto* const library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
-    if (!library) throw error(errc::model_load, dlerror());
+    std::string reason;
+    auto* const library = open_library(path.c_str(), &reason);
+    if (!library) throw error(errc::model_load, reason);
     const auto* const backend =
-        static_cast<const packaged_backend*>(dlsym(library, "kqview_backend"));
+        static_cast<const packaged_backend*>(find_symbol(library, "kqview_backend"));
     if (!backend) throw error(errc::model_load, path, " is no backend of kqview");
     if (backend->kqview_version != version || backend->llama_cpp_commit != commit) {
         throw error(errc::unsupported_model, path, " is for kqview ", backend->kqview_version,

@@ -48,7 +48,7 @@ public:
 
     template <typename Function>
     Function* find(const char* name) const {
-        return reinterpret_cast<Function*>(find_function(handle_, name));
+        return reinterpret_cast<Function*>(find_symbol(handle_, name));
     }
 
 private:

@@ -2,20 +2,22 @@
 
 Windows has no forks, no hangups, no limits that a process sets itself, no handles of folders and no
 readers in its event loop; it neither renames nor removes a file that is open. A function for what
-it lacks says what happens there instead.
+it lacks says what happens there instead. Imports nothing that takes long.
 """
 
-import asyncio
 import contextlib
 import os
 import signal
-import socket
-import subprocess
 import threading
 import time
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    import asyncio
+    import socket
+    import subprocess
 
 
 def _module(name: str) -> Any:
@@ -44,7 +46,6 @@ _AGAIN_S: Final = 0.05
 _LOCKED_BYTE: Final = 1 << 40  # Windows locks bytes, also those behind the end of a file
 _FOLDER_LOCK: Final = ".kqview-lock"
 
-_popen: Final = subprocess.Popen[bytes]
 _seeking = threading.Lock()
 
 
@@ -101,7 +102,7 @@ def allow_files(n: int) -> None:
         _resource.setrlimit(_resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def start(command: list[str], line: socket.socket, **options: Any) -> subprocess.Popen[bytes]:
+def start(command: list[str], line: "socket.socket", **options: Any) -> "subprocess.Popen[bytes]":
     """Start a program that speaks on *line*.
 
     It is descriptor 0 of the program. On Windows descriptor 0 has what ``socket.fromshare`` needs.
@@ -109,17 +110,18 @@ def start(command: list[str], line: socket.socket, **options: Any) -> subprocess
     Raises:
         OSError: It does not start.
     """
-    if not hasattr(line, "share"):
-        return _popen(command, stdin=line.fileno(), **options)
-    process = _popen(command, stdin=subprocess.PIPE, **options)
-    assert process.stdin is not None
+    start: Any = import_module("subprocess").Popen
+    share: Any = getattr(line, "share", None)
+    if share is None:
+        return start(command, stdin=line.fileno(), **options)
+    process = start(command, stdin=-1, **options)  # -1: a pipe
     with process.stdin as stdin:
-        stdin.write(cast("Any", line).share(process.pid))
+        stdin.write(share(process.pid))
     return process
 
 
 def watch(
-    loop: asyncio.AbstractEventLoop,
+    loop: "asyncio.AbstractEventLoop",
     descriptor: int,
     wait: Callable[[], bool],
     on_signal: Callable[[], object],

@@ -4,7 +4,7 @@
                                [-- ARGS]
     python tests/native/run.py [BUILD_DIR] --fuzz SECONDS
     python tests/native/run.py [BUILD_DIR] --soak SECONDS [--seed N]
-    python tests/native/run.py [BUILD_DIR] --arm [-- ARGS]
+    python tests/native/run.py [BUILD_DIR] --on arm | windows [-- ARGS]
 
 Needs cmake, a C++20 compiler and doctest's header; nothing of llama.cpp or Python's headers.
 ``--kernel`` adds the tests of the row kernel, once for each vector width, which need ggml from
@@ -16,8 +16,10 @@ instead, guided by coverage, under ASan and UBSan, and shares its seconds betwee
 each says how many inputs there were.
 ``--soak`` runs the scheduler under random requests, cancellations, orders and faults for that long,
 once a sanitizer, and nothing else; a line says what came about and the seed of the choices.
-``--arm`` runs the tests of the row kernel alone, compiled for 64-bit ARM, in qemu: NEON code has no
-other test. Needs g++-aarch64-linux-gnu and qemu-user; takes minutes.
+``--on arm`` runs the tests of the row kernel alone, compiled for 64-bit ARM, in qemu: NEON code has
+no other test. Needs g++-aarch64-linux-gnu and qemu-user; takes minutes. ``--on windows`` runs these
+and all others but those of RPC, compiled by mingw-w64, in wine: needs g++-mingw-w64-x86-64-posix
+and wine64.
 ARGS go to doctest, e.g. ``-tc='block_pool: lease*'``. One line a variant and program,
 ``native: N passed, M failed (address)``; the exit status is 0 only if every variant built, ran and
 passed without a sanitizer's report.
@@ -41,8 +43,15 @@ FETCH = SOURCE_DIR.parents[1] / "vendor" / "fetch.py"
 FUZZERS = ("fuzz_ses1", "fuzz_gguf")
 KERNEL_PROGRAMS = "kernel_tests_*"
 GRAMMAR_PROGRAM = "grammar_tests"
-ARM_PROGRAM = "kernel_tests_armv8-a"
-ARM_TOOLS = "aarch64-linux-gnu"
+# Systems that are emulated: CMake's name and processor, compilers, what runs a program.
+EMULATED = {
+    "arm": (
+        ("Linux", "aarch64"),
+        "aarch64-linux-gnu-{}",
+        ("qemu-aarch64", "-L", "/usr/aarch64-linux-gnu"),
+    ),
+    "windows": (("Windows", "x86_64"), "x86_64-w64-mingw32-{}-posix", ("wine",)),
+}
 BUILD_LIMIT_S = 1800
 RUN_LIMIT_S = 600
 FIGURES = re.compile(r"^(?:row_kernel|soak): .*", re.MULTILINE)
@@ -164,21 +173,40 @@ def run_variant(
     return all(results)
 
 
-def run_arm(build_dir: Path, jobs: int, llama_dir: str, arguments: list[str]) -> bool:
-    """Build the tests of the row kernel for 64-bit ARM and run them in qemu; return the result."""
+def run_emulated(
+    build_dir: Path, system: str, jobs: int, llama_dir: str, arguments: list[str]
+) -> bool:
+    """Build the tests for another system and run them there; return whether all of them passed."""
+    (name, processor), compiler, runner = EMULATED[system]
     definitions = (
-        "-DCMAKE_SYSTEM_NAME=Linux",
-        "-DCMAKE_SYSTEM_PROCESSOR=aarch64",
-        f"-DCMAKE_C_COMPILER={ARM_TOOLS}-gcc",
-        f"-DCMAKE_CXX_COMPILER={ARM_TOOLS}-g++",
+        f"-DCMAKE_SYSTEM_NAME={name}",
+        f"-DCMAKE_SYSTEM_PROCESSOR={processor}",
+        f"-DCMAKE_C_COMPILER={compiler.format('gcc')}",
+        f"-DCMAKE_CXX_COMPILER={compiler.format('g++')}",
+        "-DKQVIEW_DOCTEST_DIR=/usr/include",
     )
-    failure = build(build_dir, "none", jobs, llama_dir, ARM_PROGRAM, definitions=definitions)
+    target = "kernel_tests_armv8-a" if system == "arm" else "all"
+    failure = build(build_dir, "none", jobs, llama_dir, target, definitions=definitions)
     if failure is not None:
         print(failure)
         return False
-    qemu = ("qemu-aarch64", "-L", f"/usr/{ARM_TOOLS}")
-    only_values = ["-tce=*faster than its scalar twin", *arguments]  # qemu's speed says nothing
-    return run_program(build_dir / ARM_PROGRAM, "arm, in qemu", only_values, runner=qemu)
+    only_values = ["-tce=*faster than its scalar twin", *arguments]  # an emulator's speed is not
+    programs = sorted(
+        path
+        for path in (*build_dir.glob("native_tests.*"), *build_dir.glob(KERNEL_PROGRAMS))
+        if path.is_file() and path.suffix in ("", ".exe")
+    )
+    results = [
+        run_program(
+            path,
+            f"{system}, {path.name}",
+            only_values,
+            variables={"WINEDEBUG": "-all"},
+            runner=runner,
+        )
+        for path in programs
+    ]
+    return all(results)
 
 
 def run_fuzz(build_dir: Path, jobs: int, limit_s: int) -> bool:
@@ -221,7 +249,7 @@ def main() -> int:
     parser.add_argument("--sanitize", nargs="+", choices=SANITIZERS, default=["address", "thread"])
     parser.add_argument("--kernel", action="store_true", help="also the tests of the row kernel")
     parser.add_argument("--grammar", action="store_true", help="also the comparison of grammars")
-    parser.add_argument("--arm", action="store_true", help="the row kernel's in qemu, nothing else")
+    parser.add_argument("--on", choices=EMULATED, help="tests in an emulator, nothing else")
     parser.add_argument("--jobs", type=int, default=2, help="compiler processes (default: 2)")
     parser.add_argument("--fuzz", type=int, metavar="SECONDS", help="the fuzzers, nothing else")
     parser.add_argument("--soak", type=int, metavar="SECONDS", help="the soak test, nothing else")
@@ -240,14 +268,15 @@ def main() -> int:
         ]
         return 0 if all(done) else 1
     llama_dir = ""
-    if options.kernel or options.grammar or options.arm:
+    if options.kernel or options.grammar or options.on:
         status, output = run_command([sys.executable, str(FETCH), "--print-path"], BUILD_LIMIT_S)
         if status != 0:
             print(output)
             return 1
         llama_dir = output.strip().splitlines()[-1]
-    if options.arm:
-        is_good = run_arm(options.build_dir / "arm", options.jobs, llama_dir, doctest_arguments)
+    if options.on:
+        build_dir = options.build_dir / options.on
+        is_good = run_emulated(build_dir, options.on, options.jobs, llama_dir, doctest_arguments)
         return 0 if is_good else 1
     results = [
         run_variant(

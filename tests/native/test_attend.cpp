@@ -4,7 +4,7 @@
 #include <doctest/doctest.h>
 
 #include <algorithm>
-#include <barrier>
+#include <atomic>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -217,14 +217,18 @@ void compute(attend_op& op, int n_threads) {
     std::memcpy(&parameters, node->op_params, sizeof parameters);
     op.begin();
     std::vector<std::jthread> threads;
-    std::barrier start(n_threads);
+    std::atomic<int> n_missing{n_threads};  // all start at once; libstdc++'s barrier hangs in wine
+    const auto start = [&] {
+        --n_missing;
+        while (n_missing > 0) std::this_thread::yield();
+    };
     for (int i = 1; i < n_threads; ++i) {
         threads.emplace_back([&, i] {
-            start.arrive_and_wait();
+            start();
             parameters.run(node, i, n_threads, parameters.data);
         });
     }
-    start.arrive_and_wait();
+    start();
     parameters.run(node, 0, n_threads, parameters.data);
 }
 

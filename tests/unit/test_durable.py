@@ -185,11 +185,11 @@ def test_writer_that_was_taken_for_a_leftover_starts_again(
     real = durable._lock
     n_cleaned = 0
 
-    def clean_first(handle: int, operation: int) -> None:
+    def clean_first(handle: int) -> None:
         nonlocal n_cleaned
         if n_cleaned == 0:
             n_cleaned = remove_leftovers(tmp_path)
-        real(handle, operation)
+        real(handle)
 
     monkeypatch.setattr(durable, "_lock", clean_first)
     write_whole(tmp_path / "rows", b"alive")

@@ -58,6 +58,7 @@ class LoopWaker:
 
     def __init__(self) -> None:
         self._handle = _core.WakeHandle()
+        self._watching = contextlib.ExitStack()
         self._waiting: dict[_core.Generation, tuple[Arm, asyncio.Future[None]]] = {}
 
     async def wait(self, generation: _core.Generation, arm: Arm) -> None:
@@ -71,7 +72,8 @@ class LoopWaker:
         future = loop.create_future()
         if not self._waiting:
             handle = self._handle
-            self._unwatch = system.watch(loop, handle.fileno(), handle.wait, self._on_signal)
+            end = system.watch(loop, handle.fileno(), handle.wait, self._on_signal)
+            self._watching.callback(end)
         self._waiting[generation] = arm, future
         try:
             await future
@@ -79,7 +81,7 @@ class LoopWaker:
             del self._waiting[generation]
             generation.disarm(self._handle)
             if not self._waiting:
-                self._unwatch()
+                self._watching.close()
 
     def _on_signal(self) -> None:
         self._handle.drain()
