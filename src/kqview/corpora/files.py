@@ -8,7 +8,7 @@ two writers the first stops when it sees the second, and arrays are read.
 import mmap
 import os
 import secrets
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -214,9 +214,9 @@ class _Objects:
 
 
 def parquet_of(
-    files: Files, name: str, columns: list[str] | None = None, dictionaries: list[str] | None = None
+    files: Files, name: str, columns: list[str] | None = None, dictionaries: Sequence[str] = ()
 ) -> Any:
-    """The table in a Parquet file: chosen *columns*, *dictionaries* as such columns.
+    """The table in a Parquet file: chosen *columns*; those of *dictionaries* that it has as such.
 
     On this thread alone: a thread of pyarrow that still drops its last part of the buffer when the
     interpreter ends would abort the process.
@@ -229,7 +229,9 @@ def parquet_of(
     arrow = needed("pyarrow", "a corpus needs", INSTALL)
     data = arrow.BufferReader(files.read(name))
     try:
-        file = parquet.ParquetFile(data, read_dictionary=dictionaries)
+        known = parquet.read_schema(data).names
+        chosen = [one for one in dictionaries if one in known]
+        file = parquet.ParquetFile(data, read_dictionary=chosen, pre_buffer=False)
         return file.read(columns, use_threads=False)
     except (OSError, ValueError) as error:
         raise CorpusError(f"{name} is damaged: {error}; extract it again") from None

@@ -44,7 +44,7 @@ def open_corpus(path: str) -> "Corpus":
         raise RequestError(f"{path} is no corpus: it has no {FACTS}; correct the path")
     arrow = needed("pyarrow", "a corpus needs", INSTALL)
     tables = [
-        parquet_of(files, part, dictionaries=list(CONSTANTS)).replace_schema_metadata()
+        parquet_of(files, part, dictionaries=CONSTANTS).replace_schema_metadata()
         for part in index_parts(files)
     ]
     if not tables:
