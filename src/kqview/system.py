@@ -121,22 +121,14 @@ def start(command: list[str], line: "socket.socket", **options: Any) -> "subproc
 
 
 def watch(
-    loop: "asyncio.AbstractEventLoop",
-    descriptor: int,
-    wait: Callable[[], bool],
-    on_signal: Callable[[], object],
+    loop: "asyncio.AbstractEventLoop", wait: Callable[[], bool], on_signal: Callable[[], object]
 ) -> Callable[[], object]:
-    """Call *on_signal* on *loop* whenever *descriptor* is readable; returns what ends that.
+    """Call *on_signal* on a loop that has no readers, as on Windows; returns what ends that.
 
     Args:
-        wait: Blocks until it is readable, or returns False after a moment. A thread calls it for a
-            loop that has no readers, as on Windows.
+        wait: Blocks until there is something, or returns False after a moment; a thread calls it.
     """
-    try:
-        loop.add_reader(descriptor, on_signal)
-        return lambda: loop.remove_reader(descriptor)
-    except (NotImplementedError, ValueError):
-        has_ended = threading.Event()
+    has_ended = threading.Event()
 
     def signalled() -> None:
         if not has_ended.is_set():

@@ -58,7 +58,7 @@ class LoopWaker:
 
     def __init__(self) -> None:
         self._handle = _core.WakeHandle()
-        self._watching = contextlib.ExitStack()
+        self._end_watch: Callable[[], object] | None = None  # of a loop without readers
         self._waiting: dict[_core.Generation, tuple[Arm, asyncio.Future[None]]] = {}
 
     async def wait(self, generation: _core.Generation, arm: Arm) -> None:
@@ -71,9 +71,10 @@ class LoopWaker:
         loop = asyncio.get_running_loop()
         future = loop.create_future()
         if not self._waiting:
-            handle = self._handle
-            end = system.watch(loop, handle.fileno(), handle.wait, self._on_signal)
-            self._watching.callback(end)
+            try:
+                loop.add_reader(self._handle.fileno(), self._on_signal)
+            except (NotImplementedError, ValueError):
+                self._end_watch = system.watch(loop, self._handle.wait, self._on_signal)
         self._waiting[generation] = arm, future
         try:
             await future
@@ -81,7 +82,10 @@ class LoopWaker:
             del self._waiting[generation]
             generation.disarm(self._handle)
             if not self._waiting:
-                self._watching.close()
+                if self._end_watch is None:
+                    loop.remove_reader(self._handle.fileno())
+                else:
+                    self._end_watch()
 
     def _on_signal(self) -> None:
         self._handle.drain()
