@@ -1,6 +1,6 @@
-# Everything that is linked into the library of a package: its licence goes into the package's folder
-# licenses, and a wheel lists it in .dist-info/sboms (vendor/sbom.py): name|version|licence|package
-# URL. Included for kqview, and for each package of vendor/backends.
+# Everything that is linked into the library of a package: its licence goes into the package's
+# folder licenses, and a wheel lists it in .dist-info/sboms (vendor/sbom.py):
+# name|version|licence|package URL. Included for kqview, and for each package of vendor/backends.
 
 set(licenses ${SKBUILD_PROJECT_NAME}/licenses)
 set(linked "llama.cpp|${KQVIEW_LLAMA_COMMIT}|MIT|pkg:github/ggml-org/llama.cpp")

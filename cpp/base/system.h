@@ -45,8 +45,8 @@ void sleep_while(std::atomic<std::uint32_t>& number, std::uint32_t old) noexcept
 void wake_sleepers(std::atomic<std::uint32_t>& number) noexcept;
 
 // Blocks every signal on this thread, and on those that start meanwhile, for its lifetime. Signals
-// belong to Python's main thread: one that is delivered to another would not interrupt the wait that
-// it is meant for.
+// belong to Python's main thread: one that another thread gets would not interrupt the wait that it
+// is meant for.
 class signals_blocked {
 public:
     signals_blocked() noexcept;

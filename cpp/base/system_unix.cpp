@@ -128,7 +128,7 @@ void name_this_thread([[maybe_unused]] const char* name) noexcept {
 #endif
 }
 
-// Not std::atomic::wait on Linux: that of libstdc++ yields its CPU first, and among busy processes a
+// Not std::atomic::wait on Linux: that of libstdc++ yields its CPU first. Among busy processes a
 // thread that yields waits for all of them, while one that slept goes first.
 void sleep_while(std::atomic<std::uint32_t>& number, std::uint32_t old) noexcept {
 #if defined(__linux__)
