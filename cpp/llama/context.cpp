@@ -166,10 +166,10 @@ void context::copy(slot_id from, slot_id to) {
     if (!memory) return;
     llama_memory_seq_rm(memory, to, -1, -1);
     llama_memory_seq_cp(memory, from, to, -1, -1);
-    if (kept_states_.empty()) return;
-    auto& copied = kept_states_[static_cast<std::size_t>(to)];
-    const auto& source = kept_states_[static_cast<std::size_t>(from)];
-    copied = {.is_lost = source.is_lost};
+    auto* const copied = kept_of(to);
+    if (!copied) return;
+    const auto source = *kept_of(from);
+    *copied = {.is_lost = source.is_lost};
     if (!source.has_dropped || source.is_lost) return;
     // llama.cpp copies the state behind the tokens that were dropped.
     std::vector<std::byte> state(snapshot_bytes(from));
@@ -187,13 +187,16 @@ bool context::truncate(slot_id slot, std::int32_t n_keep) {
     const auto memory = llama_get_memory(handle_.get());
     if (!memory) return true;
     if (n_keep > 0 && !has_what_is_seen(slot, n_keep)) return false;
-    return kept_states_.empty() ? llama_memory_seq_rm(memory, slot, n_keep, -1)
-                                : drop(slot, n_keep);
+    auto* const kept = kept_of(slot);
+    return kept ? drop(*kept, slot, n_keep) : llama_memory_seq_rm(memory, slot, n_keep, -1);
 }
 
-bool context::drop(slot_id slot, std::int32_t n_keep) {
+context::kept_states* context::kept_of(slot_id slot) {
+    return kept_states_.empty() ? nullptr : &kept_states_[static_cast<std::size_t>(slot)];
+}
+
+bool context::drop(kept_states& kept, slot_id slot, std::int32_t n_keep) {
     const auto memory = llama_get_memory(handle_.get());
-    auto& kept = kept_states_[static_cast<std::size_t>(slot)];
     const auto n_dropped = llama_memory_seq_pos_max(memory, slot) + 1 - n_keep;
     if (n_keep == 0) {
         kept = {};
@@ -207,21 +210,19 @@ bool context::drop(slot_id slot, std::int32_t n_keep) {
 
 // The states of other slots may have moved, without those that were kept.
 void context::note_step(std::span<const step_token> tokens, bool has_failed) {
-    for (auto& kept : kept_states_) kept.n_droppable = 0;
     if (kept_states_.empty()) return;
-    const auto of = [&](const step_token& token) -> kept_states& {
-        return kept_states_[static_cast<std::size_t>(token.slot)];
-    };
-    for (const auto& token : tokens) of(token) = {.n_droppable = -1, .is_lost = has_failed};
+    for (auto& kept : kept_states_) kept.n_droppable = 0;
+    for (const auto& token : tokens)
+        *kept_of(token.slot) = {.n_droppable = -1, .is_lost = has_failed};  // one of them stays
     if (has_failed) return;
     for (const auto& token : tokens) {
-        auto& n = of(token).n_droppable;
+        auto& n = kept_of(token.slot)->n_droppable;
         n = std::min(n + 1, n_states_kept);
     }
 }
 
-std::size_t context::n_dropped_most() const {
-    return kept_states_.empty() ? std::numeric_limits<std::size_t>::max() : n_states_kept;
+int context::n_dropped_most() const {
+    return kept_states_.empty() ? std::numeric_limits<int>::max() : n_states_kept;
 }
 
 bool context::drops_tail(slot_id slot, std::int32_t n_keep) const {
@@ -435,7 +436,7 @@ void context::write_snapshot(slot_id slot, std::span<std::byte> out) {
 void context::read_snapshot(slot_id slot, std::span<const std::byte> bytes, int n_tokens) {
     const llama_activity guard("going back to a checkpoint");
     llama_synchronize(handle_.get());
-    if (!kept_states_.empty()) kept_states_[static_cast<std::size_t>(slot)] = {};
+    if (auto* const kept = kept_of(slot)) *kept = {};
     for (const auto& part : tail_parts_) {
         bytes = kqview::read_state(part, slot, bytes, n_tokens);
     }
@@ -465,7 +466,7 @@ void context::write_state(slot_id slot, std::span<std::byte> out) {
 void context::read_state(slot_id slot, std::span<const std::byte> bytes, int n_tokens) {
     const llama_activity guard("restoring a slot");
     llama_synchronize(handle_.get());
-    if (!kept_states_.empty()) kept_states_[static_cast<std::size_t>(slot)] = {};
+    if (auto* const kept = kept_of(slot)) *kept = {};
     // With the old cells goes what a memory has derived from them, which may differ for new ones.
     llama_memory_seq_rm(llama_get_memory(handle_.get()), slot, 0, -1);
     for (const auto& part : parts()) {

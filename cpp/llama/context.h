@@ -70,9 +70,9 @@ public:
     // Keeps the first `n_keep` positions of a slot. Returns false, without any change, if the cache
     // cannot drop that tail, or would then lack positions that a sliding window needs.
     bool truncate(slot_id slot, std::int32_t n_keep);
-    // The most tokens that a slot drops of the last step, which must have at least one more of it.
-    // Cells are dropped without a limit; recurrent state that is kept for no token is not at all.
-    std::size_t n_dropped_most() const;
+    // How many of the last step's tokens a slot can drop at most, one of which stays: without a
+    // limit of cells, of recurrent state as many as it is kept for (context_options::guesses).
+    int n_dropped_most() const;
     bool keeps_states() const { return !kept_states_.empty(); }
     // Whether that would drop any tail, as far as is known before: not if there is recurrent state.
     bool drops_tail(slot_id slot, std::int32_t n_keep) const;
@@ -153,7 +153,8 @@ private:
         bool is_lost = false;          // a step failed, so it may be that of no token
     };
 
-    bool drop(slot_id slot, std::int32_t n_keep);
+    kept_states* kept_of(slot_id slot);  // null: none are kept
+    bool drop(kept_states& kept, slot_id slot, std::int32_t n_keep);
     void note_step(std::span<const step_token> tokens, bool has_failed);
     void open_embeddings(const context_options& options);
     void set_embeds(bool embeds);

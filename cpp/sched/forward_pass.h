@@ -36,8 +36,8 @@ public:
     };
 
     // Copies `logits`, the only time that they are copied. F32 ne=[n_vocab]. Picks from them ahead,
-    // unless that may take long or the consumer of `of` picks from adjusted ones: they are in the
-    // cache of the engine thread's core, and the consumer's would take five times as long.
+    // while they are in the cache of the engine thread's core; not if that may take long, or if the
+    // consumer of `of` picked from adjusted ones last.
     forward_pass(const request& of, std::span<const float> logits, const limits& known);
 
     const std::shared_ptr<const std::vector<float>>& logits() const { return logits_; }

@@ -22,9 +22,6 @@ bool may_guess(const batch_part& part) {
            (target.text.empty() || active.is_steered) && (!active.capture || target.rows.block);
 }
 
-// Whether its next token is chosen in the sampler lane, or may be.
-bool is_slow(const slot& target) { return target.ticket || target.picker->is_slow(); }
-
 // Blocks for the rows of the guesses, which the pool may have fewer of. They are the token's once
 // its guess has come true, and go back before the next step otherwise.
 void take_draft_rows(block_pool& pool, slot& target) {
@@ -104,8 +101,7 @@ void guesser::add_to(batch& step) {
 void guesser::collect(const batch& step) {
     const auto n_parts = static_cast<int>(step.parts.size());
     int n_most = std::min(model_.n_chunk(), model_.n_outputs()) / n_parts - 1;
-    if (const auto n = model_.n_taken_back_most(); std::cmp_less(n, n_most))
-        n_most = static_cast<int>(n);
+    n_most = std::min(n_most, model_.n_taken_back_most());
     bool has_rows = false;
     for (const auto& part : step.parts) {
         const auto& target = *part.target;
@@ -114,8 +110,8 @@ void guesser::collect(const batch& step) {
         has_rows = has_rows || target.active->capture;
         // Whoever watches its steps would see guesses.
         if (target.is_unclear || (edits && edits->is_watched())) n_most = 0;
-        // Whose guesses wait while others have steps, which lose the states kept for them.
-        if (!model_.can_truncate() && (target.active->is_steered || is_slow(target))) n_most = 0;
+        // Steps of others lose the states that are kept for its guesses.
+        if (!model_.can_truncate() && target.is_chosen_beside()) n_most = 0;
     }
     if (n_most <= 0 || (has_rows && !model_.can_draft_rows(step.parts.size()))) return;
     guessed_.clear();

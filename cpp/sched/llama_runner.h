@@ -56,7 +56,7 @@ public:
     bool can_take_back() const override {
         return (model_->can_truncate() || context_->keeps_states()) && context_->has_whole_cache();
     }
-    std::size_t n_taken_back_most() const override { return context_->n_dropped_most(); }
+    int n_taken_back_most() const override { return context_->n_dropped_most(); }
     bool reads_on_host() const override { return !tap_->devices().layers().device(); }
     bool can_draft_rows(std::size_t n_slots) const override;
     bool is_causal() const override { return context_->is_causal(); }

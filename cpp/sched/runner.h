@@ -56,10 +56,8 @@ public:
     virtual bool can_truncate() const = 0;
     // True if a slot can always drop the tokens of its last step.
     virtual bool can_take_back() const { return can_truncate(); }
-    // Of these, the most: less than the step has of the slot.
-    virtual std::size_t n_taken_back_most() const {
-        return std::numeric_limits<std::size_t>::max();
-    }
+    // How many of them at most; one token of the step stays.
+    virtual int n_taken_back_most() const { return std::numeric_limits<int>::max(); }
     // False: nodes of a device read rows, those of one run or of one token of each slot.
     virtual bool reads_on_host() const { return true; }
     // A faster model with the same vocabulary and slots, to guess with; null: there is none.

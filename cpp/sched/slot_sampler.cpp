@@ -28,7 +28,7 @@ void slot_sampler::go_on(slot& target, float* logits, bool is_wide) {
         ++counters_.n_drafts;
         counters_.n_draft_tokens += draft.ids.size();
         // Copies those that are not looked at before the next step.
-        if (target.active->is_steered || target.ticket || target.picker->is_slow()) {
+        if (target.is_chosen_beside()) {
             const auto n_vocab = static_cast<std::size_t>(model_.n_vocab());
             draft.logits.reserve(draft.ids.size() * n_vocab);
             for (std::size_t i = 0; i < draft.ids.size(); ++i) {

@@ -141,17 +141,19 @@ struct slot : request_progress {
         if (!text.empty()) return cache.size() + 1 < text.size();
         return usage.completion_tokens == 0 && cache.size() < n_in_chunks();
     }
-    // True if it may take part in a step of one token each.
     // The most tokens that its next step may evaluate.
     int n_to_cut() const {
         const auto next = std::ranges::upper_bound(cuts, cache.size());
         return next == cuts.end() ? std::numeric_limits<int>::max()
                                   : static_cast<int>(*next - cache.size());
     }
+    // True if it may take part in a step of one token each.
     bool is_generating() const {
         return active && !gives_way && !is_in_prompt() && state != slot_state::sampling &&
                state != slot_state::steered;
     }
+    // True if its next token is chosen by its consumer or in the sampler lane, beside further steps.
+    bool is_chosen_beside() const { return active->is_steered || ticket || picker->is_slow(); }
     bool has_rows() const { return rows.block || prompt_rows.block; }
 
     slot_cache cache;
