@@ -110,11 +110,11 @@ def start(command: list[str], line: "socket.socket", **options: Any) -> "subproc
     Raises:
         OSError: It does not start.
     """
-    start: Any = import_module("subprocess").Popen
+    popen: Any = import_module("subprocess").Popen
     share: Any = getattr(line, "share", None)
     if share is None:
-        return start(command, stdin=line.fileno(), **options)
-    process = start(command, stdin=-1, **options)  # -1: a pipe
+        return popen(command, stdin=line.fileno(), **options)
+    process = popen(command, stdin=-1, **options)  # -1: a pipe
     with process.stdin as stdin:
         stdin.write(share(process.pid))
     return process
