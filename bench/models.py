@@ -74,6 +74,26 @@ def _written(
     return path
 
 
+def predicting_models(settings: Settings) -> tuple[Path, Path]:
+    """A model whose tokens follow from the one before, 300 MB, and one of 2 layers like it.
+
+    Both have a layer that predicts them (`tiny_gguf.write_predicting`).
+    """
+    generator = ROOT / "tests" / "support" / "tiny_gguf.py"
+    n_layer = 4 if settings.is_quick else 24
+
+    def written(n: int) -> Path:
+        return _written(settings, f"predicting-{n}", generator, {"n_layer": n}, _write_predicting)
+
+    return written(n_layer), written(2)
+
+
+def _write_predicting(path: Path, _settings: Settings, changes: dict[str, object]) -> None:
+    from tests.support import tiny_gguf
+
+    tiny_gguf.write_predicting(path, weight_type="Q8_0", n_embd=1024, n_ff=2816, **changes)
+
+
 def _write_24x16(path: Path, _settings: Settings, changes: dict[str, object]) -> None:
     from tests.support import tiny_gguf
 

@@ -3,13 +3,16 @@
 SmolLM2 (`Engine.demo("smollm2")`; the bundled demo model with --quick), greedy behind the source of
 a module of Python's library: "code" is that source once more, of which the prompt has two copies
 and the beginning of a third; "quotes" lists its sentences; "random" is sampled at a temperature at
-which nothing repeats. Every prompt stays in its slot; a run is a generation in each slot, all
+which nothing repeats. Models guess in texts of a model of 24 layers, 300 MB, made for it: each
+token follows from the one before it, so that every guess is right; at a temperature at which any
+may follow, nearly none is. Every prompt stays in its slot; a run is a generation in each slot, all
 started together, timed from when all have their first token, and divided by the tokens after it.
 Rows:
 
 - speculation-TEXT-CONTEXT-SLOTS: with prompt lookup against without, in one engine.
 - speculation-capture-...: the same with the probabilities of all heads.
-- speculation-server-...: against llama-server, with its own n-gram drafter.
+- speculation-mtp-..., speculation-model-...: layers of the model guess, or a model of 2 layers.
+- speculation-server-...: against llama-server, with its own drafter of that kind.
 
 How many guesses come true is printed to stderr.
 """
@@ -23,7 +26,7 @@ import threading
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from console import attempt, main
-from models import NotHere
+from models import NotHere, predicting_models
 from report import Timing
 from slots import ServerRuns
 
@@ -51,7 +54,9 @@ TEXTS: Final[dict[str, tuple[dict[str, Any], str]]] = {
     "quotes": ({"temperature": 0.0}, "\n\n# Sentences of its documentation, word for word:\n\n"),
     "random": ({"temperature": 2.0, "top_k": 0, "seed": 1}, "\n\n"),
 }
-DRAFTER: Final = ("--spec-type", "ngram-simple")
+# What any may follow in the model made for it, and what follows from the token before.
+_ANY: Final[dict[str, Any]] = {"temperature": 100.0, "top_k": 0, "seed": 1}
+_ONE: Final[dict[str, Any]] = {"temperature": 0.0}
 
 
 class Case(NamedTuple):
@@ -62,12 +67,14 @@ class Case(NamedTuple):
     n_slots: int
     captures: bool = False
     is_server: bool = False
+    drafter: str = "prompt-lookup"
 
     @property
     def name(self) -> str:
         """Of the row."""
         kind = "capture-" if self.captures else "server-" if self.is_server else ""
-        return f"speculation-{kind}{self.text}-{self.n_context}-{self.n_slots}"
+        by = "" if self.drafter == "prompt-lookup" else f"{self.drafter}-"
+        return f"speculation-{kind}{by}{self.text}-{self.n_context}-{self.n_slots}"
 
     @property
     def target(self) -> float | None:
@@ -84,6 +91,12 @@ CASES: Final = {
         *(Case(text, *size) for text in TEXTS for size in _SIZES),
         *(Case("code", *size, captures=True) for size in _SIZES),
         *(Case("code", *size, is_server=True) for size in _SIZES),
+        *(
+            Case(text, *size, is_server=is_server, drafter=drafter)
+            for drafter in ("mtp", "model")
+            for text, is_server in (("chain", False), ("random", False), ("chain", True))
+            for size in _SIZES
+        ),
     )
 }
 WEIGHTS = {name: 20.0 * one.n_slots * one.n_context / 1024 for name, one in CASES.items()}
@@ -97,7 +110,10 @@ class TextRuns:
         self._now_s = settings.now_s
         self._engine = engine
         self._n_tokens = n_tokens
-        options, end = TEXTS[case.text]
+        if case.drafter == "prompt-lookup":
+            options, end = TEXTS[case.text]
+        else:
+            options, end = _ONE if case.text == "chain" else _ANY, "\n"
         self._options: dict[str, Any] = {**options, "ignore_eos": True, "max_tokens": n_tokens}
         if case.captures:
             self._options["capture"] = "probs"
@@ -164,14 +180,22 @@ def measure(settings: Settings, line: ProgressLine) -> Iterator[Row | LeftOut]:
 
 def _measure(settings: Settings, line: ProgressLine, case: Case) -> Timing:
     try:
-        path = model_path(None if settings.is_quick else "smollm2")
+        if case.drafter == "prompt-lookup":
+            path, draft = model_path(None if settings.is_quick else "smollm2"), case.drafter
+            flags = ("--spec-type", "ngram-simple")
+        else:
+            path, smaller = predicting_models(settings)
+            draft = case.drafter if case.drafter == "mtp" else str(smaller)
+            flags = ("--spec-type", "draft-mtp")
+            if case.drafter == "model":
+                flags = ("--model-draft", str(smaller))
     except ModelLoadError as error:
         raise NotHere(str(error)) from None
     n_tokens = QUICK_TOKENS if settings.is_quick else N_TOKENS
     n_ctx = (QUICK_CONTEXT if settings.is_quick else case.n_context) + n_tokens + 64
     with Engine(
         path, n_ctx=n_ctx, n_slots=case.n_slots, n_threads=settings.n_threads,
-        n_gpu_layers=settings.n_gpu_layers, flash_attn=True, draft="prompt-lookup",
+        n_gpu_layers=settings.n_gpu_layers, flash_attn=True, draft=draft,
     ) as engine:  # fmt: skip
         runs = TextRuns(settings, engine, case, n_tokens)
 
@@ -183,9 +207,11 @@ def _measure(settings: Settings, line: ProgressLine, case: Case) -> Timing:
 
         n_pairs = settings.pairs_for(case.target)
         if case.is_server:
-            against = "llama-server (stock build), " + " ".join(DRAFTER)
+            against = "llama-server (stock build), " + " ".join(
+                flags[:1] if case.drafter == "model" else flags
+            )
             with ServerRuns(
-                settings, runs.prompts, n_tokens, model=path, more_flags=DRAFTER
+                settings, runs.prompts, n_tokens, model=path, more_flags=flags
             ) as server:
                 pairs = line.pairs(case.name, server.ms, with_guesses, n_pairs)
         else:
@@ -195,7 +221,7 @@ def _measure(settings: Settings, line: ProgressLine, case: Case) -> Timing:
     slots = f"{case.n_slots} slot" + ("s" if case.n_slots > 1 else "")
     return Timing(
         name=case.name,
-        what=f"{case.text}, {slots}, prompt lookup" + (", all heads" if case.captures else ""),
+        what=f"{case.text}, {slots}, {case.drafter}" + (", all heads" if case.captures else ""),
         baseline=against,
         work=f"a decoded token at {case.n_context} tokens of context, tokens of all slots counted",
         pairs=pairs,

@@ -94,6 +94,8 @@ void bind_engine_options(nb::module_& module) {
         .def_rw("swa_full", &engine_options::swa_full)
         .def_rw("guesses", &engine_options::guesses,
                 "Whether texts may be guessed on: recurrent state is kept for it.")
+        .def_rw("predicts", &engine_options::predicts,
+                "For `check_opening`: a context of the layers that predict later tokens.")
         .def_rw("pooling", &engine_options::pooling, "Empty uses what the model's file specifies.")
         .def_rw("host_memory_bytes", &engine_options::host_memory_bytes)
         .def_rw("free_memory_bytes", &engine_options::free_memory_bytes,
@@ -105,7 +107,7 @@ void bind_engine_options(nb::module_& module) {
                 nb::for_setter(nb::arg().none()), "None: 16 checkpoints a slot.")
         .def_rw("checkpoint_every", &engine_options::checkpoint_every)
         .def_rw("draft", &engine_options::draft, nb::for_setter(nb::arg().none()),
-                "A model that guesses how texts go on.")
+                "A model that guesses how texts go on; the engine's own one: its layers for that.")
         .def_rw("aborted_decodes", &engine_options::aborted_decodes,
                 "For tests: decodes, counted from 1, that are aborted.")
         .def_rw("poisons_blocks", &engine_options::poisons_blocks,

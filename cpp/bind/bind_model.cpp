@@ -167,7 +167,9 @@ void bind_model_options(nb::module_& module) {
         .def_rw("lora", &model_options::lora)
         .def_rw("rpc_servers", &model_options::rpc_servers)
         .def_prop_rw("rpc_timeout_s", &rpc_timeout_s, &set_rpc_timeout_s)
-        .def_rw("vocabulary_only", &model_options::vocabulary_only);
+        .def_rw("vocabulary_only", &model_options::vocabulary_only)
+        .def_rw("predicts", &model_options::predicts,
+                "Whether to load the layers that predict later tokens.");
     nb::class_<rpc_devices::state>(module, "RpcState")
         .def_prop_ro("endpoint",
                      [](const rpc_devices::state& self) { return to_text(self.endpoint); })

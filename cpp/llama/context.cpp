@@ -27,14 +27,28 @@
 namespace kqview {
 
 context::batch_owner::~batch_owner() {
+    batch.embd = nullptr;  // ours
     if (batch.token) llama_batch_free(batch);
 }
+
+namespace {
+
+void check_predictor(const model& source) {
+    const auto why = source.predictor_obstacle();
+    if (why.empty()) return;
+    throw error(errc::unsupported_model,
+                "draft is 'mtp', layers of the model that predict later tokens, but ", why,
+                "; use 'prompt-lookup' or the file of a smaller model");
+}
+
+}  // namespace
 
 context::context(std::shared_ptr<model> source, const context_options& options)
     : model_(std::move(source)),
       n_ctx_(n_ctx_of(*model_, options)),
       n_slots_(options.n_slots),
       aborted_decodes_(options.aborted_decodes) {
+    if (options.tells_states || options.predicts) check_predictor(*model_);
     const auto params = params_of(*model_, options);
     n_chunk_ =
         std::min({options.n_ubatch, options.n_batch, static_cast<int>(params.n_ctx) / n_slots_});
@@ -48,7 +62,8 @@ context::context(std::shared_ptr<model> source, const context_options& options)
     } catch (const llama_abort& why) {
         if (!why.is_memory) model_->abandon();
         throw error_of(why, activity, errc::model_load,
-                       "lower n_ctx, n_slots, n_ubatch or n_gpu_layers");
+                       options.predicts ? "leave draft out, or use 'prompt-lookup'"
+                                        : "lower n_ctx, n_slots, n_ubatch or n_gpu_layers");
     }
     model_->rpc().check_loading();
     if (!handle_) {
@@ -69,6 +84,7 @@ context::context(std::shared_ptr<model> source, const context_options& options)
     llama_set_abort_callback(handle_.get(), &context::is_over, this);
     use(model_->adapter_scales());
     open_embeddings(options);
+    open_states(options);
     if (has_cache()) tail_parts_ = tail_parts_of(llama_get_memory(handle_.get()));
     if (llama_n_rs_seq(handle_.get()) > 0) kept_states_.resize(static_cast<std::size_t>(n_slots_));
 }
@@ -76,7 +92,8 @@ context::context(std::shared_ptr<model> source, const context_options& options)
 std::size_t context::memory_bytes() const {
     std::size_t n_bytes = 0;
     for (const auto& [buffer_type, part] : llama_get_memory_breakdown(handle_.get())) {
-        n_bytes += part.model + part.context + part.compute;
+        n_bytes += part.context + part.compute;
+        if (!predicts()) n_bytes += part.model;  // else the engine's own context counts it
     }
     return n_bytes;
 }
@@ -106,6 +123,7 @@ void context::decode(std::span<const step_token> tokens, bool embeds) {
         batch.seq_id[i][0] = token.slot;
         batch.logits[i] = token.wants_logits || embeds;
     }
+    if (states_) add_states(tokens);
     const llama_activity guard("decoding");
     const auto& servers = model_->rpc();
     servers.check();
@@ -122,13 +140,64 @@ void context::decode(std::span<const step_token> tokens, bool embeds) {
         }
         servers.check();
     }
-    if (status == 0) return;
+    if (status == 0) return states_ ? take_states(tokens) : void();
     if (heart_ && heart_->is_stopped()) {
         throw error(errc::closed, "the engine was closed while llama.cpp computed a step");
     }
     throw error(errc::decode, has_encoder ? "llama_encode returned " : "llama_decode returned ",
                 status, " for ", tokens.size(),
                 " tokens: ", log_ring::instance().errors_since(log_position));
+}
+
+// ---- states, from which other layers predict
+
+// More than a chunk of a prompt, or a step with guesses, has.
+constexpr int n_states_more = 64;
+
+void context::open_states(const context_options& options) {
+    if (!options.tells_states && !options.predicts) return;
+    const auto* const source = model_->get();
+    if (::llama_pooling_type(handle_.get()) != LLAMA_POOLING_TYPE_NONE) {
+        throw error(errc::unsupported_model,
+                    "draft is 'mtp', but this model pools what its layers predict from; leave "
+                    "draft or pooling out");
+    }
+    // Of a context that predicts, of the tokens whose logits are wanted.
+    llama_set_embeddings_nextn(handle_.get(), true, options.predicts);
+    reserve();
+    if (!handle_->get_gf_res_reserve()->get_h_nextn())
+        throw error(errc::unsupported_model, "draft is 'mtp', but llama.cpp's graph of this model ",
+                    "does not tell what to predict from; use 'prompt-lookup'");
+    if (!options.predicts) return;
+    const auto n_values = static_cast<std::size_t>(llama_model_n_embd_out(source));
+    states_ = std::make_unique<token_states>(n_slots_, n_values,
+                                             static_cast<std::size_t>(n_chunk_ + n_states_more));
+    states_before_.resize(n_values * llama_n_batch(handle_.get()));
+}
+
+const float* context::state(int i_token) {
+    const float* const values = llama_get_embeddings_nextn_ith(handle_.get(), i_token);
+    if (!values) throw error(errc::internal, "llama.cpp gave no state of token ", i_token);
+    return values;
+}
+
+void context::add_states(std::span<const step_token> tokens) {
+    const auto n_values = static_cast<std::size_t>(llama_model_n_embd_out(model_->get()));
+    auto to = states_before_.begin();
+    for (const auto& token : tokens) {
+        const auto position = static_cast<std::size_t>(token.position);
+        to = std::copy_n(states_->before(token.slot, position), n_values, to);
+    }
+    batch_.batch.embd = states_before_.data();
+}
+
+// Stand for those of the model itself until it tells them.
+void context::take_states(std::span<const step_token> tokens) {
+    if (!std::ranges::all_of(tokens, &step_token::wants_logits)) return;
+    for (std::size_t i = 0; i < tokens.size(); ++i) {
+        states_->put(tokens[i].slot, static_cast<std::size_t>(tokens[i].position),
+                     state(static_cast<int>(i)));
+    }
 }
 
 // Stopping early uses llama.cpp's own failure path: some keys and values are written, outputs are

@@ -19,6 +19,7 @@
 #include "llama/context_params.h"
 #include "llama/model.h"
 #include "llama/sequence_state.h"
+#include "llama/token_states.h"
 
 namespace kqview {
 
@@ -58,6 +59,13 @@ public:
     // F32 ne=[n_vocab] of batch token `i_token` of the last decode, which must have requested them.
     // Valid, and writable, until the next decode.
     float* logits(int i_token);
+
+    // F32 ne=[n_values] of batch token `i_token` of the last decode: what token_states keep. Needs
+    // context_options::tells_states.
+    const float* state(int i_token);
+    // Where a context that predicts takes and leaves them; null: this one does not.
+    token_states* states() { return states_.get(); }
+    bool predicts() const { return states_ != nullptr; }
 
     // F32 ne=[n_values, n_rows] of the last decode, which must have been for embeddings, with
     // `n_tokens` tokens of this slot from batch token `i_token` on: one row per token if nothing
@@ -157,8 +165,11 @@ private:
     bool drop(kept_states& kept, slot_id slot, std::int32_t n_keep);
     void note_step(std::span<const step_token> tokens, bool has_failed);
     void open_embeddings(const context_options& options);
+    void open_states(const context_options& options);
     void set_embeds(bool embeds);
     bool has_what_is_seen(slot_id slot, std::int32_t n_keep) const;
+    void add_states(std::span<const step_token> tokens);
+    void take_states(std::span<const step_token> tokens);
     int decode_until_stopped();
     static bool is_over(void* self);
 
@@ -172,6 +183,8 @@ private:
     int n_slots_;
     int n_outputs_;
     std::string pooling_;
+    std::unique_ptr<token_states> states_;
+    std::vector<float> states_before_;  // F32 ne=[n_values, n_tokens], of a step
     std::vector<memory_part> tail_parts_;
     std::vector<kept_states> kept_states_;  // by slot; empty: none are kept
     bool embeds_ = false;                   // what llama.cpp was told last

@@ -102,6 +102,7 @@ llama_context_params params_of(const model& source, const context_options& optio
     params.kv_unified = false;  // one KV stream per slot: a slot's columns are its own cells
     params.swa_full = options.swa_full;
     params.n_rs_seq = options.guesses ? n_states_kept : 0;
+    params.ctx_type = options.predicts ? LLAMA_CONTEXT_TYPE_MTP : LLAMA_CONTEXT_TYPE_DEFAULT;
     params.no_perf = true;
     return params;
 }

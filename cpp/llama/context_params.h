@@ -35,6 +35,10 @@ struct context_options {
     // Texts may be guessed on: recurrent state is kept after each of the last n_states_kept tokens
     // of a step as well, where llama.cpp can, so that these can be dropped.
     bool guesses = false;
+    // Other tokens are predicted from what this context makes of each (token_states).
+    bool tells_states = false;
+    // Its graph is that of the layers which predict from such states, not the model's own.
+    bool predicts = false;
     std::string pooling;  // "none", "mean", "cls", "last", "rank"; "" = as in the model's file
     std::size_t host_memory_bytes = 0;  // limit for this process; 0 = do not check
     std::size_t free_memory_bytes = 0;  // on the host, before the weights; 0 = unknown

@@ -288,6 +288,8 @@ std::vector<device_need> check_opening(const model_options& wanted, const contex
     const context probe(weightless, probed);
     const auto params = params_of(*weightless, options);
     auto needs = planned(*weightless, params);
+    // Of the same weights as the model's own context.
+    for (auto& need : needs) need.model_bytes *= options.predicts ? 0 : 1;
     if (!needs.empty()) {
         needs.front().context_bytes +=
             static_cast<std::size_t>(host_need_bytes(weightless->get(), params, {}));

@@ -46,7 +46,7 @@ void check_device_memory(const model_options& wanted, const context_options& opt
 // Raises what opening this model and context would raise, as far as that is known without the
 // weights: not a model file, options out of range, too little memory. Allocates almost nothing.
 // Returns what they will need on the host (first) and on each device, without LoRA adapters. An
-// n_ctx of 0 is what fit_context gives.
+// n_ctx of 0 is what fit_context gives. Of a context that predicts, without the weights.
 std::vector<device_need> check_opening(const model_options& wanted, const context_options& options);
 
 }  // namespace kqview

@@ -50,6 +50,7 @@ void model::load(const model_options& options) {
     if (!rpc_.empty()) params.devices = const_cast<ggml_backend_dev_t*>(devices.data());
     params.no_alloc = options.no_alloc;
     params.vocab_only = options.vocabulary_only;
+    params.load_mtp = options.predicts;
     if (options.no_alloc) params.load_mode = LLAMA_LOAD_MODE_NONE;
     bool stopped = false;
     std::function<bool(float)> go_on = [&](float fraction) {
@@ -108,6 +109,39 @@ std::vector<int> model::window_layers() const {
         if (get()->hparams.is_swa(static_cast<std::uint32_t>(il))) layers.push_back(il);
     }
     return layers;
+}
+
+// llama.cpp's other graphs would end the process. Those of models with several such layers use the
+// first one.
+std::string model::predictor_obstacle() const {
+    const auto& all = *get();
+    const auto n_layers = llama_model_n_layer_nextn(get());
+    // Routers of some models are counted among them.
+    if (n_layers <= 0 || all.hparams.router_layer >= 0) return "the file has none";
+    const auto& layer = all.layers[all.hparams.n_layer()];
+    if (!(layer.nextn.eh_proj && layer.nextn.enorm && layer.nextn.hnorm))
+        return "they are not in the file";
+    constexpr auto several = "llama.cpp computes one, and the file has more";
+    switch (all.arch) {
+        case LLM_ARCH_HY_V3:
+        case LLM_ARCH_STEP35: return "";
+        case LLM_ARCH_MIMO2:
+            return layer.wqkv ? "" : "llama.cpp computes those whose Q, K and V are one matrix";
+        case LLM_ARCH_BAILINGMOE3:
+        case LLM_ARCH_COHERE2MOE:
+        case LLM_ARCH_DEEPSEEK2:
+        case LLM_ARCH_DEEPSEEK32:
+        case LLM_ARCH_DEEPSEEK4:
+        case LLM_ARCH_GLM_DSA:
+        case LLM_ARCH_NEMOTRON_H_MOE:
+        case LLM_ARCH_QWEN35:
+        case LLM_ARCH_QWEN35MOE:
+        case LLM_ARCH_QWEN3NEXT: return n_layers == 1 ? "" : several;
+        case LLM_ARCH_GLM4_MOE:
+            if (all.hparams.use_mrope()) return "llama.cpp computes those of models for text alone";
+            return n_layers == 1 ? "" : several;
+        default: return "llama.cpp does not compute those of its architecture";
+    }
 }
 
 bool model::can_truncate() const {

@@ -34,6 +34,7 @@ struct model_options {
     std::chrono::milliseconds rpc_wait{300'000};  // for each answer of a server
     bool no_alloc = false;  // no weights: contexts only plan what they need, and allocate nothing
     bool vocabulary_only = false;  // for tokenizing only
+    bool predicts = false;  // with its layers that predict later tokens (see predictor_obstacle)
     // Called with 0..1 on the loading thread; false ends the load with errc::model_load.
     std::function<bool(float)> progress;
 };
@@ -72,6 +73,9 @@ public:
     bool is_end_of_generation(token_id id) const {
         return has_vocab() && llama_vocab_is_eog(vocab(), id);
     }
+    // Why its layers that predict later tokens cannot be used to guess (multi-token prediction,
+    // DeepSeek-V3, section 2.2); empty if they can. They must have been loaded.
+    std::string predictor_obstacle() const;
     // False for recurrent state, which cannot drop its newest tokens: the slot is prefilled again.
     bool can_truncate() const;
 

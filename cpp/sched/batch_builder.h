@@ -52,6 +52,8 @@ public:
     // the others stay in the step. False: no slot can go on.
     bool fill();
 
+    // The step is evaluated.
+    void keep_up() { guesser_.keep_up(step_); }
     // The step took so long.
     void note(clock::duration took) {
         if (!is_prefill_) took -= guesser_.drafting();

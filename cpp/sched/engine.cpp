@@ -47,15 +47,18 @@ void check_same_words(const model& source, const model& draft) {
 
 engine::engine(std::shared_ptr<model> source, const engine_options& options)
     : source_(std::move(source)), filters_(source_) {
-    auto runner = std::make_unique<llama_runner>(source_, options);
+    auto own = options;
+    own.tells_states = options.draft == source_;
+    auto runner = std::make_unique<llama_runner>(source_, own);
     if (options.draft) {
-        check_same_words(*source_, *options.draft);
         context_options smaller = options;
+        smaller.predicts = options.draft == source_;
+        if (!smaller.predicts) check_same_words(*source_, *options.draft);
         smaller.n_ctx = runner->n_ctx();
         smaller.free_memory_bytes = 0;  // known before the other context took its part
         smaller.pooling.clear();
         smaller.aborted_decodes.clear();
-        smaller.guesses = false;
+        smaller.guesses = smaller.tells_states = false;
         auto draft = std::make_unique<llama_runner>(options.draft, smaller);
         if (!draft->has_cache() || !draft->can_take_back())
             throw error(errc::unsupported_model,

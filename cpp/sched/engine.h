@@ -34,7 +34,7 @@ struct engine_options : context_options {
     // memory at most.
     std::optional<std::size_t> checkpoint_bytes;
     std::size_t checkpoint_every = 0;  // tokens of a prompt; 0: none for its length
-    // Guesses how texts go on; null: none does.
+    // Guesses how texts go on; the engine's own model: its layers for that do; null: none does.
     std::shared_ptr<model> draft;
     bool poisons_blocks = false;  // for tests of views: overwrites blocks that were given back
 };

@@ -268,6 +268,7 @@ void engine_loop::decode() {
         return;
     }
     slots_.append(batch_.step().tokens, batch_.step().n_guessed);
+    batch_.keep_up();
     out_.collect();  // the rows of the step before came while this one was started
     out_.begin_step();
     // The CPU's rows are there; a device's compute is known to have ended once the logits are

@@ -97,6 +97,15 @@ void guesser::add_to(batch& step) {
     if (n_each > 0) widen(step, n_each);
 }
 
+void guesser::keep_up(const batch& step) {
+    if (!drafter_) return;
+    for (const auto& part : step.parts) {
+        const auto& target = *part.target;
+        if (part.is_prompt() && target.active && target.active->n_draft_max > 0)
+            drafter_->keep_up(target.id(), target.cache.tokens());
+    }
+}
+
 // Leaves the guesses of each part in its draft: as many as are worth their time.
 void guesser::collect(const batch& step) {
     const auto n_parts = static_cast<int>(step.parts.size());

@@ -28,6 +28,8 @@ public:
         if (auto* const smaller = model.draft_model()) drafter_.emplace(*smaller);
     }
 
+    // After a step: what guesses has to see of its prompts as they are evaluated.
+    void keep_up(const batch& step);
     // Puts guesses behind the tokens of a step of texts. Where memory runs out, the tokens alone
     // are the step.
     void add_to(batch& step);

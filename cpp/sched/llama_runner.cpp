@@ -154,6 +154,7 @@ step_result llama_runner::decode(std::span<const step_token> tokens,
         publish_graphs();
         auto result = tap_->end_step();
         model_->rpc().check();  // rows from a lost server are invalid
+        if (output != step_output::embeddings) tell_states(tokens);
         auto& devices = tap_->devices();
         if (devices.layers().counters()->are_awaited)
             devices.await(std::exchange(result.transfer, 0));
@@ -168,6 +169,7 @@ void llama_runner::await(transfer_id rows) {
 void llama_runner::copy(slot_id from, slot_id to) {
     unbroken("copying a slot", [&] {
         tap_->devices().settle();
+        keep_states(to, 0);
         context_->copy(from, to);
     });
 }
@@ -219,7 +221,31 @@ bool llama_runner::truncate(slot_id slot, int n_keep) {
     // What fails in here is kept for await(), which ends the engine; this call may not.
     const llama_activity guard("removing tokens");
     tap_->devices().settle();
+    keep_states(slot, static_cast<std::size_t>(n_keep));
     return context_->truncate(slot, n_keep);
+}
+
+// ---- what layers that predict start from
+
+void llama_runner::tell_states(std::span<const step_token> tokens) {
+    auto* const states = draft_ ? draft_->context_->states() : nullptr;
+    for (std::size_t i = 0; states && i < tokens.size(); ++i) {
+        states->put(tokens[i].slot, static_cast<std::size_t>(tokens[i].position),
+                    context_->state(static_cast<int>(i)));
+    }
+}
+
+// The slot holds no more of the tokens whose states were told.
+void llama_runner::keep_states(slot_id slot, std::size_t n_tokens) {
+    auto* const states = draft_ ? draft_->context_->states() : nullptr;
+    if (states) states->keep(slot, n_tokens);
+}
+
+std::size_t llama_runner::n_untold(slot_id slot, std::size_t n_tokens) {
+    auto* const states = context_->states();
+    if (!states) return 0;
+    states->keep(slot, n_tokens);
+    return states->n_before(slot, n_tokens);
 }
 
 void llama_runner::publish_graphs() {
@@ -249,6 +275,7 @@ void llama_runner::read_snapshot(slot_id slot, std::span<const std::byte> bytes,
         const tap::scope scope(*tap_);
         tap_->devices().settle();
         context_->flush_shifts();
+        keep_states(slot, static_cast<std::size_t>(n_tokens));
         context_->read_snapshot(slot, bytes, n_tokens);
     });
 }
@@ -304,6 +331,7 @@ bool llama_runner::discard(slot_id slot, std::span<const token_range> gone) {
     return unbroken("shifting a slot", [&] {
         const tap::scope scope(*tap_);
         tap_->devices().settle();
+        keep_states(slot, gone.empty() ? 0 : gone.front().start);
         return context_->discard(slot, gone);
     });
 }
@@ -326,6 +354,7 @@ void llama_runner::read_state(slot_id slot, std::span<const std::byte> memory, i
         const tap::scope scope(*tap_);
         tap_->devices().settle();
         context_->flush_shifts();
+        keep_states(slot, 0);
         context_->read_state(slot, memory, n_tokens);
     });
 }

@@ -54,8 +54,12 @@ public:
     int n_outputs() const override { return context_->n_outputs(); }
     bool can_truncate() const override { return model_->can_truncate(); }
     bool can_take_back() const override {
-        return (model_->can_truncate() || context_->keeps_states()) && context_->has_whole_cache();
+        const bool can_drop =
+            model_->can_truncate() || context_->keeps_states() || context_->predicts();
+        return can_drop && context_->has_whole_cache();
     }
+    std::size_t n_untold(slot_id slot, std::size_t n_tokens) override;
+    bool needs_states() const override { return context_->predicts(); }
     int n_taken_back_most() const override { return context_->n_dropped_most(); }
     bool reads_on_host() const override { return !tap_->devices().layers().device(); }
     bool can_draft_rows(std::size_t n_slots) const override;
@@ -131,6 +135,8 @@ private:
     [[noreturn]] void break_down(const llama_abort& why, const char* activity);
     void go_back_to(const graph_plan& plan);
     void publish_graphs();
+    void tell_states(std::span<const step_token> tokens);
+    void keep_states(slot_id slot, std::size_t n_tokens);
     row_target target_of(std::span<const step_token> tokens, const step_rows& rows) const;
 
     std::shared_ptr<model> model_;

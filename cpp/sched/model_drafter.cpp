@@ -25,7 +25,7 @@ std::chrono::duration<double> model_drafter::guess(std::span<text> texts, std::s
         std::size_t n_most = 0;
         for (auto& one : texts) {
             one.guess.reserve(one.n_most);
-            follow(one, n_catch_up);
+            follow(one.slot, one.tokens, n_catch_up);
             if (held(one.slot).size() < one.tokens.size()) continue;
             ready_.push_back(&one);
             n_most = std::max(n_most, one.n_most);
@@ -48,28 +48,51 @@ std::chrono::duration<double> model_drafter::guess(std::span<text> texts, std::s
             if (adjacent_.empty()) break;
             extend(adjacent_);
         }
+        // What it made of guesses gives way to what it will make of the tokens.
+        for (const auto& one : texts) {
+            if (model_.needs_states())
+                cut(one.slot, std::min(held(one.slot).size(), one.tokens.size() + 1));
+        }
         if (n > 0) return (std::chrono::steady_clock::now() - started) / static_cast<double>(n);
     } catch (const error& failure) {
-        is_broken_ = true;
         for (auto& one : texts) one.guess.clear();
-        log_ring::instance().write(
-            log_level::warning,
-            text_of("the draft model guesses nothing any more: ", failure.what(), "\n").c_str());
+        give_up(failure);
     }
     return {};
 }
 
+void model_drafter::keep_up(slot_id slot, std::span<const token_id> tokens) {
+    if (is_broken_ || !model_.needs_states()) return;
+    try {
+        follow(slot, tokens, tokens.size());
+    } catch (const error& failure) {
+        give_up(failure);
+    }
+}
+
+void model_drafter::give_up(const error& failure) {
+    is_broken_ = true;
+    log_ring::instance().write(
+        log_level::warning,
+        text_of("the draft model guesses nothing any more: ", failure.what(), "\n").c_str());
+}
+
 // Brings a slot's sequence to the tokens of its text, or nearer.
-void model_drafter::follow(const text& one, std::size_t n_catch_up) {
-    take_over(one.slot, one.tokens);
-    auto& ids = held(one.slot);
+void model_drafter::follow(slot_id slot, std::span<const token_id> tokens, std::size_t n_catch_up) {
+    take_over(slot, tokens);
+    auto& ids = held(slot);
+    ids.reserve(tokens.size() + 1);
+    // Tokens that it can no longer evaluate count as held: no query will see them.
+    if (const auto n_untold = model_.n_untold(slot, tokens.size()); n_untold > ids.size()) {
+        cut(slot, 0);
+        ids.assign(tokens.begin(), tokens.begin() + static_cast<std::ptrdiff_t>(n_untold));
+    }
     const auto n_step = std::min(n_catch_up, static_cast<std::size_t>(model_.n_chunk()));
-    const auto n_end = std::min(one.tokens.size(), ids.size() + n_step);
+    const auto n_end = std::min(tokens.size(), ids.size() + n_step);
     if (ids.size() == n_end) return;
-    ids.reserve(one.tokens.size());
     step_.clear();
     for (auto i = ids.size(); i < n_end; ++i)
-        step_.push_back({one.slot, one.tokens[i], static_cast<std::int32_t>(i), false});
+        step_.push_back({slot, tokens[i], static_cast<std::int32_t>(i), false});
     decode();
 }
 

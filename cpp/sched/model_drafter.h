@@ -12,6 +12,7 @@
 #include <span>
 #include <vector>
 
+#include "base/error.h"
 #include "base/ids.h"
 #include "sched/runner.h"
 
@@ -31,6 +32,10 @@ public:
     explicit model_drafter(runner& model)
         : model_(model), held_(static_cast<std::size_t>(model.n_slots())) {}
 
+    // Evaluates the tokens of a prompt that a model which needs_states() has not seen, while what
+    // the other one made of them is known.
+    void keep_up(slot_id slot, std::span<const token_id> tokens);
+
     // `texts`: of slots in ascending order. One whose prompt the model has not seen yet is not
     // guessed on: at most `n_catch_up` of its tokens are evaluated. Raises std::bad_alloc.
     // Returns how long a token of all guesses took; 0 without any.
@@ -39,7 +44,8 @@ public:
 private:
     using ids = std::vector<token_id>;
 
-    void follow(const text& one, std::size_t n_catch_up);
+    void follow(slot_id slot, std::span<const token_id> tokens, std::size_t n_catch_up);
+    void give_up(const error& failure);
     void take_over(slot_id slot, std::span<const token_id> tokens);
     void cut(slot_id slot, std::size_t n_kept);
     void extend(std::span<text* const> texts);

@@ -60,6 +60,12 @@ public:
     virtual int n_taken_back_most() const { return std::numeric_limits<int>::max(); }
     // False: nodes of a device read rows, those of one run or of one token of each slot.
     virtual bool reads_on_host() const { return true; }
+    // For a model that takes each token with what another one made of the token before (its state):
+    // of a slot's text, how many tokens come before the first that can be evaluated. Forgets what
+    // the other one made of tokens that are not of this text.
+    virtual std::size_t n_untold(slot_id /*slot*/, std::size_t /*n_tokens*/) { return 0; }
+    // Whether it is one: what it holds of guessed tokens was made of states of its own.
+    virtual bool needs_states() const { return false; }
     // A faster model with the same vocabulary and slots, to guess with; null: there is none.
     virtual runner* draft_model() { return nullptr; }
     // True if a step of several tokens of each of so many slots can give each token its rows.

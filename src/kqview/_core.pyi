@@ -46,6 +46,8 @@ class ModelOptions:
     rpc_servers: list[RpcEndpoint]
     rpc_timeout_s: float
     vocabulary_only: bool
+    predicts: bool
+    """Whether to load the layers that predict later tokens."""
 
 class RpcState:
     endpoint: Final[str]
@@ -482,6 +484,8 @@ class EngineOptions:
     swa_full: bool
     guesses: bool
     """Whether texts may be guessed on: recurrent state is kept for it."""
+    predicts: bool
+    """For `check_opening`: a context of the layers that predict later tokens."""
     pooling: str
     """Empty uses what the model's file specifies."""
     host_memory_bytes: int
@@ -495,7 +499,7 @@ class EngineOptions:
     """None: 16 checkpoints a slot."""
     checkpoint_every: int
     draft: Model
-    """A model that guesses how texts go on."""
+    """A model that guesses how texts go on; the engine's own one: its layers for that."""
     aborted_decodes: list[int]
     """For tests: decodes, counted from 1, that are aborted."""
     poisons_blocks: bool

@@ -33,6 +33,7 @@ from kqview.demo import MODEL_PATH, model_path
 from kqview.edit import Edit
 from kqview.engine_options import (
     DEFAULTS,
+    MTP,
     PROMPT_LOOKUP,
     EngineOptions,
     checked,
@@ -169,15 +170,16 @@ def check_opening(
         RequestError: An option is out of range.
     """
     given = checked(options, "check_opening")
-    files = [model, *([] if given["draft"] in (None, PROMPT_LOOKUP) else [given["draft"]])]
+    draft, n_gpu_layers = given["draft"], given["n_gpu_layers"]
+    context = context_options(given)
+    source = model_options(model, n_gpu_layers, draft)
     try:
-        return [
-            need
-            for file in files
-            for need in _core.check_opening(
-                model_options(file, given["n_gpu_layers"]), context_options(given)
-            )
-        ]
+        needs = _core.check_opening(source, context)
+        if draft in (None, PROMPT_LOOKUP):
+            return needs
+        context.predicts, context.guesses = draft == MTP, False
+        smaller = source if context.predicts else model_options(draft, n_gpu_layers)
+        return needs + _core.check_opening(smaller, context)
     finally:
         _forward_log()
 
@@ -304,9 +306,11 @@ class Engine(NamesAttributes):
         draft: What guesses how a text goes on, so that several tokens are evaluated in one step:
             "prompt-lookup" looks for where its last tokens have been in the text already; the path
             of a GGUF file is a smaller model with the same vocabulary, which has a context of its
-            own with as many slots. Recurrent state is then kept for 7 more tokens where llama.cpp
-            can, in eight times the memory. The tokens are those that the model would have chosen
-            without; see ``speculate`` of `generate`. None guesses nothing.
+            own with as many slots; "mtp" are layers of the model itself that predict later tokens,
+            likewise, where its file has them and llama.cpp computes them. Recurrent state is then
+            kept for 7 more tokens where llama.cpp can, in eight times the memory. The tokens are
+            those that the model would have chosen without; see ``speculate`` of `generate`. None
+            guesses nothing.
         run_ahead: Number of tokens computed before they are requested; 0 computes each on demand.
             None for 8, with *draft* for 16: no more are guessed at once.
         progress: Called with the loaded fraction, 0 to 1; True prints it.
@@ -332,7 +336,7 @@ class Engine(NamesAttributes):
         given = checked(options)
         self._arguments = {name: one for name, one in options.items() if name != "progress"}
         needs = context_options(given)
-        source = model_options(model, given["n_gpu_layers"])
+        source = model_options(model, given["n_gpu_layers"], given["draft"])
         check_is_path(source.path)
         adapters: list[tuple[str, float]] = given["lora"] or []
         endpoints: list[tuple[str, int]] = given["rpc_servers"] or []
@@ -352,7 +356,9 @@ class Engine(NamesAttributes):
             if given["n_threads"] is None and self._model.size_bytes < _SMALL_BYTES:
                 needs.n_threads = 1
                 _log.info("n_threads is 1, because the model is small")
-            if given["draft"] not in (None, PROMPT_LOOKUP):
+            if source.predicts:
+                needs.draft = self._model
+            elif given["draft"] not in (None, PROMPT_LOOKUP):
                 smaller = model_options(given["draft"], given["n_gpu_layers"])
                 _core.check_device_memory(smaller, needs)
                 needs.draft = _core.Model.load(smaller, None)

@@ -22,7 +22,7 @@ from kqview.arguments import (
     whole_number,
 )
 from kqview.chat.turn import checked_options
-from kqview.errors import RequestError, shown
+from kqview.errors import shown
 from kqview.lora import SCALE_MAX, scale_of
 from kqview.machine import default_threads, free_memory_bytes, physical_memory_bytes
 from kqview.option_names import unknown_option
@@ -33,8 +33,9 @@ Lora = str | os.PathLike[str] | tuple[str | os.PathLike[str], float]
 KvType = Literal["f16", "f32", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"]
 AttentionKernel = Literal["auto", "kqview", "llama.cpp"]
 DeviceRows = Literal["auto", "in graph", "beside"]
-Draft = Literal["prompt-lookup"]
+Draft = Literal["prompt-lookup", "mtp"]
 PROMPT_LOOKUP: Final = "prompt-lookup"
+MTP: Final = "mtp"
 Pooling = Literal["none", "mean", "cls", "last", "rank"]
 
 PINNED_BYTES: Final = 2**30
@@ -105,12 +106,6 @@ def _to_text(name: str, value: Any) -> str:
 
 def _to_draft(name: str, value: object) -> str:
     path = str(to_path(name, value))
-    if path == "mtp":
-        raise RequestError(
-            "draft is 'mtp': llama.cpp computes such layers in a context of their own, which this "
-            "version does not open; use 'prompt-lookup' or the file of a smaller model",
-            parameter="draft",
-        )
     if isinstance(value, os.PathLike) or path.endswith(".gguf"):
         return _path(name, path)
     return choice(name, value, Draft)
@@ -230,7 +225,9 @@ def context_options(given: Mapping[str, Any]) -> _core.EngineOptions:
     return options
 
 
-def model_options(model: str | os.PathLike[str], n_gpu_layers: int) -> _core.ModelOptions:
+def model_options(
+    model: str | os.PathLike[str], n_gpu_layers: int, draft: str | None = None
+) -> _core.ModelOptions:
     """The options of loading the model.
 
     Raises:
@@ -242,6 +239,7 @@ def model_options(model: str | os.PathLike[str], n_gpu_layers: int) -> _core.Mod
     options = _core.ModelOptions()
     options.path = _path("model", model)
     options.n_gpu_layers = n_gpu_layers
+    options.predicts = draft == MTP
     return options
 
 

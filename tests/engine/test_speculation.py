@@ -16,6 +16,7 @@ import pytest
 
 from kqview import Capture, Engine, errors, mod
 from kqview.demo import MODEL_PATH, model_path
+from kqview.engine import check_opening
 from tests.engine.test_architectures_cache import (
     CANNOT_GO_BACK,
     GENERATING,
@@ -395,7 +396,7 @@ def test_guesses_stay_within_the_budget_of_rows(make_engine: MakeEngine, tiny_ll
 def test_wrong_options_are_named(
     make_engine: MakeEngine, tiny_llama: Path, plain: Engine, drafting: Engine
 ) -> None:
-    for value in ("mtp", "lookup", 3, True):
+    for value in ("lookup", 3, True):
         with pytest.raises(errors.RequestError, match="draft"):
             make_engine(tiny_llama, draft=value)
     with pytest.raises(errors.ModelLoadError, match=r"no\.gguf"):
@@ -405,7 +406,7 @@ def test_wrong_options_are_named(
             drafting.generate(PROMPT, speculate=value)  # type: ignore[arg-type]
     with pytest.raises(errors.RequestError, match="prompt-lookup"):
         plain.generate(PROMPT, speculate=True)
-    assert plain.generate(PROMPT, speculate=False, max_tokens=2).read()
+    assert len(list(plain.generate(PROMPT, speculate=False, **GREEDY))) == GREEDY["max_tokens"]
 
 
 @pytest.mark.parametrize(
@@ -544,3 +545,148 @@ def test_second_model_with_another_vocabulary_is_refused(
 ) -> None:
     with pytest.raises(errors.RequestError, match="vocabulary"):
         make_engine(MODEL_PATH, draft=tiny_llama)
+
+
+# ---- layers of the model predict
+
+
+def predicting(make_engine: MakeEngine, path: Path, **options: Any) -> Engine:
+    return make_engine(path, **(DRAFTS | {"draft": "mtp"} | options))
+
+
+def test_layers_that_predict_get_the_state_of_the_token_before(
+    make_engine: MakeEngine, tmp_path: Path
+) -> None:
+    model = tiny_gguf.write_predicting(tmp_path / "model.gguf")
+    plain = make_engine(model, **EXACT)
+    engine = predicting(make_engine, model, n_slots=3, n_ubatch=64)
+    options: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "max_tokens": 60}
+    prompts = [list(range(i, 200, 1 + i)) for i in range(3)]
+    want = [plain.generate(one, **options) for one in prompts]
+    for one in want:
+        one.read()
+        follows = [tiny_gguf.successor_of(token) for token in one.tokens]
+        assert one.tokens[1:] == follows[:-1]
+    for _ in range(2):
+        for together in (prompts[:1], prompts):
+            found = [engine.generate(one, slot=i, **options) for i, one in enumerate(together)]
+            for one, other in zip(found, want, strict=False):
+                same(one, other)
+                # It had to be right about each.
+                assert one.usage is not None
+                assert one.usage.accepted_tokens == one.usage.draft_tokens > 30
+
+
+def test_layers_that_predict_follow_their_slots(make_engine: MakeEngine, tmp_path: Path) -> None:
+    model = tiny_gguf.write_predicting(tmp_path / "model.gguf", noise=0.2)
+    plain = make_engine(model, **EXACT)
+    engine = predicting(make_engine, model, n_slots=3, n_ubatch=64)
+    rng = np.random.default_rng(3)
+    slot = engine.slots[0]
+    text = [int(one) for one in rng.integers(0, 256, 150)]
+    options: dict[str, Any] = {"temperature": 3.0, "top_k": 0, "seed": 3, "max_tokens": 25}
+    n_drafts = 0
+    for i in range(21):
+        kind = i % 7
+        if kind == 1:
+            slot.truncate(slot.n_tokens // 2)
+        elif kind == 2:
+            text = text[: max(2, len(text) // 2)]
+        elif kind == 3:
+            with engine.generate(text, slot=0, **options) as cut:
+                next(cut)
+        elif kind == 4:
+            engine.branch(0, 2)
+        elif kind == 5:
+            slot.shift(0, slot.n_tokens // 3)
+        elif kind == 6:
+            engine.slots[1].restore(slot.save())
+        # Without guesses, the states of its tokens are told all the same.
+        speculate = None if i % 4 else False
+        used = int(rng.integers(3))
+        found = engine.generate(text, slot=used, speculate=speculate, **options)
+        same(found, plain.generate(text, cache_prompt=False, **options))
+        assert found.usage is not None
+        n_drafts += found.usage.draft_tokens
+        text = (text + found.tokens)[:300]
+    stats = engine.stats()
+    assert n_drafts > stats.accepted_tokens > 100
+
+
+@pytest.mark.needs("host layers")
+def test_layers_that_predict_leave_rows_and_states_as_they_are(
+    make_engine: MakeEngine, tmp_path: Path
+) -> None:
+    model = tiny_gguf.write_predicting(tmp_path / "model.gguf", noise=0.2)
+    engines = make_engine(model, **EXACT), predicting(make_engine, model)
+    options: dict[str, Any] = {
+        "temperature": 0, "ignore_eos": True, "max_tokens": 30,
+        "capture": Capture("probs", hidden="all", prompt=True, vocab_logits=True),
+    }  # fmt: skip
+    runs = [engine.generate(random_ids(70), **options) for engine in engines]
+    for one, other in zip(*(list(run) for run in runs), strict=True):
+        assert one.id == other.id
+        np.testing.assert_allclose(one.rows, other.rows, atol=1e-4)
+        np.testing.assert_allclose(one.hidden, other.hidden, atol=1e-3, rtol=1e-3)
+        np.testing.assert_allclose(one.logits, other.logits, atol=1e-3, rtol=1e-3)
+    for one, other in zip(*(list(run.prompt_attention) for run in runs), strict=True):
+        np.testing.assert_allclose(one.rows, other.rows, atol=1e-4)
+        np.testing.assert_allclose(one.hidden, other.hidden, atol=1e-3, rtol=1e-3)
+    for engine in engines[1:]:
+        assert engine.stats().accepted_tokens > 10
+
+
+# Of llama.cpp's tiny models; the others are refused, or lack what their layers that predict need.
+PREDICTING = (
+    *("cohere2moe-moe", "deepseek2-moe", "deepseek32-moe", "glm-dsa-moe", "hy_v3-moe"),
+    *("mimo2-moe", "qwen35-dense", "qwen35moe-moe"),
+)
+
+
+@pytest.mark.needs("host layers")
+@pytest.mark.parametrize("name", PREDICTING)
+def test_architecture_guesses_with_its_own_layers(
+    make_engine: MakeEngine, architectures: dict[str, Path], tmp_path: Path, name: str
+) -> None:
+    model = tiny_gguf.write_with_predictor(tmp_path / "model.gguf", architectures[name])
+    engine = predicting(make_engine, model, n_ctx=256, n_slots=2, n_ubatch=32)
+    options: dict[str, Any] = {
+        "seed": 3, "top_k": 0, "ignore_eos": True, "max_tokens": 20, "capture": "probs",
+    }  # fmt: skip
+    prompts = [prompt_of(seed) for seed in range(2)]
+    want = [list(engine.generate(one, speculate=False, **options)) for one in prompts]
+    generations = [engine.generate(one, slot=i, **options) for i, one in enumerate(prompts)]
+    with ThreadPoolExecutor(1 if name in ONE_TEXT_A_STEP else 2) as consumers:
+        found = list(consumers.map(list, generations))
+    for ours, theirs in zip(found, want, strict=True):
+        assert [one.id for one in ours] == [one.id for one in theirs]
+        for one, other in zip(ours, theirs, strict=True):
+            np.testing.assert_allclose(one.rows, other.rows, atol=1e-3)
+    assert engine.stats().draft_tokens > 0
+
+
+def test_model_without_such_layers_is_refused(
+    make_engine: MakeEngine, tiny_llama: Path, architectures: dict[str, Path], tmp_path: Path
+) -> None:
+    several = tiny_gguf.write_predicting(tmp_path / "several.gguf", n_predicting=2)
+    engine = predicting(make_engine, several)
+    assert engine.generate(PROMPT, max_tokens=4).read() is not None
+    for model, match in ((tiny_llama, "the file has none"), (MODEL_PATH, "the file has none")):
+        for opens in (check_opening, make_engine):
+            with pytest.raises(errors.UnsupportedModel, match=match):
+                opens(model, draft="mtp")
+    glm = tiny_gguf.write_with_predictor(tmp_path / "glm.gguf", architectures["glm4moe-moe"])
+    with pytest.raises(errors.UnsupportedModel, match="text alone"):
+        predicting(make_engine, glm)
+    with pytest.raises(errors.UnsupportedModel, match="pool"):
+        predicting(make_engine, several, pooling="mean")
+
+
+def test_memory_of_layers_that_predict_counts(make_engine: MakeEngine, tmp_path: Path) -> None:
+    model = tiny_gguf.write_predicting(tmp_path / "model.gguf")
+    alone, with_them = make_engine(model, **EXACT), predicting(make_engine, model)
+    needs = [check_opening(model, **EXACT), check_opening(model, **EXACT, draft="mtp")]
+    assert len(needs[1]) == 2 * len(needs[0])
+    # Their weights count with the others, their context by itself.
+    assert needs[1][0].needed_bytes > needs[0][0].needed_bytes > needs[1][-1].needed_bytes > 0
+    assert with_them.memory_bytes > alone.memory_bytes + needs[1][-1].needed_bytes // 2

@@ -54,6 +54,7 @@ struct fake_options {
     bool has_snapshots = false;  // a cache that cannot drop its tail has snapshots
     int n_slack = 0;             // so many of the newest tokens it drops, as a ring does
     bool can_save = true;
+    bool needs_states = false;  // its guesses are of states that another model told
     bool can_split_embedding = false;
     bool can_mix_embeddings = false;
     // The token that follows those of a cache.
@@ -197,6 +198,7 @@ public:
           draft_(draft ? std::make_unique<fake_runner>(draft) : nullptr) {}
 
     runner* draft_model() override { return draft_.get(); }
+    bool needs_states() const override { return model_->options.needs_states; }
     int n_slots() const override { return model_->options.n_slots; }
     int n_ctx() const override { return model_->options.n_ctx; }
     bool has_cache() const override { return true; }

@@ -2,8 +2,11 @@
 // and evaluated in one step has the tokens, rows and cache of one generated token by token.
 #include <doctest/doctest.h>
 
+#include <array>
+#include <cstddef>
 #include <random>
 
+#include "llama/token_states.h"
 #include "sched/prompt_lookup.h"
 #include "scheduler_fixture.h"
 
@@ -563,4 +566,59 @@ TEST_CASE("drafts: a model whose guesses are wrong is hardly asked any more") {
     CHECK(taker.rest() == continuation(prompt, 400));
     CHECK(taker.usage().accepted_tokens == 0);
     CHECK(taker.usage().draft_tokens < 40);
+}
+
+TEST_CASE("token_states: those of a slot's last tokens are known, without a gap") {
+    token_states states(2, 2, 4);
+    const auto put = [&](slot_id slot, std::size_t position) {
+        const std::array values{static_cast<float>(position), static_cast<float>(slot)};
+        states.put(slot, position, values.data());
+    };
+    const auto knows = [&](slot_id slot, std::size_t position) {
+        const float* const found = states.before(slot, position);
+        const bool is_own = found[1] == static_cast<float>(slot);
+        return is_own && found[0] == static_cast<float>(position) - 1;
+    };
+    CHECK(states.n_before(1, 9) == 9);
+    for (std::size_t i = 2; i < 5; ++i) put(1, i);
+    CHECK(states.n_before(1, 9) == 2);
+    CHECK(states.n_before(0, 9) == 9);
+    CHECK_FALSE(knows(1, 2));
+    CHECK((knows(1, 3) && knows(1, 4) && knows(1, 5)));
+    CHECK_FALSE(knows(1, 6));
+    put(1, 5);
+    put(1, 6);  // the first one gives way
+    CHECK(states.n_before(1, 9) == 3);
+    CHECK((knows(1, 4) && knows(1, 7)));
+    put(1, 4);  // another token there: those behind it are of another text
+    CHECK(states.n_before(1, 9) == 3);
+    CHECK((knows(1, 4) && knows(1, 5)));
+    CHECK_FALSE(knows(1, 6));
+    put(1, 8);  // nothing is known of the token before
+    CHECK(states.n_before(1, 9) == 8);
+    states.keep(1, 8);
+    CHECK(states.n_before(1, 8) == 8);
+    CHECK_FALSE(knows(1, 9));
+}
+
+TEST_CASE(
+    "drafts: a model that guesses from states sees a prompt as it comes, and no guess twice") {
+    auto smaller = agreeing(1);
+    smaller.needs_states = true;
+    guessed_engine engine(1, smaller);
+    const auto prompt = make_prompt(1, 200);
+    consumer taker(engine.submit(prompt, 150, guessing(16)));
+    CHECK(taker.rest() == continuation(prompt, 150));
+    CHECK(taker.usage().accepted_tokens > 75);
+    const auto steps = engine.draft->decodes();
+    CHECK(steps.at(0).size() == 64);
+    CHECK(steps.at(2).size() == 64);
+    // What it made of a guess gave way before the next step.
+    std::size_t n_more = 0;
+    for (std::size_t i = 4; i < steps.size(); ++i) n_more += steps[i].size();
+    CHECK(n_more > 150 + 60);
+    consumer silent(engine.submit(make_prompt(9, 200), 5, [](request&) {}));
+    const auto n = engine.draft->decodes().size();
+    silent.rest();
+    CHECK(engine.draft->decodes().size() == n);
 }

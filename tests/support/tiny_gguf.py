@@ -149,6 +149,8 @@ def _copied(model: Path) -> tuple[Reader, gguf.GGUFWriter]:
     writer = gguf.GGUFWriter(None, fields.pop("general.architecture").contents())
     for key, entry in fields.items():
         sub_type = entry.types[-1] if entry.types[0] == GGUFValueType.ARRAY else None
+        if sub_type is not None and not len(entry.contents()):
+            continue  # which the writer refuses
         writer.add_key_value(key, entry.contents(), entry.types[0], sub_type)
     return reader, writer
 
@@ -513,6 +515,106 @@ class Weights:
 
     def matrix(self, name: str, *shape: int) -> None:
         self._writer.add_tensor(name, self._rand(name, shape, shape[-1] ** -0.5))
+
+
+def write_predicting(
+    path: Path, *, n_layer: int = 2, n_predicting: int = 1, noise: float = 0.0,
+    weight_type: WeightType = "F32", n_embd: int = N_VOCAB, n_ff: int = 128,
+) -> Path:  # fmt: skip
+    """HY V3 with a layer that predicts the token after next, from the state of the one before.
+
+    A token is followed by ``successor_of(token)``: embeddings are one-hot, the output matrix
+    permutes them. That layer applies the permutation to the state, so its guess is right if, and
+    only if, it gets the state of the token before the last one. *noise* is how much the model's own
+    layers add, which makes other tokens follow.
+    """
+    head_size = 64
+    n_head = n_embd // head_size
+    writer = gguf.GGUFWriter(None, "hy_v3")
+    writer.add_context_length(8192)
+    writer.add_embedding_length(n_embd)
+    writer.add_block_count(n_layer + n_predicting)
+    writer.add_uint32("hy_v3.nextn_predict_layers", n_predicting)
+    writer.add_feed_forward_length(n_ff)
+    writer.add_expert_feed_forward_length(0)
+    writer.add_head_count(n_head)
+    writer.add_head_count_kv(n_head)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_file_type(gguf.LlamaFileType.ALL_F32)
+    add_bytes_vocab(writer, N_VOCAB, CHATML)
+    rand = tensor_source(0)
+
+    def add(name: str, data: np.ndarray) -> None:
+        _add_tensor(writer, name, data.astype(np.float32), weight_type)
+
+    def matrix(name: str, n_out: int, n_in: int, size: float = 1.0) -> None:
+        add(name, rand(name, (n_out, n_in), size * n_in**-0.5))
+
+    follows = np.zeros((N_VOCAB, n_embd))
+    follows[[successor_of(one) for one in range(N_VOCAB)], np.arange(N_VOCAB)] = 1
+    add("token_embd.weight", np.eye(N_VOCAB, n_embd))
+    add("output.weight", follows)
+    add("output_norm.weight", np.ones(n_embd))
+    for il in range(n_layer + n_predicting):
+        b, adds = f"blk.{il}.", noise if il < n_layer else 0.0
+        for name in ("attn_norm", "ffn_norm"):
+            add(b + name + ".weight", np.ones(n_embd))
+        for name in ("attn_q", "attn_k", "attn_v"):
+            matrix(b + name + ".weight", n_embd, n_embd)
+        for name in ("attn_q_norm", "attn_k_norm"):
+            add(b + name + ".weight", np.ones(head_size))
+        matrix(b + "attn_output.weight", n_embd, n_embd, adds)
+        matrix(b + "ffn_gate.weight", n_ff, n_embd)
+        matrix(b + "ffn_up.weight", n_ff, n_embd)
+        matrix(b + "ffn_down.weight", n_embd, n_ff, adds)
+        if il < n_layer:
+            continue
+        of_state = np.zeros((n_embd, n_embd))
+        of_state[:N_VOCAB] = follows
+        add(b + "nextn.eh_proj.weight", np.hstack([np.zeros((n_embd, n_embd)), of_state]))
+        for name in ("nextn.enorm", "nextn.hnorm", "nextn.shared_head_norm"):
+            add(b + name + ".weight", np.ones(n_embd))
+    return finish(writer, path)
+
+
+def write_with_predictor(path: Path, model: Path) -> Path:
+    """Write one of llama.cpp's tiny models with a layer that predicts, random but for its kind.
+
+    It is the last layer that attends, once more. MiMo's has Q, K and V in one matrix.
+    """
+    reader, writer = _copied(model)
+    arch = reader.fields["general.architecture"].contents()
+    n_layer = reader.fields[f"{arch}.block_count"].contents()
+    n_embd = reader.fields[f"{arch}.embedding_length"].contents()
+    keys = writer.kv_data[0]
+    for key, one in keys.items():
+        if key.startswith(arch) and isinstance(one.value, list) and len(one.value) == n_layer:
+            one.value = [*one.value, one.value[-1]]
+    keys[f"{arch}.block_count"].value = n_layer + 1
+    keys[f"{arch}.nextn_predict_layers"].value = 1
+    data = {one.name: quants.dequantize(one.data, one.tensor_type) for one in reader.tensors}
+    recurrent = {name.split(".")[1] for name in data if ".ssm_" in name}
+    last = max(int(name.split(".")[1]) for name in data
+               if ".attn_output." in name and name.split(".")[1] not in recurrent)  # fmt: skip
+    own = {name.removeprefix(f"blk.{last}."): one for name, one in data.items()
+           if name.startswith(f"blk.{last}.") and not name.endswith("scale")
+           and not (".bias" in name and ".attn_" in name)}  # fmt: skip
+    if arch == "mimo2":
+        joined = [own.pop(f"attn_{one}.weight") for one in "qkv"]
+        own["attn_qkv.weight"] = np.concatenate(joined)
+    rand = tensor_source(5)
+    own["nextn.eh_proj.weight"] = rand("eh_proj", (n_embd, 2 * n_embd), (2 * n_embd) ** -0.5)
+    for name in ("enorm", "hnorm", "shared_head_norm"):
+        own[f"nextn.{name}.weight"] = 1 + rand(name, (n_embd,), 0.1)
+    for name, one in (data | {f"blk.{n_layer}.{key}": one for key, one in own.items()}).items():
+        _add_tensor(writer, name, one, "F32")
+    return finish(writer, path)
+
+
+def successor_of(token: int) -> int:
+    """Of a byte, the one that follows it in `write_predicting`'s model; the others repeat."""
+    return (token * 5 + 17) % 256 if token < 256 else token
 
 
 def _gemma_writer(

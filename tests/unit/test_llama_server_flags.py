@@ -74,6 +74,7 @@ def of(line: str) -> tuple[str, str]:
         ("-md b.gguf --spec-type draft-simple", "--drafter b.gguf"),
         ("--spec-draft-model=b.gguf", "--drafter b.gguf"),
         ("--spec-type none,ngram-simple,ngram-mod", "--drafter prompt-lookup"),
+        ("--spec-type ngram-mod,draft-mtp", "--drafter mtp"),
         ("--spec-default -m a.gguf", "--drafter prompt-lookup --model a.gguf"),
         # our own stay as they are
         ("--demo --slots 4 --ctx 512 --ngl 3", "--demo --slots 4 --ctx 512 --ngl 3"),
@@ -102,7 +103,7 @@ def test_how_many_tokens_are_guessed_and_how_fast_is_left_out_and_named():
 @pytest.mark.parametrize(
     ("line", "fact"),
     [
-        ("--spec-type ngram-mod,draft-mtp", "lacks 'draft-mtp'"),
+        ("--spec-type ngram-mod,draft-eagle3", "lacks 'draft-eagle3'"),
         ("-hfd a/b", "downloading"),
         ("--spec-draft-n-cpu-moe 3", "placing"),
         ("-lcd a.bin", "looked up"),

@@ -77,11 +77,13 @@ def _drafters(name: str, text: str) -> list[str]:
     """What guesses tokens; of llama-server's ways a smaller model is named by a flag of its own."""
     kinds = [one for one in text.split(",") if one not in ("none", "draft-simple")]
     for kind in kinds:
-        if not kind.startswith("ngram-"):
+        if kind != "draft-mtp" and not kind.startswith("ngram-"):
             raise RequestError(
                 f"{name} is {text!r}, and kqview serve lacks {kind!r}; name a smaller model "
-                "(--model-draft), or use ngram-simple"
+                "(--model-draft), or use draft-mtp or ngram-simple"
             )
+    if "draft-mtp" in kinds:
+        return ["mtp"]
     return ["prompt-lookup"] if kinds else []
 
 

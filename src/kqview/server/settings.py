@@ -221,7 +221,8 @@ class Settings:
     draft: Name | None = setting(
         None,
         "what guesses how texts go on, so that several tokens are evaluated in a step: "
-        "prompt-lookup, from the text so far, or a GGUF file, a smaller model; without it, "
+        "prompt-lookup, from the text so far, mtp, layers of the model itself that predict later "
+        "tokens, or a GGUF file, a smaller model; without it, "
         "requests with a prediction alone are guessed on",
         flag="--drafter",
     )
