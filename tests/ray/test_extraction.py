@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import sys
+from collections import Counter
 from contextlib import ExitStack, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,13 +15,15 @@ import pytest
 
 import kqview
 from kqview import Engine, open_corpus
+from kqview.corpora import Columns
+from kqview.corpora.files import open_files
 from kqview.demo import MODEL_PATH
 from kqview.errors import CorpusError, KqviewError, RequestError
+from kqview.ray.extraction import Extractor
 from tests.support.object_store import s3_bucket
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 ray = pytest.importorskip("ray")
 pytest.importorskip("ray.data")
@@ -98,23 +105,40 @@ def test_actors_write_the_same_corpus_as_one_engine(cluster: Any, tmp_path: Path
         kqview.extract(RECORDS, str(tmp_path), engine=engine, last=1)
 
 
-def test_node_that_dies_in_the_middle_loses_no_document(cluster: Any, tmp_path: Path):
+def url_of(kind: str, bucket: str | None, folder: Path) -> str:
+    """Where a corpus goes: a folder, the same folder as a URL, or an object store."""
+    if kind == "s3" and bucket is None:
+        pytest.skip("no s3fs or moto")
+    name = folder.name  # one of each test
+    return {"folder": str(folder), "local": f"local://{folder}", "s3": f"{bucket}/{name}"}[kind]
+
+
+@pytest.mark.parametrize("kind", ["folder", "s3"])
+def test_node_that_dies_in_the_middle_loses_no_document(
+    cluster: Any, bucket: str | None, tmp_path: Path, kind: str
+):
+    from ray._private.state import actors  # the public list of them needs a dashboard
+
     killed: list[int] = []
+    sink = url_of(kind, bucket, tmp_path)
 
     def kill(n_done: int) -> None:
-        if not killed:
+        """Kill a node on which an actor is at work, but not that of this process."""
+        works = {one["Address"]["NodeID"] for one in actors(actor_state_name="ALIVE").values()}
+        own = ray.get_runtime_context().get_node_id()
+        nodes = [one for one in cluster.worker_nodes if one.node_id in works - {own}]
+        if nodes and not killed:
             killed.append(n_done)
-            own = ray.get_runtime_context().get_node_id()  # this process would die with it
-            node = next(one for one in cluster.worker_nodes if one.node_id != own)
-            cluster.remove_node(node, allow_graceful=False)
+            cluster.remove_node(nodes[0], allow_graceful=False)
             cluster.add_node(num_cpus=1)
 
-    corpus = kqview.ray.extract(dataset(), str(tmp_path), actors=2, progress=kill, **OPTIONS)
+    corpus = kqview.ray.extract(dataset(), sink, actors=2, progress=kill, **OPTIONS)
     assert corpus is not None
     assert killed[0] < N
     check(corpus)
+    check(open_corpus(sink))
     named = set(corpus.index["shard"].to_pylist())
-    assert {int(one.stem) for one in (tmp_path / "shards").iterdir()} == named
+    assert {int(one.split(".")[0]) for one in open_files(sink).names("shards")} == named
 
 
 def test_driver_that_dies_goes_on_where_it_was(cluster: Any, tmp_path: Path):
@@ -146,16 +170,57 @@ def test_what_fails_and_what_is_twice_is_in_the_corpus(cluster: Any, tmp_path: P
 
 @pytest.mark.parametrize("kind", ["local", "s3"])
 def test_url_of_an_object_store(cluster: Any, bucket: str | None, tmp_path: Path, kind: str):
-    if kind == "s3" and bucket is None:
-        pytest.skip("no s3fs or moto")
-    url = f"local://{tmp_path}/corpus" if kind == "local" else f"{bucket}/corpus"
+    url = url_of(kind, bucket, tmp_path)
     for actors in ((1, 2), 1):
         corpus = kqview.ray.extract(dataset(), url, actors=actors, **OPTIONS)
         assert corpus is not None
         check(corpus)
-    check(open_corpus(url if kind == "s3" else f"{tmp_path}/corpus"))
+    check(open_corpus(url if kind == "s3" else str(tmp_path)))
     with pytest.raises(CorpusError, match="another plan"):
         kqview.ray.extract(dataset(), url, actors=1, **{**OPTIONS, "last": 3})
+
+
+def mapped_kib(pid: int, path: Path) -> Counter[str]:
+    """What Linux says of the pages of a file that a process has mapped, in KiB."""
+    found: Counter[str] = Counter()
+    is_of_file = False
+    for line in Path(f"/proc/{pid}/smaps").read_text("utf-8").splitlines():
+        name, *values = line.split()
+        if not name.endswith(":"):
+            is_of_file = line.endswith(f" {path}")
+        elif is_of_file and values[-1] == "kB":
+            found[name.rstrip(":")] += int(values[0])
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="pages are counted by Linux")
+def test_actors_of_a_node_have_the_weights_in_memory_once(cluster: Any, tmp_path: Path):
+    model = Path(shutil.copy(MODEL, tmp_path / "model.gguf"))  # that no other process maps
+    (tmp_path / "shards").mkdir()
+    arguments: dict[str, Any] = {
+        "model": str(model), "engine": {"n_ctx": 256, "n_threads": 1, "n_gpu_layers": 0},
+        "options": {"last": 1}, "columns": Columns(), "keep": (), "group": 1,
+        "sink": str(tmp_path), "done": ray.put(frozenset[str]()),
+    }  # fmt: skip
+
+    class Actor:
+        def __init__(self, arguments: dict[str, Any]) -> None:
+            self.extractor = Extractor(**arguments)
+
+        def extract(self, batch: Any) -> int:
+            self.extractor(batch)
+            return os.getpid()
+
+    batch = ray.get(dataset(RECORDS[:4]).to_arrow_refs()[0])
+    made = [ray.remote(Actor).options(num_cpus=1).remote(arguments) for _ in range(2)]
+    pids = ray.get([one.extract.remote(batch) for one in made])
+    found = [mapped_kib(pid, model) for pid in pids]
+    for one in made:
+        ray.kill(one)
+    n_kib = model.stat().st_size / 1024
+    assert all(one["Rss"] > 0.9 * n_kib for one in found)  # each has read all weights
+    assert sum(one["Pss"] for one in found) < 1.1 * n_kib  # the same pages
+    assert sum(one["Private_Clean"] + one["Private_Dirty"] for one in found) < 0.1 * n_kib
 
 
 @pytest.mark.parametrize(

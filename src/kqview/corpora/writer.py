@@ -105,6 +105,7 @@ class Writer:
         self._rows: list[PartRow] = []
         self._arrays: list[Arrays] = []
         self._n_bytes = 0
+        self._shards: set[int] = set()  # that the index names
         self._files.begin_writing()
         try:
             self._check()
@@ -130,6 +131,8 @@ class Writer:
     def _found(self) -> tuple[int, str, int]:
         """Documents, their digest and pieces; what dead processes left is removed."""
         parts = index_parts(self._files)
+        for part in parts:
+            self._note_shards(parquet_of(self._files, part, columns=["shard"]))
         self.remove_unnamed()
         if not parts:
             return 0, _NO_DIGEST, 0
@@ -146,12 +149,12 @@ class Writer:
             found.update(id_ for id_, status in pairs if status != "duplicate")
         return found
 
+    def _note_shards(self, table: Any) -> None:
+        self._shards.update(table["shard"].unique().to_pylist())
+
     def remove_unnamed(self) -> None:
         """Remove shards that no part of the index names; their writers died before that."""
-        known: set[str] = set()
-        for part in index_parts(self._files):
-            numbers = parquet_of(self._files, part, columns=["shard"])["shard"].unique()
-            known.update(shard_name(one, compress=self._compress) for one in numbers.to_pylist())
+        known = {shard_name(one, compress=self._compress) for one in self._shards}
         for shard in self._files.names("shards"):
             if ".safetensors" in shard and shard not in known:
                 self._files.remove(f"shards/{shard}")
@@ -207,6 +210,7 @@ class Writer:
         self._parquet.write_table(table, buffer, compression="zstd")
         self._files.write(f"index/{self._n_pieces:05}.parquet", buffer.getvalue())
         self._n_pieces += 1
+        self._note_shards(table)
 
     def close(self) -> None:
         """Let other processes write."""

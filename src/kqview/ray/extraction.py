@@ -107,10 +107,11 @@ def extract(
         raise
     about["plan"]["by"] = "ray"
     with Writer(sink, about) as writer:
+        done = writer.ids()
         arguments = {
             "model": model, "engine": given, "options": options, "columns": columns,
             "keep": tuple(keep), "group": group, "sink": sink,
-            "done": ray.put(frozenset(writer.ids())),
+            "done": ray.put(frozenset(done)),
         }  # fmt: skip
         found = dataset.map_batches(
             Extractor,
@@ -121,7 +122,7 @@ def extract(
             **sizes,
         )
         tables = found.iter_batches(batch_size=None, batch_format="pyarrow")
-        _write(tables, writer, max_errors, progress)
+        _write(tables, writer, done, max_errors, progress)
         writer.remove_unnamed()
         return open_corpus(sink) if writer.n_done else None
 
@@ -129,16 +130,17 @@ def extract(
 def _write(
     tables: Iterable[Any],
     writer: Writer,
+    seen: set[str],
     max_errors: int | None,
     progress: Callable[[int], object] | None,
 ) -> None:
-    """Write the rows that the actors hand on."""
-    seen, n_errors = writer.ids(), 0
+    """Write the rows that the actors hand on; ids are added to *seen*."""
+    n_errors = 0
     for table in tables:
-        rows, n_documents, n_failed = _placed(table.to_pylist(), seen, writer.n_done)
-        if not rows:
+        placed, n_documents, n_failed = _placed(table, seen, writer.n_done)
+        if not n_documents:
             continue
-        writer.add_piece(table.from_pylist(rows, schema=table.schema), n_documents)
+        writer.add_piece(placed, n_documents)
         if progress is not None:
             progress(writer.n_done)
         n_errors += n_failed
@@ -146,25 +148,36 @@ def _write(
             raise CorpusError(f"{n_errors} documents failed, max_errors is {max_errors}")
 
 
-def _placed(
-    rows: Iterable[Mapping[str, Any]], seen: set[str], n_done: int
-) -> tuple[list[dict[str, Any]], int, int]:
-    """*rows* with the numbers of their documents; how many these are, and how many of them failed.
+def _placed(table: Any, seen: set[str], n_done: int) -> tuple[Any, int, int]:
+    """*table* with the numbers of its documents; how many these are, and how many of them failed.
 
     Of two documents of one id, the first counts; ids are added to *seen*.
     """
-    found: list[dict[str, Any]] = []
+    arrow = needed("pyarrow", "a corpus needs", INSTALL)
+    twice: list[int] = []
+    kept: list[int] = []
+    numbers: list[int] = []
     n, n_failed, is_twice = n_done - 1, 0, False
-    for row in rows:
-        if row["window"] == 0:
+    columns = [table[name].to_pylist() for name in ("id", "status", "window")]
+    for i, (id_, status, window) in enumerate(zip(*columns, strict=True)):
+        if window == 0:
             n += 1
-            is_twice = row["status"] != "duplicate" and row["id"] in seen
-            seen.add(row["id"])
-            n_failed += is_twice or row["status"] != "ok"
-            found.append({**row, **(_DUPLICATE if is_twice else {}), "n": n})
-        elif not is_twice:
-            found.append({**row, "n": n})
-    return found, n + 1 - n_done, n_failed
+            is_twice = status != "duplicate" and id_ in seen
+            seen.add(id_)
+            n_failed += is_twice or status != "ok"
+            twice += [i] if is_twice else []
+        elif is_twice:
+            continue
+        kept.append(i)
+        numbers.append(n)
+    if twice:  # rare, so only then are all rows objects of Python, which is slow
+        rows = table.to_pylist()
+        for i in twice:
+            rows[i] |= _DUPLICATE
+        table = table.from_pylist([rows[i] for i in kept], schema=table.schema)
+    field = table.schema.field("n")
+    table = table.set_column(table.schema.names.index("n"), field, arrow.array(numbers, field.type))
+    return table, n + 1 - n_done, n_failed
 
 
 class Extractor:
