@@ -207,7 +207,7 @@ def show(rows: Sequence[Row], notes: Sequence[str]) -> None:
             table.add_row(row.name, *row.cells()[1:-1])
         console.print(table)
     for note in notes:
-        console.print(note, highlight=False)
+        console.print(note, highlight=False, markup=False)
 
 
 def chosen_rows(patterns: Iterable[str], names: Collection[str]) -> list[str]:

@@ -23,6 +23,7 @@ import inspect
 import sys
 import textwrap
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from console import attempt, main
@@ -55,7 +56,9 @@ TEXTS: Final[dict[str, tuple[dict[str, Any], str]]] = {
     "random": ({"temperature": 2.0, "top_k": 0, "seed": 1}, "\n\n"),
 }
 # What any may follow in the model made for it, and what follows from the token before.
-_ANY: Final[dict[str, Any]] = {"temperature": 100.0, "top_k": 0, "seed": 1}
+_ANY: Final[dict[str, Any]] = {
+    "temperature": 100.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 1,
+}  # fmt: skip
 _ONE: Final[dict[str, Any]] = {"temperature": 0.0}
 
 
@@ -163,6 +166,11 @@ class TextRuns:
         return f"{n_true} of {n} guesses for {len(self.usages) * self._n_tokens} tokens"
 
 
+def _basename(word: str) -> str:
+    """A flag as it is, of a path its last part."""
+    return Path(word).name
+
+
 def _prompt(ids: list[int], tail: list[int], n: int, *, is_again: bool) -> list[int]:
     """*n* ids that end with *tail*; or two copies of a text and the beginning of a third."""
     if not is_again:
@@ -186,9 +194,10 @@ def _measure(settings: Settings, line: ProgressLine, case: Case) -> Timing:
         else:
             path, smaller = predicting_models(settings)
             draft = case.drafter if case.drafter == "mtp" else str(smaller)
-            flags = ("--spec-type", "draft-mtp")
+            kind = ("--spec-type", "draft-mtp")
             if case.drafter == "model":
-                flags = ("--model-draft", str(smaller))
+                kind = ("--model-draft", str(smaller))
+            flags = (*kind, "--spec-draft-n-max", "16")
     except ModelLoadError as error:
         raise NotHere(str(error)) from None
     n_tokens = QUICK_TOKENS if settings.is_quick else N_TOKENS
@@ -207,9 +216,7 @@ def _measure(settings: Settings, line: ProgressLine, case: Case) -> Timing:
 
         n_pairs = settings.pairs_for(case.target)
         if case.is_server:
-            against = "llama-server (stock build), " + " ".join(
-                flags[:1] if case.drafter == "model" else flags
-            )
+            against = " ".join(("llama-server (stock build),", *map(_basename, flags)))
             with ServerRuns(
                 settings, runs.prompts, n_tokens, model=path, more_flags=flags
             ) as server:

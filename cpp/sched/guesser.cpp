@@ -22,6 +22,12 @@ bool may_guess(const batch_part& part) {
            (target.text.empty() || active.is_steered) && (!active.capture || target.rows.block);
 }
 
+// A model whose guesses are not made tells nothing about them.
+bool is_untried(const batch_part& part) {
+    const auto& target = *part.target;
+    return target.draft.is_of_model && !target.draft.ids.empty() && target.draft_rate.is_untried();
+}
+
 // Blocks for the rows of the guesses, which the pool may have fewer of. They are the token's once
 // its guess has come true, and go back before the next step otherwise.
 void take_draft_rows(block_pool& pool, slot& target) {
@@ -167,8 +173,9 @@ int guesser::n_guessable(const batch_part& part, int n_most) const {
     return std::max(0, std::min({n_most, active.n_draft_max, n_more, out_.n_left(target) - 1}));
 }
 
-// How many guesses behind each text make the step's tokens come fastest. What they cost the others
-// of the step counts as well: a text of which nothing is guessed may not be held up for long.
+// How many guesses behind each text make the step's tokens come fastest; one where that is not
+// known. What they cost the others of the step counts as well: a text of which nothing is guessed
+// may not be held up for long.
 std::size_t guesser::n_worth_guessing(const batch& step) const {
     std::size_t n_longest = 0, n_best = 0;
     for (const auto& part : step.parts)
@@ -190,6 +197,7 @@ std::size_t guesser::n_worth_guessing(const batch& step) const {
         }
         if (time > most_held_up * least * alone) break;
         if (sum * alone / time > best) best = sum * alone / time, n_best = n;
+        if (n == 1 && n_best == 0 && std::ranges::any_of(step.parts, is_untried)) n_best = 1;
     }
     return n_best;
 }

@@ -24,6 +24,7 @@ double hit_rate::n_expected(std::size_t n) const {
 }
 
 void hit_rate::note(std::size_t n_guessed, std::size_t n_true) {
+    n_silent_ = 0;
     n_true_ += static_cast<double>(n_true);
     n_seen_ += static_cast<double>(std::min(n_true + 1, n_guessed));
     if (n_seen_ <= n_remembered) return;

@@ -24,14 +24,22 @@ public:
     // Of a run of guesses the first `n_true` came true.
     void note(std::size_t n_guessed, std::size_t n_true);
     // Nothing was guessed for a token: what is known ages.
-    void fade() { n_true_ += (first_rate * n_seen_ - n_true_) / 256; }
+    void fade() {
+        n_true_ += (first_rate * n_seen_ - n_true_) / 256;
+        ++n_silent_;
+    }
+    // Whether hardly anything is known: then a guess is worth it for what it tells.
+    bool is_untried() const { return n_seen_ < n_first + n_trials || n_silent_ >= n_silent_most; }
 
 private:
     static constexpr double n_remembered = 64;
     static constexpr double n_first = 2, first_rate = 0.7;  // as if that had been seen
+    static constexpr double n_trials = 3;
+    static constexpr int n_silent_most = 128;
 
     double n_true_ = n_first * first_rate;
     double n_seen_ = n_first;
+    int n_silent_ = 0;  // tokens since the last guess
 };
 
 class prompt_lookup {

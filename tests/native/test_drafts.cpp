@@ -622,3 +622,16 @@ TEST_CASE(
     silent.rest();
     CHECK(engine.draft->decodes().size() == n);
 }
+
+TEST_CASE("drafts: a model that nothing is known of is tried, and again after a while") {
+    hit_rate rate;
+    CHECK(rate.is_untried());
+    for (int i = 0; i < 3; ++i) rate.note(1, 0);
+    CHECK_FALSE(rate.is_untried());
+    for (int i = 0; i < 127; ++i) rate.fade();
+    CHECK_FALSE(rate.is_untried());
+    rate.fade();
+    CHECK(rate.is_untried());
+    rate.note(1, 1);
+    CHECK_FALSE(rate.is_untried());
+}
