@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from kqview import _core, errors
+from kqview.system import LIBRARY_SUFFIX
 
 # Of two devices that are the same GPU, models use that of the first package.
 _PACKAGES: Final = ("kqview_cuda13", "kqview_vulkan")
@@ -31,7 +32,7 @@ def load() -> dict[str, str | None]:
             continue
         problems[package] = None
         try:
-            _core.load_backend(str(Path(spec.origin).with_name("backend.so")))
+            _core.load_backend(str(Path(spec.origin).with_name(f"backend{LIBRARY_SUFFIX}")))
         except errors.ModelLoadError as error:
             problems[package] = str(error)
             _logger.warning("%s is not used: %s", package, error)

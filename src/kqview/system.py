@@ -8,6 +8,7 @@ it lacks says what happens there instead. Imports nothing that takes long.
 import contextlib
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -34,6 +35,9 @@ HAS_FORK: Final = hasattr(os, "fork")
 HANGUP: Final[signal.Signals | None] = getattr(signal, "SIGHUP", None)
 MOVES_OPEN_FILES: Final = _fcntl is not None
 """Whether a file can be renamed and removed while it is open."""
+
+LIBRARY_SUFFIX: Final = {"win32": ".dll", "darwin": ".dylib"}.get(sys.platform, ".so")
+"""Of a shared library's name; vendor/backends/CMakeLists.txt gives its own the same."""
 
 # Flags of os.open; none where a system lacks them.
 OPEN: Final[int] = sum(getattr(os, name, 0) for name in ("O_CLOEXEC", "O_NOINHERIT", "O_BINARY"))

@@ -106,3 +106,10 @@ def test_a_file_that_is_no_library_says_so(package: Path) -> None:
 def test_a_library_of_something_else_is_none(package: Path) -> None:
     compiled(package, NONE)
     assert problem() == f"{package}/backend.so is no backend of kqview"
+
+
+def test_the_library_is_named_as_the_system_names_them(
+    package: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backends, "LIBRARY_SUFFIX", ".dll")
+    assert f"{package}/backend.dll" in problem()
