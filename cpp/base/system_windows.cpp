@@ -1,4 +1,4 @@
-#define NOMINMAX
+#define NOMINMAX 1  // as in libstdc++
 #define WIN32_LEAN_AND_MEAN
 #include <windows.h>
 // After it.
