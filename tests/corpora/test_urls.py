@@ -112,6 +112,16 @@ def test_pieces_of_other_processes_are_found_again_and_others_removed(sink: str)
     assert open_corpus(sink)["d4"].hidden[0, 0] == 4
 
 
+def test_many_files_are_read_at_once_in_their_order(sink: str):
+    files = open_files(sink)
+    names = [f"index/{n:05}.parquet" for n in range(100)]
+    for name in names:
+        files.write(name, name.encode())
+    assert list(files.read_all(names)) == [one.encode() for one in names]
+    with pytest.raises(FileNotFoundError):
+        list(files.read_all([*names, "index/none"]))
+
+
 class Odd(fsspec.AbstractFileSystem):
     """A store that only reads, and has an error of its own kind."""
 

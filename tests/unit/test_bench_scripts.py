@@ -350,3 +350,20 @@ def test_figures_of_two_gpus_never_stand_in_one_table(
     printed = capsys.readouterr().out
     places = [printed.index(text) for text in ("H100, ", names[0], "H200, ", names[1])]
     assert places == sorted(places)
+
+
+def test_simulated_cluster_is_as_fast_as_its_nodes_until_the_driver_is_busy(script: Any) -> None:
+    pytest.importorskip("rich")
+    cluster = script("cluster")
+    figures = cluster.Figures(
+        row_s=1e-4, piece_s=0.01, dispatch_s=0.001, read_s=0, row_bytes=2000, index_bytes=900,
+        open_bytes=2000, shard_bytes=8000, id_bytes=100,
+    )  # fmt: skip
+    few, many = (
+        cluster.simulate(figures, cluster.Load(n, rate=10, batch=100, store_s=0.01, days=30))
+        for n in (10, 1000)
+    )
+    assert few.rate == pytest.approx(100, rel=0.1)
+    assert few.n_waiting < 10
+    assert many.rate == pytest.approx(100 / (0.01 + 100 * 1e-4 + 2 * 0.01), rel=0.05)
+    assert many.driver > 0.95

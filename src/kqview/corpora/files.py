@@ -8,7 +8,8 @@ two writers the first stops when it sees the second, and arrays are read.
 import mmap
 import os
 import secrets
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -21,6 +22,8 @@ INSTALL: Final = 'run pip install "kqview[corpora]"'
 FOLDERS: Final = ("shards", "index")
 _LOCK: Final = ".lock"
 _SCHEME: Final = "://"
+N_READERS: Final = 16  # requests under way at once
+_N_READ: Final = 64  # files in memory at once
 
 
 class Files(Protocol):
@@ -51,6 +54,10 @@ class Files(Protocol):
         Raises:
             FileNotFoundError: There is none.
         """
+        ...
+
+    def read_all(self, names: Sequence[str]) -> Iterator[bytes]:
+        """What each of *names* has; raises as `read`."""
         ...
 
     def content(self, name: str) -> "mmap.mmap | bytes":
@@ -121,6 +128,9 @@ class _Folder:
             file.seek(start)
             return file.read() if stop is None else file.read(stop - start)
 
+    def read_all(self, names: Sequence[str]) -> Iterator[bytes]:
+        return map(self.read, names)
+
     def content(self, name: str) -> "mmap.mmap | bytes":
         with (self._path / name).open("rb") as file:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -186,6 +196,12 @@ class _Objects:
         with self._reached():
             return self._files.cat_file(f"{self._root}/{name}", start=start or None, end=stop)
 
+    def read_all(self, names: Sequence[str]) -> Iterator[bytes]:
+        # A request takes much longer than its bytes, and an index has thousands of parts.
+        with ThreadPoolExecutor(N_READERS) as pool:
+            for i in range(0, len(names), _N_READ):
+                yield from pool.map(self.read, names[i : i + _N_READ])
+
     def content(self, name: str) -> "mmap.mmap | bytes":
         return self.read(name)
 
@@ -213,25 +229,30 @@ class _Objects:
             raise OSError(f"{self._url} cannot be reached: {error}") from error
 
 
-def parquet_of(
-    files: Files, name: str, columns: list[str] | None = None, dictionaries: Sequence[str] = ()
-) -> Any:
-    """The table in a Parquet file: chosen *columns*; those of *dictionaries* that it has as such.
+def parquet_tables(
+    files: Files,
+    names: Sequence[str],
+    columns: list[str] | None = None,
+    dictionaries: Sequence[str] = (),
+) -> Iterator[Any]:
+    """The tables in Parquet files: chosen *columns*, of which *dictionaries* are decoded as such.
 
-    On this thread alone: a thread of pyarrow that still drops its last part of the buffer when the
-    interpreter ends would abort the process.
+    Decoded on this thread alone: a thread of pyarrow that still drops its last part of the buffer
+    when the interpreter ends would abort the process.
 
     Raises:
-        CorpusError: It is damaged.
-        OSError: It cannot be read.
+        CorpusError: One is damaged.
+        OSError: One cannot be read.
     """
     parquet = needed("pyarrow.parquet", "a corpus needs", INSTALL)
     arrow = needed("pyarrow", "a corpus needs", INSTALL)
-    data = arrow.BufferReader(files.read(name))
-    try:
-        known = parquet.read_schema(data).names
-        chosen = [one for one in dictionaries if one in known]
-        file = parquet.ParquetFile(data, read_dictionary=chosen, pre_buffer=False)
-        return file.read(columns, use_threads=False)
-    except (OSError, ValueError) as error:
-        raise CorpusError(f"{name} is damaged: {error}; extract it again") from None
+    for name, content in zip(names, files.read_all(names), strict=True):
+        data = arrow.BufferReader(content)
+        try:
+            known = parquet.read_schema(data).names
+            chosen = [one for one in dictionaries if one in known]
+            file = parquet.ParquetFile(data, read_dictionary=chosen, pre_buffer=False)
+            table = file.read(columns, use_threads=False)
+        except (OSError, ValueError) as error:
+            raise CorpusError(f"{name} is damaged: {error}; extract it again") from None
+        yield table

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from kqview import json_input
-from kqview.corpora.files import INSTALL, Files, open_files, parquet_of
+from kqview.corpora.files import INSTALL, Files, open_files, parquet_tables
 from kqview.corpora.writer import CONSTANTS, FACTS, index_parts, read_facts, shard_name
 from kqview.errors import CorpusError, RequestError, shown
 from kqview.extras import needed
@@ -44,8 +44,8 @@ def open_corpus(path: str) -> "Corpus":
         raise RequestError(f"{path} is no corpus: it has no {FACTS}; correct the path")
     arrow = needed("pyarrow", "a corpus needs", INSTALL)
     tables = [
-        parquet_of(files, part, dictionaries=CONSTANTS).replace_schema_metadata()
-        for part in index_parts(files)
+        table.replace_schema_metadata()
+        for table in parquet_tables(files, index_parts(files), dictionaries=CONSTANTS)
     ]
     if not tables:
         raise RequestError(f"{path} has no documents yet; wait for its first piece")

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Self
 
 from kqview import json_input
-from kqview.corpora.files import INSTALL, Files, open_files, parquet_of
+from kqview.corpora.files import INSTALL, Files, open_files, parquet_tables
 from kqview.corpora.plan import Arrays, NamedSpan
 from kqview.errors import CorpusError
 from kqview.extras import needed
@@ -131,8 +131,8 @@ class Writer:
     def _found(self) -> tuple[int, str, int]:
         """Documents, their digest and pieces; what dead processes left is removed."""
         parts = index_parts(self._files)
-        for part in parts:
-            self._note_shards(parquet_of(self._files, part, columns=["shard"]))
+        for table in parquet_tables(self._files, parts, columns=["shard"]):
+            self._note_shards(table)
         self.remove_unnamed()
         if not parts:
             return 0, _NO_DIGEST, 0
@@ -143,9 +143,9 @@ class Writer:
     def ids(self) -> set[str]:
         """Ids of the documents in the index."""
         found: set[str] = set()
-        for part in index_parts(self._files):
-            table = parquet_of(self._files, part, columns=["id", "status"]).to_pydict()
-            pairs = zip(table["id"], table["status"], strict=True)
+        parts = index_parts(self._files)
+        for table in parquet_tables(self._files, parts, columns=["id", "status"]):
+            pairs = zip(table["id"].to_pylist(), table["status"].to_pylist(), strict=True)
             found.update(id_ for id_, status in pairs if status != "duplicate")
         return found
 
