@@ -14,7 +14,7 @@ constraint_host::constraint_host(std::vector<std::string>, std::shared_ptr<const
 
 // There is none: nothing below is ever called.
 constraint_host::~constraint_host() = default;
-constraint_host::child constraint_host::open() { return {}; }
+constraint_host::child constraint_host::open() { return {0, process_socket()}; }
 constraint_host::cause constraint_host::end(std::uint32_t) { return cause::other; }
 void constraint_host::drop(std::uint32_t) noexcept {}
 
