@@ -9,7 +9,8 @@ variant that is meant for it and refuse one that it lacks, and one that is too o
 
 --root does all this in a fresh root of that Debian, which has Python and no compiler; it needs
 mmdebstrap, and root for mounts. A wheel for another processor is only emulated, with the Python of
-such a root. One line a check; exits with 1 if any failed. vendor/wheels.py builds the wheel.
+such a root; one for Windows in wine, with --python FOLDER/python.exe of Python's embeddable package
+for Windows. One line a check; exits with 1 if any failed. vendor/wheels.py builds the wheel.
 """
 
 from __future__ import annotations
@@ -140,8 +141,7 @@ class Checks:
 
     def __init__(self, wheel: Path, work: Path, models: list[str] | None) -> None:
         self.wheel, self.work, self.n_failed = wheel, work, 0
-        self.processor = PROCESSORS[processor_of(wheel)]
-        self.models = models or list(self.processor.models)
+        self.models = models
         # Programs of the system, without a compiler.
         tools = work / "tools"
         tools.mkdir()
@@ -150,6 +150,11 @@ class Checks:
                 (tools / name).symlink_to(path)
         self.env = {"PATH": str(tools), "HOME": str(work), "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
         self.env |= {name: text for name, text in os.environ.items() if name.startswith("PIP_")}
+
+    @property
+    def processor(self) -> Processor:
+        """What there is to know of the kind that the wheel is for."""
+        return PROCESSORS[processor_of(self.wheel)]
 
     def run(
         self, *command: object, cwd: Path | None = None, timeout_s: float = 900, **env: str
@@ -262,7 +267,7 @@ class Checks:
             assert message in said, f"it says {said!r}"
             return said
 
-        for model in self.models:
+        for model in self.models or self.processor.models:
             self.check(f"emulated {model}", lambda m=model: uses(m))
         model, variant = self.processor.lacks
         message = f'KQVIEW_CPU is "{variant}", which this processor does not have'
@@ -314,6 +319,35 @@ def check_foreign(checks: Checks, suite: str) -> None:
     checks.emulated("-L", root, "-E", f"PYTHONPATH={site}", python)
 
 
+def check_windows(checks: Checks, embeddable: Path, *, with_tests: bool) -> None:
+    """In wine, with the Python of this folder."""
+    folder, site = checks.work / "python", checks.work / "site"
+    shutil.copytree(embeddable, folder, ignore=shutil.ignore_patterns("*._pth"))  # it hides `site`
+    version = next(folder.glob("python3??.dll")).stem.removeprefix("python3")
+    subprocess.run(
+        [sys.executable, "-m", "pip", "install", "-q", "--target", site, "--only-binary=:all:",
+         f"--python-version=3.{version}", "--platform=win_amd64", f"{checks.wheel}[cli]",
+         "colorama", "numpy<2.1",  # later ones call a function that wine 8.0 lacks
+         *TEST_TOOLS],
+        check=True,
+    )  # fmt: skip
+    checks.env |= {
+        "PATH": os.environ["PATH"], "WINEPREFIX": str(checks.work / "wine"), "WINEDEBUG": "-all",
+        "PYTHONPATH": str(site), "PYTHONUTF8": "1",
+    }  # fmt: skip
+    python = ("wine", folder / "python.exe")
+    demo = (*python, "-m", "kqview", "demo", "--runs", "1")
+    tests = (*python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS)
+    env = {"KQVIEW_WHEEL": str(checks.wheel)}
+    checks.check("wine: README's program", lambda: checks.program(*python))
+    checks.check("wine: kqview demo", lambda: checks.run(*demo).splitlines()[0])
+    if with_tests:
+        checks.check(
+            "wine: tests",
+            lambda: checks.run(*tests, cwd=ROOT, timeout_s=3000, **env).splitlines()[-1],
+        )
+
+
 def main() -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
@@ -329,7 +363,11 @@ def main() -> int:
         return in_root(arguments.root, wheel, options + ["--no-tests"] * arguments.no_tests)
     with tempfile.TemporaryDirectory() as folder:
         checks = Checks(wheel, Path(folder), arguments.cpu)
-        if is_foreign:
+        if wheel.stem.endswith("win_amd64"):
+            if not arguments.python:
+                parser.error("a wheel for Windows needs --python FOLDER/python.exe")
+            check_windows(checks, arguments.python[0].parent, with_tests=not arguments.no_tests)
+        elif is_foreign:
             check_foreign(checks, arguments.root or "trixie")
         else:
             found = arguments.python or pythons(wheel)

