@@ -19,6 +19,7 @@ from kqview.corpora import Columns
 from kqview.corpora.files import open_files
 from kqview.demo import MODEL_PATH
 from kqview.errors import CorpusError, KqviewError, RequestError
+from kqview.ray import extraction
 from kqview.ray.extraction import Extractor
 from tests.support.object_store import s3_bucket
 
@@ -221,6 +222,15 @@ def test_actors_of_a_node_have_the_weights_in_memory_once(cluster: Any, tmp_path
     assert all(one["Rss"] > 0.9 * n_kib for one in found)  # each has read all weights
     assert sum(one["Pss"] for one in found) < 1.1 * n_kib  # the same pages
     assert sum(one["Private_Clean"] + one["Private_Dirty"] for one in found) < 0.1 * n_kib
+
+
+def test_actor_asks_for_the_memory_of_weights_that_are_packed_for_it():
+    n_bytes = MODEL_PATH.stat().st_size
+    engine = {"n_ctx": 256, "n_threads": 1}
+    mapped, packed = (extraction._memory_bytes(MODEL, engine, n) for n in (0, n_bytes))
+    assert packed - mapped >= n_bytes
+    _, packed_bytes = extraction._facts(MODEL, engine, {"last": 1}, (), False)
+    assert 0 <= packed_bytes < 2**26
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ Shards without an index are removed when a run ends well.
 import os
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final, Unpack
 
 from kqview.arguments import invalid, whole_number
@@ -54,7 +55,8 @@ def extract(
     An actor takes ``n_threads`` CPUs, by default all but one of the smallest node, which is left
     for reading; the memory that its process, cache and buffers need; and a GPU if the cluster has
     some and layers go there. Actors of a node map one file of weights, so these are in its memory
-    once. Called again after it was interrupted, it leaves out the documents that the corpus has, by
+    once; where llama.cpp packs weights anew for the processor, as with AMX, each actor has its own.
+    Called again after it was interrupted, it leaves out the documents that the corpus has, by
     their ids.
 
     Args:
@@ -100,12 +102,13 @@ def extract(
     given["n_threads"] = sizes["num_cpus"]
     facts = ray.remote(_facts).options(**sizes)
     try:
-        about = ray.get(facts.remote(model, given, options, tuple(keep), yes))
+        about, packed_bytes = ray.get(facts.remote(model, given, options, tuple(keep), yes))
     except ray.exceptions.RayTaskError as error:
         if isinstance(error.cause, KqviewError):
             raise error.cause from None
         raise
     about["plan"]["by"] = "ray"
+    sizes["memory"] = _memory_bytes(model, given, packed_bytes)
     with Writer(sink, about) as writer:
         done = writer.ids()
         arguments = {
@@ -222,9 +225,14 @@ class Extractor:
 
 def _facts(
     model: str, engine: Mapping[str, Any], options: Options, keep: Sequence[str], yes: bool
-) -> dict[str, Any]:
-    """What the corpus will say of itself, found out where the model is."""
+) -> tuple[dict[str, Any], int]:
+    """What the corpus will say of itself, and bytes of weights that an engine has to itself.
+
+    Both are found out where the model is: whether weights are packed depends on the processor.
+    """
+    before = _unshared_bytes()
     with Engine(model, **engine) as opened:
+        packed_bytes = max(0, _unshared_bytes() - before)
         plan = Plan.of(opened, options)
         if plan.is_large and not yes:
             raise RequestError(
@@ -232,7 +240,17 @@ def _facts(
                 "top_k, fewer layers or heads",
                 parameter="yes",
             )
-        return facts_of(plan, keep)
+        return facts_of(plan, keep), packed_bytes
+
+
+def _unshared_bytes() -> int:
+    """Memory of this process that no file is mapped to; 0 where the system does not say."""
+    try:
+        status = Path("/proc/self/status").read_text("utf-8")
+    except OSError:
+        return 0
+    found = next((one for one in status.splitlines() if one.startswith("RssAnon:")), "RssAnon: 0")
+    return int(found.split()[1]) * 1024
 
 
 def _sizes(ray: Any, model: str, engine: Mapping[str, Any]) -> dict[str, Any]:
@@ -246,11 +264,17 @@ def _sizes(ray: Any, model: str, engine: Mapping[str, Any]) -> dict[str, Any]:
         raise invalid("n_threads", f"at most {max(cpus)}, the CPUs of a node", shown(n_threads))
     has_gpus = any(one.get("GPU") for one in nodes) and engine.get("n_gpu_layers", -1) != 0
     sizes: dict[str, Any] = {"num_cpus": n_threads, "num_gpus": int(has_gpus)}
-    options: dict[str, Any] = {**engine, "n_threads": n_threads}
-    need = check_opening(model, **options)
-    # Weights are mapped, and in the memory of a node once, however many actors it has.
-    own = max(0, need[0].needed_bytes - os.path.getsize(model))
-    return {**sizes, "memory": _PROCESS_BYTES + own}
+    return {**sizes, "memory": _memory_bytes(model, {**engine, "n_threads": n_threads}, 0)}
+
+
+def _memory_bytes(model: str, engine: Mapping[str, Any], packed_bytes: int) -> int:
+    """Memory that an actor has to itself, with *packed_bytes* of weights.
+
+    Other weights are mapped, and in the memory of a node once, however many actors it has.
+    """
+    needed = check_opening(model, **engine)[0].needed_bytes
+    n_mapped = max(0, os.path.getsize(model) - packed_bytes)
+    return _PROCESS_BYTES + packed_bytes + max(0, needed - n_mapped)
 
 
 def _pool(
