@@ -58,9 +58,12 @@ std::vector<device_need> planned_at(model& weightless, const llama_context_param
         ggml_backend_dev_memory(devices.back(), &need.free_bytes, &need.total_bytes);
     }
     for (const auto& [buffer_type, part] : llama_get_memory_breakdown(handle.get())) {
-        const bool is_host = ggml_backend_buft_is_host(buffer_type);
-        const auto found =
-            std::find(devices.begin(), devices.end(), ggml_backend_buft_get_device(buffer_type));
+        const auto device = ggml_backend_buft_get_device(buffer_type);
+        // Weights that a CPU has packed are its own kind, in host memory all the same.
+        const bool is_host =
+            ggml_backend_buft_is_host(buffer_type) ||
+            (device && ggml_backend_dev_type(device) == GGML_BACKEND_DEVICE_TYPE_CPU);
+        const auto found = std::find(devices.begin(), devices.end(), device);
         if (!is_host && found == devices.end()) continue;
         auto& need = needs[is_host ? 0 : 1 + static_cast<std::size_t>(found - devices.begin())];
         need.model_bytes += part.model;
