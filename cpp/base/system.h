@@ -37,6 +37,10 @@ void* find_symbol(void* library, const char* name) noexcept;
 // CPUs that the calling thread may run on, at least 1.
 unsigned n_cpus() noexcept;
 
+// Calls `end` with `data` when the calling thread ends, what came last first. Raises
+// std::bad_alloc. See per_thread.h.
+void at_thread_exit(void (*end)(void* data), void* data);
+
 // For debuggers, at most 15 characters; no effect where threads have no names.
 void name_this_thread(const char* name) noexcept;
 

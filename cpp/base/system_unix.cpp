@@ -20,6 +20,8 @@
 #include <new>
 #include <stdexcept>
 #include <thread>
+#include <utility>
+#include <vector>
 
 #include "base/error.h"
 #include "base/system.h"
@@ -120,6 +122,22 @@ unsigned n_cpus() noexcept {
     }
 #endif
     return std::max(1U, std::thread::hardware_concurrency());
+}
+
+namespace {
+
+struct exit_calls {
+    std::vector<std::pair<void (*)(void*), void*>> of;
+    ~exit_calls() {
+        for (; !of.empty(); of.pop_back()) of.back().first(of.back().second);
+    }
+};
+
+}  // namespace
+
+void at_thread_exit(void (*end)(void* data), void* data) {
+    static thread_local exit_calls mine;
+    mine.of.emplace_back(end, data);
 }
 
 void name_this_thread([[maybe_unused]] const char* name) noexcept {

@@ -10,6 +10,7 @@
 #include <stdexcept>
 #include <system_error>
 #include <thread>
+#include <utility>
 
 #include "base/error.h"
 #include "base/system.h"
@@ -85,6 +86,30 @@ unsigned n_cpus() noexcept {
         return static_cast<unsigned>(std::popcount(allowed));
     }
     return std::max(1U, std::thread::hardware_concurrency());
+}
+
+namespace {
+
+struct exit_call {
+    void (*end)(void*);
+    void* data;
+    exit_call* before;
+};
+
+void WINAPI call_all(void* last) {
+    for (auto* one = static_cast<exit_call*>(last); one;) {
+        one->end(one->data);
+        delete std::exchange(one, one->before);
+    }
+}
+
+}  // namespace
+
+// A destructor would come too late, see per_thread.h.
+void at_thread_exit(void (*end)(void* data), void* data) {
+    static const auto index = FlsAlloc(call_all);
+    auto* const before = static_cast<exit_call*>(FlsGetValue(index));
+    FlsSetValue(index, new exit_call{end, data, before});
 }
 
 void name_this_thread(const char*) noexcept {}

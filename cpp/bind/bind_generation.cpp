@@ -22,6 +22,7 @@
 #include "base/error.h"
 #include "base/fork_guard.h"
 #include "base/ids.h"
+#include "base/per_thread.h"
 #include "bind/bind.h"
 #include "sample/logit_scan.h"
 #include "sample/token_picker.h"
@@ -147,7 +148,7 @@ const std::shared_ptr<wake_handle>& waiter_of_thread() {
         fork_guard fork;
         std::shared_ptr<wake_handle> handle = std::make_shared<wake_handle>();
     };
-    thread_local std::optional<waiter> mine;
+    auto& mine = per_thread<std::optional<waiter>>();
     if (!mine || mine->fork.is_forked()) mine.emplace();
     return mine->handle;
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
+import mmap
 import random
 import socket
 import subprocess
@@ -69,7 +69,7 @@ def wait_until_asleep(process: subprocess.Popen[str]) -> None:
 
 # ---- the processes below one; Linux
 
-PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+PAGE_BYTES = mmap.PAGESIZE
 
 
 def processes_below(pid: int) -> list[int]:

@@ -6,6 +6,7 @@
 #include <limits>
 #include <span>
 
+#include "base/per_thread.h"
 #include "tap/host/attend_kernel.h"
 #include "tap/host/row_kernel.h"
 #include "tap/plan.h"
@@ -277,7 +278,7 @@ next_cells next_of(const key_rows& cells, const operand_strides& strides, int he
 
 void attend_item(const attend_op& op, const ggml_tensor* node, const division& work,
                  const work_item& item, row_scratch& scratch) {
-    static thread_local walk on;
+    auto& on = per_thread<walk>();
     const auto& site = op.site;
     const int n_group = site.n_head / site.n_head_kv;
     const int n_shared = item.n_tokens() * n_group;  // query heads that share a KV head
@@ -360,7 +361,7 @@ void finish_rows(const attend_op& op, const division& work, const work_item& ite
 
 void finish_group(const attend_op& op, ggml_tensor* node, const division& work,
                   const work_item& item, int ith) {
-    static thread_local std::vector<softmax_sum> sums;
+    auto& sums = per_thread<std::vector<softmax_sum>>();
     sums.clear();
     for (int token = item.token_begin; token < item.token_end; ++token) {
         for (int head = 0; head < work.n_heads; ++head) {
@@ -371,7 +372,7 @@ void finish_group(const attend_op& op, ggml_tensor* node, const division& work,
         }
     }
     if (op.edits) edit_heads(*op.edits, node, item.stream, item.token_begin, item.token_end);
-    static thread_local stream_rows rows;
+    auto& rows = per_thread<stream_rows>();
     find_rows(op, work, item.stream, rows);
     for (const auto& wanted : rows) finish_rows(op, work, item, rows, wanted, sums, ith);
 }
