@@ -1,6 +1,6 @@
-// One T for each thread that asks for it, destroyed when that thread ends. Not a thread_local with a
-// destructor: where gcc emulates thread-local storage (mingw-w64), its memory is freed before that
-// runs.
+// One T for each thread that asks for it, destroyed when that thread ends. Not a thread_local with
+// a destructor: where gcc emulates thread-local storage (mingw-w64), its memory is freed before
+// that runs.
 // Threads: any.
 #pragma once
 

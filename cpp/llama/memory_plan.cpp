@@ -292,7 +292,7 @@ std::vector<device_need> check_opening(const model_options& wanted, const contex
     const auto params = params_of(*weightless, options);
     auto needs = planned(*weightless, params);
     // Of the same weights as the model's own context.
-    for (auto& need : needs) need.model_bytes *= options.predicts ? 0 : 1;
+    if (options.predicts) std::ranges::for_each(needs, [](auto& one) { one.model_bytes = 0; });
     if (!needs.empty()) {
         needs.front().context_bytes +=
             static_cast<std::size_t>(host_need_bytes(weightless->get(), params, {}));

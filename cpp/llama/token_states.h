@@ -1,5 +1,5 @@
-// What a model made of the last tokens of each slot: the state before its output matrix. Layers that
-// predict later tokens take a token with the state of the one before it.
+// What a model made of the last tokens of each slot: the state before its output matrix. Layers
+// that predict later tokens take a token with the state of the one before it.
 // Owner:   the context of those layers; filled from steps of the model's own.
 // Threads: the engine thread.
 #pragma once

@@ -105,10 +105,13 @@ void guesser::add_to(batch& step) {
 
 void guesser::keep_up(const batch& step) {
     if (!drafter_) return;
-    for (const auto& part : step.parts) {
-        const auto& target = *part.target;
-        if (part.is_prompt() && target.active && target.active->n_draft_max > 0)
-            drafter_->keep_up(target.id(), target.cache.tokens());
+    try {
+        for (const auto& part : step.parts) {
+            const auto& target = *part.target;
+            if (part.is_prompt() && target.active && target.active->n_draft_max > 0)
+                drafter_->keep_up(target.id(), target.cache.tokens());
+        }
+    } catch (const std::bad_alloc&) {  // guesses are worse then
     }
 }
 

@@ -49,9 +49,9 @@ std::chrono::duration<double> model_drafter::guess(std::span<text> texts, std::s
             extend(adjacent_);
         }
         // What it made of guesses gives way to what it will make of the tokens.
-        for (const auto& one : texts) {
-            if (model_.needs_states())
-                cut(one.slot, std::min(held(one.slot).size(), one.tokens.size() + 1));
+        for (std::size_t i = 0; model_.needs_states() && i < texts.size(); ++i) {
+            const auto& one = texts[i];
+            cut(one.slot, std::min(held(one.slot).size(), one.tokens.size() + 1));
         }
         if (n > 0) return (std::chrono::steady_clock::now() - started) / static_cast<double>(n);
     } catch (const error& failure) {

@@ -33,7 +33,7 @@ public:
         : model_(model), held_(static_cast<std::size_t>(model.n_slots())) {}
 
     // Evaluates the tokens of a prompt that a model which needs_states() has not seen, while what
-    // the other one made of them is known.
+    // the other one made of them is known. Raises std::bad_alloc.
     void keep_up(slot_id slot, std::span<const token_id> tokens);
 
     // `texts`: of slots in ascending order. One whose prompt the model has not seen yet is not

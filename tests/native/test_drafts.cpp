@@ -4,6 +4,7 @@
 
 #include <array>
 #include <cstddef>
+#include <new>
 #include <random>
 
 #include "llama/token_states.h"
@@ -621,6 +622,21 @@ TEST_CASE(
     const auto n = engine.draft->decodes().size();
     silent.rest();
     CHECK(engine.draft->decodes().size() == n);
+}
+
+TEST_CASE("drafts: without memory to see a prompt, a model that guesses holds up nothing") {
+    auto smaller = agreeing(1);
+    smaller.needs_states = true;
+    int n_failures = 2;
+    smaller.on_decode = [&](auto) {
+        if (n_failures-- > 0) throw std::bad_alloc();
+    };
+    guessed_engine engine(1, smaller);
+    const auto prompt = make_prompt(1, 200);
+    consumer taker(engine.submit(prompt, 150, guessing(16)));
+    CHECK(taker.rest() == continuation(prompt, 150));
+    CHECK(n_failures < 0);
+    CHECK(taker.usage().accepted_tokens > 75);
 }
 
 TEST_CASE("drafts: a model that nothing is known of is tried, and again after a while") {
