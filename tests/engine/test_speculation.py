@@ -510,25 +510,32 @@ def test_second_model_guesses_for_several_texts(make_engine: MakeEngine, of_mode
         np.testing.assert_allclose(one.rows[:4], other.rows, atol=0.01)
 
 
+def disturbed(engine: Engine, text: list[int], kind: int, options: dict[str, Any]) -> list[int]:
+    """What a slot holds is changed in one of 7 ways, or the text that goes on."""
+    slot = engine.slots[0]
+    if kind == 1:
+        slot.truncate(slot.n_tokens // 2)
+    elif kind == 2:
+        return text[: max(2, len(text) // 2)]
+    elif kind == 3:
+        with engine.generate(text, slot=0, **options) as cut:
+            next(cut)
+    elif kind == 4:
+        engine.branch(0, 2)
+    elif kind == 5:
+        slot.shift(0, slot.n_tokens // 3)
+    elif kind == 6:
+        engine.slots[1].restore(slot.save())
+    return text
+
+
 def test_second_model_follows_its_slots(make_engine: MakeEngine, of_model: Engine) -> None:
     plain = make_engine(MODEL_PATH, **EXACT)
     rng = np.random.default_rng(3)
-    slot = of_model.slots[0]
     text = of_model.tokenize("Tom has a red ball. He likes")
     options: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "max_tokens": 25}
     for i in range(12):
-        kind = i % 6
-        if kind == 1:
-            slot.truncate(slot.n_tokens // 2)
-        elif kind == 2:
-            text = text[: max(2, len(text) // 2)]
-        elif kind == 3:
-            with of_model.generate(text, slot=0, **options) as cut:
-                next(cut)
-        elif kind == 4:
-            of_model.branch(0, 2)
-        elif kind == 5:
-            slot.shift(0, slot.n_tokens // 3)
+        text = disturbed(of_model, text, i % 6, options)
         found = of_model.generate(text, slot=int(rng.integers(3)), **options)
         same(found, plain.generate(text, cache_prompt=False, **options))
         text = (text + found.tokens)[:300]
@@ -582,25 +589,11 @@ def test_layers_that_predict_follow_their_slots(make_engine: MakeEngine, tmp_pat
     plain = make_engine(model, **EXACT)
     engine = predicting(make_engine, model, n_slots=3, n_ubatch=64)
     rng = np.random.default_rng(3)
-    slot = engine.slots[0]
     text = [int(one) for one in rng.integers(0, 256, 150)]
     options: dict[str, Any] = {"temperature": 3.0, "top_k": 0, "seed": 3, "max_tokens": 25}
     n_drafts = 0
     for i in range(21):
-        kind = i % 7
-        if kind == 1:
-            slot.truncate(slot.n_tokens // 2)
-        elif kind == 2:
-            text = text[: max(2, len(text) // 2)]
-        elif kind == 3:
-            with engine.generate(text, slot=0, **options) as cut:
-                next(cut)
-        elif kind == 4:
-            engine.branch(0, 2)
-        elif kind == 5:
-            slot.shift(0, slot.n_tokens // 3)
-        elif kind == 6:
-            engine.slots[1].restore(slot.save())
+        text = disturbed(engine, text, i % 7, options)
         # Without guesses, the states of its tokens are told all the same.
         speculate = None if i % 4 else False
         used = int(rng.integers(3))
