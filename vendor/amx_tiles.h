@@ -1,9 +1,9 @@
 // Compiled in before ggml's AMX code (amx.cmake says why).
 #pragma once
 
+#ifdef __AMX_TILE__
 #include <immintrin.h>
 
-#ifdef __AMX_TILE__
 struct kqview_tile_config {
     unsigned char bytes[64];
 };
