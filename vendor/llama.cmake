@@ -30,6 +30,8 @@ if(KQVIEW_PORTABLE)
         endforeach()
         add_compile_definitions(KQVIEW_CPU_LEVEL="x86-64-v3")
     endif()
+elseif(CMAKE_SYSTEM_PROCESSOR MATCHES "^(arm|aarch64)")
+    set(KQVIEW_CPU_FLAGS -mcpu=native)  # Apple's clang before version 15 knows no -march=native
 else()
     set(KQVIEW_CPU_FLAGS -march=native)
 endif()
