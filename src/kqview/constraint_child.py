@@ -15,6 +15,7 @@ Beside llguidance, which ends nothing: JSON numbers end where they have the digi
 hold (`Numbers`), and an output is ended while there are tokens for that (`_Ends`).
 """
 
+import contextlib
 import ctypes
 import gc
 import itertools
@@ -424,7 +425,8 @@ def _main() -> None:
     os.chdir("/")
     _, hard = resource.getrlimit(resource.RLIMIT_STACK)
     limit = _STACK_BYTES if hard == resource.RLIM_INFINITY else min(hard, _STACK_BYTES)
-    resource.setrlimit(resource.RLIMIT_STACK, (limit, hard))
+    with contextlib.suppress(ValueError):  # macOS: the stack of a Python keeps its size
+        resource.setrlimit(resource.RLIMIT_STACK, (limit, hard))
     try:
         host = _ConstraintHost(sys.argv[1])
     except Exception as error:

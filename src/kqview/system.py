@@ -103,7 +103,8 @@ def allow_files(n: int) -> None:
     soft, hard = _resource.getrlimit(_resource.RLIMIT_NOFILE)
     wanted = n if hard == _resource.RLIM_INFINITY else min(n, hard)
     if soft != _resource.RLIM_INFINITY and soft < wanted:
-        _resource.setrlimit(_resource.RLIMIT_NOFILE, (wanted, hard))
+        with contextlib.suppress(ValueError):  # macOS has another limit, below its hard one
+            _resource.setrlimit(_resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def start(command: list[str], line: "socket.socket", **options: Any) -> "subprocess.Popen[bytes]":
