@@ -21,8 +21,9 @@ constexpr int n_steps_alike = 4;
 // Prompts that go through the model together have at most this many tokens left in all: those of
 // longer ones would all wait for the last of them.
 constexpr std::size_t n_cohort_tokens = 2048;
-constexpr std::size_t n_each_min = 32;                // of each of them in one step, if it has more
-constexpr std::size_t n_blocks_of_budget = 4;         // for prompt rows
+constexpr std::size_t n_each_min = 32;         // of each of them in one step, if it has more
+constexpr std::size_t n_blocks_of_budget = 4;  // for prompt rows
+constexpr std::size_t least_block_bytes = 4096;
 constexpr std::chrono::hours longest_wait{24 * 365};  // well within the clock's range
 
 // Layout of the rows of prompt tokens, the last of which sees all columns.
@@ -224,10 +225,13 @@ bool batch_builder::fill_decode() {
 
 // The slot that has waited longest for a token, and the ready slots on both sides of it without a
 // gap: none is left out, whatever arrives. `only`: slots with these scales; null: any, but those of
-// one step alike.
+// one step alike. Guesses are behind tokens that are decided on.
 bool batch_builder::fill_decode(const lora_scales* only) {
-    const auto may_decode = [](const slot& one, const lora_scales* scales) {
-        return one.is_generating() && (!scales || one.cache.lora() == *scales);
+    const bool has_guesses = std::ranges::any_of(
+        slots_, [](const slot& one) { return one.active && one.active->n_draft_max > 0; });
+    const auto may_decode = [&](const slot& one, const lora_scales* scales) {
+        return (one.is_generating() || (one.may_go_ahead() && !has_guesses)) &&
+               (!scales || one.cache.lora() == *scales);
     };
     order_.clear();
     for (std::size_t i = 0; i < slots_.size(); ++i) {
@@ -300,8 +304,24 @@ bool batch_builder::add_prompt(slot& target) {
 }
 
 bool batch_builder::prepare_token(slot& target) {
-    if (!make_ready({&target, 1, 0, true, true})) return false;
+    const bool is_ahead = target.state == slot_state::steered;
+    if (!(is_ahead ? prepare_ahead(target) : make_ready({&target, 1, 0, true, true}))) return false;
     target.cache.make_place(1);
+    return true;
+}
+
+// What may turn out to be for nothing takes no block that another slot might need.
+bool batch_builder::prepare_ahead(slot& target) {
+    const auto& plan = target.active->capture;
+    if (!plan || target.rows.block) return true;
+    const auto layout = plan->layout(static_cast<int>(target.cache.size()) + 1);
+    const auto block_bytes = std::max(least_block_bytes, layout.size_bytes + layout.size_bytes / 5);
+    const auto stats = pool_.stats();
+    if (stats.leased_bytes + (1 + slots_.size()) * block_bytes > stats.budget_bytes) return false;
+    bool is_coming = false;
+    auto block = pool_.try_take(layout.size_bytes, &is_coming);
+    if (!block) return false;
+    target.rows = {std::move(block), plan, layout, nullptr};
     return true;
 }
 
@@ -309,11 +329,13 @@ bool batch_builder::prepare_token(slot& target) {
 bool batch_builder::add_token(slot& target) {
     if (!target.active) return false;  // ended while another one was prepared
     batch_part part{&target, 1, 0, true, true};
+    part.is_ahead = target.state == slot_state::steered;
     const auto* const edits = target.edits.at(target.cache.size());
-    target.cache.go_on_with(edits);
+    if (!part.is_ahead) target.cache.go_on_with(edits);
     part.i_token = static_cast<int>(step_.tokens.size());
+    const auto id = part.is_ahead ? *target.likely : target.pending;
     step_.tokens.push_back(
-        {target.id(), target.pending, static_cast<std::int32_t>(target.cache.size()), true, edits});
+        {target.id(), id, static_cast<std::int32_t>(target.cache.size()), true, edits});
     add_rows(part);
     return true;
 }

@@ -66,11 +66,23 @@ void delivery::put(slot& target, std::span<const float> logits) {
                                      n_left(*target.active, target, n_tokens)};
     forward_event event{std::make_shared<forward_pass>(*target.active, logits, known),
                         std::exchange(target.rows, {}), target.last.n_discarded};
+    target.likely = event.pass->foreseen();
+    if (target.likely && !is_worth_a_step(target, known)) target.likely.reset();
     if (event.rows.block) counters_.n_attention_bytes += event.rows.layout.size_bytes;
     target.asked = clock::now();
     if (target.evaluated == clock::time_point{}) target.evaluated = target.asked;
     change(target.state, slot_state::steered);
     send({target.active, std::move(event), {}}, target.transfer);
+}
+
+// Whether the likely answer may be evaluated before it has come: if a forward pass follows it, the
+// cache can drop it again, and the request lets the engine run ahead and sees no steps.
+bool delivery::is_worth_a_step(const slot& target, const forward_pass::limits& known) const {
+    const auto& active = *target.active;
+    const auto* const edits = target.edits.at(target.cache.size());
+    return known.n_left > 1 && !active.end_by(model_, *target.likely) &&
+           known.n_tokens < model_.n_ctx() && slots_.n_ahead(active, false) > 0 &&
+           !model_.needs_snapshots() && !(edits && edits->is_watched());
 }
 
 // Drops from the cache what does not belong to the text; where it cannot drop a tail, all of it.
@@ -210,14 +222,7 @@ void delivery::finish(slot& target, finish_reason reason, std::optional<error> f
 void delivery::release(slot& target) {
     if (target.ticket) lane_.abandon(*target.ticket);
     if (target.active->is_steered) target.active->picker->stop();
-    // Before an undelivered block goes back to the pool: a device may still write into it.
-    if (target.has_rows() && target.transfer != 0) {
-        try {
-            model_.await(target.transfer);
-        } catch (...) {
-            // The next decode reports what is wrong with the device.
-        }
-    }
+    if (target.has_rows()) slots_.await_rows(target);
     slots_.release(target);
 }
 

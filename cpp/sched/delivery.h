@@ -120,6 +120,7 @@ private:
         std::optional<end_event> end;  // with a token: it is the last one
     };
 
+    bool is_worth_a_step(const slot& target, const forward_pass::limits& known) const;
     void send(parcel one, transfer_id rows);
     void count_view();
     int n_left(const request& of, const request_progress& progress, std::size_t n_text) const;

@@ -125,6 +125,7 @@ void engine_loop::take_answer(const std::shared_ptr<request>& of, pass_answer an
     if (auto* const target = slots_.running(of)) {
         try {
             const bool has_edits = answer.edits != nullptr;
+            out_.begin_step();  // what follows waited for the answer, and not for a step
             out_.take(*target, std::move(answer));
             if (has_edits) model_.want(plan_of(slots_));
             sampling_.follow_draft(*target);
@@ -319,11 +320,13 @@ void engine_loop::hand_out(const batch_part& part, const step_result& result) {
         return out_.finish(target, finish_reason::stop);
     }
     if (!part.samples) return;
-    if (target.usage.completion_tokens == 0 && target.text.empty()) target.prefilled = clock::now();
+    if (target.usage.completion_tokens == 0 && target.text.empty() && !part.is_ahead)
+        target.prefilled = clock::now();
     float* const logits = model_.logits(part.i_token);
     if (result.transfer != 0) out_.note_computed();
     if (target.rows.block && batch_.step().rows.size() == 1)
         target.rows.written_at = result.written_at;
+    if (part.is_ahead) return sampling_.keep_ahead(target, logits);
     sampling_.go_on(target, logits, batch_.step().n_guessed > 0);
 }
 

@@ -22,7 +22,7 @@ forward_pass::forward_pass(const request& of, std::span<const float> logits, con
 picked_token forward_pass::pick(const request& of, std::span<const float> adjusted,
                                 std::optional<float> temperature) {
     const auto lock = use(of);
-    if (is_picked_) {
+    if (picked_) {
         throw error(errc::request,
                     "this forward pass has been picked from; answer it, and pick from the next");
     }
@@ -36,13 +36,13 @@ picked_token forward_pass::pick(const request& of, std::span<const float> adjust
     }
     of.takes_own_choices = adjusted.empty() && !temperature;
     if (ahead_ && of.takes_own_choices) {
-        is_picked_ = true;
+        picked_ = ahead_->id;
         return *std::exchange(ahead_, std::nullopt);
     }
     forget_choice(of);
     try {
         auto picked = of.picker->propose(adjusted.empty() ? *logits_ : adjusted, temperature);
-        is_picked_ = true;
+        picked_ = picked.id;
         return picked;
     } catch (const error& failure) {
         if (adjusted.empty() || failure.code() != errc::decode) throw;
@@ -56,6 +56,8 @@ void forward_pass::answer(const request& of, const pass_answer& given) {
     forget_choice(of);
     of.picker->revise(static_cast<std::size_t>(given.n_removed), given.ids);
     is_answered_ = true;
+    const bool is_choice = picked_ && given.ids.size() == 1 && given.ids[0] == *picked_;
+    if (!is_choice || given.n_removed > 0) of.takes_own_choices = false;
 }
 
 // What the consumer did not ask for was never chosen.

@@ -37,11 +37,15 @@ public:
 
     // Copies `logits`, the only time that they are copied. F32 ne=[n_vocab]. Picks from them ahead,
     // while they are in the cache of the engine thread's core; not if that may take long, or if the
-    // consumer of `of` picked from adjusted ones last.
+    // consumer of `of` picked from adjusted ones last, or answered something else than its choice.
     forward_pass(const request& of, std::span<const float> logits, const limits& known);
 
     const std::shared_ptr<const std::vector<float>>& logits() const { return logits_; }
     const limits& known() const { return limits_; }
+    // The token that the answer likely has. For the engine thread, before the event is handed out.
+    std::optional<token_id> foreseen() const {
+        return ahead_ ? std::optional(ahead_->id) : std::nullopt;
+    }
 
     // The choice of the request's picker, from these logits or from `adjusted` ones, which stay as
     // they are. Raises what the picker raises, request for adjusted logits that leave nothing to
@@ -62,7 +66,7 @@ private:
     const limits limits_;
     std::mutex in_use_;                  // guards what follows, and the request's picker
     std::optional<picked_token> ahead_;  // the choice, until the consumer asks for it
-    bool is_picked_ = false;
+    std::optional<token_id> picked_;
     bool is_answered_ = false;
 };
 

@@ -157,7 +157,7 @@ struct request : request_options {
     std::chrono::steady_clock::time_point submitted = std::chrono::steady_clock::now();
     // Null if only_attends; moves to the slot, or stays for the consumer if the request is steered.
     std::unique_ptr<token_picker> picker;
-    // If it is steered: whether its consumer took the last choice as it was (forward_pass.h).
+    // If it is steered: whether its consumer let the last choice stand (forward_pass.h).
     mutable std::atomic<bool> takes_own_choices{true};
     std::chrono::duration<double> pick_limit{20.0};  // wall-clock, per token of a slow picker
     std::shared_ptr<mailbox> box;

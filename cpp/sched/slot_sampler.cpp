@@ -42,6 +42,16 @@ void slot_sampler::go_on(slot& target, float* logits, bool is_wide) {
     follow_draft(target);
 }
 
+void slot_sampler::keep_ahead(slot& target, const float* logits) {
+    auto& draft = target.draft;
+    draft.is_ahead = true;
+    draft.edits = target.edits.at(target.cache.size());
+    draft.logits.assign(logits, logits + model_.n_vocab());
+    draft.rows.push_back(std::exchange(target.rows, {}));
+    draft.ids.push_back(*target.likely);
+    target.asked = clock::now();  // its answer may have waited for this step
+}
+
 // Samples here, or in the lane if the picker may take long, or leaves it to the consumer of a
 // steered request: in both cases the slot then stays out of steps.
 void slot_sampler::sample(slot& target, float* logits, bool is_wide) {
@@ -69,10 +79,12 @@ void slot_sampler::follow_draft(slot& target) {
         auto& draft = target.draft;
         const auto i = draft.n_true - 1;
         const auto n_vocab = static_cast<std::size_t>(model_.n_vocab());
+        const bool is_ahead = draft.is_ahead;
         sample(target,
                draft.logits.empty() ? model_.logits(draft.i_token + static_cast<int>(i))
                                     : draft.logits.data() + i * n_vocab,
-               true);
+               !is_ahead);
+        if (is_ahead) draft = {};
     }
 }
 
@@ -93,11 +105,16 @@ bool slot_sampler::take_guess(slot& target) {
         slots_.drop_draft(target);
         return false;
     }
+    target.cache.go_on_with(draft.edits);
     const step_token known{target.id(), target.pending, static_cast<std::int32_t>(n_cached), true,
                            draft.edits};
     slots_.append({&known, 1});
     if (!draft.rows.empty()) target.rows = std::move(draft.rows[i]);
     ++draft.n_true;
+    if (draft.is_ahead) {
+        if (target.transfer != 0) model_.await(std::exchange(target.transfer, 0));
+        return true;
+    }
     ++target.usage.accepted_tokens;
     ++counters_.n_accepted_tokens;
     ++counters_.n_decoded_tokens;

@@ -24,6 +24,8 @@ public:
     // Hands out what the logits of a slot's last token give. `is_wide`: they are of a step with
     // guesses, which rounds otherwise.
     void go_on(slot& target, float* logits, bool is_wide);
+    // Keeps what a step gave for the likely answer of a slot's consumer, until that comes.
+    void keep_ahead(slot& target, const float* logits);
     // Hands out what follows a slot's last token for as long as that was guessed: each next token
     // is sampled as if its step had been a step of its own, from the logits that this one left.
     // Neither the picker nor the consumer can tell the difference.

@@ -274,19 +274,37 @@ void slot_table::append(std::span<const step_token> tokens, std::size_t n_guesse
     const bool is_exact = model_.is_causal();
     const std::lock_guard lock(mutex_);
     for (std::size_t i = 0; i < tokens.size(); i += 1 + n_guessed) {
-        slots_[static_cast<std::size_t>(tokens[i].slot)].cache.append(tokens[i].id, is_exact);
+        auto& target = slots_[static_cast<std::size_t>(tokens[i].slot)];
+        if (target.state == slot_state::steered) {
+            target.cache.expect_unknown();
+        } else {
+            target.cache.append(tokens[i].id, is_exact);
+        }
     }
 }
 
 void slot_table::drop_draft(slot& target) {
     auto& draft = target.draft;
-    if (!draft.ids.empty() && draft.is_of_model) {
+    if (draft.is_ahead) {
+        await_rows(target);
+    } else if (!draft.ids.empty() && draft.is_of_model) {
         target.draft_rate.note(draft.ids.size(), draft.n_true);
     } else if (!draft.ids.empty()) {
         target.lookup.note(draft.ids.size(), draft.n_true);
     }
     draft = {};
     if (target.cache.has_unknown()) target.cache.drop_unknown();
+}
+
+// Before a block goes back to the pool: a device may still write into it.
+void slot_table::await_rows(slot& target) {
+    const auto transfer = std::exchange(target.transfer, 0);
+    if (transfer == 0) return;
+    try {
+        model_.await(transfer);
+    } catch (...) {
+        // The next decode reports what is wrong with the device.
+    }
 }
 
 void slot_table::make_room(slot& target) {

@@ -114,6 +114,8 @@ struct slot_draft {
     const edit_plan* edits = nullptr;  // that it was evaluated with
     bool is_of_model = false;          // it was made by the model that guesses
     std::size_t n_true = 0;            // have come true so far
+    // It is the likely answer to a forward pass, evaluated in a step of its own before that came.
+    bool is_ahead = false;
 };
 
 struct slot : request_progress {
@@ -152,6 +154,10 @@ struct slot : request_progress {
         return active && !gives_way && !is_in_prompt() && state != slot_state::sampling &&
                state != slot_state::steered;
     }
+    // True if it may take part with what its consumer likely answers, before that has come.
+    bool may_go_ahead() const {
+        return state == slot_state::steered && likely && draft.ids.empty() && !gives_way;
+    }
     // True if its next token is chosen by its consumer or in the sampler lane, beside further steps.
     bool is_chosen_beside() const { return active->is_steered || ticket || picker->is_slow(); }
     bool has_rows() const { return rows.block || prompt_rows.block; }
@@ -170,13 +176,14 @@ struct slot : request_progress {
     slot_draft draft;
     prompt_lookup lookup;                // makes it, or
     hit_rate draft_rate;                 // a model does
+    std::optional<token_id> likely;      // answer to its forward pass, if worth a step before
     bool is_unclear = false;             // the next step is to have no guesses, for anybody
     transfer_id transfer = 0;            // transfer that carries them; 0: they are there
     std::optional<time_point> deadline;  // for a block, or for the picker
     time_point given;                    // when the request got this slot
     time_point evaluated;                // its first token or pass there; zero before
-    time_point asked;                    // its last forward pass was handed out
-    bool stays = false;                  // its cells would be needed, and could not be saved
+    time_point asked;  // its last forward pass was handed out, or a step ahead of the answer ended
+    bool stays = false;  // its cells would be needed, and could not be saved
     // Where steps end that evaluate its prompt or text, for a checkpoint each; ascending.
     std::vector<std::size_t> cuts;
     bool gives_way = false;     // it leaves the slot once its last step is handed out
@@ -250,10 +257,13 @@ public:
     // Call when a step of the slot's has been decoded: takes a checkpoint if one is due.
     void keep_checkpoint(slot& target);
 
-    // Appends the ids of a decoded step, but for the last `n_guessed` of each slot's run.
+    // Appends the ids of a decoded step, but for the last `n_guessed` of each slot's run, and for
+    // those that a consumer has not decided on.
     void append(std::span<const step_token> tokens, std::size_t n_guessed = 0);
     // Drops what is left of a slot's guesses.
     void drop_draft(slot& target);
+    // Call before blocks for rows of a slot's step go back undelivered.
+    void await_rows(slot& target);
     // Call before adding a token: in a full slot, discards the tokens that the request allows.
     void make_room(slot& target);
     // Rolls the slot back to its last request's prompt and the tokens taken, except the last one,

@@ -9,6 +9,7 @@ import asyncio
 import gc
 import random
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -128,6 +129,37 @@ def test_noop_mods_hand_out_what_a_plain_request_does(engine: Engine, options: d
             assert (got is None) == (wanted is None)
             if got is not None:
                 np.testing.assert_array_equal(got, wanted)
+
+
+@pytest.mark.parametrize(
+    ("options", "n_prompt_steps"),
+    [({}, 1), ({"capture": Capture("logits")}, 1), ({"deterministic": True}, 2)],
+)
+def test_next_token_is_evaluated_while_a_mod_looks_at_this_one(
+    engine: Engine, plain: list[int], options: dict[str, Any], n_prompt_steps: int
+):
+    generate(engine)  # the prompt is cached
+    n_before = engine.stats().n_decodes + n_prompt_steps
+    n_seen: list[int] = []
+
+    @mod
+    def slow(event: Event, actions: ActionBuilder, tokenizer: ModTokenizer) -> None:
+        if isinstance(event, ForwardPass):
+            await_decodes(engine, n_before + min(event.step, len(plain) - 1))
+            n_seen.append(engine.stats().n_decodes - n_before)
+
+    assert generate(engine, slow, **options).tokens == plain
+    # A step ahead of each answer but the last, and none twice.
+    assert n_seen == [*range(1, len(plain)), len(plain) - 1]
+
+
+def await_decodes(engine: Engine, n: int) -> None:
+    """Wait until the engine has made *n* steps, and a little for one more."""
+    deadline = time.monotonic() + WAIT_S
+    while engine.stats().n_decodes < n:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    time.sleep(0.005)
 
 
 def test_request_without_mods_has_nothing_of_them(engine: Engine):

@@ -131,7 +131,7 @@ TEST_CASE("steered: forced ids are one chunk") {
     fake_options options;
     options.n_chunk = 16;
     test_engine engine(options);
-    auto steered = drive(engine, make_prompt(1, 5), 60);
+    auto steered = drive(engine, make_prompt(1, 5), 60, [](request& r) { r.run_ahead = 0; });
     REQUIRE(steered.next());
     steered.answer(0, make_prompt(2, 16));
     REQUIRE(steered.next());
@@ -215,7 +215,7 @@ TEST_CASE("steered: a full slot discards, also in the middle of a chunk") {
     for (int i = 0; i < 30; ++i) {
         REQUIRE(steered.next());
         REQUIRE(steered.pick() == hash_of(text));
-        REQUIRE(engine.model->cache(0) == text);
+        REQUIRE(first_of(engine.model->cache(0), text.size()) == text);
         const int n_removable = steered.known().n_removable;
         CHECK(n_removable <= n_generated);
         const int n_removed = std::min(n_removable, static_cast<int>(random() % 4));
@@ -308,6 +308,135 @@ TEST_CASE("steered: a slot that has waited longest takes the others along in its
     engine.model->allow(3);
     REQUIRE(engine.model->wait_decodes(n_before + 1));
     CHECK(engine.model->decodes()[n_before].size() == 4);
+}
+
+// ---- a step ahead of the answer
+
+TEST_CASE("steered: what a consumer likely answers is evaluated before it has answered") {
+    test_engine engine;
+    const auto prompt = make_prompt(1, 5);
+    auto steered = drive(engine, prompt, 60, [](request& r) { r.capture = make_plan(); });
+    REQUIRE(steered.next());
+    REQUIRE(engine.settled_decodes(3) == 3);  // the prompt, its last token, and what follows it
+    CHECK(engine.model->decodes().back()[0].id == hash_of(prompt));
+    CHECK(engine.sched->tokens_of(0) == prompt);
+    ids text = prompt;
+    for (std::size_t i = 1; i <= 20; ++i) {
+        REQUIRE(steered.pick() == hash_of(text));
+        text.push_back(hash_of(text));
+        steered.answer(0, {text.back()});
+        REQUIRE(steered.next());
+        CHECK(is_row_of({hash_of(text), 0, {}, steered.event().rows}));
+        CHECK(steered.event().rows.layout.n_columns == static_cast<int>(text.size()));
+        CHECK(engine.settled_decodes(3 + i) == 3 + i);  // none is evaluated twice
+        CHECK(engine.sched->tokens_of(0) == text);
+    }
+    CHECK(engine.sched->counters().n_decoded_tokens == 21);
+    CHECK(engine.sched->counters().n_accepted_tokens == 0);
+    engine.cancel(steered.wanted());
+    CHECK_FALSE(steered.next());
+    CHECK(steered.from().usage().completion_tokens == 20);
+    CHECK(engine.model->cache(0) == first_of(text, text.size() - 1));
+}
+
+TEST_CASE("steered: an answer that was not foreseen costs a step, and the next one is awaited") {
+    test_engine engine;
+    auto text = make_prompt(1, 5);
+    auto steered = drive(engine, text, 60, [](request& r) { r.capture = make_plan(); });
+    const auto answer = [&](int n_removed, const ids& added) {
+        steered.answer(n_removed, added);
+        text.resize(text.size() - static_cast<std::size_t>(n_removed));
+        text = text + added;
+        REQUIRE(steered.next());
+        REQUIRE(is_row_of({hash_of(text), 0, {}, steered.event().rows}));
+        REQUIRE(steered.pick() == hash_of(text));
+    };
+    REQUIRE(steered.next());
+    REQUIRE(engine.settled_decodes(3) == 3);
+    for (const bool is_back : {false, true}) {
+        const auto n = engine.model->decodes().size();
+        is_back ? answer(1, {}) : answer(0, {7});
+        CHECK(engine.settled_decodes(n + 1) == n + 1);
+        CHECK(engine.model->cache(0) == text);
+        answer(0, {hash_of(text)});  // its own choice, from here on again foreseen
+        CHECK(engine.settled_decodes(n + 3) == n + 3);
+        CHECK(engine.model->cache(0) == text + ids{hash_of(text)});
+    }
+    steered.answer(0, {hash_of(text)}, finish_reason::stop);
+    CHECK_FALSE(steered.next());
+    CHECK(engine.model->cache(0) == text);
+    CHECK(engine.sched->tokens_of(0) == text);
+}
+
+TEST_CASE("steered: no step ahead where nothing follows, or what it leaves could not be dropped") {
+    const auto n_steps = [](fake_options options, const std::function<void(request&)>& adjust) {
+        test_engine engine(std::move(options));
+        const auto prompt = make_prompt(1, 5);
+        auto steered = drive(engine, prompt, 60, adjust);
+        REQUIRE(steered.next());
+        return engine.settled_decodes(2);
+    };
+    const auto like = [](request&) {};
+    CHECK(n_steps({}, like) == 3);
+    CHECK(n_steps({}, [](request& r) { r.run_ahead = 0; }) == 2);
+    CHECK(n_steps({}, [](request& r) { r.max_tokens = 1; }) == 2);
+    CHECK(n_steps({}, [](request& r) { r.stop_tokens = {hash_of(r.prompt)}; }) == 2);
+    CHECK(n_steps({}, [](request& r) { r.n_draft_max = 4; }) == 2);
+    CHECK(n_steps(with(true, 1, 5), like) == 2);
+    CHECK(n_steps(with(false), like) == 2);
+    fake_options ends;
+    ends.next = [](auto) { return end_token; };
+    CHECK(n_steps(ends, like) == 2);
+}
+
+TEST_CASE("steered: steps ahead take no block that another slot needs") {
+    test_engine engine(with(true, 2), 3 * 4096);  // blocks
+    const auto captures = [](request& r) { r.capture = make_plan(); };
+    auto steered = drive(engine, make_prompt(1, 5), 30, captures);
+    REQUIRE(steered.next());
+    CHECK(engine.settled_decodes(2) == 2);
+    consumer other(engine.submit(make_prompt(2, 5), 30, captures));
+    CHECK(other.rest() == continuation(make_prompt(2, 5), 30));
+    const auto first = steered.pick();
+    steered.answer(0, {first});
+    CHECK(ids{first} + steered.rest() == continuation(make_prompt(1, 5), 30));
+}
+
+TEST_CASE("steered: an answer that comes during a step ahead is in time") {
+    test_engine engine(with(true), mib, 64, nullptr,
+                       {std::chrono::milliseconds(200), step_costs::seconds(-1), {}});
+    const auto prompt = make_prompt(1, 5);
+    auto steered = drive(engine, prompt, 60);
+    engine.model->allow(2);
+    REQUIRE(steered.next());
+    REQUIRE(engine.model->wait_held());
+    const auto other = engine.submit(make_prompt(7, 5), 3);
+    steered.answer(0, {steered.pick()});
+    std::this_thread::sleep_for(std::chrono::milliseconds(250));
+    engine.model->allow(1);
+    REQUIRE(steered.next());
+    CHECK(engine.sched->n_parked() == 0);
+    engine.model->allow_all();
+    CHECK(consumer(other).rest() == continuation(make_prompt(7, 5), 3));  // its turn comes
+    CHECK(engine.sched->n_parked() == 1);
+}
+
+TEST_CASE("steered: a step ahead that fails ends its request") {
+    fake_options options = with(true, 2);
+    options.on_decode = [](std::span<const step_token> tokens) {
+        if (tokens[0].id == hash_of(make_prompt(1, 5))) throw error(errc::decode, "lost");
+    };
+    options.leaves_tokens = true;
+    test_engine engine(options);
+    auto steered = drive(engine, make_prompt(1, 5), 60);
+    REQUIRE(steered.next());
+    (void)engine.settled_decodes(3);
+    CHECK_FALSE(steered.next());
+    CHECK(steered.from().code() == errc::decode);
+    CHECK(engine.model->cache(steered.from().reason() == finish_reason::error ? 1 : 0) ==
+          make_prompt(1, 5));
+    CHECK(consumer(engine.submit(make_prompt(2, 5), 3)).rest() ==
+          continuation(make_prompt(2, 5), 3));
 }
 
 // ---- parked: the consumer's pass is answered while the request has no slot
