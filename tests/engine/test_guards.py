@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 import warnings
 from dataclasses import replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
-from kqview import Capture, Engine, Sampling, guards
+from kqview import Capture, Engine, Sampling, guards, mod
 from kqview.errors import (
     EmittedError,
     HeadFileError,
@@ -28,10 +29,14 @@ from kqview.heads import (
     measures,
 )
 from kqview.heads.calibration import ndcg
+from kqview.mods import Added
 from tests.support.rows import near
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from kqview.mods import ActionBuilder, Backtrack, ModTokenizer
+    from kqview.mods.events import Event
 
 LONG = "a bird " * 600
 DOCUMENTS = ["Anna has a red ball.", "Tom found a silver key.", "The bird sang all day."]
@@ -294,6 +299,28 @@ def test_sentences_behind_one_that_stays_are_judged_by_their_own_tokens(engine: 
     assert len(want) > 2
     assert generation.mods[0].scores == pytest.approx(want, abs=2e-2)
     assert generation.mod_errors == ()
+
+
+def test_mod_judges_the_right_tokens_behind_what_another_mod_took_back(engine: Engine):
+    prompt = story(engine)
+    guard = guards.TakeBackUngrounded(engine, prompt, threshold=0.0)
+
+    @mod
+    def other(event: Event, actions: ActionBuilder, tokenizer: ModTokenizer) -> Backtrack | None:
+        return actions.backtrack(2) if isinstance(event, Added) and event.step == 4 else None
+
+    generation = engine.generate(
+        prompt.ids, mods=[guard, other], capture=guard.capture, max_tokens=60, temperature=0
+    )
+    generation.read()
+    ids = generation.tokens
+    ends = [i + 1 for i, one in enumerate(ids) if engine.token_text(one).endswith(".")]
+    assert ends[0] > 4
+    sentences = [measures.Sentence(".", start, stop) for start, stop in pairwise(ends)]
+    want = measures.grounding(engine, measures.Answered(prompt, ids, sentences)).values.mean(axis=1)
+    assert len(want) > 1
+    # What is left of the first sentence is judged as one of its own.
+    assert generation.mods[0].scores[1:] == pytest.approx(want, abs=2e-2)
 
 
 def test_best_of_several_branches_stays_sentence_by_sentence(engine: Engine):

@@ -229,18 +229,18 @@ class TakeBackUngrounded(_SpanMod):
         """Score of each sentence that stays."""
         self.n_taken_back = 0
         """Number of tokens taken back."""
-        self._ids: list[int] = []
         # Sums over spans, by the place of a token in the answer. What is made of them waits for the
         # end of the sentence: this is between tokens.
         self._sums: dict[int, Floats] = {}
-        self._start = 0  # of the sentence
-        self._attempts: list[tuple[float, list[int]]] = []  # score and ids
+        self._begin_sentence(0)
 
     def on_forward_pass(
         self, event: ForwardPass, actions: ActionBuilder, tokenizer: ModTokenizer
     ) -> Action | None:
         """Measure a token; keep another attempt from beginning as those before it."""
         place = event.n_tokens - len(self._prompt.ids)
+        if place != self._start + len(self._ids):  # by another mod, or to make room
+            self._begin_sentence(place)
         self._sums[place] = self._rows(event)
         if place != self._start or not self._attempts:
             return None
@@ -252,41 +252,43 @@ class TakeBackUngrounded(_SpanMod):
         self, event: Added, actions: ActionBuilder, tokenizer: ModTokenizer
     ) -> Action | None:
         """Judge a sentence that has ended."""
-        self._ids += event.added_tokens
+        ids = self._ids
+        ids += event.added_tokens
+        end = self._start + len(ids)
         if event.forced:  # by another mod
-            self._begin_sentence()
+            self._begin_sentence(end)
             return None
-        if not ends_sentence(tokenizer.token_bytes(self._ids[-1])):
+        if not ends_sentence(tokenizer.token_bytes(ids[-1])):
             return None
-        ids = self._ids[self._start :]
         if not self._attempts and b"".join(map(tokenizer.token_bytes, ids)).isspace():
-            self._begin_sentence()  # behind a blank line
+            self._begin_sentence(end)  # behind a blank line
             return None
         score = self._score()
         self._attempts.append((score, ids))
         best, kept = max(self._attempts, key=lambda one: one[0])
         if score >= self._threshold or (len(self._attempts) > self._retries and best == score):
             self.scores.append(score)
-            self._begin_sentence()
+            self._begin_sentence(end)
             return None
         self.n_taken_back += len(ids)
-        del self._ids[self._start :]
         if len(self._attempts) <= self._retries:
+            self._ids = []
             return actions.backtrack(len(ids))
         self.scores.append(best)
-        self._ids += kept  # no event tells of what is added behind Added
-        self._begin_sentence()
+        self._begin_sentence(self._start + len(kept))  # no event tells of what is added
         return actions.backtrack(len(ids), kept)
 
     def _score(self) -> float:
         """That of the sentence that has ended."""
-        places = [i for i in range(self._start, len(self._ids)) if i in self._sums]
+        end = self._start + len(self._ids)
+        places = [i for i in range(self._start, end) if i in self._sums]
         sums = [self._sums[i] for i in places]
         return sentence_score(self._heads, self._pairs, self._prompt, sums, places)
 
-    def _begin_sentence(self) -> None:
-        self._start = len(self._ids)
-        self._attempts = []
+    def _begin_sentence(self, start: int) -> None:
+        self._start = start  # place of its first token
+        self._ids: list[int] = []  # its tokens
+        self._attempts: list[tuple[float, list[int]]] = []  # score and ids
         self._sums.clear()
 
 
