@@ -85,6 +85,9 @@ struct sampling_option {
     Value sampling_params::*member;
     number_range range{};  // for numbers
 };
+// Before LLVM 17, clang deduces none from an aggregate.
+template <typename Value>
+sampling_option(const char*, Value sampling_params::*, number_range = {}) -> sampling_option<Value>;
 
 // Every option; check() and the bindings iterate over this list.
 inline constexpr std::tuple sampling_options{

@@ -11,6 +11,7 @@
 #include <optional>
 #include <set>
 #include <span>
+#include <tuple>
 #include <vector>
 
 namespace kqview {
@@ -134,7 +135,10 @@ struct device_want {
     std::vector<column_range> spans;  // their sums instead of whole rows; only with reduce none
     bool is_long = false;             // more values than a kernel of ours finds
 
-    auto operator<=>(const device_want&) const = default;
+    // Not <=>: before LLVM 17, and so in Xcode 15, vectors have none.
+    auto all() const { return std::tie(kind, type, reduce, heads, layers, spans, is_long); }
+    bool operator<(const device_want& other) const { return all() < other.all(); }
+    bool operator==(const device_want&) const = default;
     // True for one row over several layers. A reduction over layers runs either on one device or on
     // the host.
     bool joins_layers() const { return !layers.empty(); }
