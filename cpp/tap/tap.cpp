@@ -257,7 +257,7 @@ void tap::add_nodes(ggml_cgraph* graph, sites& found, marked_graph& mark) {
     // Before the nodes that read: what is captured is what was edited.
     add_edits(graph, found, mark, placed);
     for (const auto& site : found.attention.sites) {
-        if (devices_.layers().holds(site.il) || attends(site)) continue;
+        if (devices_.layers().holds(site.il) || (attends(site) && finds_rows(site))) continue;
         for (const auto kind : all_kinds) {
             if (!wanted_.wants(site.il, kind)) continue;
             placed.push_back(

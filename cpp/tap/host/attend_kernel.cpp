@@ -18,6 +18,8 @@ using namespace vectors;
 constexpr float minus_infinity = -std::numeric_limits<float>::infinity();
 
 static_assert(attend_tile % lanes == 0);
+// Query heads from which on each key of a tile is read so often that it is laid across first.
+constexpr int least_heads_across = 16;
 
 // ---- cells as floats
 
@@ -52,6 +54,112 @@ key_rows as_floats(const key_rows& cells, int n_cells, std::vector<float>& buffe
     }
     return {reinterpret_cast<const std::byte*>(to), n_embd * sizeof(float), GGML_TYPE_F32,
             cells.n_embd, attend_tile};
+}
+
+// ---- keys across: a vector has one dimension of many cells
+
+// The i-th lane of two vectors that alternate, from their lower or upper halves.
+template <bool is_upper, int... i>
+[[gnu::always_inline]] inline vec zip(vec a, vec b, std::integer_sequence<int, i...>) {
+    return __builtin_shufflevector(a, b, (i / 2 + (is_upper ? lanes / 2 : 0) + (i % 2) * lanes)...);
+}
+
+// Lane j of vector i becomes lane i of vector j: each round doubles how many lie right.
+template <int n_right = 1>
+[[gnu::always_inline]] inline void transpose(vec* square) {
+    if constexpr (n_right < lanes) {
+        constexpr std::make_integer_sequence<int, lanes> all;
+        vec next[lanes];
+#pragma GCC unroll 8
+        for (int i = 0; i < lanes / 2; ++i) {
+            next[2 * i] = zip<false>(square[i], square[i + lanes / 2], all);
+            next[2 * i + 1] = zip<true>(square[i], square[i + lanes / 2], all);
+        }
+#pragma GCC unroll 16
+        for (int i = 0; i < lanes; ++i) square[i] = next[i];
+        transpose<2 * n_right>(square);
+    }
+}
+
+// to[i][c] = cell c's i-th element, 0 where there is no cell.
+template <class cell_type>
+void lay_across(const key_rows& cells, int n_cells, float* to, const next_cells& next) {
+    static_assert(cell_type::vecs == 1);
+    for (int c = 0; c < attend_tile; c += lanes) {
+        const auto* const from = cells.data + static_cast<std::size_t>(c) * cells.cell_stride_bytes;
+        const int n = std::clamp(n_cells - c, 0, lanes);
+        for (int j = 0; j < n; ++j) next.fetch(c + j);
+        int i = 0;
+        for (; i + lanes <= cells.n_embd; i += lanes) {
+            vec square[lanes];
+            const auto* at = from + i / lanes * cell_type::bytes;
+            for (int j = 0; j < lanes; ++j, at += cells.cell_stride_bytes)
+                square[j] = j < n ? cell_type::template get<0>(at) : vec{};
+            transpose(square);
+            for (int j = 0; j < lanes; ++j) store(to + (i + j) * attend_tile + c, square[j]);
+        }
+        for (; i < cells.n_embd; ++i) {
+            for (int j = 0; j < lanes; ++j) {
+                const auto* const cell =
+                    from + static_cast<std::size_t>(j) * cells.cell_stride_bytes;
+                to[i * attend_tile + c + j] = j < n ? cell_type::one(cell, i) : 0.0f;
+            }
+        }
+    }
+}
+
+const float* keys_across(const cell_tile& tile, row_scratch& scratch) {
+    auto keys = tile.keys;
+    const auto n_values = attend_tile * static_cast<std::size_t>(keys.n_embd);
+    if (scratch.across.size() < n_values) scratch.across.resize(n_values);
+    float* const to = scratch.across.data();
+    switch (keys.type) {
+        case GGML_TYPE_F16:
+            lay_across<f16_cells>(keys, tile.n_cells, to, tile.next_keys);
+            return to;
+        case GGML_TYPE_BF16:
+            lay_across<bf16_cells>(keys, tile.n_cells, to, tile.next_keys);
+            return to;
+        default:
+            keys = as_floats(keys, tile.n_cells, scratch.keys);
+            lay_across<f32_cells>(keys, tile.n_cells, to, tile.next_keys);
+            return to;
+    }
+}
+
+template <int n_heads>
+void dot_tile(const float* keys, int n_embd, const float* const* q, float* const* out) {
+    constexpr int n_vecs = std::min(attend_tile / lanes, n_registers / 2 / n_heads);
+    for (int c = 0; c < attend_tile; c += n_vecs * lanes) {
+        vec sums[n_heads][n_vecs] = {};
+        const float* at = keys + c;
+        for (int i = 0; i < n_embd; ++i, at += attend_tile) {
+            vec key[n_vecs];
+#pragma GCC unroll 16
+            for (int j = 0; j < n_vecs; ++j) key[j] = load(at + j * lanes);
+#pragma GCC unroll 4
+            for (int h = 0; h < n_heads; ++h) {
+                const vec query = spread(q[h][i]);
+#pragma GCC unroll 16
+                for (int j = 0; j < n_vecs; ++j) sums[h][j] += query * key[j];
+            }
+        }
+#pragma GCC unroll 4
+        for (int h = 0; h < n_heads; ++h)
+#pragma GCC unroll 16
+            for (int j = 0; j < n_vecs; ++j) store(out[h] + c + j * lanes, sums[h][j]);
+    }
+}
+
+void dot_across(const float* keys, int n_embd, const float* const* q, int n_heads,
+                float* const* out) {
+    static_assert(max_heads_at_once == 4);
+    if (n_heads == 4) return dot_tile<4>(keys, n_embd, q, out);
+    if (n_heads >= 2) {
+        dot_tile<2>(keys, n_embd, q, out);
+        q += 2, out += 2, n_heads -= 2;
+    }
+    if (n_heads == 1) dot_tile<1>(keys, n_embd, q, out);
 }
 
 // ---- softmax
@@ -239,6 +347,8 @@ void keep_unseen(const attended_head& head) {
 
 }  // namespace
 
+int most_attended_queries() { return lanes >= 8 ? std::numeric_limits<int>::max() : 63; }
+
 tile_mask read_tile_mask(const void* data, ggml_type type, int n_cells) {
     tile_mask mask{read_mask(data, type, n_cells)};
     if (!mask.row.hides_columns) return mask;
@@ -253,6 +363,8 @@ void attend(const cell_tile& tile, float scale, float softcap, attended_head* he
     alignas(sizeof(vec)) float weights[max_heads_at_once][attend_tile];
     next_cells next_keys = tile.next_keys, next_values = tile.next_values;
     key_rows keys = tile.keys, values = tile.values;
+    const bool is_across = n_heads >= least_heads_across;
+    const float* across = nullptr;
     bool is_read = false;
     for (int i = 0; i < n_heads;) {
         attended_head* now[max_heads_at_once];
@@ -273,12 +385,17 @@ void attend(const cell_tile& tile, float scale, float softcap, attended_head* he
         if (!is_read) {
             is_read = true;
             // For few heads dot_rows converts keys in pieces that stay in the first-level cache.
-            if (n_heads > max_heads_at_once && !is_read_directly(keys.type, n_heads))
+            if (is_across)
+                across = keys_across(tile, scratch);
+            else if (n_heads > max_heads_at_once && !is_read_directly(keys.type, n_heads))
                 keys = as_floats(keys, tile.n_cells, scratch.keys);
-            if (!is_read_directly(values.type, n_heads))
+            if (is_across || !is_read_directly(values.type, n_heads))
                 values = as_floats(values, tile.n_cells, scratch.values);
         }
-        dot_rows(keys, q, n, tile.n_cells, out, scratch, next_keys);
+        if (is_across)
+            dot_across(across, keys.n_embd, q, n, out);
+        else
+            dot_rows(keys, q, n, tile.n_cells, out, scratch, next_keys);
         for (int h = 0; h < n; ++h)
             take_tile(*now[h], weights[h], tile.n_cells, values.n_embd, scale, softcap);
         add_values(values, out, n, tile.n_cells, acc, next_values);

@@ -16,6 +16,10 @@ namespace kqview {
 
 constexpr int attend_tile = 64;  // cells of one call; a multiple of every vector width
 
+// Queries of a stream with which this is at least as fast as llama.cpp's flash attention, which
+// works on blocks of queries from 64 on: with vectors of 8 or 16 lanes, any number.
+int most_attended_queries();
+
 // The mask of one query over a tile; a query that sees none of its cells has nothing to do there.
 struct tile_mask {
     mask_row row;

@@ -23,6 +23,8 @@ constexpr std::size_t least_large_bytes = std::size_t{1} << 20;
 // Query heads that share a KV head in one item, where queries are cut into runs: with fewer, the
 // keys of a tile cost more than its products.
 constexpr int least_heads_of_part = 16;
+// With more, their queries and sums would not stay in the second-level cache.
+constexpr int most_heads_of_part = 384;
 
 std::size_t zu(int i) { return static_cast<std::size_t>(i); }
 
@@ -46,9 +48,11 @@ struct division {
             return;
         }
         n_head_parts = n_heads_kv;
-        const int n_per_part = ceil_div(least_heads_of_part, n_heads / n_heads_kv);
+        const int n_group = n_heads / n_heads_kv;
+        const int n_least = ceil_div(n_tokens, std::max(1, most_heads_of_part / n_group));
+        const int n_most = std::max(1, n_tokens / ceil_div(least_heads_of_part, n_group));
         n_token_parts =
-            std::clamp(ceil_div(n_wanted, n_head_parts), 1, std::max(1, n_tokens / n_per_part));
+            std::clamp(ceil_div(n_wanted, n_head_parts), std::min(n_least, n_most), n_most);
         cut_cells(ceil_div(n_wanted, n_head_parts * n_token_parts));
     }
 
@@ -127,6 +131,7 @@ using stream_rows = std::vector<wanted_rows>;
 
 void find_rows(const attend_op& op, const division& work, int stream, stream_rows& found) {
     found.clear();
+    if (work.n_tokens > most_queries_with_rows) return;
     const auto& targets = op.table.targets;
     for (std::size_t i = 0; i < targets.size(); ++i) {
         const auto& target = targets[i];
@@ -401,7 +406,8 @@ void attend_memory::prepare(const std::vector<row_target>& targets) {
     first_of_target.assign(targets.size(), 0);
     for (std::size_t i = 0; i < targets.size(); ++i) {
         const auto& target = targets[i];
-        if (is_finished_in_place(target)) continue;
+        if (is_finished_in_place(target) || target.layout.n_queries > most_queries_with_rows)
+            continue;
         first_of_target[i] = n;
         std::size_t n_heads = 0;
         for (const auto& layer : target.plan->layers())
@@ -433,10 +439,14 @@ bool can_attend(const attention_site& site) {
     const bool has_common_layout = q->ne[2] == site.n_head && k->ne[2] == site.n_head_kv &&
                                    v->ne[2] == site.n_head_kv && q->ne[3] == site.n_stream &&
                                    k->ne[3] == site.n_stream && v->ne[3] == site.n_stream;
-    return has_common_layout && q->ne[1] <= most_attended_queries && q->type == GGML_TYPE_F32 &&
+    return has_common_layout && q->ne[1] <= most_attended_queries() && q->type == GGML_TYPE_F32 &&
            q->nb[0] == sizeof(float) && is_readable(k) && is_readable(v) &&
            (!mask || ((mask->ne[2] == 1 || site.heads_per_mask == 1) &&
                       (mask->type == GGML_TYPE_F16 || mask->type == GGML_TYPE_F32)));
+}
+
+bool finds_rows(const attention_site& site) {
+    return site.flash->src[0]->ne[1] <= most_queries_with_rows;
 }
 
 void replace_flash(attend_op& op, int n_threads) {

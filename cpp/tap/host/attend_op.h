@@ -20,8 +20,9 @@
 
 namespace kqview {
 
-// Queries of a stream that are few enough: with more, llama.cpp works on blocks of queries.
-constexpr int most_attended_queries = 63;
+// Of a stream: with more, rows are row_op's, since those that wait for their sums would take memory
+// by (query, head, column).
+constexpr int most_queries_with_rows = 63;
 
 // What the nodes of a context share, which run one after another: partial results, and rows that
 // are not written in place. The engine thread makes room before a step.
@@ -50,8 +51,9 @@ struct attend_op {
     void begin() noexcept;
 };
 
-// Whether the op computes this layer's attention.
+// Whether the op computes this layer's attention, and whether it finds its rows as well.
 bool can_attend(const attention_site& site);
+bool finds_rows(const attention_site& site);
 
 // Turns llama.cpp's node into one of `op`, in place, and leaves out the casts to F16 that it alone
 // reads. `n_threads` is the most that will compute.

@@ -143,6 +143,19 @@ void dot_quantised(const key_rows& keys, const float* const* q, int n_heads, int
     }
 }
 
+bool is_zero(const void* data, std::size_t n_bytes) {
+    const auto* const bytes = static_cast<const std::byte*>(data);
+    std::uint64_t any = 0, word = 0;
+    std::size_t i = 0;
+    for (; i + sizeof word <= n_bytes; i += sizeof word) {
+        std::memcpy(&word, bytes + i, sizeof word);
+        any |= word;
+    }
+    word = 0;
+    std::memcpy(&word, bytes + i, n_bytes - i);
+    return (any | word) == 0;
+}
+
 float mask_at(const mask_row& mask, int column) {
     const auto* const data = static_cast<const std::byte*>(mask.data);
     return mask.type == GGML_TYPE_F16 ? f16_cells::one(data, column) : f32_cells::one(data, column);
@@ -204,7 +217,9 @@ void dot_rows_scalar(const key_rows& keys, const float* const* q, int n_heads, i
 
 mask_row read_mask(const void* data, ggml_type type, int n_columns) {
     mask_row mask{data, type};
-    if (!data) return mask;
+    // Of most rows all columns are visible, and nothing is added to them.
+    if (!data || is_zero(data, static_cast<std::size_t>(n_columns) * ggml_type_size(type)))
+        return mask;
     if (type == GGML_TYPE_F16) {
         const auto* const bits = static_cast<const std::uint16_t*>(data);
         std::uint16_t any = 0;

@@ -47,6 +47,7 @@ struct row_scratch {
     std::vector<float> extra;      // a row over keys that stand for no token
     std::vector<double> segments;  // sums over parts of a row
     std::vector<float> keys;       // of a tile of attention, as floats
+    std::vector<float> across;     // the same, (n_embd, cells)
     std::vector<float> values;     // the same
 };
 

@@ -168,8 +168,7 @@ class Settings:
     flash_attn: FlashAttn = setting("auto", "flash attention: auto, on or off")
     attention_kernel: AttentionKernel = setting(
         "auto",
-        "what computes attention on the CPU in steps of at most 63 tokens of a slot: kqview, which "
-        "auto means, or llama.cpp",
+        "what computes attention on the CPU: kqview, which auto means, or llama.cpp",
     )
     ubatch_size: Count = setting(512, "most tokens of a prompt, and of an embedding, in one step")
     lora: Names = setting(
