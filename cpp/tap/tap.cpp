@@ -257,11 +257,15 @@ void tap::add_nodes(ggml_cgraph* graph, sites& found, marked_graph& mark) {
     // Before the nodes that read: what is captured is what was edited.
     add_edits(graph, found, mark, placed);
     for (const auto& site : found.attention.sites) {
-        if (devices_.layers().holds(site.il) || (attends(site) && finds_rows(site))) continue;
+        if (devices_.layers().holds(site.il)) continue;
+        const bool is_attended = attends(site);
+        if (is_attended && site.flash->src[0]->ne[1] <= most_queries_kept) continue;
         for (const auto kind : all_kinds) {
             if (!wanted_.wants(site.il, kind)) continue;
+            auto& op = new_op();
+            op.is_beside_attend = is_attended;
             placed.push_back(
-                {site.node_of(kind), make_row_node(mark.tensors.get(), site, kind, new_op())});
+                {site.node_of(kind), make_row_node(mark.tensors.get(), site, kind, op)});
             if (site.flash) break;  // one node serves all kinds
         }
     }

@@ -263,7 +263,7 @@ class Engine(NamesAttributes):
         attention_kernel: What computes attention on the CPU where flash attention is on (without
             AVX, where a step has at most 63 tokens of a slot): "llama.cpp", or "kqview", whose
             kernel reads the cache once for all heads, sums in float32, and gets rows of attention
-            of up to 63 tokens on the way. Its output is more exact than llama.cpp's and not
+            on the way. Its output is more exact than llama.cpp's and not
             bit-equal to it. "auto" means "kqview".
         device_rows: Where rows of layers on devices are computed while text is generated: "in
             graph", before the step's next layer, or "beside", where possible: the step only saves

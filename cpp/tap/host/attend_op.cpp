@@ -87,11 +87,12 @@ private:
 // Rows that no cache keeps until somebody reads them.
 bool is_large(const row_target& target) { return target.layout.size_bytes >= least_large_bytes; }
 
-// Whether rows go to the target at once. Probabilities are scaled at the end: large ones wait in
-// memory that all layers use, which stays in the cache.
+// Whether rows go to the target at once. Probabilities are scaled at the end: large ones of a few
+// queries wait in memory that all layers use, which stays in the cache.
 bool is_finished_in_place(const row_target& target) {
     const auto& plan = *target.plan;
-    return plan.is_plain() && (plan.kind() != row_kind::probs || !is_large(target));
+    return plan.is_plain() && (plan.kind() != row_kind::probs || !is_large(target) ||
+                               target.layout.n_queries > most_queries_kept);
 }
 
 // A target whose rows this node writes.
@@ -131,11 +132,11 @@ using stream_rows = std::vector<wanted_rows>;
 
 void find_rows(const attend_op& op, const division& work, int stream, stream_rows& found) {
     found.clear();
-    if (work.n_tokens > most_queries_with_rows) return;
     const auto& targets = op.table.targets;
     for (std::size_t i = 0; i < targets.size(); ++i) {
         const auto& target = targets[i];
         if (target.i_stream != stream) continue;
+        if (!finds_rows(target, work.n_tokens)) continue;
         const auto* const layer = target.plan->find(op.site.il);
         const int n_queries = target.layout.n_queries;
         const int n_seen = std::min(target.n_visible + n_queries - 1, target.layout.n_columns);
@@ -226,7 +227,8 @@ void begin_heads(const attend_op& op, const ggml_tensor* node, const division& w
             head.kind = wanted->target->plan->kind();
             head.row_max = work.row_max(op.memory, work.index_of(item.stream, token, h)) +
                            item.chunk * work.tiles_per_chunk;
-            head.streams_row = is_large(*wanted->target) && is_finished_in_place(*wanted->target);
+            head.streams_row = is_large(*wanted->target) && head.kind != row_kind::probs &&
+                               is_finished_in_place(*wanted->target);
             on.rows[place_of(token, h)] = wanted->place(op.memory, token, i);
         }
     }
@@ -406,8 +408,7 @@ void attend_memory::prepare(const std::vector<row_target>& targets) {
     first_of_target.assign(targets.size(), 0);
     for (std::size_t i = 0; i < targets.size(); ++i) {
         const auto& target = targets[i];
-        if (is_finished_in_place(target) || target.layout.n_queries > most_queries_with_rows)
-            continue;
+        if (is_finished_in_place(target) || !finds_rows(target, target.layout.n_queries)) continue;
         first_of_target[i] = n;
         std::size_t n_heads = 0;
         for (const auto& layer : target.plan->layers())
@@ -445,8 +446,8 @@ bool can_attend(const attention_site& site) {
                       (mask->type == GGML_TYPE_F16 || mask->type == GGML_TYPE_F32)));
 }
 
-bool finds_rows(const attention_site& site) {
-    return site.flash->src[0]->ne[1] <= most_queries_with_rows;
+bool finds_rows(const row_target& target, int n_tokens) {
+    return n_tokens <= most_queries_kept || target.plan->is_plain();
 }
 
 void replace_flash(attend_op& op, int n_threads) {

@@ -20,9 +20,8 @@
 
 namespace kqview {
 
-// Of a stream: with more, rows are row_op's, since those that wait for their sums would take memory
-// by (query, head, column).
-constexpr int most_queries_with_rows = 63;
+// Queries of a stream whose rows may wait for their sums in memory, by (query, head, column).
+constexpr int most_queries_kept = 63;
 
 // What the nodes of a context share, which run one after another: partial results, and rows that
 // are not written in place. The engine thread makes room before a step.
@@ -51,9 +50,11 @@ struct attend_op {
     void begin() noexcept;
 };
 
-// Whether the op computes this layer's attention, and whether it finds its rows as well.
+// Whether the op computes this layer's attention.
 bool can_attend(const attention_site& site);
-bool finds_rows(const attention_site& site);
+// Whether it finds a target's rows as well, in a step of so many tokens of a stream; a row_op beside
+// it does otherwise.
+bool finds_rows(const row_target& target, int n_tokens);
 
 // Turns llama.cpp's node into one of `op`, in place, and leaves out the casts to F16 that it alone
 // reads. `n_threads` is the most that will compute.
