@@ -207,7 +207,7 @@ struct graphs {
                                      layout, block.data() + layout.size_bytes * zu(i)});
         }
         table.prepare_reductions();
-        memory.prepare(table.targets);
+        memory.prepare(table, s["streams"], s["queries"]);
     }
 
     shape s;

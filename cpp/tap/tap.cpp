@@ -106,7 +106,9 @@ void tap::begin_step(std::vector<row_target> targets, std::span<const step_token
     edits_.begin(tokens);
     table_.targets = std::move(targets);
     table_.prepare_reductions();
-    if (attends_) attend_memory_.prepare(table_.targets);
+    const int n_streams = tokens.back().slot - tokens.front().slot + 1;
+    if (attends_)
+        attend_memory_.prepare(table_, n_streams, static_cast<int>(tokens.size()) / n_streams);
     running_ = nullptr;
     table_.n_rows_written.store(0, std::memory_order_relaxed);
     table_.first_write.store(nullptr, std::memory_order_relaxed);
@@ -257,15 +259,11 @@ void tap::add_nodes(ggml_cgraph* graph, sites& found, marked_graph& mark) {
     // Before the nodes that read: what is captured is what was edited.
     add_edits(graph, found, mark, placed);
     for (const auto& site : found.attention.sites) {
-        if (devices_.layers().holds(site.il)) continue;
-        const bool is_attended = attends(site);
-        if (is_attended && site.flash->src[0]->ne[1] <= most_queries_kept) continue;
+        if (devices_.layers().holds(site.il) || attends(site)) continue;
         for (const auto kind : all_kinds) {
             if (!wanted_.wants(site.il, kind)) continue;
-            auto& op = new_op();
-            op.is_beside_attend = is_attended;
             placed.push_back(
-                {site.node_of(kind), make_row_node(mark.tensors.get(), site, kind, op)});
+                {site.node_of(kind), make_row_node(mark.tensors.get(), site, kind, new_op())});
             if (site.flash) break;  // one node serves all kinds
         }
     }

@@ -51,7 +51,7 @@ def values_of(token: Token) -> np.ndarray[Any, Any]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("n_prompt", [1, 8, 63, 200])
+@pytest.mark.parametrize("n_prompt", [1, 8, 63, 64, 200])
 def test_rows_are_exact(make_engine: MakeEngine, model: Path, kind: Kind, n_prompt: int) -> None:
     engine = make_engine(model, kv_type="f32", **OURS)
     prompt = random_ids(n_prompt)
@@ -87,11 +87,12 @@ def test_every_form_of_row_is_that_without_flash_attention(
         assert relative_error(values_of(other), values_of(one)) <= limit
 
 
-@pytest.mark.parametrize("capture", CAPTURES[1:5], ids=str)
+@pytest.mark.parametrize("n_prompt", [8, 150])
+@pytest.mark.parametrize("capture", [*CAPTURES[:6], CAPTURES[7]], ids=str)
 def test_rows_of_a_prompt_and_of_the_token_behind_it(
-    make_engine: MakeEngine, tiny_llama: Path, capture: Capture
+    make_engine: MakeEngine, tiny_llama: Path, capture: Capture, n_prompt: int
 ) -> None:
-    prompt = random_ids(8)
+    prompt = random_ids(n_prompt)
     blocks: list[np.ndarray[Any, Any]] = []
     for options in ({"flash_attn": False}, OURS):
         engine = make_engine(tiny_llama, kv_type="f32", **options)

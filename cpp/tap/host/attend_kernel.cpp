@@ -18,8 +18,6 @@ using namespace vectors;
 constexpr float minus_infinity = -std::numeric_limits<float>::infinity();
 
 static_assert(attend_tile % lanes == 0);
-// Query heads from which on each key of a tile is read so often that it is laid across first.
-constexpr int least_heads_across = 16;
 
 // ---- cells as floats
 
@@ -54,112 +52,6 @@ key_rows as_floats(const key_rows& cells, int n_cells, std::vector<float>& buffe
     }
     return {reinterpret_cast<const std::byte*>(to), n_embd * sizeof(float), GGML_TYPE_F32,
             cells.n_embd, attend_tile};
-}
-
-// ---- keys across: a vector has one dimension of many cells
-
-// The i-th lane of two vectors that alternate, from their lower or upper halves.
-template <bool is_upper, int... i>
-[[gnu::always_inline]] inline vec zip(vec a, vec b, std::integer_sequence<int, i...>) {
-    return __builtin_shufflevector(a, b, (i / 2 + (is_upper ? lanes / 2 : 0) + (i % 2) * lanes)...);
-}
-
-// Lane j of vector i becomes lane i of vector j: each round doubles how many lie right.
-template <int n_right = 1>
-[[gnu::always_inline]] inline void transpose(vec* square) {
-    if constexpr (n_right < lanes) {
-        constexpr std::make_integer_sequence<int, lanes> all;
-        vec next[lanes];
-#pragma GCC unroll 8
-        for (int i = 0; i < lanes / 2; ++i) {
-            next[2 * i] = zip<false>(square[i], square[i + lanes / 2], all);
-            next[2 * i + 1] = zip<true>(square[i], square[i + lanes / 2], all);
-        }
-#pragma GCC unroll 16
-        for (int i = 0; i < lanes; ++i) square[i] = next[i];
-        transpose<2 * n_right>(square);
-    }
-}
-
-// to[i][c] = cell c's i-th element, 0 where there is no cell.
-template <class cell_type>
-void lay_across(const key_rows& cells, int n_cells, float* to, const next_cells& next) {
-    static_assert(cell_type::vecs == 1);
-    for (int c = 0; c < attend_tile; c += lanes) {
-        const auto* const from = cells.data + static_cast<std::size_t>(c) * cells.cell_stride_bytes;
-        const int n = std::clamp(n_cells - c, 0, lanes);
-        for (int j = 0; j < n; ++j) next.fetch(c + j);
-        int i = 0;
-        for (; i + lanes <= cells.n_embd; i += lanes) {
-            vec square[lanes];
-            const auto* at = from + i / lanes * cell_type::bytes;
-            for (int j = 0; j < lanes; ++j, at += cells.cell_stride_bytes)
-                square[j] = j < n ? cell_type::template get<0>(at) : vec{};
-            transpose(square);
-            for (int j = 0; j < lanes; ++j) store(to + (i + j) * attend_tile + c, square[j]);
-        }
-        for (; i < cells.n_embd; ++i) {
-            for (int j = 0; j < lanes; ++j) {
-                const auto* const cell =
-                    from + static_cast<std::size_t>(j) * cells.cell_stride_bytes;
-                to[i * attend_tile + c + j] = j < n ? cell_type::one(cell, i) : 0.0f;
-            }
-        }
-    }
-}
-
-const float* keys_across(const cell_tile& tile, row_scratch& scratch) {
-    auto keys = tile.keys;
-    const auto n_values = attend_tile * static_cast<std::size_t>(keys.n_embd);
-    if (scratch.across.size() < n_values) scratch.across.resize(n_values);
-    float* const to = scratch.across.data();
-    switch (keys.type) {
-        case GGML_TYPE_F16:
-            lay_across<f16_cells>(keys, tile.n_cells, to, tile.next_keys);
-            return to;
-        case GGML_TYPE_BF16:
-            lay_across<bf16_cells>(keys, tile.n_cells, to, tile.next_keys);
-            return to;
-        default:
-            keys = as_floats(keys, tile.n_cells, scratch.keys);
-            lay_across<f32_cells>(keys, tile.n_cells, to, tile.next_keys);
-            return to;
-    }
-}
-
-template <int n_heads>
-void dot_tile(const float* keys, int n_embd, const float* const* q, float* const* out) {
-    constexpr int n_vecs = std::min(attend_tile / lanes, n_registers / 2 / n_heads);
-    for (int c = 0; c < attend_tile; c += n_vecs * lanes) {
-        vec sums[n_heads][n_vecs] = {};
-        const float* at = keys + c;
-        for (int i = 0; i < n_embd; ++i, at += attend_tile) {
-            vec key[n_vecs];
-#pragma GCC unroll 16
-            for (int j = 0; j < n_vecs; ++j) key[j] = load(at + j * lanes);
-#pragma GCC unroll 4
-            for (int h = 0; h < n_heads; ++h) {
-                const vec query = spread(q[h][i]);
-#pragma GCC unroll 16
-                for (int j = 0; j < n_vecs; ++j) sums[h][j] += query * key[j];
-            }
-        }
-#pragma GCC unroll 4
-        for (int h = 0; h < n_heads; ++h)
-#pragma GCC unroll 16
-            for (int j = 0; j < n_vecs; ++j) store(out[h] + c + j * lanes, sums[h][j]);
-    }
-}
-
-void dot_across(const float* keys, int n_embd, const float* const* q, int n_heads,
-                float* const* out) {
-    static_assert(max_heads_at_once == 4);
-    if (n_heads == 4) return dot_tile<4>(keys, n_embd, q, out);
-    if (n_heads >= 2) {
-        dot_tile<2>(keys, n_embd, q, out);
-        q += 2, out += 2, n_heads -= 2;
-    }
-    if (n_heads == 1) dot_tile<1>(keys, n_embd, q, out);
 }
 
 // ---- softmax
@@ -207,9 +99,9 @@ void keep_logits(const attended_head& head, const float* tile) {
     keep_row(head, shown);
 }
 
-// A tile of products becomes weights; the row takes what it wants on the way.
-void take_tile(attended_head& head, float* tile, int n_cells, int n_value, float scale,
-               float softcap) {
+// What of a tile of products comes before its softmax, for the row as well. Returns by what the
+// scores are still to be multiplied.
+float score_tile(const attended_head& head, float* tile, int n_cells, float scale, float softcap) {
     const auto& mask = head.mask->row;
     std::fill(tile + n_cells, tile + attend_tile, minus_infinity);
     if (head.kind == row_kind::logits) keep_logits(head, tile);
@@ -220,13 +112,23 @@ void take_tile(attended_head& head, float* tile, int n_cells, int n_value, float
         hide_masked(tile, n_cells, mask);
     }
     if (head.kind == row_kind::scores) keep_row(head, tile);
+    return scale;
+}
+
+void keep_probs(const attended_head& head, const float* tile) {
+    if (head.kind != row_kind::probs || !head.row) return;
+    keep_row(head, tile);
+    *head.row_max = head.max;
+}
+
+// A tile of products becomes weights; the row takes what it wants on the way.
+void take_tile(attended_head& head, float* tile, int n_cells, int n_value, float scale,
+               float softcap) {
+    scale = score_tile(head, tile, n_cells, scale, softcap);
     const float factor = weigh(tile, scale, head);
     if (factor != 1.0f)
         for (int i = 0; i < n_value; ++i) head.values[i] *= factor;
-    if (head.kind == row_kind::probs && head.row) {
-        keep_row(head, tile);
-        *head.row_max = head.max;
-    }
+    keep_probs(head, tile);
 }
 
 // ---- values
@@ -325,6 +227,178 @@ void add_values(const key_rows& values, const float* const* weights, int n_heads
     }
 }
 
+// ---- many heads: products of blocks of heads and columns, whose sums stay in registers
+
+constexpr int heads_of_block = 6;
+constexpr int vecs_of_block = n_registers / 8;
+constexpr int kept_floats = (heads_of_block + lanes - 1) / lanes * lanes;
+// From so many on, a tile is worth being laid out for them.
+constexpr int least_heads_of_blocks = 2 * heads_of_block;
+
+// Rows of floats.
+struct float_rows {
+    const float* data;
+    std::size_t stride;  // floats
+    int n_columns;
+};
+
+// to[h] = the sum over i < n of factors[h][i] * rows[i], in columns [first, first + n_vecs * lanes);
+// `adds`: to what is there, multiplied by kept[h].
+template <int n_heads, int n_vecs, bool adds>
+void multiply(const float* const* factors, const float_rows& rows, int first, int n,
+              float* const* to, const float* kept) {
+    vec sums[n_heads][n_vecs] = {};
+    if constexpr (adds) {
+#pragma GCC unroll 8
+        for (int h = 0; h < n_heads; ++h)
+#pragma GCC unroll 4
+            for (int v = 0; v < n_vecs; ++v) sums[h][v] = load(to[h] + first + v * lanes) * kept[h];
+    }
+    const float* row = rows.data + first;
+#pragma GCC unroll 1
+    for (int i = 0; i < n; ++i, row += rows.stride) {
+        vec values[n_vecs];
+#pragma GCC unroll 4
+        for (int v = 0; v < n_vecs; ++v) values[v] = load(row + v * lanes);
+#pragma GCC unroll 8
+        for (int h = 0; h < n_heads; ++h) {
+            vec factor = spread(factors[h][i]);
+            keep_in_register(factor);
+#pragma GCC unroll 4
+            for (int v = 0; v < n_vecs; ++v) sums[h][v] += factor * values[v];
+        }
+    }
+#pragma GCC unroll 8
+    for (int h = 0; h < n_heads; ++h)
+#pragma GCC unroll 4
+        for (int v = 0; v < n_vecs; ++v) store(to[h] + first + v * lanes, sums[h][v]);
+}
+
+// The same in all columns.
+template <int n_heads, bool adds>
+void multiply_rows(const float* const* factors, const float_rows& rows, int n, float* const* to,
+                   const float* kept) {
+    int c = 0;
+    const auto run = [&]<int n_vecs>() {
+        for (; c + n_vecs * lanes <= rows.n_columns; c += n_vecs * lanes)
+            multiply<n_heads, n_vecs, adds>(factors, rows, c, n, to, kept);
+    };
+    run.template operator()<vecs_of_block>();
+    run.template operator()<2>();
+    run.template operator()<1>();
+    for (; c < rows.n_columns; ++c) {
+        for (int h = 0; h < n_heads; ++h) {
+            float sum = adds ? to[h][c] * kept[h] : 0.0f;
+            for (int i = 0; i < n; ++i)
+                sum += factors[h][i] * rows.data[static_cast<std::size_t>(i) * rows.stride +
+                                                 static_cast<std::size_t>(c)];
+            to[h][c] = sum;
+        }
+    }
+}
+
+template <bool adds>
+void multiply_block(const float* const* factors, int n_heads, const float_rows& rows, int n,
+                    float* const* to, const float* kept = nullptr) {
+    const auto run = [&]<int n_now>() {
+        if (n_heads < n_now) return;
+        multiply_rows<n_now, adds>(factors, rows, n, to, kept);
+        factors += n_now, to += n_now, n_heads -= n_now;
+        if (adds) kept += n_now;
+    };
+    run.template operator()<heads_of_block>();
+    run.template operator()<4>();
+    run.template operator()<2>();
+    run.template operator()<1>();
+}
+
+// As `weigh`, for the heads of a block; kept[h]: by how much what a head has found so far shrinks.
+void weigh_block(attended_head* const* heads, float (*tiles)[attend_tile], const float* scales,
+                 int n_heads, float* kept) {
+    constexpr int n_vecs = attend_tile / lanes;
+    float before[kept_floats] = {}, now[kept_floats] = {};
+    for (int h = 0; h < n_heads; ++h) {
+        vec most = load(tiles[h]);
+        for (int i = 1; i < n_vecs; ++i) {
+            const vec x = load(tiles[h] + i * lanes);
+            most = x > most ? x : most;
+        }
+        const float max = std::max(heads[h]->max, largest_of(most) * scales[h]);
+        if (max == minus_infinity) continue;
+        before[h] = heads[h]->max;
+        heads[h]->max = now[h] = max;
+    }
+    for (int h = 0; h < n_heads; h += lanes)
+        store(kept + h, exp_nonpositive(load(before + h) - load(now + h)));
+    for (int h = 0; h < n_heads; ++h) {
+        vec sums{};
+        for (int i = 0; i < n_vecs; ++i) {
+            const vec x = load(tiles[h] + i * lanes) * scales[h] - now[h];
+            const vec weight = x == minus_infinity ? vec{} : exp_nonpositive(x);
+            store(tiles[h] + i * lanes, weight);
+            sums += weight;
+        }
+        heads[h]->sum = heads[h]->sum * kept[h] + sum_of(sums);
+    }
+}
+
+// Turns the rows of a square into its columns: each step brings the lanes of two rows together.
+[[gnu::always_inline]] inline void transpose(vec* rows) {
+    constexpr int n_half = lanes / 2;
+#pragma GCC unroll 4
+    for (int step = 1; step < lanes; step *= 2) {
+        vec next[lanes];
+#pragma GCC unroll 8
+        for (int i = 0; i < n_half; ++i) {
+            [&]<int... j>(std::integer_sequence<int, j...>) {
+                const vec a = rows[i], b = rows[i + n_half];
+                next[2 * i] = __builtin_shufflevector(a, b, (j / 2 + j % 2 * lanes)...);
+                next[2 * i + 1] =
+                    __builtin_shufflevector(a, b, (n_half + j / 2 + j % 2 * lanes)...);
+            }(std::make_integer_sequence<int, lanes>{});
+        }
+#pragma GCC unroll 16
+        for (int i = 0; i < lanes; ++i) rows[i] = next[i];
+    }
+}
+
+// The cells of a tile by dimension: to[i * attend_tile + c].
+template <class cell_type>
+void lay_out(const key_rows& cells, int n_cells, float* to) {
+    const auto at = [&](int c) {
+        return cells.data +
+               static_cast<std::size_t>(std::min(c, n_cells - 1)) * cells.cell_stride_bytes;
+    };
+    int i = 0;
+    for (; i + lanes <= cells.n_embd; i += lanes) {
+        for (int c = 0; c < n_cells; c += lanes) {
+            vec square[lanes];
+#pragma GCC unroll 16
+            for (int j = 0; j < lanes; ++j)
+                square[j] = cell_type::template get<0>(at(c + j) + i / lanes * cell_type::bytes);
+            transpose(square);
+#pragma GCC unroll 16
+            for (int j = 0; j < lanes; ++j) store(to + (i + j) * attend_tile + c, square[j]);
+        }
+    }
+    for (; i < cells.n_embd; ++i)
+        for (int c = 0; c < n_cells; ++c) to[i * attend_tile + c] = cell_type::one(at(c), i);
+}
+
+float_rows laid_out(const key_rows& keys, int n_cells, row_scratch& scratch) {
+    const auto n_floats = static_cast<std::size_t>(keys.n_embd) * attend_tile;
+    if (scratch.cells.size() < n_floats) scratch.cells.resize(n_floats);
+    float* const to = scratch.cells.data();
+    if (keys.type == GGML_TYPE_F16) {
+        lay_out<f16_cells>(keys, n_cells, to);
+    } else if (keys.type == GGML_TYPE_BF16) {
+        lay_out<bf16_cells>(keys, n_cells, to);
+    } else {
+        lay_out<f32_cells>(as_floats(keys, n_cells, scratch.keys), n_cells, to);
+    }
+    return {to, attend_tile, attend_tile};
+}
+
 // Whether cells become floats as they are loaded, for these heads; else they are converted once for
 // all of them. What takes longer than a load is done once where each cell is read several times.
 bool is_read_directly(ggml_type type, int n_heads) {
@@ -336,6 +410,21 @@ bool is_read_directly(ggml_type type, int n_heads) {
         case GGML_TYPE_Q4_0: return n_heads <= max_heads_at_once;
         default: return false;
     }
+}
+
+// Whether the query sees none of a tile's cells, as of most that it does not see whole: read as
+// words.
+bool hides_all(const void* data, ggml_type type, int n_cells) {
+    constexpr std::uint64_t wanted = 0xFC00FC00FC00FC00;  // -inf
+    constexpr int n_of_word = sizeof wanted / 2;
+    if (!data || type != GGML_TYPE_F16 || n_cells % n_of_word != 0) return false;
+    std::uint64_t differs = 0;
+    for (int c = 0; c < n_cells; c += n_of_word) {
+        std::uint64_t word;
+        std::memcpy(&word, static_cast<const std::byte*>(data) + 2 * c, sizeof word);
+        differs |= word ^ wanted;
+    }
+    return differs == 0;
 }
 
 // A row's values where the query sees nothing.
@@ -350,21 +439,70 @@ void keep_unseen(const attended_head& head) {
 int most_attended_queries() { return lanes >= 8 ? std::numeric_limits<int>::max() : 63; }
 
 tile_mask read_tile_mask(const void* data, ggml_type type, int n_cells) {
-    tile_mask mask{read_mask(data, type, n_cells)};
+    if (hides_all(data, type, n_cells)) return {{data, type, true}, 0};
+    tile_mask mask{read_mask(data, type, n_cells), n_cells};
     if (!mask.row.hides_columns) return mask;
     float row[attend_tile] = {};
     hide_masked(row, n_cells, mask.row);
-    mask.hides_all = std::all_of(row, row + n_cells, [](float x) { return x == minus_infinity; });
+    while (mask.n_seen > 0 && row[mask.n_seen - 1] == minus_infinity) --mask.n_seen;
     return mask;
 }
 
+namespace {
+
+// `attend` for many heads: the tile's keys are laid out once, so that no sum has to be put together
+// from lanes, and its values are floats once.
+void attend_blocks(const cell_tile& tile, float scale, float softcap, attended_head* heads,
+                   int n_heads, row_scratch& scratch) {
+    alignas(sizeof(vec)) float weights[heads_of_block][attend_tile];
+    float_rows keys{}, values{};
+    int n_fetched = 0;
+    for (int i = 0; i < n_heads;) {
+        attended_head* now[heads_of_block];
+        const float *q[heads_of_block], *factors[heads_of_block];
+        float *out[heads_of_block], *acc[heads_of_block];
+        int n = 0, n_seen = 0;
+        for (; i < n_heads && n < heads_of_block; ++i) {
+            auto& head = heads[i];
+            if (head.mask->n_seen == 0) {
+                keep_unseen(head);
+                continue;
+            }
+            now[n] = &head, q[n] = head.q, factors[n] = out[n] = weights[n], acc[n] = head.values;
+            n_seen = std::clamp(head.mask->n_seen, n_seen, tile.n_cells);
+            ++n;
+        }
+        if (n == 0) continue;
+        if (!keys.data) {
+            keys = laid_out(tile.keys, tile.n_cells, scratch);
+            const auto cells = as_floats(tile.values, tile.n_cells, scratch.values);
+            values = {reinterpret_cast<const float*>(cells.data),
+                      cells.cell_stride_bytes / sizeof(float), cells.n_embd};
+        }
+        for (; n_fetched < attend_tile * i / n_heads; ++n_fetched) {
+            tile.next_keys.fetch(n_fetched);
+            tile.next_values.fetch(n_fetched);
+        }
+        keys.n_columns = (n_seen + lanes - 1) / lanes * lanes;
+        multiply_block<false>(q, n, keys, tile.keys.n_embd, out);
+        float scales[heads_of_block], kept[kept_floats];
+        for (int h = 0; h < n; ++h)
+            scales[h] = score_tile(*now[h], weights[h], n_seen, scale, softcap);
+        weigh_block(now, weights, scales, n, kept);
+        for (int h = 0; h < n; ++h) keep_probs(*now[h], weights[h]);
+        multiply_block<true>(factors, n, values, n_seen, acc, kept);
+    }
+}
+
+}  // namespace
+
 void attend(const cell_tile& tile, float scale, float softcap, attended_head* heads, int n_heads,
             row_scratch& scratch) {
+    if (n_heads >= least_heads_of_blocks)
+        return attend_blocks(tile, scale, softcap, heads, n_heads, scratch);
     alignas(sizeof(vec)) float weights[max_heads_at_once][attend_tile];
     next_cells next_keys = tile.next_keys, next_values = tile.next_values;
     key_rows keys = tile.keys, values = tile.values;
-    const bool is_across = n_heads >= least_heads_across;
-    const float* across = nullptr;
     bool is_read = false;
     for (int i = 0; i < n_heads;) {
         attended_head* now[max_heads_at_once];
@@ -374,7 +512,7 @@ void attend(const cell_tile& tile, float scale, float softcap, attended_head* he
         int n = 0;
         for (; i < n_heads && n < max_heads_at_once; ++i) {
             auto& head = heads[i];
-            if (head.mask->hides_all) {
+            if (head.mask->n_seen == 0) {
                 keep_unseen(head);
                 continue;
             }
@@ -385,17 +523,12 @@ void attend(const cell_tile& tile, float scale, float softcap, attended_head* he
         if (!is_read) {
             is_read = true;
             // For few heads dot_rows converts keys in pieces that stay in the first-level cache.
-            if (is_across)
-                across = keys_across(tile, scratch);
-            else if (n_heads > max_heads_at_once && !is_read_directly(keys.type, n_heads))
+            if (n_heads > max_heads_at_once && !is_read_directly(keys.type, n_heads))
                 keys = as_floats(keys, tile.n_cells, scratch.keys);
-            if (is_across || !is_read_directly(values.type, n_heads))
+            if (!is_read_directly(values.type, n_heads))
                 values = as_floats(values, tile.n_cells, scratch.values);
         }
-        if (is_across)
-            dot_across(across, keys.n_embd, q, n, out);
-        else
-            dot_rows(keys, q, n, tile.n_cells, out, scratch, next_keys);
+        dot_rows(keys, q, n, tile.n_cells, out, scratch, next_keys);
         for (int h = 0; h < n; ++h)
             take_tile(*now[h], weights[h], tile.n_cells, values.n_embd, scale, softcap);
         add_values(values, out, n, tile.n_cells, acc, next_values);
@@ -417,7 +550,7 @@ void attend_scalar(const cell_tile& tile, float scale, float softcap, attended_h
     };
     for (int h = 0; h < n_heads; ++h) {
         auto& head = heads[h];
-        if (head.mask->hides_all) {
+        if (head.mask->n_seen == 0) {
             keep_unseen(head);
             continue;
         }

@@ -20,10 +20,11 @@ constexpr int attend_tile = 64;  // cells of one call; a multiple of every vecto
 // works on blocks of queries from 64 on: with vectors of 8 or 16 lanes, any number.
 int most_attended_queries();
 
-// The mask of one query over a tile; a query that sees none of its cells has nothing to do there.
+// The mask of one query over a tile.
 struct tile_mask {
     mask_row row;
-    bool hides_all = false;
+    int n_seen =
+        attend_tile;  // cells up to the last one that the query sees; 0: nothing to do there
 };
 tile_mask read_tile_mask(const void* data, ggml_type type, int n_cells);
 

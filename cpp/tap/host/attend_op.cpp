@@ -23,15 +23,18 @@ constexpr std::size_t least_large_bytes = std::size_t{1} << 20;
 // Query heads that share a KV head in one item, where queries are cut into runs: with fewer, the
 // keys of a tile cost more than its products.
 constexpr int least_heads_of_part = 16;
-// With more, their queries and sums would not stay in the second-level cache.
-constexpr int most_heads_of_part = 384;
+// Queries of a run that one thread takes: as many as make so many heads that share a KV head, so
+// that laying out a tile of keys for them costs little; fewer where their rows are large.
+constexpr int heads_of_run = 128;
+constexpr std::size_t row_floats_of_run = std::size_t{1} << 21;
 
 std::size_t zu(int i) { return static_cast<std::size_t>(i); }
 
 // How the work of a node is cut. An item is a run of cells of one stream, for all KV heads because
 // they lie side by side in memory, or for one of them where there are too few runs. Several queries
 // are cut by KV heads and into runs of queries first: keys are read from the processor's caches
-// then, and what has to be put together at the end stays small.
+// then, and what has to be put together at the end stays small. Of many queries, an item is a run
+// of them with all heads and cells, whose results stay with its thread.
 struct division {
     division(const attend_op& op, const ggml_tensor* node, int n_threads)
         : n_streams(op.site.n_stream),
@@ -40,23 +43,34 @@ struct division {
           n_heads_kv(op.site.n_head_kv),
           n_cells(static_cast<int>(node->src[1]->ne[1])),
           n_values(static_cast<int>(node->src[2]->ne[0])),
-          n_tiles(ceil_div(n_cells, attend_tile)) {
+          n_tiles(ceil_div(n_cells, attend_tile)),
+          is_whole(n_tokens > most_shared_queries) {
         const int n_wanted = n_threads == 1 ? 1 : ceil_div(items_per_thread * n_threads, n_streams);
+        const int n_group = n_heads / n_heads_kv;
+        const int n_parts_max = std::max(1, n_tokens / ceil_div(least_heads_of_part, n_group));
+        if (is_whole) {
+            const int n_of_run = std::clamp(heads_of_run / n_group, 1, op.memory.n_of_run);
+            n_token_parts = std::max(ceil_div(n_tokens, n_of_run), std::min(n_wanted, n_parts_max));
+            tiles_per_chunk = n_tiles;
+            n_of_thread = ceil_div(n_tokens, n_token_parts);
+            has_row_places = n_threads * n_of_thread <= op.memory.n_row_places;
+            return;
+        }
+        has_row_places = n_streams * n_tokens <= op.memory.n_row_places;
         if (n_tokens == 1) {
             cut_cells(n_wanted);
             if (n_chunks < n_wanted) n_head_parts = n_heads_kv;
             return;
         }
         n_head_parts = n_heads_kv;
-        const int n_group = n_heads / n_heads_kv;
-        const int n_least = ceil_div(n_tokens, std::max(1, most_heads_of_part / n_group));
-        const int n_most = std::max(1, n_tokens / ceil_div(least_heads_of_part, n_group));
-        n_token_parts =
-            std::clamp(ceil_div(n_wanted, n_head_parts), std::min(n_least, n_most), n_most);
+        n_token_parts = std::clamp(ceil_div(n_wanted, n_head_parts), 1, n_parts_max);
         cut_cells(ceil_div(n_wanted, n_head_parts * n_token_parts));
     }
 
     int n_streams, n_tokens, n_heads, n_heads_kv, n_cells, n_values, n_tiles;
+    bool is_whole;
+    int n_of_thread = 0;  // places, if whole
+    bool has_row_places = false;
     int tiles_per_chunk = 1, n_chunks = 1;
     int n_head_parts = 1, n_token_parts = 1;
 
@@ -64,16 +78,13 @@ struct division {
     int items_per_group() const { return n_chunks * n_head_parts; }
     int n_groups() const { return n_streams * n_token_parts; }
     int n_items() const { return n_groups() * items_per_group(); }
-    int n_query_heads() const { return n_streams * n_tokens * n_heads; }
-    std::size_t index_of(int stream, int token, int head) const {
-        return zu((stream * n_tokens + token) * n_heads + head);
-    }
     std::size_t partial_size() const { return zu(n_values) + 2; }
-    float* partial(attend_memory& memory, std::size_t query_head, int chunk) const {
+    float* partial(attend_memory& memory, std::size_t place, int head, int chunk) const {
+        const auto query_head = place * zu(n_heads) + zu(head);
         return memory.partials.data() + (query_head * zu(n_chunks) + zu(chunk)) * partial_size();
     }
-    float* row_max(attend_memory& memory, std::size_t query_head) const {
-        return memory.row_max.data() + query_head * zu(n_tiles);
+    float* row_max(attend_memory& memory, std::size_t place, int head) const {
+        return memory.row_max.data() + (place * zu(n_heads) + zu(head)) * zu(n_tiles);
     }
 
 private:
@@ -87,12 +98,11 @@ private:
 // Rows that no cache keeps until somebody reads them.
 bool is_large(const row_target& target) { return target.layout.size_bytes >= least_large_bytes; }
 
-// Whether rows go to the target at once. Probabilities are scaled at the end: large ones of a few
-// queries wait in memory that all layers use, which stays in the cache.
+// Whether rows go to the target at once. Probabilities are scaled at the end: large ones wait in
+// memory that all layers use, which stays in the cache.
 bool is_finished_in_place(const row_target& target) {
     const auto& plan = *target.plan;
-    return plan.is_plain() && (plan.kind() != row_kind::probs || !is_large(target) ||
-                               target.layout.n_queries > most_queries_kept);
+    return plan.is_plain() && (plan.kind() != row_kind::probs || !is_large(target));
 }
 
 // A target whose rows this node writes.
@@ -116,13 +126,11 @@ struct wanted_rows {
             zu(layer->first_row + i_head) * zu(layout.n_queries) + zu(token - target->i_query);
         return reinterpret_cast<float*>(target->data) + i_row * zu(layout.n_values);
     }
-    // Where it goes before it is finished.
-    float* place(attend_memory& memory, int token, int i_head) const {
-        const auto& layout = target->layout;
-        const int i_query = token - target->i_query;
+    // Where it goes before it is finished; `place`: the token's.
+    float* unfinished(attend_memory& memory, std::size_t place, int token, int i_head) const {
         if (is_finished_in_place(*target)) return row(token, i_head);
-        const auto i_row = zu(i_query) * layer->heads.size() + zu(i_head);
-        return memory.rows.data() + memory.first_of_target[i_target] + i_row * zu(layout.n_columns);
+        return memory.rows.data() + place * memory.row_floats +
+               zu(i_head) * zu(target->layout.n_columns);
     }
 };
 
@@ -136,11 +144,11 @@ void find_rows(const attend_op& op, const division& work, int stream, stream_row
     for (std::size_t i = 0; i < targets.size(); ++i) {
         const auto& target = targets[i];
         if (target.i_stream != stream) continue;
-        if (!finds_rows(target, work.n_tokens)) continue;
         const auto* const layer = target.plan->find(op.site.il);
         const int n_queries = target.layout.n_queries;
         const int n_seen = std::min(target.n_visible + n_queries - 1, target.layout.n_columns);
-        const bool fits = n_seen <= work.n_cells && target.i_query + n_queries <= work.n_tokens;
+        const bool fits = n_seen <= work.n_cells && target.i_query + n_queries <= work.n_tokens &&
+                          (is_finished_in_place(target) || work.has_row_places);
         // end_step reports the missing rows
         const bool shares_plan = found.empty() || found[0].target->plan == target.plan;
         if (layer && fits && shares_plan) found.push_back({i, &target, layer});
@@ -168,7 +176,7 @@ struct walk {
 
 // A run of cells of one stream, for some KV heads and some queries.
 struct work_item {
-    work_item(const division& work, int i)
+    work_item(const division& work, int i, int ith)
         : group(i / work.items_per_group()),
           stream(group / work.n_token_parts),
           chunk(i % work.items_per_group() / work.n_head_parts),
@@ -179,14 +187,17 @@ struct work_item {
         head_end = work.n_heads_kv * (part + 1) / work.n_head_parts;
         token_begin = work.n_tokens * token_part / work.n_token_parts;
         token_end = work.n_tokens * (token_part + 1) / work.n_token_parts;
+        first_place = work.is_whole ? ith * work.n_of_thread : stream * work.n_tokens + token_begin;
     }
 
     int n_tokens() const { return token_end - token_begin; }
+    std::size_t place(int token) const { return zu(first_place + token - token_begin); }
 
     int group, stream, chunk;
     int first_cell, end_cell;
     int head_begin, head_end;  // KV heads
     int token_begin, token_end;
+    int first_place;
 };
 
 // Masks of one query for these query heads.
@@ -215,8 +226,7 @@ void begin_heads(const attend_op& op, const ggml_tensor* node, const division& w
             const int i_mask = n_masks > 1 ? h - begin : 0;
             head.mask = &on.masks[zu((token - item.token_begin) * n_masks + i_mask)];
             head.slope = alibi_slope(site.max_bias, site.n_head, h);
-            head.values =
-                work.partial(op.memory, work.index_of(item.stream, token, h), item.chunk) + 2;
+            head.values = work.partial(op.memory, item.place(token), h, item.chunk) + 2;
             std::fill_n(head.values, work.n_values, 0.0f);
         }
         const auto* const wanted = holder_of(on.wanted, token);
@@ -225,11 +235,11 @@ void begin_heads(const attend_op& op, const ggml_tensor* node, const division& w
             if (h < begin || h >= end) continue;
             auto& head = on.heads[place_of(token, h)];
             head.kind = wanted->target->plan->kind();
-            head.row_max = work.row_max(op.memory, work.index_of(item.stream, token, h)) +
-                           item.chunk * work.tiles_per_chunk;
-            head.streams_row = is_large(*wanted->target) && head.kind != row_kind::probs &&
-                               is_finished_in_place(*wanted->target);
-            on.rows[place_of(token, h)] = wanted->place(op.memory, token, i);
+            head.row_max =
+                work.row_max(op.memory, item.place(token), h) + item.chunk * work.tiles_per_chunk;
+            head.streams_row = is_large(*wanted->target) && is_finished_in_place(*wanted->target);
+            on.rows[place_of(token, h)] =
+                wanted->unfinished(op.memory, item.place(token), token, i);
         }
     }
 }
@@ -325,11 +335,11 @@ void attend_item(const attend_op& op, const ggml_tensor* node, const division& w
 
 // Puts the chunks of one query head together in their order, whichever thread computed them.
 softmax_sum join_chunks(const attend_op& op, const ggml_tensor* node, const division& work,
-                        std::size_t query_head, int head, float* to) {
+                        std::size_t place, int head, float* to) {
     const ggml_tensor* const sinks = node->src[4];
     const float sink = sinks ? static_cast<const float*>(sinks->data)[head] : minus_infinity;
-    return join_partials(work.partial(op.memory, query_head, 0), work.n_chunks, work.n_values, sink,
-                         to);
+    return join_partials(work.partial(op.memory, place, head, 0), work.n_chunks, work.n_values,
+                         sink, to);
 }
 
 void finish_rows(const attend_op& op, const division& work, const work_item& item,
@@ -348,13 +358,12 @@ void finish_rows(const attend_op& op, const division& work, const work_item& ite
         for (int j = 0; j < wanted.n_heads(); ++j) {
             const int head = wanted.layer->heads[zu(j)];
             const bool is_plain = wanted.target->plan->is_plain();
-            float* const found = holder.place(op.memory, token, j);
+            float* const found = holder.unfinished(op.memory, item.place(token), token, j);
             float* const to = is_plain ? wanted.row(token, j) : found;
             const bool is_finished =  // with another target of this token
                 &holder != &wanted && (!is_plain || is_finished_in_place(*holder.target));
             if (kind == row_kind::probs && !is_finished) {
-                const auto query_head = work.index_of(item.stream, token, head);
-                finish_probs(found, n_visible, work.row_max(op.memory, query_head),
+                finish_probs(found, n_visible, work.row_max(op.memory, item.place(token), head),
                              sums[zu((token - item.token_begin) * work.n_heads + head)], to);
             } else if (to != found) {
                 std::copy_n(found, n_visible, to);
@@ -374,8 +383,8 @@ void finish_group(const attend_op& op, ggml_tensor* node, const division& work,
         for (int head = 0; head < work.n_heads; ++head) {
             auto* const to = static_cast<std::byte*>(node->data) + zu(item.stream) * node->nb[3] +
                              zu(token) * node->nb[2] + zu(head) * node->nb[1];
-            sums.push_back(join_chunks(op, node, work, work.index_of(item.stream, token, head),
-                                       head, reinterpret_cast<float*>(to)));
+            sums.push_back(
+                join_chunks(op, node, work, item.place(token), head, reinterpret_cast<float*>(to)));
         }
     }
     if (op.edits) edit_heads(*op.edits, node, item.stream, item.token_begin, item.token_end);
@@ -389,7 +398,16 @@ void run_attend_op(ggml_tensor* node, int ith, int nth, void* data) {
     const division work(op, node, nth);
     auto& scratch = op.table.scratch[zu(ith)];
     for (int i; (i = op.next_item.fetch_add(1, std::memory_order_relaxed)) < work.n_items();) {
-        const work_item item(work, i);
+        // The last queries see most: nobody begins them when the others have ended.
+        work_item item(work, work.is_whole ? work.n_items() - 1 - i : i, ith);
+        if (work.is_whole) {
+            for (int h = 0; h < work.n_heads_kv; ++h) {
+                item.head_begin = h, item.head_end = h + 1;
+                attend_item(op, node, work, item, scratch);
+            }
+            finish_group(op, node, work, item, ith);
+            continue;
+        }
         attend_item(op, node, work, item, scratch);
         const int n = op.n_done[zu(item.group)].fetch_add(1, std::memory_order_acq_rel) + 1;
         if (n == work.items_per_group()) finish_group(op, node, work, item, ith);
@@ -403,18 +421,24 @@ bool is_readable(const ggml_tensor* cells) {
 
 }  // namespace
 
-void attend_memory::prepare(const std::vector<row_target>& targets) {
-    std::size_t n = 0;
-    first_of_target.assign(targets.size(), 0);
-    for (std::size_t i = 0; i < targets.size(); ++i) {
-        const auto& target = targets[i];
-        if (is_finished_in_place(target) || !finds_rows(target, target.layout.n_queries)) continue;
-        first_of_target[i] = n;
+void attend_memory::prepare(const row_table& table, int n_streams, int n_tokens) {
+    row_floats = 0;
+    for (const auto& target : table.targets) {
+        if (is_finished_in_place(target)) continue;
         std::size_t n_heads = 0;
         for (const auto& layer : target.plan->layers())
             n_heads = std::max(n_heads, layer.heads.size());
-        n += zu(target.layout.n_queries) * n_heads * zu(target.layout.n_columns);
+        row_floats = std::max(row_floats, n_heads * zu(target.layout.n_columns));
     }
+    n_of_run = most_of_run;
+    if (row_floats > 0) {
+        n_of_run = static_cast<int>(
+            std::clamp(row_floats_of_run / row_floats, std::size_t{1}, zu(most_of_run)));
+    }
+    n_row_places = n_tokens > most_shared_queries
+                       ? static_cast<int>(table.scratch.size()) * n_of_run
+                       : n_streams * n_tokens;
+    const auto n = zu(n_row_places) * row_floats;
     if (rows.size() < n) rows.resize(n);
 }
 
@@ -446,10 +470,6 @@ bool can_attend(const attention_site& site) {
                       (mask->type == GGML_TYPE_F16 || mask->type == GGML_TYPE_F32)));
 }
 
-bool finds_rows(const row_target& target, int n_tokens) {
-    return n_tokens <= most_queries_kept || target.plan->is_plain();
-}
-
 void replace_flash(attend_op& op, int n_threads) {
     ggml_tensor* const node = op.site.flash;
     for (const int i : {1, 2}) {
@@ -459,13 +479,14 @@ void replace_flash(attend_op& op, int n_threads) {
     }
     op.site.k_strides = strides_of(node->src[1]);
     op.v_strides = strides_of(node->src[2]);
+    auto& memory = op.memory;
     for (int n = 1; n <= n_threads; ++n) {
         const division work(op, node, n);
-        const auto n_heads = zu(work.n_query_heads());
-        auto& [partials, row_max, rows, first] = op.memory;
-        partials.resize(
-            std::max(partials.size(), n_heads * zu(work.n_chunks) * work.partial_size()));
-        row_max.resize(std::max(row_max.size(), n_heads * zu(work.n_tiles)));
+        const int n_places = work.is_whole ? n * most_of_run : work.n_streams * work.n_tokens;
+        const auto n_heads = zu(n_places) * zu(work.n_heads);
+        memory.partials.resize(
+            std::max(memory.partials.size(), n_heads * zu(work.n_chunks) * work.partial_size()));
+        memory.row_max.resize(std::max(memory.row_max.size(), n_heads * zu(work.n_tiles)));
     }
     // As ggml_custom_4d sets a node's parameters.
     const struct {

@@ -20,18 +20,23 @@
 
 namespace kqview {
 
-// Queries of a stream whose rows may wait for their sums in memory, by (query, head, column).
-constexpr int most_queries_kept = 63;
+// Queries of a stream that threads share: of more, each takes runs of its own, of so many at most.
+constexpr int most_shared_queries = 63;
+constexpr int most_of_run = 64;
 
 // What the nodes of a context share, which run one after another: partial results, and rows that
-// are not written in place. The engine thread makes room before a step.
+// are not written in place. A place is that of a query: of each of a step that are shared, else of
+// those of a run, for each thread. The engine thread makes room before a step.
 struct attend_memory {
-    std::vector<float> partials;  // (query head, chunk): largest score, sum, weighted values
-    std::vector<float> row_max;   // (query head, tile)
-    std::vector<float> rows;      // of the targets that need them: (query, wanted head, column)
-    std::vector<std::size_t> first_of_target;  // in `rows`
+    std::vector<float> partials;  // (place, head, chunk): largest score, sum, weighted values
+    std::vector<float> row_max;   // (place, head, tile)
+    std::vector<float> rows;      // (place, wanted head, column)
+    std::size_t row_floats = 0;   // of a place in `rows`
+    int n_row_places = 0;
+    int n_of_run = most_of_run;  // fewer where rows are large
 
-    void prepare(const std::vector<row_target>& targets);
+    // For a step of `n_tokens` tokens in each of `n_streams` streams.
+    void prepare(const row_table& table, int n_streams, int n_tokens);
 };
 
 // One node; must outlive the graph.
@@ -52,9 +57,6 @@ struct attend_op {
 
 // Whether the op computes this layer's attention.
 bool can_attend(const attention_site& site);
-// Whether it finds a target's rows as well, in a step of so many tokens of a stream; a row_op beside
-// it does otherwise.
-bool finds_rows(const row_target& target, int n_tokens);
 
 // Turns llama.cpp's node into one of `op`, in place, and leaves out the casts to F16 that it alone
 // reads. `n_threads` is the most that will compute.

@@ -10,7 +10,6 @@
 #include <optional>
 #include <vector>
 
-#include "tap/host/attend_op.h"
 #include "tap/host/row_kernel.h"
 
 namespace kqview {
@@ -299,11 +298,8 @@ void write_target(const row_op& op, const ggml_tensor* node, std::size_t i_targe
 void run_row_op(ggml_tensor* node, int ith, int nth, void* data) {
     const auto& op = *static_cast<const row_op*>(data);
     for (std::size_t i = 0; i < op.table->targets.size(); ++i) {
-        const auto& target = op.table->targets[i];
-        const auto& plan = *target.plan;
+        const auto& plan = *op.table->targets[i].plan;
         if (!op.site.flash && plan.kind() != op.kind) continue;
-        if (op.is_beside_attend && finds_rows(target, static_cast<int>(node->src[0]->ne[1])))
-            continue;
         if (const auto* const rows = plan.find(op.il)) write_target(op, node, i, *rows, ith, nth);
     }
 }

@@ -20,8 +20,7 @@ struct row_op {
     int i_mask = -1;                   // index into the node's sources, -1 = none
     int i_sinks = -1;
     int i_gathered = -1;
-    attention_site site;            // its numbers; the tensors are the node's sources
-    bool is_beside_attend = false;  // an attend_op finds rows of this layer, too (finds_rows)
+    attention_site site;  // its numbers; the tensors are the node's sources
 };
 
 // Creates a node that reads rows llama.cpp computes anyway: kq, the softmax's input or its result.
