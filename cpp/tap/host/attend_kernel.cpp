@@ -232,8 +232,9 @@ void add_values(const key_rows& values, const float* const* weights, int n_heads
 constexpr int heads_of_block = 6;
 constexpr int vecs_of_block = n_registers / 8;
 constexpr int kept_floats = (heads_of_block + lanes - 1) / lanes * lanes;
-// From so many on, a tile is worth being laid out for them.
-constexpr int least_heads_of_blocks = 2 * heads_of_block;
+// From so many on, a tile is laid out for them. It is worth it for fewer, but steps with guesses
+// then add in another order than single tokens do, and weights of 8 bits make much of a last bit.
+constexpr int least_heads_of_blocks = 8 * heads_of_block;
 
 // Rows of floats.
 struct float_rows {
