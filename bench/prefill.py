@@ -1,9 +1,11 @@
 """How much slower is a prompt when its last row, or all its rows, are captured?
 
-One engine; every prompt begins with a different id, so the slot's cache never helps. A pair is a
-prompt with capture and one without, timed from the call to the first token in Python (or to the
-last block of rows), including the graphs that llama.cpp builds when the capture changes. Blocks of
-rows are dropped as they come.
+And how much faster than with llama.cpp's flash attention (`prefill-kernel-...`, by type of cache)?
+
+One engine, two for the last question; every prompt begins with a different id, so the slot's cache
+never helps. A pair is a prompt with capture and one without, timed from the call to the first token
+in Python (or to the last block of rows), including the graphs that llama.cpp builds when the
+capture changes. Blocks of rows are dropped as they come.
 """
 
 from __future__ import annotations
@@ -54,8 +56,11 @@ CASES = {
         "logits of all rows, Capture(prompt=True)", True, Capture("logits", prompt=True), 1.25
     ),
 }
+KERNEL_CASES = {f"prefill-kernel-{kv_type}": kv_type for kv_type in ("f16", "q8_0")}
 MOST_PAIRS = 6
-WEIGHTS = {name: 180.0 if case.target else 60.0 for name, case in CASES.items()}
+WEIGHTS = {name: 180.0 if case.target else 60.0 for name, case in CASES.items()} | dict.fromkeys(
+    KERNEL_CASES, 180.0
+)
 
 
 def measure(settings: Settings, line: ProgressLine) -> Iterator[Timing | LeftOut]:
@@ -69,6 +74,27 @@ def measure(settings: Settings, line: ProgressLine) -> Iterator[Timing | LeftOut
             runs.ms(None)  # brings the weights into memory
             for name in names:
                 yield attempt(name, _measure, settings, line, runs, name)
+    for name in settings.chosen(KERNEL_CASES):
+        yield attempt(name, _measure_kernel, settings, line, name)
+
+
+def _measure_kernel(settings: Settings, line: ProgressLine, name: str) -> Timing:
+    options = {"flash_attn": True, "kv_type": KERNEL_CASES[name]}
+    with (
+        open_engine(settings, **options) as ours,
+        open_engine(settings, attention_kernel="llama.cpp", **options) as stock,
+    ):
+        runs, other = PrefillRuns(settings, ours), PrefillRuns(settings, stock)
+        pairs = line.pairs(name, lambda: other.ms(None), lambda: runs.ms(None), settings.n_pairs)
+    return Timing(
+        name=name,
+        what=f"kqview's attention, {KERNEL_CASES[name]} cache",
+        baseline="llama.cpp's flash attention",
+        work=f"a prompt of {settings.n_context} tokens",
+        pairs=pairs,
+        target=None,
+        command=f"python bench/prefill.py --row {name} {settings.flags}",
+    )
 
 
 def _measure(settings: Settings, line: ProgressLine, runs: PrefillRuns, name: str) -> Timing:
