@@ -86,6 +86,22 @@ void fit_rows(batch_part& part, const runner& model, const block_pool& pool) {
     part.n_tokens = n_before + part.n_rows;
 }
 
+// Takes a block for the row of a likely answer. What may turn out to be for nothing takes none that
+// another slot might need.
+bool take_rows_ahead(block_pool& pool, std::size_t n_slots, slot& target) {
+    const auto& plan = target.active->capture;
+    if (!plan || target.rows.block) return true;
+    const auto layout = plan->layout(static_cast<int>(target.cache.size()) + 1);
+    const auto block_bytes = std::max(least_block_bytes, layout.size_bytes + layout.size_bytes / 5);
+    const auto stats = pool.stats();
+    if (stats.leased_bytes + (1 + n_slots) * block_bytes > stats.budget_bytes) return false;
+    bool is_coming = false;
+    auto block = pool.try_take(layout.size_bytes, &is_coming);
+    if (!block) return false;
+    target.rows = {std::move(block), plan, layout, nullptr};
+    return true;
+}
+
 }  // namespace
 
 bool batch_builder::fill() {
@@ -304,24 +320,11 @@ bool batch_builder::add_prompt(slot& target) {
 }
 
 bool batch_builder::prepare_token(slot& target) {
-    const bool is_ahead = target.state == slot_state::steered;
-    if (!(is_ahead ? prepare_ahead(target) : make_ready({&target, 1, 0, true, true}))) return false;
+    const bool is_ready = target.state == slot_state::steered
+                              ? take_rows_ahead(pool_, slots_.size(), target)
+                              : make_ready({&target, 1, 0, true, true});
+    if (!is_ready) return false;
     target.cache.make_place(1);
-    return true;
-}
-
-// What may turn out to be for nothing takes no block that another slot might need.
-bool batch_builder::prepare_ahead(slot& target) {
-    const auto& plan = target.active->capture;
-    if (!plan || target.rows.block) return true;
-    const auto layout = plan->layout(static_cast<int>(target.cache.size()) + 1);
-    const auto block_bytes = std::max(least_block_bytes, layout.size_bytes + layout.size_bytes / 5);
-    const auto stats = pool_.stats();
-    if (stats.leased_bytes + (1 + slots_.size()) * block_bytes > stats.budget_bytes) return false;
-    bool is_coming = false;
-    auto block = pool_.try_take(layout.size_bytes, &is_coming);
-    if (!block) return false;
-    target.rows = {std::move(block), plan, layout, nullptr};
     return true;
 }
 

@@ -83,7 +83,6 @@ private:
     bool try_add(slot& target, bool (batch_builder::*add)(slot&));
     bool add_prompt(slot& target);
     bool prepare_token(slot& target);
-    bool prepare_ahead(slot& target);
     bool add_token(slot& target);
     void add_rows(const batch_part& part);
     int n_most(const slot& target) const;

@@ -327,19 +327,20 @@ def test_the_k_largest_of_reduced_rows(
 
 
 def test_the_k_largest_of_prompt_rows(make_engine: MakeEngine, tiny_llama: Path) -> None:
-    full = make_engine(tiny_llama).attend(PROMPT_40, "probs").array()
+    # F32, so that what steps of 40 and of 16 tokens round in another way decides no half.
+    full = make_engine(tiny_llama, kv_type="f32").attend(PROMPT_40, "probs").array()
     assert isinstance(full, np.ndarray)
     for n_ubatch in (512, 16):
-        rows = make_engine(tiny_llama, n_ubatch=n_ubatch).attend(
+        rows = make_engine(tiny_llama, kv_type="f32", n_ubatch=n_ubatch).attend(
             PROMPT_40, Capture("probs", top_k=3)
         )
         values, positions = rows.top_k()
         assert isinstance(values, np.ndarray)
         assert values.shape == positions.shape == (3, 4, 40, 3)  # type: ignore[union-attr]
         want, _ = largest(full, 3)
-        np.testing.assert_allclose(values, want, atol=near(1e-6))
+        np.testing.assert_allclose(values, want, atol=near(1e-5))
         seen = np.take_along_axis(full, np.asarray(positions, np.int64), -1)
-        np.testing.assert_allclose(seen, want, atol=near(1e-6))
+        np.testing.assert_allclose(seen, want, atol=near(1e-5))
 
 
 def test_positions_need_top_k(make_engine: MakeEngine, tiny_llama: Path) -> None:
