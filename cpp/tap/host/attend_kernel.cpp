@@ -243,8 +243,8 @@ struct float_rows {
     int n_columns;
 };
 
-// to[h] = the sum over i < n of factors[h][i] * rows[i], in columns [first, first + n_vecs * lanes);
-// `adds`: to what is there, multiplied by kept[h].
+// to[h] = the sum over i < n of factors[h][i] * rows[i], in n_vecs vectors of columns from `first`
+// on; `adds`: to what is there, multiplied by kept[h].
 template <int n_heads, int n_vecs, bool adds>
 void multiply(const float* const* factors, const float_rows& rows, int first, int n,
               float* const* to, const float* kept) {
