@@ -101,6 +101,8 @@ public:
     // too, `is_coming` is set, and the release listener runs when it is there. The next one, and
     // the next larger one in time, are ordered before they are asked for.
     std::shared_ptr<lease> try_take(std::size_t n_bytes, bool* is_coming = nullptr);
+    // The size of that block.
+    static std::size_t block_bytes(std::size_t n_bytes) noexcept;
     // Orders a block for a coming try_take(), if none is idle.
     void prepare(std::size_t n_bytes);
 

@@ -21,9 +21,8 @@ constexpr int n_steps_alike = 4;
 // Prompts that go through the model together have at most this many tokens left in all: those of
 // longer ones would all wait for the last of them.
 constexpr std::size_t n_cohort_tokens = 2048;
-constexpr std::size_t n_each_min = 32;         // of each of them in one step, if it has more
-constexpr std::size_t n_blocks_of_budget = 4;  // for prompt rows
-constexpr std::size_t least_block_bytes = 4096;
+constexpr std::size_t n_each_min = 32;                // of each of them in one step, if it has more
+constexpr std::size_t n_blocks_of_budget = 4;         // for prompt rows
 constexpr std::chrono::hours longest_wait{24 * 365};  // well within the clock's range
 
 // Layout of the rows of prompt tokens, the last of which sees all columns.
@@ -92,9 +91,9 @@ bool take_rows_ahead(block_pool& pool, std::size_t n_slots, slot& target) {
     const auto& plan = target.active->capture;
     if (!plan || target.rows.block) return true;
     const auto layout = plan->layout(static_cast<int>(target.cache.size()) + 1);
-    const auto block_bytes = std::max(least_block_bytes, layout.size_bytes + layout.size_bytes / 5);
     const auto stats = pool.stats();
-    if (stats.leased_bytes + (1 + n_slots) * block_bytes > stats.budget_bytes) return false;
+    const auto n_wanted = (1 + n_slots) * block_pool::block_bytes(layout.size_bytes);
+    if (stats.leased_bytes + n_wanted > stats.budget_bytes) return false;
     bool is_coming = false;
     auto block = pool.try_take(layout.size_bytes, &is_coming);
     if (!block) return false;
