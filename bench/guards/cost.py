@@ -84,7 +84,7 @@ def measure(engine: Engine, n_context: int, n: int, only: str) -> None:
     key = heads.ModelKey.of(engine.model, engine.fingerprint())
     few = tuple(heads.Head(layer, 4, 0.25) for layer in (8, 12, 16, 20))
 
-    def head_file(task: heads.Task) -> heads.HeadFile:
+    def head_file(task: str) -> heads.HeadFile:
         return heads.HeadFile(task=task, model=key, heads=few)
 
     stop = guards.StopOnInjection(engine, prompt, head_file("injection"), threshold=2.0)
@@ -116,6 +116,14 @@ def measure(engine: Engine, n_context: int, n: int, only: str) -> None:
             f"TakeBackUngrounded, {N_TOKENS} tokens, {name}", n_context, 8 * n, answer,
             lambda mod=mod, trace=trace: answer(mods=[mod], capture=mod.capture, trace=trace),
         )  # fmt: skip
+    source = asked.spans[0][0], asked.spans[-1][1]
+    align = guards.AlignAttByHeads(engine, source, head_file("align"))
+
+    def aligned() -> None:
+        found = answer(mods=[align], capture=align.capture, trace=False)
+        assert found == text, "it stopped before the end, and fewer tokens cost less"
+
+    compare(f"AlignAttByHeads, {N_TOKENS} tokens, 4 heads", n_context, 8 * n, answer, aligned)
     sources = texts[:500]
     compare(
         f"grounding after an answer of {N_TOKENS} tokens", n_context, n, answer,
