@@ -49,6 +49,24 @@ cut_ranges::cut_ranges(const std::vector<column_range>& ranges) {
     for (const auto& one : ranges) of_range.push_back({place(one.start), place(one.stop)});
 }
 
+std::vector<cut_ranges::piece> cut_ranges::pieces(int n_columns, int n_of_tile) const {
+    std::vector<bool> is_used(n_segments());
+    for (const auto& [first, last] : of_range)
+        for (auto i = first; i < last; ++i) is_used[i] = true;
+    std::vector<piece> found;
+    for (std::size_t i = 0; i < is_used.size(); ++i) {
+        if (!is_used[i]) continue;
+        const int stop = std::min(cuts[i + 1], n_columns);
+        for (int start = cuts[i]; start < stop;) {
+            const int tile = start / n_of_tile, first = tile * n_of_tile;
+            const int end = std::min(stop, first + n_of_tile);
+            found.push_back({tile, start - first, end - first, i});
+            start = end;
+        }
+    }
+    return found;
+}
+
 capture_plan::capture_plan(const capture_options& options, const capture_source& source)
     : options_(options), spans_(options.spans), n_embd_(source.n_embd) {
     std::vector<int> available;

@@ -112,11 +112,20 @@ struct cut_ranges {
     struct part {
         std::size_t first, last;  // segments [first, last)
     };
+    // Columns [begin, end) of a tile, all of one segment.
+    struct piece {
+        int tile, begin, end;
+        std::size_t segment;
+    };
 
     std::vector<int> cuts;       // ascending; segment i has the columns [cuts[i], cuts[i + 1])
     std::vector<part> of_range;  // the segments of each range, in the order of the ranges
 
     explicit cut_ranges(const std::vector<column_range>& ranges);
+
+    std::size_t n_segments() const { return cuts.empty() ? 0 : cuts.size() - 1; }
+    // The segments that belong to a range, up to n_columns, cut where a tile ends as well.
+    std::vector<piece> pieces(int n_columns, int n_of_tile) const;
 };
 
 constexpr std::size_t bytes_of(row_type type) { return type == row_type::f32 ? 4 : 2; }
@@ -203,6 +212,8 @@ public:
     const cut_ranges& spans() const { return spans_; }
     // True if a row keeps all its columns, as they are.
     bool keeps_columns() const { return top_k() == 0 && options_.spans.empty(); }
+    // True if a row becomes sums over spans, and nothing else.
+    bool is_sums() const { return !options_.spans.empty() && reduce() == row_reduction::none; }
     // Whether rows are what the kernel computes, without a conversion or reduction.
     bool is_plain() const {
         return type() == row_type::f32 && keeps_columns() && reduce() == row_reduction::none;

@@ -252,9 +252,21 @@ capture_source source_of(const shape& s, const attention_site& site) {
     return source;
 }
 
+std::vector<double> sums_over(const std::vector<column_range>& spans,
+                              const std::vector<double>& row) {
+    std::vector<double> sums;
+    for (const auto& [start, stop] : spans) {
+        sums.push_back(0.0);
+        for (int c = start; c < std::min(stop, static_cast<int>(row.size())); ++c)
+            sums.back() += row[static_cast<std::size_t>(c)];
+    }
+    return sums;
+}
+
 // Every output and every wanted row of one shape; rows have a canary behind them.
 double worst_error(const shape& s, row_kind kind, int n_threads,
-                   std::optional<std::vector<int>> heads = {}) {
+                   std::optional<std::vector<int>> heads = {},
+                   const std::vector<column_range>& spans = {}) {
     case_of one(s);
     row_table table;
     attend_memory memory;
@@ -266,6 +278,7 @@ double worst_error(const shape& s, row_kind kind, int n_threads,
     capture_options options;
     options.kind = kind;
     options.heads = heads;
+    options.spans = spans;
     const auto plan = std::make_shared<const capture_plan>(options, source_of(s, one.site));
     std::vector<std::vector<float>> rows;
     for (int stream = 0; stream < s.n_streams; ++stream) {
@@ -298,13 +311,15 @@ double worst_error(const shape& s, row_kind kind, int n_threads,
                 const auto found = std::find(wanted.begin(), wanted.end(), head);
                 if (found == wanted.end()) continue;
                 const auto i = static_cast<std::size_t>(found - wanted.begin());
-                const auto& values = kind == row_kind::logits   ? expected.logits
-                                     : kind == row_kind::scores ? expected.scores
-                                                                : expected.probs;
+                auto values = kind == row_kind::logits   ? expected.logits
+                              : kind == row_kind::scores ? expected.scores
+                                                         : expected.probs;
+                values.resize(n_columns);
+                if (!spans.empty()) values = sums_over(spans, values);
                 const auto at =
                     (i * static_cast<std::size_t>(s.n_tokens) + static_cast<std::size_t>(token)) *
-                    n_columns;
-                worst = std::max(worst, error_of(row.data() + at, values, n_columns));
+                    values.size();
+                worst = std::max(worst, error_of(row.data() + at, values, values.size()));
                 ++n_rows;
             }
         }
@@ -390,6 +405,27 @@ TEST_CASE("attend: more threads than KV heads share the queries of a prompt") {
             s.n_cells = 128;
             INFO(s.text());
             REQUIRE(worst_error(s, kind, 6) < 1e-5);
+        }
+    }
+}
+
+TEST_CASE("attend: sums over spans that overlap, touch, begin within a tile or behind the row") {
+    const std::vector<column_range> spans{{0, 1},      {3, 70},
+                                          {60, 64},    {64, 65},
+                                          {10, 300},   {50, column_range::no_stop},
+                                          {130, 131},  {200, column_range::no_stop},
+                                          {1000, 1001}};
+    for (const int n_tokens : {1, 5, most_shared_queries + 1}) {
+        if (n_tokens > most_attended_queries()) continue;
+        for (const int n_threads : {1, 3}) {
+            shape s;
+            s.n_cells = 256;
+            s.n_tokens = n_tokens;
+            s.n_streams = n_tokens == 5 ? 3 : 1;
+            s.n_window = n_tokens == 5 ? 90 : 0;
+            REQUIRE(worst_error(s, row_kind::probs, n_threads, {}, spans) < 1e-4);
+            REQUIRE(worst_error(s, row_kind::probs, n_threads, std::vector{3, 0}, spans) < 1e-4);
+            REQUIRE(worst_error(s, row_kind::probs, n_threads, {}, {{5000, 6000}}) < 1e-4);
         }
     }
 }

@@ -115,10 +115,23 @@ float score_tile(const attended_head& head, float* tile, int n_cells, float scal
     return scale;
 }
 
+float sum_of_piece(const float* tile, const cut_ranges::piece& piece) {
+    static constexpr float numbers[] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    static_assert(std::size(numbers) >= lanes);
+    const auto begin = static_cast<float>(piece.begin), end = static_cast<float>(piece.end);
+    vec sums{};
+    for (int c = piece.begin / lanes * lanes; c < piece.end; c += lanes) {
+        const vec at = load(numbers) + static_cast<float>(c), x = load(tile + c);
+        sums += (at >= begin) & (at < end) ? x : vec{};
+    }
+    return sum_of(sums);
+}
+
 void keep_probs(const attended_head& head, const float* tile) {
     if (head.kind != row_kind::probs || !head.row) return;
-    keep_row(head, tile);
     *head.row_max = head.max;
+    if (!head.pieces) return keep_row(head, tile);
+    for (int i = 0; i < head.n_row; ++i) head.row[i] = sum_of_piece(tile, head.pieces[i]);
 }
 
 // A tile of products becomes weights; the row takes what it wants on the way.
@@ -591,11 +604,31 @@ softmax_sum join_partials(const float* partials, int n_runs, int n_values, float
 
 void end_rows() { end_streaming(); }
 
+namespace {
+
+// What makes weights relative to `row_max` probabilities.
+float factor_of(float row_max, const softmax_sum& all) {
+    const bool is_seen = all.sum > 0.0f && row_max != minus_infinity;
+    return is_seen ? std::exp(row_max - all.max) / all.sum : 0.0f;
+}
+
+}  // namespace
+
+void finish_pieces(const float* sums, std::span<const cut_ranges::piece> pieces,
+                   const float* row_max, const softmax_sum& all, std::span<double> segments) {
+    std::ranges::fill(segments, 0.0);
+    int tile = -1;
+    float factor = 0.0f;
+    for (std::size_t i = 0; i < pieces.size(); ++i) {
+        if (pieces[i].tile != tile) factor = factor_of(row_max[tile = pieces[i].tile], all);
+        segments[pieces[i].segment] += static_cast<double>(sums[i] * factor);
+    }
+}
+
 void finish_probs(const float* row, int n_columns, const float* row_max, const softmax_sum& all,
                   float* to) {
     for (int first = 0; first < n_columns; first += attend_tile, ++row_max) {
-        const bool is_seen = all.sum > 0.0f && *row_max != minus_infinity;
-        const float factor = is_seen ? std::exp(*row_max - all.max) / all.sum : 0.0f;
+        const float factor = factor_of(*row_max, all);
         const int n = std::min(attend_tile, n_columns - first);
         float probs[attend_tile];
         for (int c = 0; c < n; ++c) probs[c] = row[first + c] * factor;

@@ -8,6 +8,7 @@
 
 #include <cstddef>
 #include <limits>
+#include <span>
 
 #include "tap/host/row_kernel.h"
 #include "tap/plan.h"
@@ -38,6 +39,7 @@ struct attended_head {
     int n_row = 0;                     // cells of the tile that are columns of the row
     bool streams_row = false;          // past the caches: end_rows() before anybody reads it
     row_kind kind = row_kind::logits;  // of the row; probs are exp(score - row_max)
+    const cut_ranges::piece* pieces = nullptr;  // not null: the row has their sums, n_row of them
     float max = -std::numeric_limits<float>::infinity();  // largest score
     float sum = 0.0f;                                     // of exp(score - max)
     float* values = nullptr;  // sum of exp(score - max) * value, n_embd of the values
@@ -68,6 +70,11 @@ struct softmax_sum {
 // Joins what a query head found in `n_runs` runs of cells, each {max, sum, n_values values}, into
 // its output. `sink`: a logit that counts in the sum alone; -inf for none.
 softmax_sum join_partials(const float* partials, int n_runs, int n_values, float sink, float* to);
+
+// Adds up what `attend` leaves of pieces of probs, as finish_probs does: segments[i] becomes the sum
+// of those of segment i.
+void finish_pieces(const float* sums, std::span<const cut_ranges::piece> pieces,
+                   const float* row_max, const softmax_sum& all, std::span<double> segments);
 
 // After the last tile of rows that are streamed, on the thread that wrote them.
 void end_rows();

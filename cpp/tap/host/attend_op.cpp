@@ -110,6 +110,8 @@ struct wanted_rows {
     std::size_t i_target;
     const row_target* target;
     const capture_plan::layer_rows* layer;
+    std::span<const cut_ranges::piece> pieces;  // of a plan that is_sums(), whose sums are kept
+    std::span<const cut_ranges::piece> of_tile = {};  // those of one tile, for is_sums()
 
     int n_heads() const { return static_cast<int>(layer->heads.size()); }
     bool has(int token) const {
@@ -129,8 +131,19 @@ struct wanted_rows {
     // Where it goes before it is finished; `place`: the token's.
     float* unfinished(attend_memory& memory, std::size_t place, int token, int i_head) const {
         if (is_finished_in_place(*target)) return row(token, i_head);
-        return memory.rows.data() + place * memory.row_floats +
-               zu(i_head) * zu(target->layout.n_columns);
+        const auto n_kept = is_sums() ? pieces.size() : zu(target->layout.n_columns);
+        return memory.rows.data() + place * memory.row_floats + zu(i_head) * n_kept;
+    }
+    bool is_sums() const { return target->plan->is_sums(); }
+    // Those of the tiles that a query sees, all of which were walked.
+    std::span<const cut_ranges::piece> seen_pieces(int token) const {
+        const int n_tiles = (n_visible(token) + attend_tile - 1) / attend_tile;
+        const auto end = std::ranges::lower_bound(pieces, n_tiles, {}, &cut_ranges::piece::tile);
+        return {pieces.begin(), end};
+    }
+    void aim(int tile) {
+        const auto found = std::ranges::equal_range(pieces, tile, {}, &cut_ranges::piece::tile);
+        of_tile = {found.begin(), found.end()};
     }
 };
 
@@ -151,7 +164,7 @@ void find_rows(const attend_op& op, const division& work, int stream, stream_row
                           (is_finished_in_place(target) || work.has_row_places);
         // end_step reports the missing rows
         const bool shares_plan = found.empty() || found[0].target->plan == target.plan;
-        if (layer && fits && shares_plan) found.push_back({i, &target, layer});
+        if (layer && fits && shares_plan) found.push_back({i, &target, layer, op.memory.pieces[i]});
     }
 }
 
@@ -247,13 +260,21 @@ void begin_heads(const attend_op& op, const ggml_tensor* node, const division& w
 // Points the rows of all heads at one tile.
 void aim_rows(const work_item& item, int n_group, int first, int n_cells, walk& on) {
     if (on.wanted.empty()) return;
+    for (auto& one : on.wanted) one.aim(first / attend_tile);
     for (std::size_t i = 0; i < on.heads.size(); ++i) {
         if (!on.rows[i]) continue;
         auto& head = on.heads[i];
         const int token = item.token_begin + static_cast<int>(i) / n_group % item.n_tokens();
-        const int n_left = holder_of(on.wanted, token)->n_visible(token) - first;
-        head.n_row = std::clamp(n_left, 0, n_cells);
-        head.row = head.n_row > 0 ? on.rows[i] + first : nullptr;
+        const auto& wanted = *holder_of(on.wanted, token);
+        auto begin = first;
+        if (wanted.is_sums()) {
+            head.pieces = wanted.of_tile.data();
+            head.n_row = static_cast<int>(wanted.of_tile.size());
+            begin = static_cast<int>(head.pieces - wanted.pieces.data());
+        } else {
+            head.n_row = std::clamp(wanted.n_visible(token) - first, 0, n_cells);
+        }
+        head.row = head.n_row > 0 ? on.rows[i] + begin : nullptr;
     }
 }
 
@@ -348,23 +369,32 @@ void finish_rows(const attend_op& op, const division& work, const work_item& ite
     const auto kind = wanted.target->plan->kind();
     const auto& layout = wanted.target->layout;
     row_sink sink(op.table, wanted.i_target, *wanted.layer, ith);
+    auto& segments = op.table.scratch[zu(ith)].segments;
     const int first = std::max(item.token_begin - wanted.target->i_query, 0);
     const int end = std::min(item.token_end - wanted.target->i_query, layout.n_queries);
     for (int i = first; i < end; ++i) {
         const int token = wanted.target->i_query + i;
         const auto& holder = *holder_of(rows, token);
         const int n_visible = wanted.n_visible(token);
+        const auto seen = holder.seen_pieces(token);
         sink.begin_query(i);
         for (int j = 0; j < wanted.n_heads(); ++j) {
             const int head = wanted.layer->heads[zu(j)];
             const bool is_plain = wanted.target->plan->is_plain();
+            const auto* const row_max = work.row_max(op.memory, item.place(token), head);
+            const auto& sum = sums[zu((token - item.token_begin) * work.n_heads + head)];
             float* const found = holder.unfinished(op.memory, item.place(token), token, j);
+            if (wanted.is_sums()) {
+                segments.resize(wanted.target->plan->spans().n_segments());
+                finish_pieces(found, seen, row_max, sum, segments);
+                sink.finish_sums(j, segments);
+                continue;
+            }
             float* const to = is_plain ? wanted.row(token, j) : found;
             const bool is_finished =  // with another target of this token
                 &holder != &wanted && (!is_plain || is_finished_in_place(*holder.target));
             if (kind == row_kind::probs && !is_finished) {
-                finish_probs(found, n_visible, work.row_max(op.memory, item.place(token), head),
-                             sums[zu((token - item.token_begin) * work.n_heads + head)], to);
+                finish_probs(found, n_visible, row_max, sum, to);
             } else if (to != found) {
                 std::copy_n(found, n_visible, to);
             }
@@ -423,12 +453,17 @@ bool is_readable(const ggml_tensor* cells) {
 
 void attend_memory::prepare(const row_table& table, int n_streams, int n_tokens) {
     row_floats = 0;
+    pieces.clear();
     for (const auto& target : table.targets) {
+        const auto& plan = *target.plan;
+        const int n_columns = target.layout.n_columns;
+        pieces.push_back(plan.is_sums() ? plan.spans().pieces(n_columns, attend_tile)
+                                        : std::vector<cut_ranges::piece>{});
         if (is_finished_in_place(target)) continue;
         std::size_t n_heads = 0;
-        for (const auto& layer : target.plan->layers())
-            n_heads = std::max(n_heads, layer.heads.size());
-        row_floats = std::max(row_floats, n_heads * zu(target.layout.n_columns));
+        for (const auto& layer : plan.layers()) n_heads = std::max(n_heads, layer.heads.size());
+        const auto n_values = plan.is_sums() ? pieces.back().size() : zu(n_columns);
+        row_floats = std::max(row_floats, n_heads * n_values);
     }
     n_of_run = most_of_run;
     if (row_floats > 0) {

@@ -30,9 +30,11 @@ constexpr int most_of_run = 64;
 struct attend_memory {
     std::vector<float> partials;  // (place, head, chunk): largest score, sum, weighted values
     std::vector<float> row_max;   // (place, head, tile)
-    std::vector<float> rows;      // (place, wanted head, column)
+    std::vector<float> rows;      // (place, wanted head, column or piece)
     std::size_t row_floats = 0;   // of a place in `rows`
     int n_row_places = 0;
+    // By target: what its rows keep, if they are sums alone (capture_plan::is_sums).
+    std::vector<std::vector<cut_ranges::piece>> pieces;
     int n_of_run = most_of_run;  // fewer where rows are large
 
     // For a step of `n_tokens` tokens in each of `n_streams` streams.

@@ -133,6 +133,10 @@ void row_sink::finish(int i_head, const float* row) {
     write(rows_.first_row + i_head, row);
 }
 
+void row_sink::finish_sums(int i_head, std::span<const double> segments) {
+    write_sums(rows_.first_row + i_head, segments);
+}
+
 void row_sink::end_query(int nth) {
     if (!is_reduced()) return;
     if (target_.layout.n_queries > 1 || nth == 1) return finish_layer(sum_);
@@ -194,7 +198,7 @@ void row_sink::scale(float* row, float factor) const {
 
 void row_sink::write(int i_row, const float* row) {
     if (plan_.top_k() > 0) return write_top(i_row, row);
-    if (!plan_.keeps_columns()) return write_sums(i_row, row);
+    if (!plan_.keeps_columns()) return write_sums(i_row, segments_of(row));
     std::byte* const to = target_.data + index_of(i_row) * plan_.element_bytes();
     if (plan_.type() == row_type::f32) {
         std::memcpy(to, row, n_columns() * sizeof(float));
@@ -223,8 +227,8 @@ void row_sink::write_top(int i_row, const float* row) {
     count(to);
 }
 
-void row_sink::write_sums(int i_row, const float* row) {
-    const auto& [cuts, spans] = plan_.spans();
+std::span<const double> row_sink::segments_of(const float* row) {
+    const auto& cuts = plan_.spans().cuts;
     const int n_columns = target_.layout.n_columns;
     auto& sums = scratch_.segments;
     sums.clear();
@@ -232,11 +236,15 @@ void row_sink::write_sums(int i_row, const float* row) {
         const int start = std::min(cuts[i], n_columns);
         sums.push_back(sum_of(row + start, std::min(cuts[i + 1], n_columns) - start));
     }
+    return sums;
+}
+
+void row_sink::write_sums(int i_row, std::span<const double> segments) {
+    const auto& spans = plan_.spans().of_range;
     std::byte* const to = target_.data + index_of(i_row) * plan_.element_bytes();
     for (std::size_t i = 0; i < spans.size(); ++i) {
-        const auto [first, last] = spans[i];
-        const auto sum =
-            static_cast<float>(std::accumulate(sums.data() + first, sums.data() + last, 0.0));
+        const auto part = segments.subspan(spans[i].first, spans[i].last - spans[i].first);
+        const auto sum = static_cast<float>(std::accumulate(part.begin(), part.end(), 0.0));
         if (plan_.type() == row_type::f32) {
             reinterpret_cast<float*>(to)[i] = sum;
         } else {

@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <deque>
 #include <memory>
+#include <span>
 #include <utility>
 #include <vector>
 
@@ -71,6 +72,9 @@ public:
     // A row is complete: n_columns values.
     void finish(int i_head, const float* row);
 
+    // The same, of a plan that is_sums(): the sums of its segments.
+    void finish_sums(int i_head, std::span<const double> segments);
+
     // Adds a row that already covers several whole layers: the sum or maximum over all their heads.
     // For plans that reduce layers.
     void finish_layers(const float* row, int n_layers);
@@ -88,7 +92,8 @@ private:
     void finish_layer(float* row);
     void write(int i_row, const float* row);
     void write_top(int i_row, const float* row);
-    void write_sums(int i_row, const float* row);
+    std::span<const double> segments_of(const float* row);
+    void write_sums(int i_row, std::span<const double> segments);
     void count(const std::byte* to);
 
     row_table& table_;
