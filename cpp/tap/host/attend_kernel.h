@@ -71,8 +71,8 @@ struct softmax_sum {
 // its output. `sink`: a logit that counts in the sum alone; -inf for none.
 softmax_sum join_partials(const float* partials, int n_runs, int n_values, float sink, float* to);
 
-// Adds up what `attend` leaves of pieces of probs, as finish_probs does: segments[i] becomes the sum
-// of those of segment i.
+// Adds up what `attend` leaves of pieces of probs, scaled as by finish_probs: segments[i] becomes
+// the sum of those of segment i.
 void finish_pieces(const float* sums, std::span<const cut_ranges::piece> pieces,
                    const float* row_max, const softmax_sum& all, std::span<double> segments);
 
