@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
+import threading
 import warnings
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +19,7 @@ from kqview.errors import (
     HeadFileError,
     InvalidCapture,
     KqviewError,
+    ModFailed,
     PromptTooLong,
     RequestError,
 )
@@ -210,6 +213,146 @@ def test_injection_mod_answers_in_the_models_place(engine: Engine):
     assert generation.read().strip() == "I will not."
 
 
+def asking(engine: Engine, ask: Any) -> Any:
+    """A generation whose prompt is suspect, and whose mod asks *ask*."""
+    prompt = guards.instruction_prompt(engine, ORDER, DOCUMENTS[0])
+    guard = guards.StopOnInjection(engine, prompt, threshold=0.0, message="No.", ask=ask)
+    return engine.generate(
+        prompt.ids, mods=[guard], capture=guard.capture, max_tokens=4, temperature=0
+    )
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_injection_mod_asks_before_the_first_token(engine: Engine, goes_on: bool, is_async: bool):
+    asked: list[tuple[str, guards.InjectionScore]] = []
+
+    def ask(score: guards.InjectionScore) -> bool:
+        asked.append((generation.text, score))
+        return goes_on
+
+    async def ask_later(score: guards.InjectionScore) -> bool:
+        await asyncio.sleep(0)
+        return ask(score)
+
+    generation = asking(engine, ask_later if is_async else ask)
+    found = asyncio.run(generation.aread()) if is_async else generation.read()
+    plain = engine.generate(generation.prompt_ids, max_tokens=4, temperature=0).read()
+    assert found.strip() == (plain.strip() if goes_on else "No.")
+    assert asked == [("", generation.mods[0].result)]
+    assert (generation.mods[0].answer, generation.mods[0].result.is_injected) == (goes_on, True)
+
+
+def test_injection_mod_asks_of_suspect_prompts_only(engine: Engine):
+    prompt = guards.instruction_prompt(engine, ORDER, DOCUMENTS[0])
+    guard = guards.StopOnInjection(
+        engine, prompt, threshold=2.0, ask=lambda score: pytest.fail(str(score))
+    )
+    generation = engine.generate(prompt.ids, mods=[guard], capture=guard.capture, max_tokens=2)
+    generation.read()
+    assert generation.mods[0].answer is None
+
+
+def test_others_go_on_while_the_injection_mod_asks():
+    with Engine.demo(n_threads=1, n_slots=1, n_ctx=512) as only:
+        answers: list[str] = []
+
+        def another_request(score: guards.InjectionScore) -> bool:
+            # It would hang if asking held up the engine, or kept its only slot.
+            one = threading.Thread(
+                target=lambda: answers.append(only.generate("Anna", max_tokens=8).read())
+            )
+            one.start()
+            one.join(30)
+            return len(answers) == 1
+
+        prompt = guards.instruction_prompt(only, ORDER, DOCUMENTS[0])
+        plain = only.generate(prompt.ids, max_tokens=4, temperature=0).read()
+        assert asking(only, another_request).read() == plain
+        assert answers
+
+
+def test_injection_mod_that_nobody_answers_ends_with_the_time_limit(engine: Engine):
+    prompt = guards.instruction_prompt(engine, ORDER, DOCUMENTS[0])
+    answered = threading.Event()
+    guard = guards.StopOnInjection(
+        engine, prompt, threshold=0.0, ask=lambda score: answered.wait(30)
+    )
+    with pytest.raises(ModFailed, match="StopOnInjection"):
+        engine.generate(
+            prompt.ids, mods=[guard], capture=guard.capture, mod_time_limit_s=0.2
+        ).read()
+    answered.set()
+
+
+def test_injection_mod_whose_question_fails_ends_the_request(engine: Engine):
+    for ask in (lambda score: "yes", lambda score: 1 / 0):  # type: ignore[reportUnknownLambdaType]
+        generation = asking(engine, ask)
+        with pytest.raises(ModFailed, match="StopOnInjection failed at ForwardPass"):
+            generation.read()
+        assert generation.text == ""
+
+    async def wait(score: guards.InjectionScore) -> bool:
+        return True
+
+    with pytest.raises(RequestError, match="iterate it with async for"):
+        asking(engine, wait).read()
+
+
+def test_guards_capture_sums_and_the_rows_of_heads_that_count(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+):
+    seen: list[Capture] = []
+    attend: Any = engine.attend
+
+    def noted(ids: Any, capture: Any, **options: Any) -> Any:
+        seen.append(capture)
+        return attend(ids, capture, **options)
+
+    monkeypatch.setattr(engine, "attend", noted)
+    heads = head_file(engine, "needle", Head(3, 5))
+    answer = "Tom found a key."
+    guards.rerank(engine, QUERY, DOCUMENTS, heads)
+    guards.cite(engine, DOCUMENTS, QUERY, answer, heads)
+    guards.grounding(engine, DOCUMENTS, QUERY, answer, replace(heads, task="grounding"))
+    guards.injection_score(engine, ORDER, DOCUMENTS[0], replace(heads, task="injection"))
+    prompt = story(engine)
+    seen += [
+        guards.StopOnInjection(
+            engine, prompt, replace(heads, task="injection"), threshold=1
+        ).capture,
+        guards.TakeBackUngrounded(
+            engine, prompt, replace(heads, task="grounding"), threshold=1
+        ).capture,
+    ]
+    assert len(seen) == 7
+    assert all(one.spans and one.layers == (3,) for one in seen)
+    align = guards.AlignAttByHeads(engine, "silver key", heads).capture
+    assert (align.layers, align.heads, align.spans) == ((3,), (5,), None)
+
+
+def test_documents_are_evaluated_once_for_both_queries():
+    documents = [f"{one} Number {i}." for i, one in enumerate(DOCUMENTS * 4)]
+    with Engine.demo(n_threads=1, n_slots=1, n_ctx=512) as fresh:
+        guards.rerank(fresh, QUERY, documents)
+        n_evaluated = fresh.stats().prefill_tokens
+        both: list[list[int]] = []
+        for query in (QUERY, measures.CONTENT_FREE):
+            listed = "\n\n".join(f"[{i + 1}] {one}" for i, one in enumerate(documents))
+            prompt = measures.chat_prompt(
+                fresh,
+                f"Here are some paragraphs:\n\n{listed}\n\nPlease find information that is "
+                f"relevant to the following query in the paragraphs above.\n\nQuery: {query}",
+                [*documents, "Query:", query],
+            )
+            both.append(prompt.ids[: prompt.spans[-1][1]])
+    first, second = both
+    pairs = zip(first, second, strict=False)
+    n_same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    assert n_evaluated == len(first) + len(second) - n_same
+    assert n_evaluated < len(first) + 8
+
+
 def test_mods_refuse_other_captures_prompts_and_spans(engine: Engine):
     prompt = guards.instruction_prompt(engine, ORDER, DOCUMENTS[0])
     guard = guards.StopOnInjection(engine, prompt, threshold=2.0)
@@ -385,7 +528,7 @@ def test_align_att_follows_the_weighted_heads_of_a_file(engine: Engine):
     want = start + mean[len(ids) - 1 :, start:stop].argmax(axis=1)
     assert seen.alignment == want.tolist()
     wide = engine.generate(ids, mods=[guard], capture="probs", max_tokens=8)
-    with pytest.raises(EmittedError, match="32 heads were captured, 16 are expected"):
+    with pytest.raises(EmittedError, match="32 heads were captured, 6 are expected"):
         wide.read()
 
 

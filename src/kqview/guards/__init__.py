@@ -5,10 +5,11 @@
 - `cite`: which source each sentence of an answer is from
 - `grounding`: whether each sentence of an answer is said by its sources
 - `best_grounded`: a text of which each sentence is the best grounded of several
-- `StopOnInjection`, `TakeBackUngrounded`: mods that act on the second and the last
+- `StopOnInjection`, `TakeBackUngrounded`: mods that act on the second and on the fourth
 - `AlignAttByHeads`: the mod AlignAtt with the heads of a file
 
-Each captures sums over spans and nothing else. The measures are in `kqview.heads.measures`.
+All but the last capture sums over spans and nothing else; that one captures the rows of its heads.
+The measures are in `kqview.heads.measures`.
 """
 
 from kqview.guards.branches import best_grounded as best_grounded

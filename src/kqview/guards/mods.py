@@ -3,12 +3,13 @@
 Each is made for one prompt, whose spans it captures: pass its ``capture`` to `generate` with it.
 """
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final, cast
 
 import numpy as np
 
-from kqview.arguments import invalid, to_number, whole_number
+from kqview.arguments import flag, invalid, to_number, whole_number
 from kqview.engine import Engine
 from kqview.errors import InvalidCapture, RequestError, shown
 from kqview.guards.scores import InjectionScore, judged_injection
@@ -23,6 +24,9 @@ from kqview.types import Capture
 from kqview.types.capture import Span
 
 _ENDS: Final = (b".", b"!", b"?", b"\n")
+
+Ask = Callable[[InjectionScore], bool | Awaitable[bool]]
+"""Whether to go on all the same: a person's decision, or another model's."""
 
 
 def check_spans(prompt: Prompt) -> None:
@@ -140,6 +144,10 @@ class StopOnInjection(_SpanMod):
         heads: A head file for "injection"; None for all heads alike.
         threshold: Score from which the request ends; None for that of *heads*.
         message: Text of the answer in this case; None ends with `EmittedError` instead.
+        ask: Asked in this case, before the first token; if it returns True, the request goes on.
+            It runs where mods do, on the thread that iterates the generation; an async function
+            is awaited, by ``async for`` only. Other requests go on meanwhile; the
+            ``mod_time_limit_s`` of `generate` ends the request if nobody answers.
 
     Attributes:
         capture: What to pass to `generate` as ``capture``.
@@ -159,26 +167,56 @@ class StopOnInjection(_SpanMod):
         *,
         threshold: float | None = None,
         message: str | None = None,
+        ask: Ask | None = None,
     ) -> None:
         super().__init__(prompt, prompt.spans, _layers(engine, heads, "injection"))
         self._heads = heads
         self._threshold = _threshold(threshold, heads, "injected")
         self._message = message
+        self._ask = ask
 
     def begin(self, request_id: str, tokenizer: ModTokenizer) -> None:
         self.result: InjectionScore | None = None
         """The score, once the prompt is evaluated."""
+        self.answer: bool | None = None
+        """What *ask* said; None if it was not asked."""
+        if inspect.iscoroutinefunction(self._ask):
+            vars(self)["on_forward_pass"] = self._judge_and_await
 
     def on_forward_pass(
         self, event: ForwardPass, actions: ActionBuilder, tokenizer: ModTokenizer
     ) -> Action | None:
         """Judge the prompt in the first step."""
+        if (found := self._suspicion(event)) is None:
+            return None
+        said = False if self._ask is None else self._ask(found)
+        return self._answered(said, found, actions, tokenizer)
+
+    async def _judge_and_await(
+        self, event: ForwardPass, actions: ActionBuilder, tokenizer: ModTokenizer
+    ) -> Action | None:
+        """As `on_forward_pass`, with an *ask* that is async."""
+        if (found := self._suspicion(event)) is None:
+            return None
+        said = await cast("Callable[[InjectionScore], Awaitable[bool]]", self._ask)(found)
+        return self._answered(said, found, actions, tokenizer)
+
+    def _suspicion(self, event: ForwardPass) -> InjectionScore | None:
+        """The score of the prompt, in the first step, if it reaches the threshold."""
         if event.step > 1:
             return None
         sums = self._rows(event).astype(np.float64).sum(axis=-1).ravel()
         found = judged_injection(self._heads, Measures(sums[None], self._pairs))
         self.result = InjectionScore(found.score, self._threshold)
-        if not self.result.is_injected:
+        return self.result if self.result.is_injected else None
+
+    def _answered(
+        self, said: object, found: InjectionScore, actions: ActionBuilder, tokenizer: ModTokenizer
+    ) -> Action | None:
+        """What follows from what *ask* has said, or from nobody's being asked."""
+        goes_on = flag("what ask returns", said)
+        self.answer = None if self._ask is None else goes_on
+        if goes_on:
             return None
         if self._message is not None:
             return actions.force_output(tokenizer.encode(self._message, add_special_tokens=False))
@@ -295,8 +333,8 @@ class TakeBackUngrounded(_SpanMod):
 class AlignAttByHeads(AlignAtt):
     """`kqview.mods.attention.AlignAtt` with the heads of a head file, such as AlignAtt4LLM's.
 
-    Rows are averaged by the weights of the heads. Their layers are captured whole, because what
-    counts is which position of the source gets most.
+    Rows are averaged by the weights of the heads. The rows of these heads are captured whole, in
+    each of their layers, because what counts is which position of the source gets most.
 
     Args:
         engine: The engine that generates.
@@ -315,8 +353,9 @@ class AlignAttByHeads(AlignAtt):
     def __init__(self, engine: Engine, source: Place, heads: HeadFile, frontier: int = 1) -> None:
         super().__init__(source, frontier)
         layers = checked_layers(heads, "align", engine) or ()
-        self.capture = Capture(layers=layers)
-        pairs = [(layer, head) for layer in layers for head in range(engine.model.n_head)]
+        numbers = sorted({one.head for one in heads.heads})
+        self.capture = Capture(layers=layers, heads=numbers)
+        pairs = [(layer, head) for layer in layers for head in numbers]
         self._weights = heads.weights(pairs).astype(np.float32)
 
     def handle_rows(

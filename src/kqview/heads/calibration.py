@@ -80,7 +80,8 @@ def calibrate(
     """Choose the heads of a model that do *task*, and weigh them.
 
     Each example costs one or two prompts ("cite": up to 16 more, with some of the sources hidden),
-    with as many examples at a time as the engine has slots. Only sums over spans are captured.
+    with as many examples at a time as the engine has slots. Sums over spans are captured, of
+    "needle" the position of each row's maximum; no row is whole.
 
     Args:
         engine: An engine whose model generates text.

@@ -2,8 +2,8 @@
 
 The steps that calibration and guards share: texts become a prompt whose parts are known by their
 positions, spans of it are summed while the graph runs, and the sums become one measure for each
-head. No row is kept whole. Prompts are the model's own chats, or plain text where it has no
-template.
+head; of "needle", the position of the maximum takes the place of sums. No row is kept whole.
+Prompts are the model's own chats, or plain text where it has no template.
 
 Sources of the measures, which `kqview.guards` names again where it applies them:
 
