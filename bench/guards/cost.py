@@ -6,7 +6,9 @@ Medians of runs with and without the guard, in turn, and of the ratios the inter
 holds the true median in 95 of 100 cases (bootstrap); head files of 4 heads in 4 layers
 unless the row says "all heads". Generations with a mod record a trace unless ``trace=False`` is
 given, as here but for the row that says so. "after an answer": `cite` and `grounding` are asked
-when the slot still holds the prompt, so only the answer is evaluated again.
+when the slot still holds the prompt, so only the answer is evaluated again. `rerank` is beside one
+evaluation of its own prompt, by ``attend`` with the same capture, so that 1.0 is one prompt;
+`best_grounded` is beside as many plain generations at once, each in a branch of the prompt's slot.
 """
 
 from __future__ import annotations
@@ -16,15 +18,17 @@ import time
 from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import numpy as np
 
-from kqview import Engine, guards, heads
+from kqview import Engine, Sampling, guards, heads
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 N_TOKENS = 64  # generated
+N_BRANCHES = 3
 
 
 def times_s(call: Callable[[], object]) -> tuple[float, float]:
@@ -63,6 +67,17 @@ def compare_if(
     )
 
 
+def few_heads(engine: Engine, task: str) -> heads.HeadFile:
+    """Four heads in four layers in the middle of the model, as far as it has them."""
+    model = engine.model
+    layers = sorted({part * model.n_layer // 30 for part in (8, 12, 16, 20)})
+    return heads.HeadFile(
+        task=task,
+        model=heads.ModelKey.of(model, engine.fingerprint()),
+        heads=tuple(heads.Head(layer, model.n_head // 2, 1 / len(layers)) for layer in layers),
+    )
+
+
 def texts_of(engine: Engine, n_context: int) -> list[str]:
     """Sentences that fill a prompt of about so many tokens."""
     found: list[str] = []
@@ -81,11 +96,7 @@ def measure(engine: Engine, n_context: int, n: int, only: str) -> None:
     question = "Who makes bread and cakes?"
     options: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
     prompt = guards.instruction_prompt(engine, "Summarise the text.", " ".join(texts))
-    key = heads.ModelKey.of(engine.model, engine.fingerprint())
-    few = tuple(heads.Head(layer, 4, 0.25) for layer in (8, 12, 16, 20))
-
-    def head_file(task: str) -> heads.HeadFile:
-        return heads.HeadFile(task=task, model=key, heads=few)
+    head_file = partial(few_heads, engine)
 
     stop = guards.StopOnInjection(engine, prompt, head_file("injection"), threshold=2.0)
 
@@ -138,11 +149,51 @@ def measure(engine: Engine, n_context: int, n: int, only: str) -> None:
         engine.slots[0].clear()
         call()
 
+    def ranked() -> list[float]:
+        return guards.rerank(engine, question, sources, head_file("rerank"))
+
+    with patch.object(engine, "attend", wraps=engine.attend) as attend:
+        ranked()
+    arguments: Any = attend.call_args_list[0]  # the second one asks nothing
+
+    def its_prompt() -> None:
+        engine.attend(*arguments.args, **arguments.kwargs)
+
     compare(
-        f"rerank of {len(sources)} documents, against one prompt", n_context, n,
-        lambda: fresh(lambda: engine.generate(asked.ids, max_tokens=1, **options).read()),
-        lambda: fresh(lambda: guards.rerank(engine, question, sources, head_file("rerank"))),
+        f"rerank of {len(sources)} documents, against its prompt", n_context, n,
+        lambda: fresh(its_prompt),
+        lambda: fresh(ranked),
     )  # fmt: skip
+
+
+def measure_branches(engine: Engine, n_context: int, n: int, only: str) -> None:
+    """`best_grounded`, with an engine of several slots."""
+    n_branches = len(engine.slots)
+    asked = guards.source_prompt(engine, texts_of(engine, n_context)[:500], "Who makes bread?")
+    file = few_heads(engine, "grounding")
+    sampling = Sampling(temperature=0)  # all branches are alike: no sentence makes another longer
+
+    def grounded() -> None:
+        found = guards.best_grounded(
+            engine, asked, file, n=n_branches, max_tokens=N_TOKENS, sampling=sampling
+        )
+        n_tokens.append([*found][-1].stop)
+
+    def plain() -> None:
+        first = engine.generate(asked.ids, max_tokens=1, trace=False)
+        first.read()
+        assert first.slot is not None
+        slots = [first.slot, *(one.id for one in engine.branch(first.slot, n_branches - 1))]
+        options: dict[str, Any] = {"sampling": sampling, "max_tokens": n_tokens[-1]}
+        running = [engine.generate(asked.ids, slot=slot, trace=False, **options) for slot in slots]
+        while running:  # a token of each in turn, as `best_grounded` takes them
+            running = [one for one in running if next(one, None) is not None]
+
+    n_tokens: list[int] = []
+    grounded()  # says how many tokens it generates; the prompt stays in the slots from here on
+    compare_if(
+        only, f"best_grounded of {n_branches}, {n_tokens[-1]} tokens", n_context, n, plain, grounded
+    )
 
 
 def main() -> None:
@@ -157,6 +208,10 @@ def main() -> None:
     with Engine.demo("smollm2", n_ctx=8192, n_threads=1) as engine:
         for n_context in given.contexts:
             measure(engine, n_context, given.n, given.only)
+    if given.only in "best_grounded":
+        with Engine.demo("smollm2", n_ctx=8192, n_threads=1, n_slots=N_BRANCHES) as several:
+            for n_context in given.contexts:
+                measure_branches(several, n_context, given.n, given.only)
 
 
 if __name__ == "__main__":

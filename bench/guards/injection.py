@@ -84,8 +84,10 @@ def main() -> None:
     calibration = heads.made_examples("injection", 8 * given.calibration)
     scores: dict[str, dict[str, list[float]]] = {}
 
-    def add(method: str, kind: str, texts: list[Any], score: Callable[[Any], float]) -> None:
-        scores.setdefault(method, {}).setdefault(kind, []).extend(map(score, texts))
+    def add(kind: str, texts: list[Any], methods: dict[str, Callable[[Any], float]]) -> None:
+        for one in texts:  # by each method in turn: the slot has its prompt then
+            for method, score in methods.items():
+                scores.setdefault(method, {}).setdefault(kind, []).append(score(one))
 
     with open_model(given) as engine:
         for i, form in enumerate(ATTACKS):
@@ -99,8 +101,7 @@ def main() -> None:
             # each file judges its share of the benign texts
             judged |= {kind: texts[i :: len(ATTACKS)] for kind, texts in benign.items()}
             for kind, texts in judged.items():
-                for method, score in methods_of(engine, file).items():
-                    add(method, kind, texts, score)
+                add(kind, texts, methods_of(engine, file))
 
     trials: list[Trial] = []
     for method, found in scores.items():
@@ -114,12 +115,15 @@ def main() -> None:
             engine, "injection", calibration[: 2 * given.calibration], progress=True
         )
         for package, attacks in of_packages.items():
-            for method, score in methods_of(engine, file).items():
-                rng = random.Random(package)
-                high = [score(with_attack(rng, one, is_injected=True)) for one in attacks]
-                low = [score(with_attack(rng, one, is_injected=False)) for one in attacks]
-                judge = auroc_of([*low, *high], [0.0] * len(low) + [1.0] * len(high))
-                trials.append(Trial(method, package, judge, len(low) + len(high)))
+            rng = random.Random(package)
+            for is_injected in (True, False):
+                texts = [with_attack(rng, one, is_injected=is_injected) for one in attacks]
+                add(f"{package} {is_injected}", texts, methods_of(engine, file))
+    for method, found in scores.items():
+        for package in of_packages:
+            low, high = found[f"{package} False"], found[f"{package} True"]
+            judge = auroc_of([*low, *high], [0.0] * len(low) + [1.0] * len(high))
+            trials.append(Trial(method, package, judge, len(low) + len(high)))
     print_table("AUROC", trials)
 
 

@@ -22,7 +22,10 @@ N_EXAMPLES = 24
 
 
 def induction(engine: Engine) -> Any:
-    half = np.random.default_rng(0).integers(1000, 40_000, N_TOKENS).tolist()
+    low, high = 1000, 40_000  # ids of words, where there are so many
+    if high > engine.model.n_vocab:
+        low, high = 0, engine.model.n_vocab
+    half = np.random.default_rng(0).integers(low, high, N_TOKENS).tolist()
     maps = engine.attend([*half, *half]).array()
     assert not isinstance(maps, tuple)
     at = np.arange(N_TOKENS, 2 * N_TOKENS)
