@@ -271,9 +271,22 @@ def test_a_head_file_may_come_with_the_request(demo: Served, tmp_path: Path):
     assert [found[i] for i in range(3)] == pytest.approx(want, abs=1e-4)
 
 
+def test_scores_by_attention_are_averaged_over_orders(demo: Served):
+    want = {n: guards.rerank(demo.engine, QUERY, TEXTS, permutations=n) for n in (1, 3)}
+    assert want[1] != pytest.approx(want[3], abs=1e-3)
+    body = {"query": QUERY, "documents": TEXTS, "method": "attention", "permutations": 3}
+    with demo.client() as client:
+        reply = client.post("/rerank", json=body).json()
+    found = {one["index"]: one["relevance_score"] for one in reply["results"]}
+    assert [found[i] for i in range(3)] == pytest.approx(want[3], abs=1e-4)
+
+
 @pytest.mark.parametrize(
     ("change", "fact"),
     [
+        ({"permutations": 0}, "permutations"),
+        ({"permutations": 65}, "permutations"),
+        ({"permutations": 1.5}, "permutations"),
         ({"heads": {}}, "heads: it is no head file"),
         ({"heads": {"token_alignment_heads": [{"layer": 0, "head": 0}]}}, "'align'"),
         (

@@ -172,7 +172,7 @@ class RerankBody(Struct, kw_only=True):
         Literal["head", "attention"] | None,
         about(
             'With "attention", a model that generates text ranks by where its attention goes; '
-            "experimental. By the model's classifier head if not given.",
+            "experimental without a head file. By the model's classifier head if not given.",
             default="head",
         ),
     ] = None
@@ -182,6 +182,14 @@ class RerankBody(Struct, kw_only=True):
             'With "attention": the head file, as kqview calibrate rerank writes it. If not given, '
             "the server's counts, or else all heads alike.",
             {"params": {"important_heads": [[1, 1], [1, 3]]}},
+        ),
+    ] = None
+    permutations: Annotated[
+        Annotated[int, msgspec.Meta(ge=1, le=64)] | None,
+        about(
+            'With "attention": orders of the documents over which scores are averaged, each at the '
+            "cost of one.",
+            default=1,
         ),
     ] = None
     model: ModelField = None
@@ -275,7 +283,10 @@ async def _scores_by_attention(
     def work(engine: Engine) -> tuple[list[float], int, str | None]:
         n_tokens = sum(len(engine.tokenize(one)) for one in (query, *documents))
         try:
-            found = rerank_by_attention(engine, query, documents, heads, request_id=name)
+            found = rerank_by_attention(
+                engine, query, documents, heads,
+                permutations=body.permutations or 1, request_id=name,
+            )  # fmt: skip
         except HeadFileError as error:
             raise RequestError(str(error), parameter="heads") from None
         return found, n_tokens, heads and heads.doubt(engine.model, engine.fingerprint())
