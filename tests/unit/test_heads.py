@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import warnings
 from dataclasses import replace
@@ -23,6 +24,7 @@ from kqview.heads import (
     read_examples,
 )
 from kqview.heads.calibration import Case, auroc, choose, ndcg, spearman
+from kqview.heads.examples import digest
 from kqview.types import ModelInfo
 
 if TYPE_CHECKING:
@@ -160,7 +162,54 @@ def test_heads_of_vllm_hook_count_alike(
     assert HeadFile.load(path, task="cite").task == "cite"
 
 
+def test_placeholder_of_vllm_hook_warns():
+    info = {"model_id": "x", "note": "Temporary. Heads are copied from another model."}
+    with pytest.warns(HeadFileWarning, match="copied from another model"):
+        HeadFile.of({"model_info": info, "params": {"important_heads": [[0, 0]]}}, task="rerank")
+
+
+@pytest.mark.parametrize(
+    ("said", "name", "message"),
+    [
+        ("owner/Toy-2.5-7B-Instruct", "Toy 2.5 7B Instruct", "which weights of owner/Toy-2.5-7B"),
+        ("owner/toy-2b.w4a16", "Toy 2b", "which weights of owner/toy-2b"),
+        ("owner/toy", None, "which weights of owner/toy"),
+        ("owner/toy-8b", "Toy 2b", "is of owner/toy-8b, this model is Toy 2b"),
+        (None, "Toy 2b", "which weights of its model it"),
+    ],
+)
+def test_foreign_file_names_its_model(said: str | None, name: str | None, message: str):
+    hook = {"model_info": {"model_id": said}, "params": {"important_heads": [[0, 0]]}}
+    alignatt = {"model": said, "token_alignment_heads": [{"layer": 0, "head": 0}]}
+    for content in (hook, alignatt):
+        with pytest.warns(HeadFileWarning, match=message):
+            HeadFile.of(content, task="rerank").check_model(replace(MODEL, name=name), "f" * 64)
+
+
+def test_file_written_by_hand_needs_four_fields(tmp_path: Path):
+    content: dict[str, Any] = {
+        "format": "kqview-heads", "schema": 1, "task": "rerank",
+        "heads": [{"layer": 2, "head": 1, "weight": 1.0}],
+    }  # fmt: skip
+    (tmp_path / "heads.json").write_text(json.dumps(content))
+    file = HeadFile.load(tmp_path / "heads.json")
+    assert file == HeadFile(task="rerank", model=ModelKey(), heads=(Head(2, 1, 1.0),))
+    with pytest.warns(HeadFileWarning, match="which weights of its model"):
+        file.check_model(MODEL, "f" * 64)
+    for name in content:
+        with pytest.raises(HeadFileError):
+            HeadFile.of({key: one for key, one in content.items() if key != name})
+
+
 # ---- examples
+
+
+def test_digest_is_that_of_lines_of_sorted_json():
+    made = made_examples("rerank", 12)
+    lines = [json.dumps(one, sort_keys=True) for one in made]
+    assert digest(made) == hashlib.sha256("\n".join(lines).encode("ascii")).hexdigest()
+    accented = [{"query": "\u00e9"}]
+    assert digest(accented) == hashlib.sha256(b'{"query": "\\u00e9"}').hexdigest()
 
 
 @pytest.mark.parametrize("task", TASKS)

@@ -28,6 +28,8 @@ def rerank(
 ) -> list[float]:
     """Score documents by how much the query attends to them.
 
+    Experimental without a head file, where it does not beat BM25 on SmolLM2, see the page.
+
     In-context re-ranking (Chen et al., 2410.02642): all documents in one prompt, the attention that
     the query's tokens pay to each, less what a query without content ("N/A") pays. The documents
     are evaluated once for both. Outliers among a document's tokens, which the paper leaves out,

@@ -8,6 +8,7 @@ configurations of vLLM-Hook (``params.important_heads``) and the head files of A
 import json
 import math
 import os
+import re
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -118,7 +119,8 @@ class HeadFile:
         bias: Added to the weighted sum.
         link: "identity" or "logistic".
         thresholds: Scores at which something counts, by name: "injected", "grounded".
-        data: "sha256" of the examples, "n" their number, "source" where they are from.
+        data: "sha256" of the examples, "n" their number, "source" where they are from; of a foreign
+            file, "model" is what it calls its model.
         figures: What was measured on examples kept apart, by name.
 
     Raises:
@@ -172,7 +174,10 @@ class HeadFile:
     def doubt(self, model: ModelInfo, fingerprint: str) -> str | None:
         """What `check_model` warns of; None if the file was calibrated with these weights."""
         if self.model.fingerprint is None:
-            return f"the head file does not say which weights of {self.model.name} it is of"
+            said = self.model.name or self.data.get("model")
+            if said and not _is_alike(str(said), model.name):
+                return f"the head file is of {said}, this model is {model.name}"
+            return f"the head file does not say which weights of {said or 'its model'} it is of"
         if self.model.fingerprint != fingerprint:
             return (
                 "the head file was calibrated with another file of this model "
@@ -310,6 +315,14 @@ def even_heads(task: str, pairs: Sequence[Pair]) -> HeadFile:
     return HeadFile(task=task, model=ModelKey(), heads=heads, bias=bias)
 
 
+def _is_alike(said: str, name: str | None) -> bool:
+    """Whether two names may be of one model, however they are written; one may say more."""
+    one, other = (
+        re.sub(r"[^a-z0-9]", "", text.rpartition("/")[2].lower()) for text in (said, name or "")
+    )
+    return one in other or other in one
+
+
 def _warn(text: str) -> None:
     warnings.warn(text, HeadFileWarning, stacklevel=4)
 
@@ -319,21 +332,22 @@ def _own(content: Mapping[str, Any]) -> HeadFile:
         raise HeadFileError(
             f"schema is {shown(content['schema'])}, this version reads {SCHEMA}; update kqview"
         )
-    if content["link"] not in ("identity", "logistic"):
-        raise HeadFileError(f"link is {shown(content['link'])}; identity and logistic are known")
+    link = content.get("link", "identity")
+    if link not in ("identity", "logistic"):
+        raise HeadFileError(f"link is {shown(link)}; identity and logistic are known")
     known = {one.name for one in fields(ModelKey)}
     return HeadFile(
         task=str(content["task"]),
-        model=ModelKey(**{name: one for name, one in content["model"].items() if name in known}),
+        model=ModelKey(**{k: one for k, one in content.get("model", {}).items() if k in known}),
         heads=tuple(
             Head(_index("layer", one["layer"]), _index("head", one["head"]), _real(one["weight"]))
             for one in content["heads"]
         ),
-        bias=_real(content["bias"]),
-        link=content["link"],
-        thresholds={name: _real(one) for name, one in content["thresholds"].items()},
-        data=dict(content["data"]),
-        figures={name: Figure(**one) for name, one in content["figures"].items()},
+        bias=_real(content.get("bias", 0.0)),
+        link=link,
+        thresholds={name: _real(one) for name, one in content.get("thresholds", {}).items()},
+        data=dict(content.get("data", {})),
+        figures={name: Figure(**one) for name, one in content.get("figures", {}).items()},
     )
 
 
@@ -350,7 +364,10 @@ def _of_alignatt(content: Mapping[str, Any]) -> HeadFile:
     if content.get("calibrated") is False:
         _warn("the head file says of itself that it is not calibrated")
     shape = {"n_layer": content.get("num_layers"), "n_head": content.get("num_heads")}
-    data = {"source": f"AlignAtt4LLM, {content.get('model')}, {content.get('direction')}"}
+    data = {
+        "source": f"AlignAtt4LLM, {content.get('model')}, {content.get('direction')}",
+        "model": content.get("model"),
+    }
     return HeadFile(task="align", model=ModelKey(**shape), heads=heads, data=data)
 
 
@@ -361,7 +378,10 @@ def _of_vllm_hook(content: Mapping[str, Any], task: str) -> HeadFile:
     ]
     heads, bias = even_weights(task, pairs)
     info: Mapping[str, Any] = content.get("model_info") or {}
-    data = {"source": f"vLLM-Hook, {info.get('model_id')}"}
+    note = str(info.get("note"))
+    if re.search("copied|placeholder", note):
+        _warn(f"the head file says of itself: {note}")
+    data = {"source": f"vLLM-Hook, {info.get('model_id')}", "model": info.get("model_id")}
     return HeadFile(task=task, model=ModelKey(), heads=heads, bias=bias, data=data)
 
 
