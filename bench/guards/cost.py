@@ -157,7 +157,7 @@ def measure(engine: Engine, n_context: int, n: int, only: str) -> None:
     arguments: Any = attend.call_args_list[0]  # the second one asks nothing
 
     def its_prompt() -> None:
-        engine.attend(*arguments.args, **arguments.kwargs)
+        engine.attend(*arguments.args, **arguments.kwargs).array()
 
     compare(
         f"rerank of {len(sources)} documents, against its prompt", n_context, n,
