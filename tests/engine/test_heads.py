@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from kqview import Engine, heads
+from kqview import Edit, Engine, heads
 from kqview.errors import PromptTooLong, RequestError
-from kqview.heads import HeadFile, calibrate, made_examples, measures
+from kqview.heads import HeadFile, Task, calibrate, made_examples, measures
+from kqview.heads.calibration import Case, choose
 from tests.support import tiny_gguf
 from tests.support.rows import near
 
@@ -193,6 +194,75 @@ def test_calibrated_heads_of_the_demo_model_find_needles(engine: Engine, tmp_pat
     assert found.model.fingerprint == engine.fingerprint()
     found.save(tmp_path / "needle.json")
     HeadFile.load(tmp_path / "needle.json").check_model(engine.model, engine.fingerprint())
+
+
+def labelled(engine: Engine, task: str, one: Any) -> Case:
+    """An example with what its task measures of it, and what it is."""
+    match task:
+        case "rerank":
+            found = measures.rerank(engine, one["query"], one["documents"])
+            labels = [float(i in one["relevant"]) for i in range(len(one["documents"]))]
+        case "injection":
+            found = measures.injection(engine, one["instruction"], one["data"])
+            labels = [float(one["is_injected"])]
+        case _:
+            given = measures.answered(engine, [one["source"]], one["question"], one["answer"])
+            found = measures.grounding(engine, given)
+            labels = [float(one["is_grounded"])] * len(given.sentences)
+    return Case(found.values, np.array(labels))
+
+
+TASK_WEIGHTS: dict[Task, tuple[float, float, str]] = {
+    "rerank": (1.0, 0.0, "identity"), "injection": (-1.0, 1.0, "identity"),
+    "grounding": (np.nan, np.nan, "logistic"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("task", TASK_WEIGHTS)
+def test_heads_are_chosen_by_the_measures_and_kinds_of_the_examples(engine: Engine, task: Task):
+    examples = made_examples(task, 12)
+    found = calibrate(engine, task, examples)
+    pairs = [(layer, head) for layer in range(4) for head in range(8)]
+    want = choose(task, [labelled(engine, task, one) for one in examples], pairs)
+    assert [(one.layer, one.head) for one in found.heads] == [
+        (one.layer, one.head) for one in want["heads"]
+    ]
+    weights = [one.weight for one in found.heads]
+    assert weights == pytest.approx([one.weight for one in want["heads"]], rel=near(1e-2))
+    total, bias, link = TASK_WEIGHTS[task]
+    assert found.link == link
+    if link == "identity":
+        assert (sum(weights), found.bias) == (pytest.approx(total), bias)
+    assert found.figures == want["figures"]
+    assert found.thresholds == pytest.approx(want["thresholds"], abs=near(1e-3))
+
+
+def test_weights_of_at2_are_the_regression_of_what_hiding_the_source_does(engine: Engine):
+    source, question = "Tom found a silver key.", "What did Tom find?"
+    answer = "Tom found a silver key."
+    examples = [{"sources": [source], "question": question, "answer": answer}] * 12
+    found = calibrate(engine, "cite", examples)
+    # By hand. With one source, each head predicts its attention where the source is seen, and 0
+    # where it is hidden: x = a z of each ablation, and the target is y = d z, z centred. The heads
+    # that look at it are alike once standardised, so the ridge regression of 16 ablations gives
+    # each w = 16 d / (16 H + 1) / a.
+    given = measures.answered(engine, [source], question, answer)
+    ((start, stop),) = given.prompt.spans
+    hidden = Edit.block((stop, None), (start, stop))
+    n = len(given.answer)
+    seen, unseen = (
+        engine.score(given.ids, last=n, edits=edits).logprobs[-n:].astype(np.float64).sum()
+        for edits in ([], [hidden])
+    )
+    assert seen - unseen > 1  # the answer is copied
+    at = len(given.prompt.ids) - 1
+    looked = whole_maps(engine, given.ids)[:, at : at + n, start:stop].sum(2).mean(1)
+    weights = found.weights([(layer, head) for layer in range(4) for head in range(8)])
+    looks = (looked > 1e-5) & (weights != 0)
+    want = 16 * (seen - unseen) / (16 * looks.sum() + 1) / looked[looks]
+    assert looks.sum() > 8
+    assert weights[looks] == pytest.approx(want, rel=near(2e-2))
+    assert next(iter(found.figures.values())).value > 0.9  # equal ablations differ by rounding
 
 
 def test_too_few_examples_are_refused(engine: Engine):

@@ -309,6 +309,20 @@ def test_injection_is_less_attention_to_the_instruction():
     assert high < file.thresholds["injected"] < low
 
 
+def test_rerank_takes_the_head_for_which_the_relevant_document_stands_out():
+    rng = np.random.default_rng(4)
+    cases: list[Case] = []
+    for i in range(30):
+        labels = np.eye(5)[i % 5]
+        values = rng.normal(size=(5, 4))
+        values[:, 1] = 0.001 * labels  # by little, but always: the scale of a head does not count
+        values[:, 3] += labels
+        cases.append(Case(values, labels))
+    found = choose("rerank", cases, PAIRS)
+    assert found["heads"] == (Head(0, 1, 1.0),)
+    assert found["figures"]["nDCG@10"] == Figure(1.0, 1.0, 1.0, 9)
+
+
 def test_noise_has_an_interval_that_contains_a_coin():
     rng = np.random.default_rng(2)
     cases = [Case(rng.normal(size=(1, 4)), np.array([float(i % 2)])) for i in range(80)]

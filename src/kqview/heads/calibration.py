@@ -268,7 +268,11 @@ def _best_threshold(scores: Floats, labels: Floats) -> float:
 
 
 def _distance(cases: Sequence[Case]) -> Floats:
-    """How far the measures of the two kinds are apart, in standard deviations, for each head."""
+    """How far the measures of the two kinds are apart, in standard deviations, for each head.
+
+    Attention Tracker (2411.00348) takes every head whose means differ by more than k times the sum
+    of both deviations instead; here this only orders them, and held-out examples say how many.
+    """
     values = np.concatenate([one.values for one in cases])
     labels = np.concatenate([one.labels for one in cases])
     high, low = values[labels > 0.5], values[labels < 0.5]
@@ -277,7 +281,12 @@ def _distance(cases: Sequence[Case]) -> Floats:
 
 
 def _contrast(cases: Sequence[Case]) -> Floats:
-    """How far relevant documents stand out among those of their query, for each head."""
+    """How far relevant documents stand out among those of their query, for each head.
+
+    In standard deviations of the query's documents. CoRe heads (2510.02219) have the largest
+    softmax, with a temperature, of the relevant document's attention instead; here the scale of a
+    head does not count.
+    """
     found: list[Floats] = []
     for one in cases:
         is_good = one.labels > 0.5
