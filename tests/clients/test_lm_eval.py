@@ -6,6 +6,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -163,6 +166,15 @@ def test_answers_are_greedy_and_end_at_until(lm: KqviewLM):
         lm.generate_until([asked("x", {"num_beams": 4})])
 
 
+def test_answers_of_several_slots_share_their_steps():
+    texts = ["Anna has", "Tom found", "The bird", "It rains"]
+    with Engine.demo(n_threads=1, n_slots=4, n_ctx=256) as engine:
+        KqviewLM(engine).generate_until([asked(one, {"max_gen_toks": 48}) for one in texts * 2])
+        stats = engine.stats()
+    assert stats.n_tokens > 200
+    assert stats.n_decodes < 0.75 * stats.n_tokens
+
+
 def test_results_are_put_into_the_harness_cache(lm: KqviewLM):
     seen: list[str] = []
     lm.cache_hook = SimpleNamespace(add_partial=lambda kind, *_: seen.append(kind))
@@ -170,6 +182,34 @@ def test_results_are_put_into_the_harness_cache(lm: KqviewLM):
     lm.loglikelihood_rolling([asked("a b")])
     lm.generate_until([asked("a", {"max_gen_toks": 1})])
     assert seen == ["loglikelihood", "loglikelihood_rolling", "generate_until"]
+
+
+def test_command_of_the_harness_runs_with_the_model(tiny_llama: Path, tmp_path: Path):
+    docs = [{"text": f"the {one}", "label": i % 2} for i, one in enumerate(("cat", "dog", "mat"))]
+    (tmp_path / "docs.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in docs))
+    task = {
+        "task": "made",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": str(tmp_path / "docs.jsonl")},
+        "test_split": "train",
+        "output_type": "multiple_choice",
+        "doc_to_text": "text",
+        "doc_to_choice": [" sat", " ran"],
+        "doc_to_target": "label",
+    }
+    (tmp_path / "made.yaml").write_text(json.dumps(task))  # JSON is YAML
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "kqview.integrations.lm_eval", "run", "--model", "kqview",
+            "--model_args", f"model={tiny_llama},n_ctx=32,n_slots=2,n_threads=1",
+            "--tasks", "made", "--include_path", str(tmp_path),
+        ],
+        capture_output=True, text=True, timeout=300, check=False,
+        env={**os.environ, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    row = next(line for line in done.stdout.splitlines() if line.startswith("|made"))
+    assert "|acc" in row
 
 
 def test_harness_finds_the_model_by_its_name(tiny_llama: Path):

@@ -1,8 +1,12 @@
 """An engine as a model of lm-evaluation-harness (``pip install lm-eval``), named "kqview" there.
 
-Importing this module registers it. Requests are batched over the slots of the engine; log-
-probabilities are those of `Engine.score`. For tasks with log-probabilities, rolling ones
-(perplexity) and generated answers.
+Importing this module registers it. The command ``lm_eval`` imports no module of others, so in a
+shell this one is run in its place, with the same arguments: ``python -m kqview.integrations.lm_eval
+run --model kqview --model_args model=model.gguf --tasks ...``.
+
+Answers are generated in all slots of the engine at once; log-probabilities are those of
+`Engine.score`, with all texts of a call queued together, each in steps of its own. For tasks with
+log-probabilities, rolling ones (perplexity) and generated answers.
 """
 
 # lm-eval has no types, and need not be installed.
@@ -164,3 +168,9 @@ def _sampling(given: Mapping[str, Any]) -> dict[str, Any]:
                 parameter=name,
             )
     return options
+
+
+if __name__ == "__main__":
+    from lm_eval.__main__ import cli_evaluate
+
+    cli_evaluate()
