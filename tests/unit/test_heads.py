@@ -164,17 +164,17 @@ def test_heads_of_vllm_hook_count_alike(
 
 def test_placeholder_of_vllm_hook_warns():
     info = {"model_id": "x", "note": "Temporary. Heads are copied from another model."}
-    with pytest.warns(HeadFileWarning, match="copied from another model"):
+    with pytest.warns(HeadFileWarning, match="itself that its heads are copied"):
         HeadFile.of({"model_info": info, "params": {"important_heads": [[0, 0]]}}, task="rerank")
 
 
 @pytest.mark.parametrize(
     ("said", "name", "message"),
     [
-        ("owner/Toy-2.5-7B-Instruct", "Toy 2.5 7B Instruct", "which weights of owner/Toy-2.5-7B"),
-        ("owner/toy-2b.w4a16", "Toy 2b", "which weights of owner/toy-2b"),
-        ("owner/toy", None, "which weights of owner/toy"),
-        ("owner/toy-8b", "Toy 2b", "is of owner/toy-8b, this model is Toy 2b"),
+        ("owner/Toy-2.5-7B-Instruct", "Toy 2.5 7B Instruct", "which weights of 'owner/Toy-2.5-7B"),
+        ("owner/toy-2b.w4a16", "Toy 2b", "which weights of 'owner/toy-2b"),
+        ("owner/toy", None, "which weights of 'owner/toy'"),
+        ("owner/toy-8b", "Toy 2b", "is of 'owner/toy-8b', this model is 'Toy 2b'"),
         (None, "Toy 2b", "which weights of its model it"),
     ],
 )

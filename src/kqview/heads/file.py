@@ -176,8 +176,9 @@ class HeadFile:
         if self.model.fingerprint is None:
             said = self.model.name or self.data.get("model")
             if said and not _is_alike(str(said), model.name):
-                return f"the head file is of {said}, this model is {model.name}"
-            return f"the head file does not say which weights of {said or 'its model'} it is of"
+                return f"the head file is of {shown(said)}, this model is {shown(model.name)}"
+            of = shown(said) if said else "its model"
+            return f"the head file does not say which weights of {of} it is of"
         if self.model.fingerprint != fingerprint:
             return (
                 "the head file was calibrated with another file of this model "
@@ -378,9 +379,8 @@ def _of_vllm_hook(content: Mapping[str, Any], task: str) -> HeadFile:
     ]
     heads, bias = even_weights(task, pairs)
     info: Mapping[str, Any] = content.get("model_info") or {}
-    note = str(info.get("note"))
-    if re.search("copied|placeholder", note):
-        _warn(f"the head file says of itself: {note}")
+    if re.search("copied|placeholder", str(info.get("note"))):
+        _warn("the head file says of itself that its heads are copied from another model's")
     data = {"source": f"vLLM-Hook, {info.get('model_id')}", "model": info.get("model_id")}
     return HeadFile(task=task, model=ModelKey(), heads=heads, bias=bias, data=data)
 
