@@ -189,6 +189,7 @@ def run_emulated(
     failure = build(build_dir, "none", jobs, llama_dir, target, definitions=definitions)
     if failure is not None:
         print(failure)
+        print(f"native: 0 passed, 1 failed ({system}): the build failed")
         return False
     only_values = ["-tce=*faster than its scalar twin", *arguments]  # an emulator's speed is not
     programs = sorted(
