@@ -147,6 +147,7 @@ def _device_table(devices: Sequence[Mapping[str, Any]]) -> Table:
     if has_kernel:
         table.add_column("rows by")
     for device in devices:
+        rows_by = "kqview" if device["row_kernel"] or device["type"] == "CPU" else "ggml"
         total = device["memory_total_bytes"]
         memory = f"{device['memory_free_bytes'] / _GIB:.1f} of {total / _GIB:.1f} GiB"
         cells = [
@@ -154,14 +155,10 @@ def _device_table(devices: Sequence[Mapping[str, Any]]) -> Table:
             memory if total else "unknown",
             *([device["compute_capability"] or ""] if has_capability else []),
             device["capture"],
-            *([_rows_by(device)] if has_kernel else []),
+            *([rows_by] if has_kernel else []),
         ]
         table.add_row(*map(Text, cells))
     return table
-
-
-def _rows_by(device: Mapping[str, Any]) -> str:
-    return "kqview" if device["row_kernel"] or device["type"] == "CPU" else "ggml"
 
 
 def _build_rows(info: Mapping[str, Any]) -> list[tuple[str, str]]:

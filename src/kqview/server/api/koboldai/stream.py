@@ -65,10 +65,8 @@ def name_in(raw: bytes | str, *, packs: bool) -> str | None:
     if count_values(data, is_packed).depth > DEPTH_MAX:
         return None
     try:
-        if is_packed:
-            named = msgspec.msgpack.decode(data, type=NamedMessage)
-        else:
-            named = msgspec.json.decode(raw, type=NamedMessage)
+        decode = msgspec.msgpack.decode if is_packed else msgspec.json.decode
+        named = decode(data, type=NamedMessage)
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None
     return named.request_id if isinstance(named.request_id, str) else None

@@ -260,12 +260,10 @@ async def _scores_of_head(
 ) -> tuple[list[float], int, None]:
     """Scores, number of tokens and warning, by the model's classifier head."""
     pair_ids = call.model.engine.pair_ids
-
-    def ids_of_pairs() -> list[list[int]]:
-        return [pair_ids(query, document) for document in documents]
-
     with _naming("documents"):
-        ids = await call.service.converted(n_characters, call.hold, ids_of_pairs)
+        ids = await call.service.converted(
+            n_characters, call.hold, lambda: [pair_ids(query, one) for one in documents]
+        )
     async with _engine(call, "documents") as engine:
         found = await engine.aclassify(ids)
     return [one.raw[0] for one in found], sum(map(len, ids)), None

@@ -143,11 +143,9 @@ async def _complete(
     service = call.service
     engine, settings = call.model.engine, service.settings
     body = with_defaults(body, settings)
-
-    def with_texts() -> list[tuple[list[int], str]]:
-        return [(ids, engine.detokenize(ids)) for ids in prompts]
-
-    shown = await service.converted(call.n_body_bytes, call.hold, with_texts)
+    shown = await service.converted(
+        call.n_body_bytes, call.hold, lambda: [(ids, engine.detokenize(ids)) for ids in prompts]
+    )
     writer = await service.converted(
         call.n_body_bytes, call.hold, events.CompletionEvents, body, shown, engine, settings,
         request_id=call.request_id, model=call.model.name,

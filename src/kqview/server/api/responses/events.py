@@ -2,7 +2,7 @@
 
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
@@ -190,8 +190,6 @@ EVENTS: Final = (
 
 # ---- who writes them
 
-_FAILURES: Final[Mapping[int, str]] = {429: "rate_limit_exceeded"}
-
 
 class ResponseWriter(AnswerWriter):
     """Writes the response of one answer; its parts are the items of the output."""
@@ -320,7 +318,7 @@ class ResponseWriter(AnswerWriter):
     def error(self, run: Run | None, answer: Answer) -> list[bytes]:
         """What went wrong."""
         by_status = "server_error" if answer.status >= 500 else "invalid_prompt"
-        code = _FAILURES.get(answer.status, by_status)
+        code = "rate_limit_exceeded" if answer.status == 429 else by_status
         response = self._response("failed")
         response.error = schema.ResponseError(code=code, message=answer.message)
         failed = ResponseState(type="response.failed", response=response)
