@@ -8,12 +8,16 @@
 #include <cmath>
 #include <cstdio>
 #include <cstring>
+#include <functional>
 #include <limits>
+#include <memory>
+#include <numeric>
 #include <random>
 #include <string>
 #include <vector>
 
 #include "tap/host/row_kernel.h"
+#include "tap/host/row_sink.h"
 
 using namespace kqview;
 
@@ -368,4 +372,56 @@ TEST_CASE("row_kernel: the vector code is faster than its scalar twin" *
         "row_kernel: 4 heads x 64 x f16 over 1024 cells: %.2f ns a product, scalar %.2f ns\n",
         vector_ns, scalar_ns);
     CHECK(vector_ns < scalar_ns);
+}
+
+TEST_CASE(
+    "row_sink: the k largest values, the earlier column first among equals, and NaN is safe") {
+    std::mt19937 source(3);
+    for (const int n_columns : {1, 7, 31, 32, 33, 700, 5000}) {
+        for (const int k : {1, 8, 40, 1024}) {
+            for (const int n_values : {1000000, 5}) {  // 5: nearly all are equal to others
+                std::vector<float> row(static_cast<std::size_t>(n_columns));
+                for (auto& value : row)
+                    value = static_cast<float>(static_cast<int>(source() % 1000000) % n_values);
+                capture_options options;
+                options.top_k = k;
+                capture_source from;
+                from.attention.push_back({0, 1, 1, 1.0f, false, false});
+                const auto plan = std::make_shared<const capture_plan>(options, from);
+                const auto layout = plan->layout(n_columns);
+                const auto n = static_cast<std::size_t>(layout.n_values);
+                REQUIRE(n == static_cast<std::size_t>(std::min(k, n_columns)));
+                std::vector<std::byte> block(layout.size_bytes);
+                row_table table;
+                table.scratch.resize(1);
+                table.targets.push_back({plan, 0, 0, 0, n_columns, layout, block.data()});
+                table.prepare_reductions();
+                const auto write = [&] {
+                    row_sink sink(table, 0, plan->layers()[0], 0);
+                    sink.begin_query(0);
+                    sink.finish(0, row.data());
+                    sink.end_query(1);
+                };
+                write();
+                std::vector<std::int32_t> order(row.size());
+                std::iota(order.begin(), order.end(), 0);
+                std::ranges::stable_sort(order, std::ranges::greater{}, [&](std::int32_t c) {
+                    return row[static_cast<std::size_t>(c)];
+                });
+                std::vector<float> values(n);
+                std::vector<std::int32_t> positions(n);
+                std::memcpy(values.data(), block.data(), n * sizeof(float));
+                std::memcpy(positions.data(), block.data() + layout.positions_offset,
+                            n * sizeof(std::int32_t));
+                for (std::size_t i = 0; i < n; ++i) {
+                    REQUIRE(positions[i] == order[i]);
+                    REQUIRE(values[i] == row[static_cast<std::size_t>(order[i])]);
+                }
+                for (std::size_t i = 0; i < row.size(); i += 3) row[i] = std::nanf("");
+                write();
+                std::fill(row.begin(), row.end(), std::nanf(""));
+                write();
+            }
+        }
+    }
 }

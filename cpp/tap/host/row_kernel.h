@@ -43,6 +43,7 @@ struct row_scratch {
     std::vector<float> rows;   // results to convert or reduce before they are written
     std::vector<float> cells;  // keys of a tile as floats, cell by cell or by dimension
     std::vector<std::pair<float, std::int32_t>> best;  // the largest values of a row
+    std::vector<float> maxima;                         // of blocks of a row's columns
     std::vector<float> gathered;   // max_heads_at_once rows over gathered keys, before scatter()
     std::vector<float> extra;      // a row over keys that stand for no token
     std::vector<double> segments;  // sums over parts of a row

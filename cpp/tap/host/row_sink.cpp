@@ -2,12 +2,17 @@
 
 #include <algorithm>
 #include <cstring>
+#include <functional>
 #include <limits>
 #include <numeric>
+
+#include "tap/host/vectors.h"
 
 namespace kqview {
 
 namespace {
+
+using namespace vectors;
 
 constexpr float minus_infinity = -std::numeric_limits<float>::infinity();
 
@@ -25,21 +30,49 @@ bool ranks_before(const ranked& a, const ranked& b) {
     return a.first > b.first || (a.first == b.first && a.second < b.second);
 }
 
-// The k largest values of a row, best first, into `best`.
-void select_top(const float* row, int n_columns, std::size_t k, std::vector<ranked>& best) {
-    best.clear();
-    float least = minus_infinity;
-    for (int c = 0; c < n_columns; ++c) {
-        if (best.size() == k && !(row[c] > least)) continue;
-        if (best.size() == k) {
-            std::pop_heap(best.begin(), best.end(), ranks_before);
-            best.pop_back();
-        }
-        best.emplace_back(row[c], c);
-        std::push_heap(best.begin(), best.end(), ranks_before);
-        least = best.front().first;
+constexpr int n_of_block = 32;
+static_assert(n_of_block % lanes == 0);
+
+// NaN is never the largest.
+float largest_of_block(const float* block, int n) {
+    vec most = spread(minus_infinity);
+    int c = 0;
+    for (; c + lanes <= n; c += lanes) {
+        const vec x = load(block + c);
+        most = x > most ? x : most;
     }
-    std::sort_heap(best.begin(), best.end(), ranks_before);
+    float largest = largest_of(most);
+    for (; c < n; ++c) largest = block[c] > largest ? block[c] : largest;
+    return largest;
+}
+
+// The k <= n_columns largest values of a row, best first, into `best`. None of them is below the
+// k-th largest of the maxima of blocks of columns; few others are not.
+void select_top(const float* row, int n_columns, std::size_t k, std::vector<float>& maxima,
+                std::vector<ranked>& best) {
+    best.clear();
+    maxima.clear();
+    for (int c = 0; c < n_columns; c += n_of_block)
+        maxima.push_back(largest_of_block(row + c, std::min(n_of_block, n_columns - c)));
+    const auto n_blocks = maxima.size();
+    float least = minus_infinity;
+    if (n_blocks >= k) {
+        maxima.resize(2 * n_blocks);
+        const auto copies =
+            std::copy_n(maxima.begin(), n_blocks, maxima.begin() + n_blocks) - n_blocks;
+        const auto kth = copies + (k - 1);
+        std::nth_element(copies, kth, maxima.end(), std::greater<>());
+        least = *kth;
+    }
+    for (std::size_t i = 0; i < n_blocks; ++i) {
+        if (maxima[i] < least) continue;
+        const int first = static_cast<int>(i) * n_of_block;
+        for (int c = first; c < std::min(first + n_of_block, n_columns); ++c)
+            if (!(row[c] < least)) best.emplace_back(row[c], c);
+    }
+    // By a heap, which stays within its bounds even where a value is NaN.
+    std::partial_sort(best.begin(), best.begin() + static_cast<std::ptrdiff_t>(k), best.end(),
+                      ranks_before);
 }
 
 // In double, so that a span of thousands of columns loses nothing.
@@ -210,7 +243,7 @@ void row_sink::write(int i_row, const float* row) {
 
 void row_sink::write_top(int i_row, const float* row) {
     const auto n_values = static_cast<std::size_t>(target_.layout.n_values);
-    select_top(row, target_.layout.n_columns, n_values, scratch_.best);
+    select_top(row, target_.layout.n_columns, n_values, scratch_.maxima, scratch_.best);
     std::byte* const to = target_.data + index_of(i_row) * plan_.element_bytes();
     auto* const positions =
         reinterpret_cast<std::int32_t*>(target_.data + target_.layout.positions_offset) +
