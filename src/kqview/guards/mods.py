@@ -333,7 +333,8 @@ class TakeBackUngrounded(_SpanMod):
 class AlignAttByHeads(AlignAtt):
     """`kqview.mods.attention.AlignAtt` with the heads of a head file, such as AlignAtt4LLM's.
 
-    Rows are averaged by the weights of the heads. The rows of these heads are captured whole, in
+    Experimental: where text is copied, the longest match of text finds the place more often. Rows
+    are averaged by the weights of the heads. The rows of these heads are captured whole, in
     each of their layers, because what counts is which position of the source gets most.
 
     Args:
