@@ -2,8 +2,9 @@
 
 A text becomes a request that evaluates its prompt and samples nothing. Several are queued together
 (`in_turn`), so that no slot is idle; those for vectors and labels share steps, while a text with
-scores has its own, so that these do not depend on what else is scored. The engine thread turns the logits of each step into scores before the next one,
-so only one step's logits are in memory at a time, however long a text is.
+scores has its own, so that these do not depend on what else is scored. The engine thread turns the
+logits of each step into scores before the next one, so only one step's logits are in memory at a
+time, however long a text is.
 """
 
 from asyncio import to_thread
