@@ -153,11 +153,11 @@ void block_pool::make_room(block_map& freed) {
     }
 }
 
-// False: there can be no thread to make it.
 std::size_t block_pool::block_bytes(std::size_t n_bytes) noexcept {
     return class_bytes(class_of(n_bytes));
 }
 
+// False: there can be no thread to make it.
 bool block_pool::order(std::size_t i_class, block_map& freed) {
     if (is_ordered_[i_class]) return true;
     if (!is_making_) {

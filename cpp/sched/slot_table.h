@@ -158,7 +158,7 @@ struct slot : request_progress {
     bool may_go_ahead() const {
         return state == slot_state::steered && likely && draft.ids.empty() && !gives_way;
     }
-    // True if its next token is chosen by its consumer or in the sampler lane, beside further steps.
+    // True if its next token is chosen by its consumer or in the sampler lane, beside other steps.
     bool is_chosen_beside() const { return active->is_steered || ticket || picker->is_slow(); }
     bool has_rows() const { return rows.block || prompt_rows.block; }
 

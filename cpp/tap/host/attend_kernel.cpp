@@ -115,6 +115,7 @@ float score_tile(const attended_head& head, float* tile, int n_cells, float scal
     return scale;
 }
 
+// Vectors begin where the tile's do, so lanes outside of the piece count as 0.
 float sum_of_piece(const float* tile, const cut_ranges::piece& piece) {
     static constexpr float numbers[] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     static_assert(std::size(numbers) >= lanes);

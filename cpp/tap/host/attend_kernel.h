@@ -36,7 +36,7 @@ struct attended_head {
     float slope = 1.0f;                // of the mask's bias
     float* row = nullptr;              // its row's values of the tile; null: no row is wanted
     float* row_max = nullptr;          // of probs: what the tile's values are relative to
-    int n_row = 0;                     // cells of the tile that are columns of the row
+    int n_row = 0;                     // cells of the tile that are columns of the row, or pieces
     bool streams_row = false;          // past the caches: end_rows() before anybody reads it
     row_kind kind = row_kind::logits;  // of the row; probs are exp(score - row_max)
     const cut_ranges::piece* pieces = nullptr;  // not null: the row has their sums, n_row of them

@@ -110,8 +110,8 @@ struct wanted_rows {
     std::size_t i_target;
     const row_target* target;
     const capture_plan::layer_rows* layer;
-    std::span<const cut_ranges::piece> pieces;  // of a plan that is_sums(), whose sums are kept
-    std::span<const cut_ranges::piece> of_tile = {};  // those of one tile, for is_sums()
+    std::span<const cut_ranges::piece> pieces;  // what is kept of a row, if the plan is_sums()
+    std::span<const cut_ranges::piece> of_tile = {};  // those of the tile that rows aim at
 
     int n_heads() const { return static_cast<int>(layer->heads.size()); }
     bool has(int token) const {
@@ -135,12 +135,13 @@ struct wanted_rows {
         return memory.rows.data() + place * memory.row_floats + zu(i_head) * n_kept;
     }
     bool is_sums() const { return target->plan->is_sums(); }
-    // Those of the tiles that a query sees, all of which were walked.
+    // The pieces in the tiles that a query sees, all of which were walked.
     std::span<const cut_ranges::piece> seen_pieces(int token) const {
         const int n_tiles = (n_visible(token) + attend_tile - 1) / attend_tile;
         const auto end = std::ranges::lower_bound(pieces, n_tiles, {}, &cut_ranges::piece::tile);
         return {pieces.begin(), end};
     }
+    // Sets of_tile.
     void aim(int tile) {
         const auto found = std::ranges::equal_range(pieces, tile, {}, &cut_ranges::piece::tile);
         of_tile = {found.begin(), found.end()};
