@@ -180,7 +180,7 @@ class StopOnInjection(_SpanMod):
         """The score, once the prompt is evaluated."""
         self.answer: bool | None = None
         """What *ask* said; None if it was not asked."""
-        if inspect.iscoroutinefunction(self._ask):
+        if inspect.iscoroutinefunction(self._ask):  # who calls a handler looks whether it is async
             vars(self)["on_forward_pass"] = self._judge_and_await
 
     def on_forward_pass(
