@@ -327,6 +327,7 @@ def test_guards_capture_sums_and_the_rows_of_heads_that_count(
     ]
     assert len(seen) == 7
     assert all(one.spans and one.layers == (3,) for one in seen)
+    assert [one.heads for one in seen[-2:]] == [(5,), (5,)]  # what is between tokens
     align = guards.AlignAttByHeads(engine, "silver key", heads).capture
     assert (align.layers, align.heads, align.spans) == ((3,), (5,), None)
 
@@ -388,9 +389,14 @@ def test_grounded_text_is_left_alone(engine: Engine):
     assert len(generation.mods[0].scores) > 1
 
 
-def test_scores_of_the_mod_are_the_lookback_ratios_of_its_sentences(engine: Engine):
+@pytest.mark.parametrize("of_file", [(), (Head(1, 3, 2.0), Head(2, 0), Head(2, 6, -1.0))])
+def test_scores_of_the_mod_are_the_lookback_ratios_of_its_sentences(
+    engine: Engine, of_file: tuple[Head, ...]
+):
     prompt = story(engine)
-    guard = guards.TakeBackUngrounded(engine, prompt, threshold=0.0)
+    heads = head_file(engine, "grounding", *of_file) if of_file else None
+    guard = guards.TakeBackUngrounded(engine, prompt, heads, threshold=-1.0)
+    assert guard.capture.heads == ((0, 3, 6) if of_file else None)
     generation = engine.generate(
         prompt.ids, mods=[guard], capture=guard.capture, max_tokens=40, temperature=0
     )
@@ -399,7 +405,8 @@ def test_scores_of_the_mod_are_the_lookback_ratios_of_its_sentences(engine: Engi
         prompt, ids,
         [measures.Sentence(".", 0, 1 + [engine.token_text(one) for one in ids].index("."))],
     )  # fmt: skip
-    want = measures.grounding(engine, given).values.mean()
+    found = measures.grounding(engine, given)
+    want = found.values.mean() if heads is None else heads.score(found.values[0], found.pairs)
     assert generation.mods[0].scores[0] == pytest.approx(want, abs=5e-3)
 
 

@@ -25,6 +25,7 @@ from kqview.heads import (
 )
 from kqview.heads.calibration import Case, auroc, choose, ndcg, spearman
 from kqview.heads.examples import digest
+from kqview.heads.file import checked_numbers
 from kqview.types import ModelInfo
 
 if TYPE_CHECKING:
@@ -346,3 +347,12 @@ def test_examples_of_one_kind_are_refused():
     cases = [Case(one.values, np.ones(1)) for one in noisy_cases(20)]
     with pytest.raises(RequestError, match="of one kind"):
         choose("injection", cases, PAIRS)
+
+
+@pytest.mark.parametrize(("count", "numbers"), [("2", (0, 1)), ("[1, 2, 2]", None)])
+def test_all_heads_are_captured_where_a_layer_may_lack_some(
+    count: str, numbers: tuple[int, ...] | None
+):
+    model = replace(MODEL, metadata={"llama.attention.head_count": count})
+    assert checked_numbers(FILE, model) == numbers
+    assert checked_numbers(None, model) is None

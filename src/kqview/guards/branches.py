@@ -12,7 +12,7 @@ from kqview.engine import Engine
 from kqview.generation.stream import Generation
 from kqview.guards.mods import check_spans, ends_sentence, sentence_score
 from kqview.guards.scores import GroundedSentence
-from kqview.heads.file import Floats, HeadFile, checked_layers
+from kqview.heads.file import Floats, HeadFile, checked_layers, checked_numbers
 from kqview.heads.measures import Prompt, pairs_of
 from kqview.types import Capture, Sampling, Token
 
@@ -60,7 +60,9 @@ def best_grounded(
     whole_number("max_tokens", max_tokens, low=1)
     check_spans(prompt)
     layers = checked_layers(heads, "grounding", engine) or engine.model.attention_layers
-    capture = Capture(layers=layers, spans=[*prompt.spans, (len(prompt.ids), None)])
+    numbers = checked_numbers(heads, engine.model)
+    spans = [*prompt.spans, (len(prompt.ids), None)]
+    capture = Capture(layers=layers, heads=numbers, spans=spans)
     return _sentences(engine, prompt, heads, n, max_tokens, sampling, capture)
 
 
@@ -101,7 +103,7 @@ def _sentences(
         found = [one for one in attempts if one.ids]
         if not attempts[0].ids:
             return
-        pairs = pairs_of(capture.layers or (), found[0].rows)
+        pairs = pairs_of(capture.layers or (), found[0].rows, capture.heads)
         places = range(len(answer), max_tokens)
         scores = [sentence_score(heads, pairs, prompt, one.sums, places) for one in found]
         best = found[int(np.argmax(scores))]

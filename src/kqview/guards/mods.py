@@ -13,7 +13,7 @@ from kqview.arguments import flag, invalid, to_number, whole_number
 from kqview.engine import Engine
 from kqview.errors import InvalidCapture, RequestError, shown
 from kqview.guards.scores import InjectionScore, judged_injection
-from kqview.heads.file import Floats, HeadFile, Pair, checked_layers, weighed
+from kqview.heads.file import Floats, HeadFile, Pair, checked_layers, checked_numbers, weighed
 from kqview.heads.measures import Measures, Prompt, lookback_ratios, pairs_of
 from kqview.mods.actions import Action, ActionBuilder
 from kqview.mods.attention import AlignAtt, Place, Row
@@ -47,11 +47,20 @@ class _SpanMod(Mod):
         capture: What to pass to `generate` as ``capture``.
     """
 
-    def __init__(self, prompt: Prompt, spans: Sequence[Span], layers: Sequence[int]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        prompt: Prompt,
+        spans: Sequence[Span],
+        heads: HeadFile | None,
+        task: str,
+    ) -> None:
         check_spans(prompt)
-        self.capture = Capture(layers=layers, spans=spans)
+        self._layers = checked_layers(heads, task, engine) or engine.model.attention_layers
+        self._numbers = checked_numbers(heads, engine.model)
+        self.capture = Capture(layers=self._layers, heads=self._numbers, spans=spans)
+        self._heads = heads
         self._prompt = prompt
-        self._layers = layers
         self._n_spans = len(spans)
         self._pairs: tuple[Pair, ...] = ()  # layer and head of each row, once there was one
 
@@ -78,21 +87,21 @@ class _SpanMod(Mod):
     def _rows(self, event: ForwardPass) -> Floats:
         """A copy of the sums over the spans, heads in the order of the pairs; spans are last."""
         rows: Any = () if event.attention is None else event.attention
-        if len(rows) != len(self._layers) or rows[0].shape[-1] != self._n_spans:
+        numbers, n_spans = self._numbers, self._n_spans
+        if (
+            len(rows) != len(self._layers)
+            or rows[0].shape[-1] != n_spans
+            or (numbers is not None and len(rows[0]) != len(numbers))
+        ):
             raise InvalidCapture(
                 f"{self.name}: the captured rows are not those of its own capture; pass "
                 "capture=guard.capture to generate"
             )
         if not self._pairs:
-            self._pairs = pairs_of(self._layers, rows)
+            self._pairs = pairs_of(self._layers, rows, numbers)
         if isinstance(rows, tuple):  # layers differ in heads
             return np.concatenate(cast("tuple[Any, ...]", rows))
         return rows.copy()  # the engine needs its memory
-
-
-def _layers(engine: Engine, heads: HeadFile | None, task: str) -> tuple[int, ...]:
-    found = checked_layers(heads, task, engine)
-    return engine.model.attention_layers if found is None else found
 
 
 def ends_sentence(last: bytes) -> bool:
@@ -169,8 +178,7 @@ class StopOnInjection(_SpanMod):
         message: str | None = None,
         ask: Ask | None = None,
     ) -> None:
-        super().__init__(prompt, prompt.spans, _layers(engine, heads, "injection"))
-        self._heads = heads
+        super().__init__(engine, prompt, prompt.spans, heads, "injection")
         self._threshold = _threshold(threshold, heads, "injected")
         self._message = message
         self._ask = ask
@@ -257,8 +265,7 @@ class TakeBackUngrounded(_SpanMod):
         retries: int = 2,
     ) -> None:
         spans = [*prompt.spans, (len(prompt.ids), None)]
-        super().__init__(prompt, spans, _layers(engine, heads, "grounding"))
-        self._heads = heads
+        super().__init__(engine, prompt, spans, heads, "grounding")
         self._threshold = _threshold(threshold, heads, "grounded")
         self._retries = whole_number("retries", retries, low=0)
 

@@ -429,6 +429,17 @@ def checked_layers(
     return heads.layers
 
 
+def checked_numbers(heads: HeadFile | None, model: ModelInfo) -> tuple[int, ...] | None:
+    """The heads to capture in each layer of `checked_layers`; None for all.
+
+    All as well where layers differ in heads: not each of them may have those of the others.
+    """
+    count = model.metadata.get(f"{model.architecture}.attention.head_count", "")
+    if heads is None or not count.isdigit():
+        return None
+    return tuple(sorted({one.head for one in heads.heads}))
+
+
 def weighed(heads: HeadFile | None, task: str, measures: Floats, pairs: Sequence[Pair]) -> Floats:
     """Scores of measures, as `HeadFile.score`; those of all heads alike without a file."""
     return (heads or even_heads(task, pairs)).score(measures, pairs)

@@ -204,10 +204,14 @@ def joined(rows: Sequence[Any]) -> Any:
     return np.concatenate(rows) if len(rows) > 1 else rows[0]
 
 
-def pairs_of(layers: Sequence[int], rows: Sequence[Any]) -> tuple[Pair, ...]:
-    """Layer and head of that axis."""
+def pairs_of(
+    layers: Sequence[int], rows: Sequence[Any], numbers: Sequence[int] | None = None
+) -> tuple[Pair, ...]:
+    """Layer and head of that axis; *numbers* are the captured heads of each layer, None for all."""
     return tuple(
-        (layer, head) for layer, row in zip(layers, rows, strict=True) for head in range(len(row))
+        (layer, head)
+        for layer, row in zip(layers, rows, strict=True)
+        for head in numbers or range(len(row))
     )
 
 
