@@ -24,13 +24,14 @@ from kqview.cli.outputs import ARRAYS, PAGE, PICTURES, check_drawn, check_output
 from kqview.coloured.rows import layers_of
 from kqview.errors import RequestError
 from kqview.saved import save_prompt, write_arrays
+from kqview.types import Capture
 from kqview.viz.figures import heatmap, save_figure
 from kqview.viz.source import N_LATEST, probabilities
 from kqview.viz.terminal import TerminalHeatmap, label
 from kqview.viz.tokens import to_html
 
 if TYPE_CHECKING:
-    from kqview import Capture, Engine
+    from kqview import Engine
 
 _SUFFIXES: Final = (*PICTURES, PAGE, *ARRAYS)
 _N_SHOWN: Final = 3
@@ -82,11 +83,8 @@ def attend(
     with source.open(model) as engine:
         asked: dict[str, Any] = {"last": last, "add_special": add_special, "edits": changes}
         shown = _Shown(engine, text, plan, asked)
-        if output is not None and output.suffix.lower() == PAGE:
-            to_html(output, shown.found)
-        elif output is not None:
-            shown.write(output, layer, head)
         if output is not None:
+            shown.write(output, layer, head)
             typer.echo(f"written to {output}", err=True)
     if as_json:
         typer.echo(json.dumps(shown.to_json()))
@@ -108,18 +106,14 @@ class _Head:
 class _Shown:
     """The attention of a text, in memory."""
 
-    def __init__(self, engine: "Engine", text: str, plan: "Capture", asked: dict[str, Any]) -> None:
-        self.found = found = engine.attend(text, plan, **asked)
+    def __init__(self, engine: "Engine", text: str, plan: Capture, asked: dict[str, Any]) -> None:
+        self._found = found = engine.attend(text, plan, **asked)
         self._model = engine.model
         self._capture = found.capture
         self._layers, self._heads = found.layers, found.heads
         self._ids, self._texts, self._start = found.column_ids, found.column_texts, found.start
-        self._positions: Any = None
-        self._values: Any
-        if plan.top_k is None:
-            self._values = found.array()
-        else:
-            self._values, self._positions = found.top_k()
+        taken: tuple[Any, Any] = (found.array(), None) if plan.top_k is None else found.top_k()
+        self._values, self._positions = taken
 
     # ---- one head
 
@@ -213,21 +207,22 @@ class _Shown:
         return content
 
     def write(self, path: Path, layer: int | None, head: int | None) -> None:
-        """Write a picture of the head, or everything as arrays."""
-        if path.suffix.lower() in PICTURES:
+        """Write a picture of the head, or everything as a page or as arrays."""
+        if path.suffix.lower() == PAGE:
+            to_html(path, self._found)
+        elif path.suffix.lower() in PICTURES:
             picked = self._pick(layer, head)
             title = f"{self._model.name}, {picked.title}"
             kind = self._capture.kind
             save_figure(heatmap(picked.matrix, self._texts, kind=kind, title=title), path)
-            return
-        if path.suffix.lower() == ".npy":
+        elif path.suffix.lower() == ".npy":
             if isinstance(self._values, tuple):
                 raise RequestError(
                     "--output ends in .npy, but the layers differ in heads; use .npz"
                 )
             write_arrays(path, "attention", {"attention": self._values}, {})
-            return
-        save_prompt(path, self.found, self._values, self._positions)
+        else:
+            save_prompt(path, self._found, self._values, self._positions)
 
 
 def _chosen(name: str, wanted: int | None, known: Sequence[int], n: int) -> Sequence[int]:

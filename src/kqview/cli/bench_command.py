@@ -1,6 +1,7 @@
 """``kqview bench``: what capture costs per decoded token, on the user's model and machine."""
 
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -17,19 +18,17 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from kqview.bench import records
+from kqview.bench.sweep import CAPTURE_NAMES, SweepPlan, fitting_contexts, sweep
 from kqview.cli.option_groups import option, with_groups
 from kqview.cli.options import GPU_LAYERS, THREADS, ModelChoice, open_engine, parse_indices
 from kqview.cli.outputs import PICTURES, check_output
 from kqview.errors import RequestError
 from kqview.machine import default_threads
+from kqview.types import ModelInfo
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Sequence
-    from contextlib import AbstractContextManager
-
-    from kqview import Engine, ModelInfo
-    from kqview.bench.records import LeftOut, SweepRow
-    from kqview.bench.sweep import SweepPlan
+    from kqview import Engine
 
 _QUICK: Final = {"contexts": (64, 128), "n_rounds": 5, "n_tokens": 8}
 
@@ -82,9 +81,6 @@ def bench(
     - `kqview bench model.gguf --contexts 1024 --captures logits,10-heads --flash-attn on`
     - `kqview bench --demo --quick --output rows.jsonl --plot rows.png`
     """
-    from kqview.bench.records import LeftOut, append_record
-    from kqview.bench.sweep import SweepPlan, fitting_contexts, sweep
-
     check_output("--plot", plot, PICTURES)
     plan = SweepPlan(captures=_capture_names(captures), flash_attn=_SETTINGS[flash_attn])
     wanted: dict[str, Any] = dict(_QUICK) if quick else {}
@@ -110,30 +106,28 @@ def bench(
     fitting, left_out = fitting_contexts(info, plan.contexts)
     plan = replace(plan, contexts=tuple(fitting))
     about = _about(info, plan, threads)
-    rows: list[SweepRow] = []
+    rows: list[records.SweepRow] = []
     with _progress_line(plan.n_runs) as on_run:
         for row in sweep(open_one, plan, on_run):
-            if isinstance(row, LeftOut):
+            if isinstance(row, records.LeftOut):
                 left_out.append(row)
                 continue
             rows.append(row)
             if json_file is not None:
-                append_record(json_file, {**about, **row.to_record()})
+                records.append_record(json_file, {**about, **row.to_record()})
     _show(info, rows, left_out)
     if plot is not None and rows:
         from kqview.viz import overhead_plot
         from kqview.viz.figures import save_figure
 
         title = f"Cost of capture: {info.name or info.architecture}\n{about['cpu']}"
-        records = [{**about, **row.to_record()} for row in rows]
-        save_figure(overhead_plot(records, title=title), plot)
+        lines = [{**about, **row.to_record()} for row in rows]
+        save_figure(overhead_plot(lines, title=title), plot)
     if any(row.is_failure for row in left_out) or not rows:
         raise typer.Exit(1)
 
 
 def _capture_names(text: str | None) -> tuple[str, ...]:
-    from kqview.bench.sweep import CAPTURE_NAMES
-
     names = CAPTURE_NAMES if text is None else [name.strip() for name in text.split(",")]
     unknown = [name for name in names if name not in CAPTURE_NAMES]
     if unknown:
@@ -144,12 +138,10 @@ def _capture_names(text: str | None) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def _about(model: "ModelInfo", plan: "SweepPlan", threads: int | None) -> dict[str, Any]:
+def _about(model: ModelInfo, plan: SweepPlan, threads: int | None) -> dict[str, Any]:
     """The fields that every JSON line starts with."""
-    from kqview.bench.records import machine_facts
-
     return {
-        **machine_facts(),
+        **records.machine_facts(),
         "model": model.name or model.architecture,
         "model_bytes": model.size_bytes,
         "file_type": model.file_type,
@@ -159,7 +151,7 @@ def _about(model: "ModelInfo", plan: "SweepPlan", threads: int | None) -> dict[s
 
 
 @contextmanager
-def _progress_line(n_runs: int) -> "Generator[Callable[[str, int], None]]":
+def _progress_line(n_runs: int) -> Generator[Callable[[str, int], None]]:
     """Progress on one line of stderr, if that is a terminal: what is measured, the time left."""
     console = Console(stderr=True)
     columns = (
@@ -177,20 +169,20 @@ def _progress_line(n_runs: int) -> "Generator[Callable[[str, int], None]]":
         yield on_run
 
 
-def _show(model: "ModelInfo", rows: "Sequence[SweepRow]", left_out: "Sequence[LeftOut]") -> None:
-    from kqview.bench.records import CELL_LEGEND, by_reason, tables
-
+def _show(
+    model: ModelInfo, rows: Sequence[records.SweepRow], left_out: Sequence[records.LeftOut]
+) -> None:
     console = Console()
-    for found in tables(rows):
+    for found in records.tables(rows):
         flash = "on" if found.flash_attn else "off"
         title = (
             f"{model.name or model.architecture}: time per decoded token, flash attention {flash}"
         )
-        table = Table(*found.columns, title=title, caption=CELL_LEGEND)
+        table = Table(*found.columns, title=title, caption=records.CELL_LEGEND)
         for column in table.columns[1:]:
             column.justify = "right"
         for cells in found.lines:
             table.add_row(*cells)
         console.print(table)
-    for reason, names in by_reason(left_out).items():
+    for reason, names in records.by_reason(left_out).items():
         console.print(f"skipped: {', '.join(names)}: {reason}", highlight=False, markup=False)

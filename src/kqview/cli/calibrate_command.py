@@ -1,7 +1,6 @@
 """``kqview calibrate``: which heads of a model do a task, written to a head file."""
 
 from pathlib import Path
-from typing import Any
 
 import typer
 
@@ -49,8 +48,7 @@ def calibrate(
         raise RequestError(f"name one file of examples, got {', '.join(words)}")
     given = read_examples(task, words[0]) if words else made_examples(task, examples)
     where = Path(words[0]).name if words else "made by kqview"
-    options: dict[str, Any] = {"n_slots": slots}
-    with source.open(model, **options) as engine:
+    with source.open(model, n_slots=slots) as engine:
         found = calibrated(engine, task, given, source=where, progress=True)
     found.save(target)
     if as_json:

@@ -8,7 +8,6 @@ import importlib.util
 import json
 import signal
 import sys
-import threading
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -32,13 +31,15 @@ from kqview.cli.options import (
 from kqview.cli.terminal import argument_text, decoded, read_stdin, read_text, show_delta, shown
 from kqview.durable import write_whole
 from kqview.errors import KqviewError, PromptTooLong, RequestError, UnsupportedModel
+from kqview.saved import save
+from kqview.types import Capture, Sampling, Token
 from kqview.types.sampling import OPTIONS
 from kqview.viz.terminal import label
 
 if TYPE_CHECKING:
     from types import FrameType
 
-    from kqview import Capture, Edit, Engine, Generation, Sampling, Token
+    from kqview import Edit, Engine, Generation
 
 _PROMPT: Final = "> "
 _MORE: Final = ". "
@@ -91,10 +92,10 @@ class Chat:
     def __init__(
         self,
         engine: "Engine",
-        sampling: "Sampling",
+        sampling: Sampling,
         *,
         max_tokens: int | None,
-        capture: "Capture | None",
+        capture: Capture | None,
         edits: "list[Edit] | None",
     ) -> None:
         self._engine = engine
@@ -323,8 +324,6 @@ class Chat:
         if path.exists() and not replaces:
             raise RequestError(f"{path} exists; /save! {path} replaces it")
         if path.suffix.lower() == ".safetensors":
-            from kqview import save
-
             if self._last is None:
                 raise RequestError("there is no answer to save")
             save(path, *self._last)
@@ -356,8 +355,6 @@ class Chat:
         """
         if self._last is None or not self._last[1]:
             raise RequestError("there is no answer yet")
-        from kqview import Capture
-
         generation, tokens = self._last
         prompt = self._engine.apply_chat_template(self._messages[:-1], spans=True)
         ids = [*generation.prompt_ids, *generation.tokens]
@@ -399,16 +396,12 @@ _SETTABLE: Final = tuple(
 @contextlib.contextmanager
 def _interrupting(generation: "Generation", *, is_wanted: bool) -> Generator[None]:
     """Ctrl-C ends *generation* instead of the program; a second one ends that as well."""
-    if not is_wanted or threading.current_thread() is not threading.main_thread():
+    if not is_wanted:
         yield
         return
-    n_seen = 0
 
-    def stop(number: int, frame: "FrameType | None") -> None:
-        nonlocal n_seen
-        n_seen += 1
-        if n_seen > 1:
-            signal.default_int_handler(number, frame)
+    def stop(_number: int, _frame: "FrameType | None") -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         generation.cancel()
 
     before = signal.signal(signal.SIGINT, stop)

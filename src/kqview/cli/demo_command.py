@@ -14,6 +14,7 @@ from kqview.cli.options import DEMO, THREADS, open_engine
 from kqview.cli.outputs import PAGE, PICTURES, check_drawn, check_output, output_to
 from kqview.cli.terminal import argument_text, show_delta
 from kqview.errors import RequestError
+from kqview.types import Capture, Token
 from kqview.types.capture import Kind
 from kqview.viz import heatmap, to_html
 from kqview.viz.figures import save_figure
@@ -21,7 +22,7 @@ from kqview.viz.source import probabilities, select_head
 from kqview.viz.terminal import TerminalHeatmap
 
 if TYPE_CHECKING:
-    from kqview import Capture, Engine, Token
+    from kqview import Engine
 
 _N_TOKENS: Final = 24
 _N_MODS_TOKENS: Final = 40
@@ -62,7 +63,6 @@ def demo(
     - `kqview demo --output attention.png`
     - `kqview demo --mods`
     """
-    from kqview import Capture
     from kqview.demo import PROMPT
 
     check_output("--output", output, (*PICTURES, PAGE))
@@ -136,8 +136,8 @@ def demo(
 
 
 def _generate(
-    engine: "Engine", text: str, ids: list[int], max_tokens: int, capture: "Capture"
-) -> list["Token"]:
+    engine: "Engine", text: str, ids: list[int], max_tokens: int, capture: Capture
+) -> list[Token]:
     """Stream the prompt and its continuation to stdout; return the tokens with attention."""
     tokens: list[Token] = []
     typer.echo(text, nl=False)
@@ -151,7 +151,7 @@ def _generate(
 
 
 def _rates(
-    engine: "Engine", ids: list[int], max_tokens: int, capture: "Capture", n_runs: int
+    engine: "Engine", ids: list[int], max_tokens: int, capture: Capture, n_runs: int
 ) -> list[float]:
     """Median tokens/s without and with *capture*, of interleaved greedy runs after a warm-up."""
     from kqview.bench.pairs import mean_step_ms, rounds
@@ -159,7 +159,7 @@ def _rates(
 
     runs = DecodeRuns(engine, ids)
 
-    def rate(plan: "Capture | None") -> float:
+    def rate(plan: Capture | None) -> float:
         return 1000 / mean_step_ms(runs.stamps_s(max_tokens, capture=plan))
 
     ways = {"without": partial(rate, None), "with": partial(rate, capture)}

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 import numpy as np
 import typer
 from numpy.lib import format as npy_format
+from numpy.typing import NDArray
 from rich.console import Console
 
 from kqview.cli.option_groups import option, with_groups
@@ -25,12 +26,11 @@ from kqview.cli.options import (
 from kqview.cli.outputs import PAGE, check_drawn, check_output, output_to
 from kqview.cli.terminal import show_delta
 from kqview.durable import WholeFile, remove_leftovers
-from kqview.saved import streamed_metadata
+from kqview.saved import save, streamed_metadata
+from kqview.types import Capture, Token
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from kqview import Capture, Engine, Generation, Token
+    from kqview import Engine, Generation
     from kqview.types.token import Attention
 
 _SUFFIXES: Final = (".npz", ".safetensors", PAGE)
@@ -120,7 +120,7 @@ def generate(
         )
 
 
-def _to_json(token: "Token") -> dict[str, Any]:
+def _to_json(token: Token) -> dict[str, Any]:
     content: dict[str, Any] = {"id": token.id, "text": token.text}
     if token.logprob is not None:
         content["logprob"] = token.logprob
@@ -128,7 +128,7 @@ def _to_json(token: "Token") -> dict[str, Any]:
     return content
 
 
-def _n_bytes(token: "Token") -> int:
+def _n_bytes(token: Token) -> int:
     rows: Attention | None = token.attention
     if rows is None:
         return 0
@@ -137,8 +137,8 @@ def _n_bytes(token: "Token") -> int:
 
 @contextlib.contextmanager
 def _writing(
-    path: Path | None, engine: "Engine", plan: "Capture | None", generation: "Generation"
-) -> Generator[Callable[["Token"], object]]:
+    path: Path | None, engine: "Engine", plan: Capture | None, generation: "Generation"
+) -> Generator[Callable[[Token], object]]:
     """What takes the tokens of *generation*; their rows go into the file *path*, if there is one.
 
     After an interruption the file holds the rows so far, if there are any.
@@ -150,7 +150,6 @@ def _writing(
         with rows_file(path, engine, plan, generation) as add:
             yield add
         return
-    from kqview import save
     from kqview.viz import to_html
 
     tokens: list[Token] = []
@@ -167,8 +166,8 @@ def _writing(
 
 @contextlib.contextmanager
 def rows_file(
-    path: Path, engine: "Engine", capture: "Capture", generation: "Generation"
-) -> Generator[Callable[["Token"], None]]:
+    path: Path, engine: "Engine", capture: Capture, generation: "Generation"
+) -> Generator[Callable[[Token], None]]:
     """An .npz file to which the captured rows of one generation are written as they arrive.
 
     Members: ``attention_00000`` and so on by token index, each as in ``token.attention`` (with
@@ -190,7 +189,7 @@ def rows_file(
     texts: list[str] = []
     is_broken = False  # whether a write has failed
 
-    def write(name: str, array: "NDArray[Any]") -> None:
+    def write(name: str, array: NDArray[Any]) -> None:
         nonlocal is_broken
         array = np.asarray(array, order="C")  # as it is, unless somebody else made it
         try:
@@ -203,7 +202,7 @@ def rows_file(
             is_broken = True
             raise
 
-    def add(token: "Token") -> None:
+    def add(token: Token) -> None:
         ids.append(token.id)
         texts.append(token.text)
         given: tuple[Any, Any] = token.attention, token.attention_positions

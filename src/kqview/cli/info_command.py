@@ -3,7 +3,7 @@
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import typer
 from rich.console import Console
@@ -21,9 +21,7 @@ from kqview.cli.options import (
     open_engine,
 )
 from kqview.errors import RequestError
-
-if TYPE_CHECKING:
-    from kqview import ModelInfo
+from kqview.types import Capture, ModelInfo
 
 _N_CONTEXT: Final = 4096
 _LONG: Final = ("special_tokens", "chat_template", "metadata")
@@ -46,8 +44,6 @@ def info(
     - `kqview info model.gguf --ngl -1`
     - `kqview info --demo --json`
     """
-    from kqview import Capture
-
     if not source.is_named:
         if metadata:
             raise RequestError("--metadata needs a model; name one: MODEL, --hf or --demo")
@@ -84,7 +80,7 @@ def info(
     Console(soft_wrap=True).print(table)
 
 
-def _model_rows(facts: "ModelInfo") -> list[tuple[str, str]]:
+def _model_rows(facts: ModelInfo) -> list[tuple[str, str]]:
     rows = [
         (field.name, _to_text(getattr(facts, field.name)))
         for field in dataclasses.fields(facts)

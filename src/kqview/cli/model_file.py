@@ -97,7 +97,6 @@ def _gguf_names(folder: str) -> list[str]:
 
 
 def _listed(paths: Iterable[str]) -> str:
-    first, *others = list(paths)
-    shown = [first, *others[: _SHOWN - 1]]
-    n_more = len(others) + 1 - len(shown)
-    return ", ".join(shown) + (f" and {n_more} more" if n_more else "")
+    found = list(paths)
+    n_more = len(found) - _SHOWN
+    return ", ".join(found[:_SHOWN]) + (f" and {n_more} more" if n_more > 0 else "")

@@ -12,6 +12,7 @@ from rich.text import Text
 from kqview.mods.attention import AlignAtt, LookbackGuard, ReRead
 from kqview.mods.kit import ChoicesStrat, EraseMode, self_prompt_mod
 from kqview.trace.replay import ReplayedToken, pieces
+from kqview.types import Capture
 
 if TYPE_CHECKING:
     from kqview import Engine, Mod
@@ -28,8 +29,6 @@ _MARKS: dict[Mark, tuple[str, str, str]] = {
 
 def show_mods(console: Console, engine: "Engine", prompt: str, max_tokens: int) -> None:
     """Continue *prompt* without and with each mod."""
-    from kqview import Capture
-
     source = prompt.partition(".")[0].strip()
     beginning = " ".join(source.split()[:5])
     # Heads that attend to what they copy.

@@ -2,6 +2,7 @@
 
 import os
 import re
+import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,17 +15,18 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from kqview import json_input
 from kqview.cli.model_file import check_model_file
 from kqview.cli.option_groups import OptionGroup, argument, option, parameter
-from kqview.cli.terminal import argument_text, is_piped, read_stdin, read_text
+from kqview.cli.terminal import argument_text, read_stdin, read_text
 from kqview.demo import SMOLLM2, model_path
 from kqview.errors import KqviewError, RequestError
 from kqview.hub import fetch_model
+from kqview.types import Capture, Sampling
 from kqview.types.capture import DType, Kind, Reduce
 from kqview.types.sampling import OPTIONS
 
 if TYPE_CHECKING:
     import inspect
 
-    from kqview import Capture, Edit, Engine, Sampling
+    from kqview import Edit, Engine
 
 
 _FLAGS: Final[Mapping[str, str]] = {
@@ -65,9 +67,6 @@ def naming_options(flags: Mapping[str, str] = _FLAGS) -> Generator[None]:
         raise
 
 
-FLASH_ATTN: Final[Mapping[str, Literal["auto"] | bool]] = {"auto": "auto", "on": True, "off": False}
-"""Setting of `Engine` for each value of --flash-attn."""
-
 _MODEL: Final = "Model"
 
 
@@ -76,7 +75,6 @@ def gpu_layers(default: int) -> Any:
     return option(default, "Layers to put on GPUs; -1 for all.", "--ngl -ngl", panel=_MODEL, min=-1)
 
 
-FlashAttn = Literal["auto", "on", "off"]
 THREADS: Any = option(
     None, "Compute threads. [default: the available CPUs]", "--threads -t", panel=_MODEL, min=1
 )
@@ -93,19 +91,9 @@ _HOW: Final = "MODEL or -m FILE, --hf OWNER/REPO/FILE, or --demo for the bundled
 # ---- the model
 
 
-@dataclass(frozen=True)
-class ModelFile:
-    """A model that is named: a file here, one of the Hub, or neither for the demo model."""
-
-    path: str | None = None
-    hub: tuple[str, str] | None = None  # repository and file
-
-    def fetched(self) -> str | None:
-        """Its path, None for the demo model; downloads it unless it is cached."""
-        return self.path if self.hub is None else fetch_model(*self.hub)
-
-
-DEMO: Final = ModelFile()
+DEMO: Final = None
+NamedModel = str | tuple[str, str] | None
+"""A model that is named: a file here, a repository of the Hub with a file in it, or `DEMO`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +120,7 @@ class ModelChoice(OptionGroup):
         """Whether any model is named."""
         return self.demo or any(one is not None for one in (self.model, self.model_file, self.hf))
 
-    def resolve(self, *texts: str | None) -> tuple[ModelFile, list[str]]:
+    def resolve(self, *texts: str | None) -> tuple[NamedModel, list[str]]:
         """The model, and the words that are texts. Nothing is downloaded yet.
 
         Args:
@@ -144,17 +132,17 @@ class ModelChoice(OptionGroup):
         words = [word for word in (self.model, *texts) if word is not None]
         if self.demo:
             if words[:1] == [SMOLLM2]:
-                return ModelFile(str(model_path(words.pop(0)))), words
+                return str(model_path(words.pop(0))), words
             return DEMO, words
         if self.hf is not None:
-            return ModelFile(hub=_repo_and_file(self.hf)), words
+            return _repo_and_file(self.hf), words
         if self.model_file is None and not words:
             raise RequestError(f"name a model: {_HOW}")
         path = os.path.expanduser(self.model_file or words.pop(0))
         check_model_file(path)
-        return ModelFile(path), words
+        return path, words
 
-    def resolve_alone(self) -> ModelFile:
+    def resolve_alone(self) -> NamedModel:
         """As `resolve`, for a command without texts."""
         model, words = self.resolve()
         if words:
@@ -175,7 +163,9 @@ class EngineChoice(ModelChoice):
     )
     threads: int | None = THREADS
     ngl: int = GPU_LAYERS
-    flash_attn: FlashAttn = option("auto", "Flash attention.", "--flash-attn -fa")
+    flash_attn: Literal["auto", "on", "off"] = option(
+        "auto", "Flash attention.", "--flash-attn -fa"
+    )
     attention_kernel: Literal["auto", "kqview", "llama.cpp"] = option(
         "auto",
         "What computes attention on the CPU while decoding; auto: kqview.",
@@ -189,14 +179,14 @@ class EngineChoice(ModelChoice):
     )
 
     @contextmanager
-    def open(self, model: ModelFile, **options: Any) -> "Generator[Engine]":
+    def open(self, model: NamedModel, **options: Any) -> "Generator[Engine]":
         """As `open_engine`, with these options; errors of the block name options of commands."""
         options |= {
             "n_ctx": self.ctx or None,
             "n_threads": self.threads,
             "n_gpu_layers": self.ngl,
             "rpc_servers": self.rpc,
-            "flash_attn": FLASH_ATTN[self.flash_attn],
+            "flash_attn": {"auto": "auto", "on": True, "off": False}[self.flash_attn],
             "attention_kernel": self.attention_kernel,
             "kv_type": self.kv_type,
         }
@@ -238,7 +228,7 @@ class PromptChoice(OptionGroup):
             return read_text(self.file).removesuffix("\n")
         if given and given[0] != "-":
             return argument_text(given[0])
-        if not given and not is_piped():
+        if not given and sys.stdin.isatty():
             raise RequestError("the text is missing; pass it in quotes, or pipe it in")
         text = read_stdin().removesuffix("\n")
         if not text:
@@ -266,7 +256,7 @@ class TextsChoice(OptionGroup):
         for file in self.files or ():
             found += self._split(str(file), read_text(file))
         if not words and not self.files:
-            if not is_piped():
+            if sys.stdin.isatty():
                 raise RequestError("the text is missing; pass it in quotes, or pipe it in")
             found = self._split(_STDIN, read_stdin())
         for name, text in found:
@@ -324,10 +314,8 @@ class CaptureChoice(OptionGroup):
         parts = (self.capture, self.layers, self.heads, self.reduce, self.top, self.spans)
         return any(part is not None for part in parts) or self.dtype != "float32"
 
-    def plan(self) -> "Capture":
+    def plan(self) -> Capture:
         """The capture; of kind "probs" unless one is given."""
-        from kqview import Capture
-
         with naming_options(_OF_CAPTURE):
             return Capture(
                 self.capture or "probs",
@@ -467,10 +455,8 @@ class SamplingChoice(OptionGroup):
         """Whether the output must follow something."""
         return any(self._given[name] is not None for name in ("json_schema", "regex", "grammar"))
 
-    def sampling(self) -> "Sampling":
+    def sampling(self) -> Sampling:
         """The options, checked."""
-        from kqview import Sampling
-
         options = dict(self._given)
         options["stop"] = tuple(options["stop"] or ())
         for name in ("json_schema", "regex", "grammar"):
@@ -512,16 +498,16 @@ def _repo_and_file(name: str) -> tuple[str, str]:
 
 
 @contextmanager
-def open_engine(model: ModelFile, **options: Any) -> "Generator[Engine]":
+def open_engine(model: NamedModel, **options: Any) -> "Generator[Engine]":
     """Open *model*, and close it at the end of the block.
 
     Args:
-        model: Downloaded first if it is of the Hub.
+        model: Downloaded first if it is of the Hub and not cached.
         **options: Options of `Engine`.
     """
     from kqview import Engine
 
-    path = model.fetched()
+    path = fetch_model(*model) if isinstance(model, tuple) else model
     with load_progress() as progress:
         options["progress"] = progress
         engine = Engine.demo(**options) if path is None else Engine(path, **options)

@@ -3,15 +3,13 @@
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from kqview.cli.option_groups import option
 from kqview.errors import RequestError
 from kqview.saved import require_safetensors
+from kqview.types import Capture
 from kqview.types.capture import RAW_KINDS
-
-if TYPE_CHECKING:
-    from kqview import Capture
 
 PICTURES: Final = (".png", ".svg", ".pdf")
 ARRAYS: Final = (".npz", ".npy", ".safetensors")
@@ -56,7 +54,7 @@ def check_output(option: str, path: Path | None, suffixes: Sequence[str]) -> Non
         require_safetensors(f"a {suffix} file")
 
 
-def check_drawn(path: Path | None, capture: "Capture | None") -> None:
+def check_drawn(path: Path | None, capture: Capture | None) -> None:
     """Refuse rows that the picture or page *path* cannot show."""
     if path is None or capture is None or path.suffix.lower() not in (*PICTURES, PAGE):
         return

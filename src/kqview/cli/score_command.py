@@ -10,10 +10,11 @@ import typer
 from kqview.cli.option_groups import option, with_groups
 from kqview.cli.options import ADD_SPECIAL, JSON, EditsChoice, EngineChoice, TextsChoice
 from kqview.errors import RequestError
+from kqview.types import Score
 from kqview.viz.terminal import label
 
 if TYPE_CHECKING:
-    from kqview import Edit, Engine, Score
+    from kqview import Edit, Engine
 
 _CELLS: Final = 20
 
@@ -62,7 +63,7 @@ def score(
         typer.echo(json.dumps(found))
 
 
-def _totals(score: "Score", n_windows: int) -> str:
+def _totals(score: Score, n_windows: int) -> str:
     parts = [f"{len(score.ids)} tokens", f"logprob {score.total:.3f}"]
     if score.n_scored:
         parts.append(f"perplexity {score.perplexity:.3f}")
@@ -71,7 +72,7 @@ def _totals(score: "Score", n_windows: int) -> str:
     return ", ".join(parts)
 
 
-def _lines(score: "Score", engine: "Engine") -> Iterator[str]:
+def _lines(score: Score, engine: "Engine") -> Iterator[str]:
     yield f"{'id':>7}  {'token':<{_CELLS}}  {'prob':>7}  {'logprob':>8}  {'rank':>6}"
     for i, token_id in enumerate(score.ids):
         line = f"{token_id:>7}  {label(engine.token_text(token_id), _CELLS)}"
@@ -87,7 +88,7 @@ def _lines(score: "Score", engine: "Engine") -> Iterator[str]:
         yield line.rstrip()
 
 
-def _to_json(score: "Score", engine: "Engine", *, summary: bool) -> dict[str, Any]:
+def _to_json(score: Score, engine: "Engine", *, summary: bool) -> dict[str, Any]:
     content: dict[str, Any] = {
         "n_tokens": len(score.ids),
         "n_scored": score.n_scored,
@@ -114,10 +115,8 @@ def _percent(logprob: float) -> str:
 
 def _score(
     engine: "Engine", text: str, n_top: int, *, add_special: bool, edits: "list[Edit] | None"
-) -> "tuple[Score, int]":
+) -> tuple[Score, int]:
     """The score of *text*, and in how many windows, which overlap by half, it was evaluated."""
-    from kqview import Score
-
     ids = engine.tokenize(text, add_special=add_special)
     size = engine.n_ctx
     if edits and len(ids) > size:

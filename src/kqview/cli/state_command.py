@@ -2,19 +2,17 @@
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 
 from kqview.cli.option_groups import argument, option
 from kqview.cli.options import scaled_file
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from kqview.state.files import StateReport
-    from kqview.state.fingerprint import ModelFiles
+from kqview.state.files import StateReport, check_file
+from kqview.state.fingerprint import ModelFiles
+from kqview.state.ses1 import checkpoints_in
 
 app = typer.Typer(
     help="Check and show state files of saved slots.",
@@ -47,8 +45,6 @@ def check(
     - `kqview state check chat.ses1`
     - `kqview state check sessions/*.ses1 --model model.gguf --lora adapter.gguf=0.5`
     """
-    from kqview.state.fingerprint import ModelFiles
-
     if lora and model is None:
         raise typer.BadParameter("--lora needs --model; name the model of the adapters")
     adapters = [scaled_file(text) for text in lora or ()]
@@ -68,11 +64,9 @@ def show(files: list[Path] = FILES, as_json: bool = JSON) -> None:
 
 
 def _report(
-    files: list[Path], model: "ModelFiles | None", write: "Callable[[StateReport], str] | None"
+    files: list[Path], model: ModelFiles | None, write: Callable[[StateReport], str] | None
 ) -> None:
     """Print what *write* says of each file, or all of it as JSON."""
-    from kqview.state.files import check_file
-
     reports = [check_file(file, model) for file in files]
     if write is None:
         typer.echo(json.dumps([_to_json(report) for report in reports], indent=2))
@@ -83,7 +77,7 @@ def _report(
         raise typer.Exit(1)
 
 
-def _line(report: "StateReport") -> str:
+def _line(report: StateReport) -> str:
     if report.problems:
         return f"{report.path}: FAILED: {'; '.join(report.problems)}"
     assert report.state is not None
@@ -94,9 +88,7 @@ def _line(report: "StateReport") -> str:
     return f"{report.path}: {', '.join(parts)}"
 
 
-def _facts(report: "StateReport") -> str:
-    from kqview.state.ses1 import checkpoints_in
-
+def _facts(report: StateReport) -> str:
     rows = [("file", report.path), *(("problem", problem) for problem in report.problems)]
     if report.n_bytes is not None:
         rows.append(("size", f"{report.n_bytes:,} bytes"))
@@ -121,9 +113,7 @@ def _facts(report: "StateReport") -> str:
     return "\n".join(f"{name:<16} {value}" for name, value in rows)
 
 
-def _to_json(report: "StateReport") -> dict[str, Any]:
-    from kqview.state.ses1 import checkpoints_in
-
+def _to_json(report: StateReport) -> dict[str, Any]:
     content: dict[str, Any] = {
         "path": report.path,
         "problems": list(report.problems),

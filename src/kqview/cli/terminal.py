@@ -47,11 +47,6 @@ def discard_stdout() -> None:
         return
 
 
-def is_piped() -> bool:
-    """Whether standard input is something to read: a pipe or a file, not a terminal."""
-    return not sys.stdin.isatty()
-
-
 def read_stdin() -> str:
     """All of standard input."""
     encoding = sys.stdin.encoding or "utf-8"
