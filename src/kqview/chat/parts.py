@@ -1,10 +1,31 @@
-"""Parts of a rendered chat. Imports little: the helper processes of templates load it."""
+"""Parts of a chat: of its messages, and of its rendered text.
+
+Imports little: the helper processes of templates load it.
+"""
 
 from collections.abc import Iterable
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 
 ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function")
 """Roles that templates write into special tokens, such as ``'<|' + role + '|>'``."""
+
+
+def text_of(content: object) -> str:
+    """Text of a message's content, whose parts are joined by line ends."""
+    if isinstance(content, str):
+        return content
+    return "\n".join(str(part.get("text", "")) for part in objects_of(content))
+
+
+def object_of(value: object) -> dict[str, Any]:
+    """*value* if it is a JSON object, else an empty one."""
+    return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
+
+
+def objects_of(value: object) -> list[dict[str, Any]]:
+    """The objects of *value* if it is a list, else none."""
+    items = cast("list[object]", value) if isinstance(value, list) else []
+    return [cast("dict[str, Any]", item) for item in items if isinstance(item, dict)]
 
 
 class PromptPart(NamedTuple):

@@ -34,7 +34,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from kqview import json_input
-from kqview.chat.parts import ROLES, PromptPart, between, text_of_parts
+from kqview.chat.parts import ROLES, PromptPart, between, text_of, text_of_parts
 from kqview.errors import OutOfMemory, RequestError, UnsupportedModel
 
 SOURCE_MAX: Final = 1 << 20
@@ -319,29 +319,29 @@ class ChatTemplate:
                 message = {**message, "role": "system"}
             if self._calls_it_thinking and message.get("reasoning_content"):
                 message = {**message, "thinking": message["reasoning_content"]}
-                if _has_calls(message):  # the template of gpt-oss takes no content beside it
+                if message.get("tool_calls"):  # the template of gpt-oss takes no content beside it
                     message["content"] = ""
             fitted.append(message)
         if self._embeds_results:
             fitted = _with_results(fitted)
         if not self._takes_system and fitted and fitted[0].get("role") == "system":
             system, *rest = fitted
-            words = [_content_text(system.get("content"))]
+            words = [text_of(system.get("content"))]
             if rest and rest[0].get("role") == "user":
-                words.append(_content_text(rest.pop(0).get("content")))
+                words.append(text_of(rest.pop(0).get("content")))
             fitted = [{"role": "user", "content": "\n".join(words)}, *rest]
         shown: list[Mapping[str, Any]] = []
         for message in fitted:
             given, thoughts = message.get("content"), message.get("reasoning_content")
             content: object = given
             if thoughts and self._has_blocks_of_thinking:
-                text = _content_text(given)
+                text = text_of(given)
                 blocks = [{"type": "thinking", "thinking": thoughts}]
                 content = [*blocks, *([{"type": "text", "text": text}] if text else [])]
-            elif given is None and _has_calls(message):
+            elif given is None and message.get("tool_calls"):
                 content = ""
             elif isinstance(given, list) and self._takes_text and not self._takes_parts:
-                content = _content_text(cast("object", given))
+                content = text_of(cast("object", given))
             elif isinstance(given, str) and self._takes_parts and not self._takes_text:
                 content = [{"type": "text", "text": given}]
             shown.append(message if content is given else {**message, "content": content})
@@ -395,24 +395,17 @@ _PROBE: Final = "Hello there"
 _PROBE_PARTS: Final = [{"type": "text", "text": _PROBE}]
 
 
-def _content_text(content: object) -> str:
-    """The text of a message's content: text, parts, which are joined with newlines, or None."""
-    if isinstance(content, list):
-        return "\n".join(part["text"] for part in cast("list[dict[str, str]]", content))
-    return "" if content is None else str(content)
-
-
 def _with_results(messages: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """*messages* with an answer, its calls and their results in one, as Gemma 4 has had them."""
     made: list[Mapping[str, Any]] = []
     for message in messages:
         last = made[-1] if made else {}
-        if message.get("role") == "tool" and _has_calls(last):
+        if message.get("role") == "tool" and last.get("tool_calls"):
             ids = [call.get("id") for call in last["tool_calls"]]
             known = last.get("tool_responses", [])
             id_ = message.get("tool_call_id")
             call = last["tool_calls"][ids.index(id_) if id_ in ids else len(known) % len(ids)]
-            response: Any = _content_text(message.get("content"))
+            response: Any = text_of(message.get("content"))
             with suppress(ValueError):
                 response = json_input.loads(response)
             result = {
@@ -423,7 +416,7 @@ def _with_results(messages: Iterable[Mapping[str, Any]]) -> list[Mapping[str, An
         elif (
             message.get("role") == "assistant"
             and "tool_responses" in last
-            and not (last["content"] or _has_calls(message))
+            and not (last["content"] or message.get("tool_calls"))
         ):
             made[-1] = {**last, "content": message.get("content")}
         else:
@@ -431,12 +424,8 @@ def _with_results(messages: Iterable[Mapping[str, Any]]) -> list[Mapping[str, An
     return made
 
 
-def _has_calls(message: Mapping[str, Any]) -> bool:
-    return bool(message.get("tool_calls"))
-
-
 def _with_json_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    if not _has_calls(message):
+    if not message.get("tool_calls"):
         return message
     calls: list[Any] = []
     for call in message["tool_calls"]:

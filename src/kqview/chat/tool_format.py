@@ -32,6 +32,7 @@ from kqview.chat.json_text import (
     literal as json_literal,
     quoted,
 )
+from kqview.chat.parts import object_of, objects_of as objects_of
 from kqview.chat.reasoning import THINK_TAGS
 from kqview.errors import RequestError
 from kqview.stop_strings import HeldText
@@ -62,24 +63,6 @@ def knows_tools(template: str) -> bool:
     return re.search(r"\btools\b", template) is not None
 
 
-def text_of(content: object) -> str:
-    """Text of a message's content, whose parts are joined by line ends."""
-    if isinstance(content, str):
-        return content
-    return "\n".join(str(part.get("text", "")) for part in objects_of(content))
-
-
-def object_of(value: object) -> dict[str, Any]:
-    """*value* if it is a JSON object, else an empty one."""
-    return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
-
-
-def objects_of(value: object) -> list[dict[str, Any]]:
-    """The objects of *value* if it is a list, else none."""
-    items = cast("list[object]", value) if isinstance(value, list) else []
-    return [cast("dict[str, Any]", item) for item in items if isinstance(item, dict)]
-
-
 # ---- grammars
 
 
@@ -93,9 +76,6 @@ class ReasoningStart(NamedTuple):
 
     how: Literal["no", "may", "open"] = "no"
     tag: str = "<think>"
-
-
-_NO_REASONING: Final = ReasoningStart()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +92,7 @@ class Wanted:
     calls: Sequence[Tool] = ()
     is_parallel: bool = True
     schema: Mapping[str, Any] | str | None = None
-    reasoning: ReasoningStart = _NO_REASONING
+    reasoning: ReasoningStart = field(default_factory=ReasoningStart)
 
 
 def grammar(wanted: Wanted, form: Format, mark: Mark) -> str:

@@ -23,7 +23,7 @@ from kqview import json_input
 from kqview.arguments import invalid
 from kqview.chat import formats, tool_format
 from kqview.chat.functions import ToolLike, tool_of
-from kqview.chat.parts import ROLES
+from kqview.chat.parts import ROLES, object_of, objects_of, text_of
 from kqview.chat.reasoning import THINK_TAGS, Piece, Split, TokenCounter, split_of
 from kqview.chat.tool_format import (
     CALL_CLOSE,
@@ -50,7 +50,6 @@ Message = Mapping[str, Any]
 
 _ROLE: Final = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
 _RESULTS: Final = ("tool", "function")
-_WITHOUT_CONTENT: Final = frozenset({"assistant"})  # tool calls may be the whole message
 
 
 def checked_messages(messages: object) -> list[dict[str, Any]]:
@@ -113,7 +112,7 @@ def _message(where: str, value: object) -> dict[str, Any]:
         raise RequestError(f"{where}: role is {shown(role)}; use a name such as {', '.join(ROLES)}")
     if message.get("tool_calls") is not None:
         message["tool_calls"] = _calls(f"{where}: tool_calls", message["tool_calls"])
-    elif "content" not in message or (message["content"] is None and role not in _WITHOUT_CONTENT):
+    elif "content" not in message or (message["content"] is None and role != "assistant"):
         raise RequestError(f"{where}: content is missing; pass text, which may be empty")
     if not isinstance(message.get("content"), str | None):
         _check_parts(f"{where}: content", message["content"])
@@ -243,7 +242,7 @@ def _plain(where: str, value: object) -> Any:
 
 
 def tools_as_text(
-    messages: Sequence[Mapping[str, Any]], tools: Sequence[ToolLike], *, role: str = "system"
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[ToolLike]
 ) -> list[dict[str, Any]]:
     """*messages* for a template that knows no tools: tools, calls and results are text.
 
@@ -251,8 +250,7 @@ def tools_as_text(
 
     Args:
         messages: Of the chat.
-        tools: To describe in a message of *role*: the first one, if it has that role.
-        role: "system", or "user" for a template without system messages.
+        tools: To describe at the end of the system message, which is made if there is none.
     """
     shown: list[dict[str, Any]] = []
     for message in messages:
@@ -273,26 +271,22 @@ def tools_as_text(
         f'{CALL_OPEN}\n{{"name": "NAME", "arguments": {{...}}}}\n{CALL_CLOSE}'
     )
     first = shown[0] if shown else {}
-    if first.get("role") != role:
-        return [{"role": role, "content": text}, *shown]
-    content = tool_format.text_of(first.get("content"))
-    joined = f"{content}\n\n{text}" if role == "system" else f"{text}\n\n{content}"
-    return [{**first, "content": joined}, *shown[1:]]
+    if first.get("role") != "system":
+        return [{"role": "system", "content": text}, *shown]
+    return [{**first, "content": f"{text_of(first.get('content'))}\n\n{text}"}, *shown[1:]]
 
 
 def _as_text(message: Mapping[str, Any]) -> dict[str, Any]:
     role = message.get("role")
     if role in _RESULTS:
-        content = (
-            f"<tool_response>\n{tool_format.text_of(message.get('content'))}\n</tool_response>"
-        )
+        content = f"<tool_response>\n{text_of(message.get('content'))}\n</tool_response>"
         return {"role": "user", "content": content}
-    calls = tool_format.objects_of(message.get("tool_calls"))
+    calls = objects_of(message.get("tool_calls"))
     if role != "assistant" or not calls:
         return dict(message)
-    texts = [tool_format.text_of(message.get("content"))]
+    texts = [text_of(message.get("content"))]
     for call in calls:
-        function = tool_format.object_of(call.get("function", call))
+        function = object_of(call.get("function", call))
         arguments = function.get("arguments", {})
         if not isinstance(arguments, str):
             arguments = json.dumps(arguments, ensure_ascii=False)
@@ -350,7 +344,7 @@ def choice_of(tools: Sequence[Tool], tool_choice: object) -> Choice:
     name, got = tool_choice, shown(tool_choice)
     if isinstance(tool_choice, Mapping):
         given = cast("Mapping[str, object]", tool_choice)
-        name = tool_format.object_of(given.get("function", given)).get("name")
+        name = object_of(given.get("function", given)).get("name")
     if not isinstance(name, str):
         raise RequestError(
             f"tool_choice is {got}; pass 'auto', 'none', 'required', the name of a tool or "
@@ -378,7 +372,7 @@ def chosen_tools(
         RequestError: A tool is malformed, or there is none to choose.
     """
     for i, tool in enumerate(tools):
-        function = tool_format.object_of(tool.get("function"))
+        function = object_of(tool.get("function"))
         if not isinstance(function.get("name"), str) or not function["name"]:
             raise RequestError(
                 f"tools[{i}] has no function with a name; send "
@@ -454,7 +448,7 @@ def continued(messages: Sequence[Mapping[str, Any]], wanted: bool | None = True)
         raise RequestError(
             "the last two messages are the assistant's; join them, or end with the user's"
         )
-    return tool_format.text_of(messages[-1].get("content"))
+    return text_of(messages[-1].get("content"))
 
 
 def opened_by(prompt_end: str, begun: str = "") -> str | None:
