@@ -293,7 +293,7 @@ def test_page_says_what_failed_and_tries_again(page: Any, served: Receiving):
 
 
 def test_page_asks_for_a_key_where_one_is_needed(page: Any, tmp_path: Path):
-    web = web_settings(keys=("the-key",))
+    web = web_settings(admin_keys=("the-key",))
     with receiving(IngestSettings(database=sqlite_url(tmp_path / "t.db"), web=web)) as one:
         page.goto(one.url)
         page.get_by_label("API key").fill("the-key")

@@ -36,8 +36,7 @@ def ingest(**given: Any) -> None:
     }
     values |= {name: value for name, value in given.items() if value not in (None, [])}
     web = {name: values.pop(name) for name in WEB if name in values}
-    keys, post_keys = web.pop("admin_keys", ()), web.pop("api_keys", ())
-    settings = IngestSettings(web=web_settings(keys=keys, post_keys=post_keys, **web), **values)
+    settings = IngestSettings(web=web_settings(**web), **values)
     settings.check_bind()
     from kqview.cli.ingesting import run
     from kqview.ingest.app import create_app

@@ -121,7 +121,7 @@ def _operations(receiver: Receiver, registry: CollectorRegistry) -> Operations:
     )
     async def ingest(call: AnyCall, upload: Upload) -> HttpReply:
         """Store a trace; replaces an older one with its id."""
-        kind = call.headers.get("content-type", "").partition(";")[0].strip().lower()
+        kind = upload.media_type
         if kind != "application/json" and not (kind.startswith("application/") and "+json" in kind):
             raise UnsupportedMedia(f"the body is of type {kind!r}; send JSON as application/json")
         with receiver.admitted():

@@ -40,21 +40,13 @@ WEB: Final[Mapping[str, SettingRow]] = {
 """The server's settings that a receiver has too."""
 
 
-def web_settings(
-    *, keys: tuple[str, ...] = (), post_keys: tuple[str, ...] = (), **given: Any
-) -> Settings:
-    """The server's settings as they apply to a receiver.
-
-    Args:
-        keys: The operator's.
-        post_keys: Those that may post.
-        **given: Others of `WEB`, by name.
+def web_settings(**given: Any) -> Settings:
+    """The server's settings as they apply to a receiver; *given* are some of `WEB`, by name.
 
     Raises:
         RequestError: A setting is invalid.
     """
-    values: dict[str, Any] = {name: row.default for name, row in WEB.items()}
-    values |= {**given, "admin_keys": keys, "api_keys": post_keys}
+    values = {name: row.default for name, row in WEB.items()} | given
     return Settings(
         **values,
         memory_budget_bytes=max(_MEMORY_BYTES, 4 * values["max_body_bytes"]),
@@ -92,7 +84,7 @@ class IngestSettings:
             object.__setattr__(self, name, row.checked(getattr(self, name)))
         if self.web.api_keys and not self.web.admin_keys:
             raise RequestError(
-                "post_keys are set without keys, so nobody could read; set a key too (--key)"
+                "api_keys are set without admin_keys, so nobody could read; set a key too (--key)"
             )
 
     def check_bind(self) -> None:
