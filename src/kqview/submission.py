@@ -53,7 +53,7 @@ from kqview.generation.stream import Generation, PromptAttention
 from kqview.lora import EngineLora, LoraScales
 from kqview.mods.calls import ModCaller
 from kqview.mods.decorator import begin, check_capture
-from kqview.mods.events import current_conversation
+from kqview.mods.events import current_dialogue
 from kqview.mods.steering import Forcing, LogitsProcessor, Steering, Stopping
 from kqview.mods.tokenizer import ModTokenizer
 from kqview.option_names import unknown_option
@@ -652,7 +652,7 @@ class Submission:
             is_strict=steering.mods_strict,
         )
         most = min(request.max_tokens, INT32_MAX if request.n_discard else self.core.n_ctx)
-        dialogue = current_conversation()
+        dialogue = current_dialogue.get()
         prefill = partial(made.prefill, prompt, max_tokens=most, dialogue=dialogue)
         source = SteeredSource(plain, made, prefill=prefill, submit=submit, context_of=context_of)
         return Generation(

@@ -413,17 +413,6 @@ def test_array_of_the_prompts_rows_is_that_of_the_adjusted_prompt(tiny_llama: Pa
     np.testing.assert_allclose(rows, expected, atol=near(0), rtol=0)
 
 
-def test_chat_shows_its_messages_to_the_mods(engine: Engine):
-    seen: list[Any] = []
-    messages: Any = [{"role": "user", "content": "hello"}]
-    look = at(Prefilled, lambda event: seen.append(event.context_info.messages))
-    engine.chat(
-        messages, mods=[look], max_tokens=1, chat_template="{{ messages[0].content }}"
-    ).read()
-    generate(engine, look)
-    assert seen == [messages, None]
-
-
 # ---- terminal actions and ends
 
 

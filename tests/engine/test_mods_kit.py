@@ -212,4 +212,5 @@ def test_mod_reads_the_messages_and_tools_of_its_chat(engine: Engine):
         engine.chat(
             messages, tools=given, mods=[reads], max_tokens=1, chat_template=template
         ).read()
-    assert seen == [(messages, [tools[0]["function"]]), (messages, [])]
+    engine.generate(STORY, mods=[reads], max_tokens=1).read()  # behind a chat, no chat
+    assert seen == [(messages, [tools[0]["function"]]), (messages, []), ([], [])]

@@ -147,10 +147,10 @@ def find_text(ids: Sequence[int], text: str, token_bytes: Callable[[int], bytes]
     return int(first), int(np.searchsorted(ends, found + len(text.encode()))) + 1
 
 
-def _fraction(name: str, given: object) -> float:
+def _floor(given: object) -> float:
     value = to_number(given)
     if value is None or not 0 <= value <= 1:
-        raise invalid(name, "a number from 0 to 1", shown(given))
+        raise invalid("floor", "a number from 0 to 1", shown(given))
     return value
 
 
@@ -337,7 +337,7 @@ class LookbackGuard(_AttentionMod):
         heads: Sequence[int] | None = None,
     ) -> None:
         super().__init__(_place("source", source), layers, heads)
-        self._floor = _fraction("floor", floor)
+        self._floor = _floor(floor)
         self._then = choice("then", then, Then)
         self._penalty = np.float32(penalty)
         self._window = whole_number("window", window)
@@ -430,7 +430,7 @@ class ReRead(_AttentionMod):
         heads: Sequence[int] | None = None,
     ) -> None:
         super().__init__(_place("instruction", instruction), layers, heads)
-        self._floor = _fraction("floor", floor)
+        self._floor = _floor(floor)
         if reminder is not None and (not isinstance(reminder, str) or not reminder):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise invalid("reminder", "a text that is not empty, or None", shown(reminder))
         self._reminder = reminder

@@ -53,9 +53,9 @@ class Mod:
         super().__init_subclass__(**options)
         _check_hooks(cls.__name__, cls)
 
-    @property
+    @functools.cached_property
     def name(self) -> str:
-        """Name of the mod in the trace."""
+        """Name of the mod in the trace, that of its class unless it is set."""
         return type(self).__name__
 
     @classmethod

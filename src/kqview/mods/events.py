@@ -28,22 +28,17 @@ class Dialogue:
     tools: Sequence[Any] | None = None
 
 
-_dialogue: Final[ContextVar[Dialogue | None]] = ContextVar("kqview_dialogue", default=None)
+current_dialogue: Final[ContextVar[Dialogue | None]] = ContextVar("kqview_dialogue", default=None)
 
 
 @contextlib.contextmanager
 def conversation_of(dialogue: Dialogue | None) -> Generator[None]:
     """Give requests made inside the context this chat, for ``context_info``; None for no chat."""
-    token = _dialogue.set(dialogue)
+    token = current_dialogue.set(dialogue)
     try:
         yield
     finally:
-        _dialogue.reset(token)
-
-
-def current_conversation() -> Dialogue | None:
-    """The chat that `conversation_of` was given; None outside."""
-    return _dialogue.get()
+        current_dialogue.reset(token)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

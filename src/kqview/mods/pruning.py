@@ -13,8 +13,8 @@ queries have seen them.
 
 import codecs
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import InitVar, dataclass
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
 
 import numpy as np
 
@@ -24,12 +24,11 @@ from kqview.mods.attention import check_shares, head_rows
 from kqview.types import Capture, Token
 from kqview.types.capture import Kind
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-# Their state would start over with each part.
-_REFUSED: Final = ("grammar", "json_schema", "regex", "stop", "mods", "context_shift", "slot")
-_TAKEN: Final = ("reuse", "reuse_min_tokens", "max_tokens", "sampling")
+# The state of the first would start over with each part; the others are set for each.
+_REFUSED: Final = (
+    "grammar", "json_schema", "regex", "stop", "mods", "context_shift", "slot",
+    "reuse", "reuse_min_tokens", "max_tokens", "sampling",
+)  # fmt: skip
 
 
 class PartGeneration(Protocol):
@@ -66,7 +65,7 @@ class PrunedGeneration:
     """
 
     engine: Generates
-    prompt: InitVar[list[int]]
+    ids: list[int]
     max_context: int
     n_left: int
     n_prune: int
@@ -76,13 +75,12 @@ class PrunedGeneration:
     capture: Capture
     options: dict[str, Any]
 
-    def __post_init__(self, prompt: list[int]) -> None:
-        self.ids = list(prompt)
-        self.places = list(range(len(prompt)))
+    def __post_init__(self) -> None:
+        self._n_prompt = len(self.ids)
+        self.places = list(range(self._n_prompt))
         self.removed: list[list[int]] = []
         self.finish_reason: str | None = None
-        self._n_prompt = len(prompt)
-        self._scores: NDArray[np.float32] = np.zeros(len(prompt), np.float32)
+        self._scores = np.zeros(self._n_prompt, np.float32)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._tokens = self._generate()
 
@@ -197,7 +195,7 @@ def generate_pruned(
         RequestError: An option is out of range or not supported with pruning. May be
             InvalidCapture. Iterating raises the errors of `generate`.
     """
-    refused = [name for name in (*_REFUSED, *_TAKEN) if name in options]
+    refused = [name for name in _REFUSED if name in options]
     if refused:
         raise RequestError(
             f"{', '.join(refused)} cannot be used: the text is generated in parts, which set "
@@ -236,7 +234,7 @@ def generate_pruned(
     check_shares("generate_pruned", wanted)
     return PrunedGeneration(
         engine=engine,
-        prompt=ids,
+        ids=ids,
         max_context=limit,
         n_left=whole_number("max_tokens", max_tokens),
         n_prune=n_prune,

@@ -79,15 +79,14 @@ class JsonSchemaStrat:
         return GrammarStrategy("schema", grammar, tokenizer)
 
 
+@dataclass
 class GrammarState(AnswerState):
     """Progress of an answer in a grammar; owns llguidance's matcher."""
 
-    def __init__(self, matcher: Any, written: bytes = b"", is_ended: bool = False) -> None:
-        super().__init__(written, is_ended)
-        self.matcher = matcher
+    matcher: Any = None
 
     def __copy__(self) -> "GrammarState":
-        return GrammarState(self.matcher.deep_copy(), self.written, self.is_ended)
+        return GrammarState(self.written, self.is_ended, self.matcher.deep_copy())
 
 
 class GrammarStrategy(TableStrategy[GrammarState]):
@@ -102,7 +101,7 @@ class GrammarStrategy(TableStrategy[GrammarState]):
         self._first = self._new_matcher()
 
     def start(self, tokenizer: ModTokenizer) -> GrammarState:
-        return GrammarState(self._first.deep_copy())
+        return GrammarState(matcher=self._first.deep_copy())
 
     def allowed_tokens(self, state: GrammarState, tokenizer: ModTokenizer) -> Ids:
         mask: bytes = state.matcher.compute_bitmask()

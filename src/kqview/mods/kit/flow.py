@@ -360,12 +360,7 @@ class FlowMod(Mod):
 
     def __init__(self, engine: FlowEngine, name: str) -> None:
         self._engine = engine
-        self._name = name
-
-    @property
-    def name(self) -> str:
-        """Name of the mod in the trace."""
-        return self._name
+        self.name = name
 
     @property
     def state(self) -> FlowState:

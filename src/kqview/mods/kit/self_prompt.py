@@ -297,12 +297,7 @@ class SelfPromptMod(Mod):
 
     def __init__(self, question: SelfPrompt, name: str) -> None:
         self._question = question
-        self._name = name
-
-    @property
-    def name(self) -> str:
-        """Name of the mod in the trace."""
-        return self._name
+        self.name = name
 
     @property
     def is_complete(self) -> bool:
