@@ -409,12 +409,6 @@ def test_hub_fetch_failure_says_what_and_what_to_do(monkeypatch: pytest.MonkeyPa
         fetch("me/models/m.gguf")
 
 
-def test_hub_fetch_without_its_extra_gives_the_command(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(errors.ModelLoadError, match=r'pip install "kqview\[hf\]"'):
-        fetch("me/models/m.gguf")
-
-
 def test_version_is_printed():
     result = CliRunner().invoke(app, ["--version"])
     assert result.exit_code == 0

@@ -130,7 +130,8 @@ def test_nothing_is_downloaded_for_a_command_that_cannot_work(monkeypatch: pytes
     hub = ("--hf", "owner/repo/x.gguf")
     assert "the text is missing" in error_of("generate", *hub, status=2, stdin="")
     assert "OWNER/REPO/FILE" in error_of("info", "--hf", "x.gguf", status=2)
-    assert "huggingface_hub" in error_of("info", "--hub", "owner/repo/x.gguf", status=3)
+    message = error_of("info", "--hub", "owner/repo/x.gguf", status=3)
+    assert 'huggingface_hub, which is not installed; run pip install "kqview[hf]"' in message
 
 
 def test_two_models_are_refused():
