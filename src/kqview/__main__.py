@@ -15,6 +15,8 @@ def main() -> None:
 
         hangups.is_program = True
         hangups.hold()
+        if _has_served():
+            return
     try:
         import_module("rich")  # which the commands import as they are loaded
         from kqview.cli import terminal
@@ -33,6 +35,22 @@ def main() -> None:
         sys.exit(_INTERRUPTED)
     terminal.prepare_streams()
     app(prog_name="kqview")
+
+
+def _has_served() -> bool:
+    """Whether ``kqview serve`` has run, without typer; False if typer is needed."""
+    from kqview.cli.exit_status import REPORTED, reported
+    from kqview.cli.terminal import prepare_streams
+
+    prepare_streams()
+    try:
+        from kqview.cli.starting import try_plainly
+
+        has_served = try_plainly(sys.argv[2:])
+        sys.stdout.flush()
+        return has_served
+    except REPORTED as error:
+        sys.exit(reported(error, "serve"))
 
 
 if __name__ == "__main__":

@@ -133,7 +133,7 @@ def described() -> dict[str, Any]:
 
 def operations() -> list[Operation]:
     table = [one for dialect in DIALECTS for one in dialect.OPERATIONS]
-    return table + pages.operations({}) + status.operations(cast("Any", None))
+    return table + pages.operations(lambda: b"") + status.operations(cast("Any", None))
 
 
 # Their replies are bytes, text, a redirection or an object without fields.

@@ -26,13 +26,13 @@ from kqview.cli import (
     generate_command,
     main as cli_main,
     options as shared_options,
-    serve_command,
-    server_options,
+    server_words,
     serving,
+    starting,
 )
 from kqview.cli.generate_command import rows_file
 from kqview.cli.main import app
-from kqview.cli.options import fetch
+from kqview.cli.model_file import fetch
 from kqview.demo import MODEL_PATH
 from kqview.state import write_state
 from kqview.state.files import SlotMarks, StateFacts
@@ -688,7 +688,7 @@ def test_demo_smollm2_is_the_file_of_its_package(
 ):
     file = tmp_path / "smollm2.gguf"
     file.write_bytes(MODEL_PATH.read_bytes())
-    for user in (shared_options, server_options):
+    for user in (shared_options, server_words):
         monkeypatch.setattr(user, "model_path", lambda name: file)
     result = run("tokenize", "--demo", "smollm2", "a b c", "--ids", "--no-add-special")
     assert (result.stdout, engine_class.made[-1].path) == ("1 2 3\n", str(file))
@@ -766,7 +766,7 @@ def test_model_of_the_hub_is_a_key_too(
         asked.append(name)
         return str(MODEL_PATH)
 
-    monkeypatch.setattr(serve_command, "fetch", fetched)
+    monkeypatch.setattr(starting, "fetch", fetched)
     path = config_file(tmp_path, "[server]\nport = 0\nhf = 'owner/repo/file.gguf'\n")
     assert serve("--config", path).exit_code == 0
     assert (served[0].model, asked) == (str(MODEL_PATH), ["owner/repo/file.gguf"])
@@ -889,8 +889,8 @@ def test_help_loads_neither_the_engine_nor_a_command():
     loaded = set(done.stdout.split("\n")[-2].split())
     assert "typer.rich_utils" in loaded
     assert {name for name in loaded if name.startswith("kqview")} == {
-        "kqview", "kqview.__main__", "kqview.errors", "kqview.cli", "kqview.cli.main",
-        "kqview.cli.terminal",
+        "kqview", "kqview.__main__", "kqview.errors", "kqview.cli", "kqview.cli.exit_status",
+        "kqview.cli.main", "kqview.cli.terminal",
     }  # fmt: skip
     assert not loaded & {"numpy", "jinja2", "msgspec", "asyncio"}
 

@@ -8,7 +8,8 @@ from typing import Any, Final
 import typer
 
 from kqview.cli.option_groups import argument, option
-from kqview.cli.server_options import CONFIG, ServerCommand, reader_of, with_settings
+from kqview.cli.server_options import CONFIG, VARIABLES, ServerCommand, with_settings
+from kqview.cli.server_words import reader_of
 from kqview.server.settings import Settings
 from kqview.server.settings_table import rows_of
 
@@ -73,7 +74,7 @@ def show(
     - `kqview config show --config kqview.toml`
     - `kqview config show --config kqview.toml --port 8080 --json`
     """
-    read = reader_of(context, config, given)
+    read = reader_of(config, given, context.meta[VARIABLES])
     from kqview.server.config_text import effective, effective_values
 
     loaded = read()

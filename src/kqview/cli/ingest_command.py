@@ -3,8 +3,8 @@
 import os
 from typing import Any, Final
 
-from kqview.cli.serve_command import listen, log_to_stderr
 from kqview.cli.server_options import with_settings
+from kqview.cli.starting import listen, log_to_stderr
 from kqview.ingest.settings import WEB, IngestSettings, web_settings
 from kqview.server.settings_table import rows_of
 

@@ -1,11 +1,5 @@
-"""All commands of ``kqview``, and how their errors become one line on stderr and an exit status.
+"""All commands of ``kqview``; their errors become one line on stderr and an exit status."""
 
-Exit statuses: 0 success, 1 error, 2 wrong usage or request, 3 a model cannot be loaded, 4 a limit
-of this machine, 130 interrupted, 141 the reader of a pipe has gone.
-"""
-
-import errno
-import os
 import sys
 from collections.abc import Mapping
 from importlib import import_module
@@ -15,22 +9,11 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command, get_group
 
+from kqview.cli.exit_status import BROKEN_PIPE, REPORTED, print_error, reported
 from kqview.cli.terminal import discard_stdout
-from kqview.errors import CapacityError, KqviewError, ModelError, RequestError
 
-_EXIT_CODES: Final[Mapping[type, int]] = {
-    RequestError: 2,
-    ModelError: 3,
-    CapacityError: 4,
-    KqviewError: 1,
-}
-_INTERRUPTED: Final = 130
 _NAME: Final = "kqview.command"  # in the context: the command that runs
 _MARKUP: Final = "markdown"
-_BROKEN_PIPE: Final = 141
-# What flushing stdout may raise, at exit once more.
-_UNWRITTEN: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
-
 
 _ALIASES: Final[Mapping[str, str]] = {
     "ctx-size": "ctx",
@@ -116,14 +99,6 @@ _COMMANDS: Final[Mapping[str, tuple[str, str, str]]] = {
 }  # fmt: skip
 """Panel of the help, module and first line of each command, in the order of the help."""
 
-_EXTRAS: Final[Mapping[str, str]] = {
-    "serve": "server",
-    "config": "server",
-    "ingest": "ingest",
-    "extract": "corpora",
-}
-"""What to install for commands that need more than the command line does."""
-
 
 def _loaded(name: str) -> Any:
     """The command of this name. Loads its module: the help alone needs none of them."""
@@ -158,8 +133,8 @@ class ErrorReportingGroup(TyperGroup):
         try:
             result = super().invoke(ctx)
             sys.stdout.flush()
-        except (KqviewError, KeyboardInterrupt, OSError, MemoryError, ImportError) as error:
-            raise typer.Exit(_reported(error, ctx.meta.get(_NAME))) from error
+        except REPORTED as error:
+            raise typer.Exit(reported(error, ctx.meta.get(_NAME))) from error
         return result
 
     def main(self, *args: Any, **options: Any) -> Any:
@@ -171,9 +146,9 @@ class ErrorReportingGroup(TyperGroup):
             if not isinstance(ended.__context__, BrokenPipeError):
                 raise
             discard_stdout()
-            sys.exit(_BROKEN_PIPE)
+            sys.exit(BROKEN_PIPE)
         except OSError as error:
-            _print_error(error)
+            print_error(error)
             discard_stdout()
             sys.exit(1)
 
@@ -211,35 +186,3 @@ def global_options(
     ] = False,
 ) -> None:
     """Options before the subcommand."""
-
-
-def _reported(error: BaseException, command: str | None) -> int:
-    """Tell of what ended *command*, and return the exit status."""
-    if isinstance(error, KeyboardInterrupt):
-        typer.echo(err=True)
-        return _INTERRUPTED
-    if isinstance(error, BrokenPipeError):
-        discard_stdout()
-        return _BROKEN_PIPE
-    if isinstance(error, MemoryError) and not isinstance(error, KqviewError):
-        error = CapacityError("this machine has too little memory for that")
-    if isinstance(error, ImportError):
-        if command not in _EXTRAS or not isinstance(error, ModuleNotFoundError):
-            raise error
-        error = RequestError(
-            f"kqview {command} needs {error.name}, which is not installed; "
-            f'run pip install "kqview[{_EXTRAS[command]}]"'
-        )
-    _print_error(error)
-    if isinstance(error, OSError) and error.errno in _UNWRITTEN:
-        discard_stdout()
-    return next((_EXIT_CODES[kind] for kind in type(error).__mro__ if kind in _EXIT_CODES), 1)
-
-
-def _print_error(error: BaseException) -> None:
-    text = str(error)
-    if isinstance(error, OSError) and error.strerror is not None and error.filename2 is None:
-        place = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
-        text = f"{place}{error.strerror}"
-    lines = [line.strip() for line in text.splitlines()]
-    typer.echo(f"error: {' | '.join(line for line in lines if line)}", err=True)

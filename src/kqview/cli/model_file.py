@@ -1,4 +1,4 @@
-"""Explains why a path is no model: which file was meant, or what the file is instead."""
+"""Files of models: those of the Hub, and why a path is none of a model."""
 
 import difflib
 import os
@@ -6,8 +6,8 @@ import stat
 from collections.abc import Iterable
 from typing import Final
 
-from kqview.errors import ModelLoadError
-from kqview.hub import repo_of
+from kqview.errors import ModelLoadError, RequestError
+from kqview.hub import fetch_model, repo_of
 
 _MAGIC: Final = b"GGUF"
 _SHOWN: Final = 3
@@ -22,6 +22,22 @@ _OTHERS: Final = (
     (b"lmgg", "in llama.cpp's old GGML format"),
 )
 _CONVERT: Final = "; llama.cpp's convert_hf_to_gguf.py makes a GGUF file of a Hugging Face model"
+
+
+def fetch(name: str) -> str:
+    """Return the local path of ``OWNER/REPO/FILE``; download it unless it is cached."""
+    return fetch_model(*repo_and_file(name))
+
+
+def repo_and_file(name: str) -> tuple[str, str]:
+    """The two parts of ``OWNER/REPO/FILE``."""
+    owner, _, rest = name.partition("/")
+    repo, _, file = rest.partition("/")
+    if not (owner and repo and file):
+        raise RequestError(
+            f"--hf is {name!r}; write OWNER/REPO/FILE, with the file's path in the repository"
+        )
+    return f"{owner}/{repo}", file
 
 
 def check_model_file(path: str) -> None:

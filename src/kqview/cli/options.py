@@ -3,17 +3,15 @@
 import os
 import re
 import sys
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
-
 from kqview import json_input
-from kqview.cli.model_file import check_model_file
+from kqview.cli.loading import load_progress
+from kqview.cli.model_file import check_model_file, repo_and_file
 from kqview.cli.option_groups import OptionGroup, argument, option, parameter
 from kqview.cli.terminal import argument_text, read_stdin, read_text
 from kqview.demo import SMOLLM2, model_path
@@ -135,7 +133,7 @@ class ModelChoice(OptionGroup):
                 return str(model_path(words.pop(0))), words
             return DEMO, words
         if self.hf is not None:
-            return _repo_and_file(self.hf), words
+            return repo_and_file(self.hf), words
         if self.model_file is None and not words:
             raise RequestError(f"name a model: {_HOW}")
         path = os.path.expanduser(self.model_file or words.pop(0))
@@ -482,21 +480,6 @@ def text_or_file(value: str | None) -> str | None:
 # ---- engines
 
 
-def fetch(name: str) -> str:
-    """Return the local path of ``OWNER/REPO/FILE``; download it unless it is cached."""
-    return fetch_model(*_repo_and_file(name))
-
-
-def _repo_and_file(name: str) -> tuple[str, str]:
-    owner, _, rest = name.partition("/")
-    repo, _, file = rest.partition("/")
-    if not (owner and repo and file):
-        raise RequestError(
-            f"--hf is {name!r}; write OWNER/REPO/FILE, with the file's path in the repository"
-        )
-    return f"{owner}/{repo}", file
-
-
 @contextmanager
 def open_engine(model: NamedModel, **options: Any) -> "Generator[Engine]":
     """Open *model*, and close it at the end of the block.
@@ -513,20 +496,3 @@ def open_engine(model: NamedModel, **options: Any) -> "Generator[Engine]":
         engine = Engine.demo(**options) if path is None else Engine(path, **options)
     with engine:
         yield engine
-
-
-@contextmanager
-def load_progress() -> Generator[Callable[[float], None] | None]:
-    """A callback that shows loading as a progress bar on stderr; None without a terminal."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield None
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("loading the model", total=1.0)
-
-        def show(fraction: float) -> None:
-            bar.update(task, completed=fraction)
-
-        yield show

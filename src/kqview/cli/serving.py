@@ -21,7 +21,7 @@ from typing import Final
 import uvicorn
 
 from kqview.cli import hangups
-from kqview.cli.options import load_progress
+from kqview.cli.loading import load_progress
 from kqview.errors import KqviewError
 from kqview.server.app import App
 from kqview.server.config import Config
@@ -29,7 +29,7 @@ from kqview.server.settings import Settings
 from kqview.server.web.supervisor import Hangup
 from kqview.server.web.tls import tls_context
 from kqview.server.web.uvicorn_parts import allow_files, identify, url_of, uvicorn_options
-from kqview.server.web.worker import STALLED, Supervised, Watchdog
+from kqview.server.web.worker import HUNG_FACTOR, STALLED, Supervised, Watchdog
 from kqview.system import HANGUP
 
 # Parameters of glibc's mallopt (malloc.h), and its maximum for M_MMAP_THRESHOLD.
@@ -39,9 +39,6 @@ _KEPT_BYTES: Final = 256 * 2**20
 # How long a worker thread may keep the GIL from the event loop. Python's default of 5 ms applies to
 # each of the threads that write rows or logprobs.
 _SWITCH_S: Final = 0.0005
-HUNG_FACTOR: Final = 2.0
-"""The process ends after this many stall timeouts without progress; /health is 503 after one."""
-
 _BEAT_S: Final = 0.5
 _LEAST_FLUSH_S: Final = 0.2
 _MARGIN_S: Final = 2.0  # beyond the grace period, for the engine and the interpreter to end

@@ -6,8 +6,6 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TextIO
 
-import typer
-
 from kqview.errors import RequestError
 
 if TYPE_CHECKING:
@@ -87,4 +85,6 @@ def shown(text: str, stream: TextIO) -> str:
 
 def show_delta(generation: "Generation") -> None:
     """Write the text of *generation* that is safe to show and was not written yet to stdout."""
+    import typer  # kqview serve goes without it
+
     typer.echo(shown(generation.take_delta(), sys.stdout), nl=False)

@@ -4,10 +4,10 @@ From the outside in: `App`, `AccessLog`, the router, and an `Endpoint`
 or `SocketEndpoint` for each operation.
 """
 
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Iterable
 from contextlib import asynccontextmanager
-from types import ModuleType
-from typing import Any, Final
+from functools import cache
+from typing import Final
 
 import msgspec
 from starlette.applications import Starlette
@@ -38,8 +38,6 @@ from kqview.server.web.sockets import SocketEndpoint
 
 DIALECTS: Final = (koboldai, llama_server, openai, responses, anthropic, mia4, models)
 """Modules with ``OPERATIONS``; a further dialect is one folder and one entry here."""
-_DESCRIBED: Final[dict[tuple[tuple[ModuleType, ...], bool], dict[str, Any]]] = {}
-"""What `openapi.describe` made: it takes 0.2 s, and a reload would hold the event loop as long."""
 
 
 class App(EdgeMiddleware):
@@ -50,11 +48,10 @@ class App(EdgeMiddleware):
         log: Knows the requests that run.
     """
 
-    def __init__(self, service: ChatService, log: AccessLog, describe: Callable[[], None]) -> None:
+    def __init__(self, service: ChatService, log: AccessLog) -> None:
         super().__init__(log, service.live)
         self.service = service
         self.log = log
-        self._describe = describe
 
     def reload(self, config: Config) -> Reloaded:
         """Put *config* into effect for all that begins after this; on the event loop that serves.
@@ -74,7 +71,6 @@ class App(EdgeMiddleware):
         live.replace(merged)
         if "models" in done.changed:  # else those that an administrator loaded would leave
             self.service.pool.reconfigure(merged)
-        self._describe()
         return done
 
 
@@ -107,21 +103,18 @@ def create_app(
     live = LiveConfig(config)
     service = ChatService(engine, live)
     metrics = Metrics(service)
-    description: dict[str, Any] = {}
+
+    @cache
+    def described(has_keys: bool) -> bytes:
+        made = openapi.describe(operations, version=__version__, has_keys=has_keys)
+        return msgspec.json.encode(made)
+
+    def description() -> bytes:
+        return described(bool(live.settings.api_keys or live.settings.admin_keys))
+
     operations = pages.operations(description) + status.operations(metrics)
-    dialects = DIALECTS
-    for dialect in dialects:
+    for dialect in DIALECTS:
         operations += dialect.OPERATIONS
-
-    def describe() -> None:
-        has_keys = bool(live.settings.api_keys or live.settings.admin_keys)
-        if (key := (dialects, has_keys)) not in _DESCRIBED:
-            made = openapi.describe(operations, version=__version__, has_keys=has_keys)
-            _DESCRIBED[key] = made
-        description.clear()
-        description.update(_DESCRIBED[key])
-
-    describe()
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncGenerator[None]:
@@ -139,7 +132,7 @@ def create_app(
     router.router.redirect_slashes = False
     paths = [path for one in operations for path in (one.path, *one.also)]
     log = AccessLog(router, live, metrics.requests, paths)
-    return App(service, log, describe)
+    return App(service, log)
 
 
 def _routes(

@@ -22,6 +22,8 @@ from kqview.server.web.supervisor import ALIVE, ENVIRONMENT, NOTES_BYTES, READY
 
 STALLED: Final = 70
 """Exit status of a process that hung or did not end in time (EX_SOFTWARE in sysexits.h)."""
+HUNG_FACTOR: Final = 2.0
+"""The process ends after this many stall timeouts without progress; /health is 503 after one."""
 
 _TICK_S: Final = 1.0
 _STDERR: Final = 2
