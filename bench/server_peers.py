@@ -133,12 +133,21 @@ class Request:
 class Server(Started):
     """One of the two servers on loopback."""
 
-    def __init__(self, settings: Settings, n_slots: int, n_prompt: int, *, is_stock: bool) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        n_slots: int,
+        n_prompt: int,
+        *,
+        is_stock: bool,
+        is_supervised: bool = False,
+        model: Path | None = None,
+    ) -> None:
         self._now_s = settings.now_s
         self.port = free_port()
         n_ctx = (n_prompt + N_TOKENS + 255) // 256 * 256
         common: dict[str, object] = {
-            "--model": model_path(settings),
+            "--model": model or model_path(settings),
             "--threads": settings.n_threads,
             "--parallel": n_slots,
             "--ctx-size": n_ctx * n_slots,
@@ -155,7 +164,8 @@ class Server(Started):
             command = [str(peer("llama-server")), "--no-kv-unified", *words]
         else:
             # The command line of llama-server is that of `kqview serve`.
-            command = [sys.executable, "-m", "kqview", "serve", "--no-supervise", *words]
+            alone = [] if is_supervised else ["--no-supervise"]
+            command = [sys.executable, "-m", "kqview", "serve", *alone, *words]
         super().__init__(command)
 
     def is_ready(self) -> bool:
@@ -163,9 +173,14 @@ class Server(Started):
         return is_healthy(self.port)
 
     @property
+    def pid(self) -> int:
+        """Id of its process, or of its supervisor."""
+        return self._process.pid
+
+    @property
     def peak_mb(self) -> float:
         """Most memory that it had, in MB."""
-        status = Path(f"/proc/{self._process.pid}/status").read_text()
+        status = Path(f"/proc/{self.pid}/status").read_text()
         return int(status.split("VmHWM:")[1].split()[0]) / 1000
 
     def run(self, requests: Sequence[Request], extra: dict[str, Any]) -> Run:

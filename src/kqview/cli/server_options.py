@@ -10,12 +10,13 @@ from typing import Any, Final
 from typer.core import TyperCommand
 
 from kqview.cli.option_groups import option, parameter
-from kqview.cli.server_words import CONFIG_VARIABLE, switch_off, tell, translated_words
+from kqview.cli.server_words import switch_off, tell, translated_words
+from kqview.server.config_file import ENVIRONMENT
 from kqview.server.settings_table import SettingRow
 
 CONFIG: Any = option(
     None, "Configuration file in TOML; kqview config init prints one.", "--config",
-    metavar="FILE", envvar=CONFIG_VARIABLE, show_envvar=False,
+    metavar="FILE", envvar=ENVIRONMENT, show_envvar=False,
 )  # fmt: skip
 VARIABLES: Final = "kqview.variables"  # in the context: settings that other variables gave
 

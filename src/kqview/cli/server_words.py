@@ -9,20 +9,15 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, get_args, get_origin
+from typing import Any, Final, Literal, get_args, get_origin
 
 from kqview.cli.llama_server_flags import translated
 from kqview.demo import SMOLLM2, model_path
+from kqview.server.config_file import ENVIRONMENT as CONFIG_VARIABLE, Loaded, load
 from kqview.server.settings import PREFIX, Settings
 from kqview.server.settings_table import SettingRow, rows_of
 from kqview.server.web.supervisor import ENVIRONMENT
 from kqview.system import HAS_FORK
-
-if TYPE_CHECKING:
-    from kqview.server.config_file import Loaded
-
-CONFIG_VARIABLE: Final = PREFIX + "CONFIG"
-"""Names the configuration file, as ``--config`` does."""
 
 _CONFIG: Final = "--config"
 _NEGATIVE: Final = {"slot_endpoints": "--no-slots"}
@@ -116,7 +111,7 @@ def _value(kind: Any, text: str) -> Any:
 
 def reader_of(
     config: str | None, given: Mapping[str, Any], variables: Mapping[str, str]
-) -> "Callable[..., Loaded]":
+) -> Callable[..., Loaded]:
     """A function that reads the configuration, as often as it is called.
 
     Args:
@@ -127,14 +122,12 @@ def reader_of(
     Returns:
         Takes settings that count as flags and raises as `kqview.server.config_file.load`.
     """
-    from kqview.server.config_file import load
-
     # typer passes an empty list for a repeatable option that is not given
     flags = {name: None if value == [] else value for name, value in given.items()}
     environ = dict(os.environ)
     path = None if config is None else Path(config)
 
-    def read(**more: Any) -> "Loaded":
+    def read(**more: Any) -> Loaded:
         return load(path, environ=environ, flags={**flags, **more}, variables=variables)
 
     return read

@@ -11,20 +11,18 @@ import socket
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Final, NoReturn
+from typing import Final, NoReturn
 
 from kqview.cli import hangups
 from kqview.cli.model_file import check_model_file, fetch
 from kqview.cli.server_words import plain_options, reader_of, tell, translated_words
 from kqview.errors import RequestError
+from kqview.server.config_file import Loaded
+from kqview.server.settings import Settings
 from kqview.server.web import supervisor
 from kqview.server.web.tls import tls_context
 from kqview.server.web.worker import HUNG_FACTOR, Supervised
 from kqview.system import HAS_FORK
-
-if TYPE_CHECKING:
-    from kqview.server.config_file import Loaded
-    from kqview.server.settings import Settings
 
 _CUT: Final = "ASGI callable returned without completing response."
 _SUPERVISOR_MARGIN_S: Final = 5.0  # the worker's own watchdog, which knows more, goes first
@@ -33,7 +31,7 @@ _SUPERVISOR_MARGIN_S: Final = 5.0  # the worker's own watchdog, which knows more
 def try_plainly(words: Sequence[str]) -> bool:
     """Run the command with *words*, unless they need typer, to show help or to refuse them.
 
-    typer, and pydantic that it imports, take 16 MB and a fifth of the time of a start.
+    typer, and pydantic and rich that it imports, would stay: 11 MB, and 0.2 s of each start.
     """
     notes: list[str] = []
     try:
@@ -50,7 +48,7 @@ def try_plainly(words: Sequence[str]) -> bool:
     return True
 
 
-def start(config: str | None, read: "Callable[..., Loaded]") -> None:
+def start(config: str | None, read: Callable[..., Loaded]) -> None:
     """Serve until a signal ends it.
 
     Args:
@@ -96,7 +94,7 @@ def start(config: str | None, read: "Callable[..., Loaded]") -> None:
 
 
 def _become_supervisor(
-    listener: socket.socket, settings: "Settings", hung_s: float, *, reloads: bool
+    listener: socket.socket, settings: Settings, hung_s: float, *, reloads: bool
 ) -> NoReturn:
     """Replace this program and all that it has loaded by the supervisor of a worker."""
     listener.set_inheritable(True)
