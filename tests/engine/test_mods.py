@@ -50,7 +50,7 @@ PROMPT = random_ids(12)
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
 EVENTS = [Prefilled, ForwardPass, Sampled, Added]
 WAIT_S = 60.0
-LOGITS_LIMIT = near(1e-5, "logits")
+LOGITS_LIMIT = near(2e-5, "logits")  # of up to 6; 1.1e-5 with AVX2
 
 
 @pytest.fixture(scope="module")

@@ -135,8 +135,8 @@ def test_removed_and_forced_ids_leave_what_a_fresh_prefill_computes(
     options: dict[str, Any],
 ) -> None:
     model = write(tmp_path / "model.gguf") if write else tiny_llama
-    # More norms, more rounding.
-    limit = 10 * LIMIT if write is tiny_gguf.write_gemma4 else LIMIT
+    # More norms, more rounding: 1.8e-4 where vectors are those of AVX2.
+    limit = 30 * LIMIT if write is tiny_gguf.write_gemma4 else LIMIT
     engine = make_engine(model, **{**EXACT, **options}, attention_kernel="llama.cpp")
     reference = make_engine(model, **{**EXACT, **options}, attention_kernel="llama.cpp")
     passes = Passes(engine, PROMPT, capture=capture)
