@@ -7,7 +7,6 @@ match in either case; only generated text is searched.
 """
 
 import weakref
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final, Generic, TypeVar
@@ -19,6 +18,7 @@ from kqview.mods.actions import Action, ActionBuilder
 from kqview.mods.decorator import Mod
 from kqview.mods.events import Added, ForwardPass
 from kqview.mods.tokenizer import ModTokenizer
+from kqview.stop_strings import StopStrings
 
 _Item = TypeVar("_Item")
 
@@ -28,29 +28,23 @@ class Phrases:
 
     def __init__(self, texts: Iterable[str]) -> None:
         """Find *texts*; empty ones are left out."""
-        self._phrases = sorted({text.encode("utf-8", "replace").lower() for text in texts if text})
-        self.n_most: Final = max(map(len, self._phrases), default=0)
-        """Bytes of the longest one."""
-
-    def __len__(self) -> int:
-        return len(self._phrases)
+        self._strings = StopStrings(_lower(text.encode("utf-8", "replace")) for text in texts)
+        self.n_most: Final = self._strings.n_most
+        """Bytes of the longest one, 0 without any."""
 
     def find(self, data: bytes) -> int | None:
         """Where the first phrase in *data* begins, None if there is none."""
-        data = data.lower()
-        found = [at for phrase in self._phrases if (at := data.find(phrase)) >= 0]
-        return min(found, default=None)
+        found = self._strings.find(_lower(data))
+        return None if found is None else found[0]
 
     def n_clear(self, data: bytes) -> int:
         """How many bytes of *data* precede what may become a phrase."""
-        data = data.lower()
-        for at in range(max(0, len(data) - self.n_most + 1), len(data)):
-            rest = data[at:]
-            # In this order, those that begin with a text follow it.
-            i = bisect_left(self._phrases, rest)
-            if i < len(self._phrases) and self._phrases[i].startswith(rest):
-                return at
-        return len(data)
+        return self._strings.n_clear(_lower(data))
+
+
+def _lower(data: bytes) -> str:
+    """*data* in lower case, each byte as one character."""
+    return data.lower().decode("latin-1")
 
 
 class PhraseBan(Mod):

@@ -440,7 +440,7 @@ class Run:
         self._on_close = on_close
         self._samples: _Samples | None = None  # of several
         self._unbanned: _Unbanned | None = None
-        if request.banned_phrases and (phrases := Phrases(request.banned_phrases)):
+        if request.banned_phrases and (phrases := Phrases(request.banned_phrases)).n_most:
             self._unbanned = _Unbanned(
                 self._next, self.generations, phrases, token_bytes, hold.part()
             )
