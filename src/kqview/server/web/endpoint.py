@@ -599,37 +599,31 @@ async def while_connected(connection: "Connection", receive: Receive) -> AsyncGe
     A connection that reports its loss needs no task for this; public ASGI has nothing but
     ``receive``, which somebody has to wait for.
     """
-    task: asyncio.Task[Any] | None = asyncio.current_task()
-    assert task is not None
-    n_cancelled, is_gone, is_done = task.cancelling(), False, False
+    limit = asyncio.timeout(None)
 
     def leave() -> None:
-        nonlocal is_gone
-        if task is not None and not is_gone:
-            is_gone = True
-            task.cancel()
+        with contextlib.suppress(RuntimeError):  # the block was left meanwhile
+            limit.reschedule(asyncio.get_running_loop().time())
 
     async def wait() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
         leave()
 
-    waiting = None if connection.on_lost(leave) else asyncio.create_task(wait())
+    waiting: asyncio.Task[None] | None = None
     try:
-        yield
-        is_done = True
+        async with limit:
+            waiting = None if connection.on_lost(leave) else asyncio.create_task(wait())
+            yield
+    except Exception:
+        if limit.expired():
+            raise ClientGone from None
+        raise
     finally:
-        mine, task = task, None  # an error's traceback may keep this for long
         connection.on_lost(None)
         if waiting is not None:
             waiting.cancel()
             await asyncio.gather(waiting, return_exceptions=True)
-            waiting = None
-        # As in asyncio.timeout: others may have cancelled it too.
-        if is_gone and mine.uncancel() <= n_cancelled and not is_done:
-            del mine
-            raise ClientGone from None
-        del mine
 
 
 class Response:
