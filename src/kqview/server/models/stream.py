@@ -124,21 +124,26 @@ async def pump(
             await send(await host.offload(n_sent + n_repeated, renderer.done, run))
         except ClientGone:
             raise
-        except (EmittedError, ModFailed) as error:
-            if response is not None and not response.is_started:
-                raise
-            failure = error
-        except KqviewError as error:
-            failure = error
         except Exception as error:
-            _log.error("stream of %s failed", run.request_id, exc_info=error)
-            failure = InternalError("the server failed; its log says more")
-            run.end(failure)
+            has_begun = response is None or response.is_started
+            if isinstance(error, EmittedError | ModFailed) and not has_begun:
+                raise
+            failure = failure_of(run, error)
         else:
             return None
         answer = answer_of(failure)
         await send(await host.offload(n_repeated, renderer.error, run, answer))
         return failure
+
+
+def failure_of(run: Run, error: Exception) -> KqviewError:
+    """What the client of *run* hears of *error*; one that is none of kqview's ends the run."""
+    if isinstance(error, KqviewError):
+        return error
+    _log.error("stream of %s failed", run.request_id, exc_info=error)
+    failure = InternalError("the server failed; its log says more")
+    run.end(failure)
+    return failure
 
 
 async def _send_tokens(

@@ -5,7 +5,6 @@ A frame is ``event: NAME`` and ``data: JSON``. Each stream ends with exactly one
 
 import asyncio
 import contextlib
-import logging
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
@@ -20,8 +19,9 @@ from msgspec import UNSET, Struct
 
 from kqview.chat.reasoning import Piece, TokenCounter
 from kqview.chat.turn import Reading
-from kqview.errors import InternalError, KqviewError
+from kqview.errors import KqviewError
 from kqview.server.api.wire.attention import AttentionWriter
+from kqview.server.api.wire.chat import ID_BYTES, LARGE
 from kqview.server.api.wire.citations import Cited, Citing
 from kqview.server.apps.conversations import Call, ChatService, ConversationTurn
 from kqview.server.apps.mia4 import request, schema
@@ -46,13 +46,11 @@ from kqview.server.models.events_bus import (
 from kqview.server.models.model_entry import ModelEntry, resolved
 from kqview.server.models.run import Removal, Run, Step
 from kqview.server.models.service import OFFLOAD_BYTES
+from kqview.server.models.stream import failure_of
 from kqview.server.web.endpoint import EVENT_TAIL, Feed, Frames
 from kqview.stop_strings import ShownText
 from kqview.types import Token, Usage
 
-# Templates may take seconds: their work is large enough for another thread.
-_LARGE: Final = 2**20
-_ID_BYTES: Final = 40  # of an id of a prompt, of which there are at most as many as bytes
 _TOKEN_BYTES: Final = 128  # of a token's text in a list
 
 _STOP_REASONS: Final = {"stop_token": "stop", "tool_calls": "stop"}
@@ -61,8 +59,6 @@ _ERROR_TYPES: Final = {
     413: "too_large", 429: "rate_limited", 501: "not_supported", 503: "unavailable",
     504: "timeout", 507: "out_of_space",
 }  # fmt: skip
-
-_log: Final = logging.getLogger("kqview.server")
 
 
 async def generate(call: Call, body: schema.GenerateBody) -> Feed:
@@ -109,11 +105,11 @@ async def _begun(
     if file is not None:
         persona = file.current
         if file.is_due:
-            persona = await service.converted(_LARGE, call.hold, file.refresh)
+            persona = await service.converted(LARGE, call.hold, file.refresh)
     with call.hold.part() as ids:  # a prompt that fits is small
-        ids.take(_ID_BYTES * call.n_body_bytes)
+        ids.take(ID_BYTES * call.n_body_bytes)
         plan = await service.converted(
-            _LARGE, call.hold, request.plan_of, body, request_id=request_id, engine=model.engine,
+            LARGE, call.hold, request.plan_of, body, request_id=request_id, engine=model.engine,
             settings=given.settings, llm=given.llm, model=configured(call, model),
             max_context=model.max_context, persona=persona,
             fit=None if talk is None else talk.fit,
@@ -143,7 +139,7 @@ def configured(call: Call, model: ModelEntry) -> ModelConfig:
 
 async def _of_nothing(request_id: str, model_id: str) -> AsyncGenerator[Frames]:
     """The stream of a request that was cancelled before it was admitted."""
-    usage = usage_of(request_id, model_id, Usage(), 0.0)
+    usage = usage_of(request_id, model_id, Usage(), 0.0, TokenCounter())
     yield (encoded(usage, end_of(request_id, "cancelled")),)
 
 
@@ -164,7 +160,7 @@ async def _streamed(
             if sent := await _written(service, turn.n_bytes_of(), turn.finish):
                 yield (EVENT_TAIL.join(sent),)
         except Exception as error:
-            failure = _failure(turn, error)
+            failure = failure_of(run, error)
         finally:
             # Also if the client left: the slot is freed, and what was produced is stored.
             try:
@@ -172,7 +168,7 @@ async def _streamed(
                 await _written(service, turn.n_bytes_of(), turn.finish)
                 await turn.store()
             except Exception as error:
-                failure = failure or _failure(turn, error)
+                failure = failure or failure_of(run, error)
             last = turn.end(failure)
     # What the turn held is free before the client hears that it ended.
     yield last
@@ -194,14 +190,6 @@ async def _written(
         await asyncio.wait([writing])
         writing.exception()  # nobody is left to hear it
         raise
-
-
-def _failure(turn: "StreamedTurn", error: Exception) -> KqviewError:
-    """What the client hears of *error*."""
-    if isinstance(error, KqviewError):
-        return error
-    _log.error("stream of %s failed", turn.run.request_id, exc_info=error)
-    return InternalError("the server failed; its log says more")
 
 
 class StreamedTurn:
@@ -580,12 +568,11 @@ def usage_of(
     model_id: str,
     used: Usage,
     elapsed_s: float,
-    tokens: TokenCounter | None = None,
+    tokens: TokenCounter,
     n_left_out: int = 0,
 ) -> UsageFrame:
     """What an answer took since it was admitted, *elapsed_s* ago."""
     n_out = used.completion_tokens
-    n_reasoning = 0 if tokens is None else tokens.n_reasoning
     latency_ms = max(1, round(elapsed_s * 1000))
     return UsageFrame(
         request_id=request_id,
@@ -594,9 +581,9 @@ def usage_of(
         output_tokens=n_out,
         latency_ms=latency_ms,
         decode_tps=n_out / (latency_ms / 1000),
-        reasoning_tokens=n_reasoning,
-        final_tokens=0 if tokens is None else tokens.n_final,
-        reasoning_ratio=n_reasoning / n_out if n_out else 0.0,
+        reasoning_tokens=tokens.n_reasoning,
+        final_tokens=tokens.n_final,
+        reasoning_ratio=tokens.n_reasoning / n_out if n_out else 0.0,
         messages_left_out=n_left_out or UNSET,
     )
 
