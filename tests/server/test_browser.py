@@ -114,7 +114,7 @@ def test_stream_of_events_is_read_as_halo_weave_does(page: Any, served: Served, 
 def test_example_of_the_readme_logs_its_shapes(page: Any, served: Served, origin: str):
     n_tokens = int(re.findall(r"max_length: (\d+)", readme_example(""))[0])
     page.goto(f"{origin}/readme.html")
-    served.wait_until(lambda: served.service.n_runs)
+    served.wait_until(lambda: served.service._n_runs_of.total())
     page.wait_for_function(f"window.n_logged >= {n_tokens}", timeout=WITHIN_MS)
     shapes = [json.loads(line.rsplit(" ", 1)[1]) for line in page.logged if line.endswith("]")]
     assert len(shapes) == n_tokens > 1
@@ -124,16 +124,16 @@ def test_example_of_the_readme_logs_its_shapes(page: Any, served: Served, origin
 def test_page_of_another_site_can_neither_read_nor_run_anything(
     page: Any, served: Served, origin: str
 ):
-    before = served.service.n_runs
+    before = served.service._n_runs_of.total()
     elsewhere = origin.replace("localhost", "page.example")
     found = result(page, f"{elsewhere}/foreign.html")
     # Its socket is told why before it is closed; what it sends blindly is refused unseen.
     assert (found["get"], found["json"], found["plain"]) == ("refused",) * 3
     assert (found["blind"], found["socket"]) == ("opaque", "error")
-    assert served.service.n_runs == before
+    assert served.service._n_runs_of.total() == before
     found = result(page, f"{origin}/foreign.html")  # the same from this machine
     assert found == {"get": 200, "json": 200, "plain": 200, "blind": "opaque", "socket": "token"}
-    assert served.service.n_runs > before
+    assert served.service._n_runs_of.total() > before
 
 
 def test_name_that_somebody_points_at_this_machine_reads_nothing(page: Any, served: Served):

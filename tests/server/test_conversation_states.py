@@ -51,6 +51,13 @@ def files(folder: Path) -> list[Path]:
     return sorted(folder.iterdir())
 
 
+def n_waiting(talk: Chats) -> int:
+    """Turns that wait for a seat."""
+    states, engine = talk.service.conversations.states, talk.service.pool.default.engine
+    seats = states._seats.get(engine)
+    return 0 if seats is None else len(seats._waiting)
+
+
 async def begun(talk: Chats, session: str = NAME) -> Answered:
     """A first turn, saved, whose slot then loses it."""
     answered = await talk.turn(session, LONG)
@@ -118,7 +125,7 @@ async def test_restored_contents_are_those_of_the_session_s_owner(engine: Engine
         answered = await talk.turn(NAME, "And then?")
         assert answered.n_cached >= LEAST_TOKENS
         assert answered.slot is not None
-        assert talk.service.pool.default.slots.owner_of(answered.slot) == OWNER
+        assert talk.service.pool.default.work.slot_owners[answered.slot] == OWNER
 
 
 async def test_short_history_is_not_saved(engine: Engine, folder: Path):
@@ -390,7 +397,7 @@ async def test_turns_wait_for_a_seat_up_to_a_limit(engine: Engine, folder: Path)
             sitting.append(asyncio.create_task(sit(name, leaves)))
             await until(lambda: len(entered) == len(sitting))
         waiting = asyncio.create_task(sit("c", leaves))
-        await until(lambda: conversations.states.n_waiting(model.engine) == 1)
+        await until(lambda: n_waiting(talk) == 1)
         with pytest.raises(QueueFull, match=r"max_queued"):
             await sit("d", leaves)
         leaves.set()
@@ -423,7 +430,7 @@ async def test_fifty_sessions_share_four_slots_while_clients_leave(folder: Path)
             assert cached > 0
             for i in range(n_sessions):
                 await talk.saved(f"{i}", owner=f"{i % 7}")
-            assert talk.service.conversations.states.n_waiting(engine) == 0
+            assert n_waiting(talk) == 0
 
 
 async def test_owner_without_a_seat_gets_one_where_another_has_all(engine: Engine, folder: Path):
@@ -445,7 +452,7 @@ async def test_owner_without_a_seat_gets_one_where_another_has_all(engine: Engin
 
         leaves, other_leaves = asyncio.Event(), asyncio.Event()
         greedy = [asyncio.create_task(sit("greedy", f"{i}", leaves)) for i in range(4)]
-        await until(lambda: conversations.states.n_waiting(model.engine) == 2)
+        await until(lambda: n_waiting(talk) == 2)
         with pytest.raises(QueueFull, match="2 turns of your sessions"):
             await sit("greedy", "4", leaves)
         other = [asyncio.create_task(sit("other", name, other_leaves)) for name in "ab"]

@@ -82,7 +82,7 @@ def test_request_that_waits_for_its_conversation_ends(serve: Serve):
         with ThreadPoolExecutor(1) as pool:
             second = pool.submit(mia4.generate, served, request_id=NAME, session_id="s")
             key = "", NAME
-            served.wait_until(lambda: key in served.service.cancelling.running)
+            served.wait_until(lambda: key in served.service.cancelling._running)
             cancelled(served)
             assert check_cancelled(second.result(60))["output_tokens"] == 0
         gate.open()
@@ -152,7 +152,7 @@ def test_50_conversations_over_4_slots_with_clients_that_leave(serve: Serve):
         list(pool.map(talk, range(n_sessions)))
     assert failures == []
     served.wait_idle()
-    served.wait_until(lambda: not served.service.cancelling.running)
+    served.wait_until(lambda: not served.service.cancelling._running)
     with served.client() as client:
         listed = client.get("/chat/sessions").json()["sessions"]
         whole = [one for one in listed if one["n_messages"] == 4]

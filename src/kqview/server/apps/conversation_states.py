@@ -339,11 +339,6 @@ class ConversationStates:
         with self._lock:
             return sum(self._sizes.values())
 
-    def n_waiting(self, engine: Engine) -> int:
-        """Turns that wait for a seat."""
-        seats = self._seats.get(engine)
-        return 0 if seats is None else seats.n_waiting
-
     async def written(self) -> None:
         """Wait until what has been copied is in its files."""
         await asyncio.get_running_loop().run_in_executor(self._disk, lambda: None)
@@ -364,11 +359,6 @@ class _Seats:
         self._n = n
         self._held: Counter[str] = Counter()
         self._waiting: list[tuple[str, asyncio.Future[None]]] = []
-
-    @property
-    def n_waiting(self) -> int:
-        """Turns that wait."""
-        return len(self._waiting)
 
     def _may_sit(self, owner: str) -> bool:
         most = max(self._held.values(), default=0)

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 import msgspec
 
 from kqview.server.apps.metrics import MEDIA_TYPE, Metrics
-from kqview.server.models.service import Call
+from kqview.server.models.service import OFFLOAD_BYTES, Call
 from kqview.server.web.described import about
 from kqview.server.web.endpoint import HttpReply, Operation
 from kqview.server.web.pages import public_table
@@ -64,7 +64,8 @@ def operations(metrics: Metrics) -> list[Operation]:
 
 async def list_mods(call: Call) -> ModList:
     """The mods of the server's folder."""
-    found = await call.service.list_mods(call.caller)
+    service = call.service
+    found = await service.converted(OFFLOAD_BYTES, call.hold, service.mod_runs.list)
     return ModList([ModItem(one.name, one.summary, one.error) for one in found])
 
 

@@ -63,7 +63,7 @@ class ModRuns:
             )
 
     def list(self) -> list[ModInfo]:
-        """The mods of the folder; may take time."""
+        """The mods that requests may name; loads files that are new or have changed."""
         folder = self._folder.value
         return [] if folder is None else folder.list()
 

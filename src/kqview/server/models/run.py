@@ -355,7 +355,8 @@ class _Unbanned:
         self._source = source
         self._generations = generations
         self._bytes = token_bytes
-        self._hold = hold
+        self.hold = hold
+        """Counts what is kept back."""
         self._held = [Held[Step](phrases) for _ in generations]
         self._clear: deque[Step] = deque()
         self.n_dropped = [0] * len(generations)
@@ -379,12 +380,8 @@ class _Unbanned:
             if not clear or clear[-1] is not step:
                 _detach(token)  # the engine may need its memory for the tokens to come
             self._clear += clear
-            self._hold.set(sum(one.n_bytes for held in self._held for one in held))
+            self.hold.set(sum(one.n_bytes for held in self._held for one in held))
         return self._clear.popleft()
-
-    def close(self) -> None:
-        """Give back the memory of what is kept."""
-        self._hold.close()
 
 
 class Run:
@@ -599,7 +596,7 @@ class Run:
                     self.deadline.cancel()
                 self._on_close(self)
                 if self._unbanned is not None:
-                    self._unbanned.close()
+                    self._unbanned.hold.close()
                 self.hold.close()
 
     async def __aenter__(self) -> "Run":
@@ -693,11 +690,6 @@ class Cancelling:
     def __init__(self) -> None:
         self._running: dict[tuple[str, str], CancellableRequest] = {}
         self._ended: dict[str, OrderedDict[str, None]] = {}  # names by owner, oldest first
-
-    @property
-    def running(self) -> list[tuple[str, str]]:
-        """Owner and name of every request that has not ended."""
-        return list(self._running)
 
     @contextlib.contextmanager
     def known(

@@ -25,13 +25,11 @@ from kqview.generation.stream import Generation
 from kqview.machine import physical_memory_bytes
 from kqview.mods.events import conversation_of
 from kqview.mods.failures import logging_failures
-from kqview.mods.folder import ModInfo
 from kqview.server.errors import model_changed, renamed, too_late
 from kqview.server.live_config import LiveConfig
 from kqview.server.models.events_bus import Bus
 from kqview.server.models.mod_runs import ModRuns
 from kqview.server.models.model_entry import ModelEntry, resolved
-from kqview.server.models.model_files import model_names
 from kqview.server.models.phrases import PhraseBan, Phrases
 from kqview.server.models.pool import Pool
 from kqview.server.models.row_cache import RowCache
@@ -77,7 +75,6 @@ class Service(endpoint.Host):
         self.runs: dict[tuple[str, str], Run] = {}
         """Runs by owner and request_id."""
         self.started_s = time.monotonic()
-        self.n_runs = 0
         self._n_runs_of: Counter[str] = Counter()
         self._last: dict[str, LastRun] = {}  # by owner; the run that ended last is the last entry
         self.pool = Pool(self.live, engine)
@@ -86,8 +83,8 @@ class Service(endpoint.Host):
         self.mod_runs = ModRuns(self.live)
         self.files = StateFiles(self.live)
         self._leave_by_s: float | None = None  # when the grace is over
-        # Rows on their way to clients, requests to read and build: neither waits for the other.
         self._ending: set[asyncio.Task[None]] = set()  # kept, or they would be collected
+        # Rows on their way to clients, requests to read and build: neither waits for the other.
         self._workers = ThreadPoolExecutor(_N_WORKERS, thread_name_prefix="kqview-rows")
         self._builders = Workers(_N_WORKERS, "requests")
         self._starting: dict[tuple[str, str], ModelEntry] = {}
@@ -168,15 +165,7 @@ class Service(endpoint.Host):
             return self.settings.shutdown_grace_s
         return max(0.0, self._leave_by_s - time.monotonic())
 
-    async def models(self) -> list[str]:
-        """Names that `Pool.switch` takes, sorted."""
-        return await self._in_thread(model_names, self.settings.models_dir)
-
     # ---- generation
-
-    async def list_mods(self, caller: Caller = ANYONE) -> list[ModInfo]:
-        """The mods that requests may name; files that are new or have changed are loaded."""
-        return await self._builders.run(caller.name, self.mod_runs.list)
 
     async def start(
         self,
@@ -243,7 +232,6 @@ class Service(endpoint.Host):
             traces_stored=self.mod_runs.stored if with_mods else None,
         )  # fmt: skip
         self.runs[caller.owner, name] = model.work.runs[caller.owner, name] = run
-        self.n_runs += 1
         self._n_runs_of[caller.owner] += 1
         if limit_s:
             run.deadline = loop.call_at(started_s + limit_s, lambda: run.end(too_late(limit_s)))
@@ -428,10 +416,9 @@ class Service(endpoint.Host):
                 parameter="n_samples",
             )
         n_most = max(settings.max_samples, len(model.engine.slots) + settings.max_queued)
-        n_texts = request.n_samples * (1 + len(request.more_prompts))
-        if n_texts > n_most:
+        if request.n_generations > n_most:
             raise RequestError(
-                f"prompt asks for {n_texts} texts, the limit is {n_most}; "
+                f"prompt asks for {request.n_generations} texts, the limit is {n_most}; "
                 "send fewer prompts at a time",
                 parameter="prompt",
             )
@@ -548,7 +535,7 @@ class Service(endpoint.Host):
 
     def n_runs_of(self, caller: Caller = ANYONE) -> int:
         """How many runs *caller* started; for an admin, how many there were."""
-        return self.n_runs if caller.is_admin else self._n_runs_of[caller.owner]
+        return self._n_runs_of.total() if caller.is_admin else self._n_runs_of[caller.owner]
 
     # ---- other threads
 
@@ -575,7 +562,7 @@ class Service(endpoint.Host):
         """Do *work* here, or in another thread if *n_bytes* would hold up the event loop."""
         if n_bytes < OFFLOAD_BYTES:
             return work(*args)
-        return await self._in_thread(work, *args)
+        return await asyncio.get_running_loop().run_in_executor(self._workers, work, *args)
 
     async def prompting(self, engine: Engine, name: str, work: Callable[..., _T], *args: Any) -> _T:
         """Do *work* in a thread, which waits for prompts of *engine* with the request id *name*.
@@ -590,9 +577,6 @@ class Service(endpoint.Host):
                 ending = asyncio.create_task(_end(engine, name, working))
                 self._ending.add(ending)
                 ending.add_done_callback(self._ending.discard)
-
-    async def _in_thread(self, work: Callable[..., _T], *args: Any) -> _T:
-        return await asyncio.get_running_loop().run_in_executor(self._workers, work, *args)
 
 
 async def _end(engine: Engine, name: str, working: asyncio.Future[Any]) -> None:

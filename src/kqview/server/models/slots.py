@@ -43,12 +43,7 @@ class SlotRegister(Protocol):
 class Slots:
     """The slots of one server."""
 
-    def __init__(
-        self,
-        live: LiveConfig,
-        work: SlotRegister,
-        engine: Callable[[], Engine],
-    ) -> None:
+    def __init__(self, live: LiveConfig, work: SlotRegister, engine: Callable[[], Engine]) -> None:
         """Guard the slots of the *engine* that serves; *work* knows who uses them."""
         self._live = live
         self._work = work
@@ -79,22 +74,13 @@ class Slots:
         free = [slot for slot in self._engine().slots if not slot.is_busy]
         return sorted(free, key=lambda slot: places.get(slot.id, -1))
 
-    def owner_of(self, slot_id: int) -> str | None:
-        """Whose contents the slot holds; None if nobody's."""
-        for run in self._work.runs.values():  # one that ended may not be settled yet
-            if any(one.slot == slot_id for one in run.generations):
-                return run.owner
-        return self._work.slot_owners.get(slot_id)
-
     def check(self, caller: Caller, slot_id: int) -> None:
         """Raise NotFound if the slot holds what *caller* may not see."""
-        owner = self.owner_of(slot_id)
+        runs = self._work.runs.values()  # one that ended may not be settled yet
+        using = (run.owner for run in runs if any(one.slot == slot_id for one in run.generations))
+        owner = next(using, self._work.slot_owners.get(slot_id))
         if owner is not None and not caller.may_see(owner):
             raise NotFound(f"slot {slot_id} holds nothing of yours; generate or restore into it")
-
-    def n_processed(self, slot_id: int) -> int:
-        """Prompt tokens that the last generation on the slot evaluated; 0 before the first."""
-        return self._work.n_processed.get(slot_id, 0)
 
     # ---- work on a slot
 

@@ -183,7 +183,7 @@ class Body:
         with view:
             yield view
 
-    def close(self) -> None:
+    def close(self, *_: object) -> None:
         """Release it; idempotent."""
         if self._is_closed:  # two threads must not close one file
             return
@@ -205,11 +205,10 @@ class Body:
             f"({error.strerror}); make room there, or set TMPDIR to another folder"
         )
 
-    def __enter__(self) -> "Body":
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    __exit__ = close
 
 
 # ---- threads

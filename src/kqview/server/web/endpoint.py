@@ -424,6 +424,11 @@ def frames_of(message: Message) -> Sequence[bytes | str]:
     return (message["text"] if data is None else data,)
 
 
+def n_bytes_of(frame: bytes | str) -> int:
+    """Bytes of a message."""
+    return len(frame.encode()) if isinstance(frame, str) and not frame.isascii() else len(frame)
+
+
 class ClientGone(ConnectionError):
     """The client left."""
 

@@ -30,7 +30,7 @@ from kqview.server.live_config import LiveConfig
 from kqview.server.settings import Settings
 from kqview.server.web import pages
 from kqview.server.web.access import LOOPBACK_ORIGIN
-from kqview.server.web.endpoint import UNKNOWN, error_reply, frames_of
+from kqview.server.web.endpoint import UNKNOWN, error_reply, frames_of, n_bytes_of
 from kqview.server.web.peers import Peers, client_name
 
 BROWSER_HEADERS: Final = (
@@ -104,11 +104,12 @@ class EdgeMiddleware:
             await self._cors.value(scope, receive, send)
             return
         connection = UNKNOWN
-        if hasattr(getattr(send, "__self__", None), "transport"):  # a server's own
+        owner = getattr(send, "__self__", None)
+        if hasattr(owner, "transport"):  # a server's own
             with contextlib.suppress(ImportError):  # a uvicorn in which its parts are elsewhere
                 from kqview.server.web import uvicorn_parts
 
-                connection = uvicorn_parts.connection(send)
+                connection = uvicorn_parts.connection(owner)
         scope.setdefault("state", {})["connection"] = connection
         if self._peers.value.are_any:
             self._peers.value.resolve(scope)
@@ -229,7 +230,7 @@ class AccessLog:
                 n_bytes += len(message.get("body", b""))
                 is_whole = not message.get("more_body", False)
             elif kind == "websocket.send":
-                n_bytes += sum(map(_n_bytes, frames_of(message)))
+                n_bytes += sum(map(n_bytes_of, frames_of(message)))
 
         async def hear() -> Message:
             nonlocal status, is_whole
@@ -308,9 +309,3 @@ def _doubtful_end(scope: Scope, codings: list[bytes]) -> str | None:
     ):
         return "Transfer-Encoding is for HTTP/1.1 and goes without Content-Length; send one of them"
     return None
-
-
-def _n_bytes(frame: bytes | str) -> int:
-    if isinstance(frame, str) and not frame.isascii():
-        return len(frame.encode())
-    return len(frame)

@@ -8,7 +8,7 @@ failed.
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
+from collections.abc import Callable, Coroutine, Generator, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -30,6 +30,7 @@ from kqview.server.web.endpoint import (
     Host,
     Operation,
     Stalled,
+    n_bytes_of,
 )
 
 _log: Final = logging.getLogger("kqview.server")
@@ -124,7 +125,7 @@ class Socket:
         text = message.get("text")
         data: bytes | str = message.get("bytes") or b"" if text is None else text
         limit = self.host.settings.max_message_bytes
-        n_bytes = len(data.encode()) if isinstance(data, str) and not data.isascii() else len(data)
+        n_bytes = n_bytes_of(data)
         if n_bytes > limit:
             raise TooLarge(f"the message has {n_bytes} bytes, the limit is {limit}; send less")
         if self._messages is not None:
@@ -139,13 +140,14 @@ class Socket:
         Raises:
             ClientGone: The client is gone; Stalled if it read nothing for too long.
         """
+        parts: list[dict[str, Any]] = [{"frames": frames}]
+        if not self._takes_frames:
+            parts = [{"text" if isinstance(one, str) else "bytes": one} for one in frames]
         async with self._lock:
-            if self._takes_frames:
-                await self._pass_open({"type": "websocket.send", "frames": frames})
-                return
-            for frame in frames:
-                kind = "text" if isinstance(frame, str) else "bytes"
-                await self._pass_open({"type": "websocket.send", kind: frame})
+            for part in parts:
+                if self.is_closed:
+                    raise ClientGone("the WebSocket is closed")
+                await self._pass({"type": "websocket.send", **part})
 
     async def close(self, code: int = CLOSE_DONE, reason: str = "") -> None:
         """Close it after the event that is being sent; idempotent.
@@ -161,11 +163,6 @@ class Socket:
             text = reason.encode("utf-8", "replace")[:123].decode("utf-8", "ignore")
             await self._pass({"type": "websocket.close", "code": code, "reason": text})
 
-    async def _pass_open(self, message: Message) -> None:
-        if self.is_closed:
-            raise ClientGone("the WebSocket is closed")
-        await self._pass(message)
-
     async def _pass(self, message: Message) -> None:
         try:
             await self._connection.send(self._send, message, self.host.settings.idle_timeout_s)
@@ -178,7 +175,8 @@ class Socket:
     async def go_away(self) -> None:
         """Close it because the server ends, after its generations were told."""
         await self._has_no_stream.wait()
-        await _quietly(self.close(CLOSE_GOING_AWAY, "the server is shutting down"))
+        with contextlib.suppress(ClientGone):
+            await self.close(CLOSE_GOING_AWAY, "the server is shutting down")
 
     @contextlib.contextmanager
     def streaming(self) -> Generator[None]:
@@ -260,15 +258,16 @@ class SocketEndpoint:
             await self._operation.handler(call, socket)
             await socket.close()
         except TimeoutError:  # an OSError too, so it comes first
-            await _quietly(socket.close(CLOSE_POLICY, "idle clients are disconnected"))
+            with contextlib.suppress(ClientGone):
+                await socket.close(CLOSE_POLICY, "idle clients are disconnected")
         except ClientGone:
             return
         except KqviewError as error:
             # No stream has begun, or it would have told the client itself.
-            await _quietly(self._refuse(socket, error))
+            await self._refuse(socket, error)
         except Exception as error:
             _log.error("%s failed", self._operation.path, exc_info=error)
-            await _quietly(self._refuse(socket, error))
+            await self._refuse(socket, error)
         finally:
             holds.close()
             self._host.on_drain.discard(socket.go_away)
@@ -276,13 +275,9 @@ class SocketEndpoint:
     async def _refuse(self, socket: Socket, error: Exception) -> None:
         answer = answer_of(error)
         body = msgspec.to_builtins(self._operation.error_body(answer))
-        await socket.send([msgspec.json.encode({"type": "error", **body}).decode()])
         code = CLOSE_POLICY if answer.status < 500 else close_code(error)
-        await socket.close(CLOSE_TOO_BIG if isinstance(error, TooLarge) else code, answer.message)
-
-
-async def _quietly(closing: Awaitable[None]) -> None:
-    try:
-        await closing
-    except ClientGone:
-        return
+        with contextlib.suppress(ClientGone):
+            await socket.send([msgspec.json.encode({"type": "error", **body}).decode()])
+            await socket.close(
+                CLOSE_TOO_BIG if isinstance(error, TooLarge) else code, answer.message
+            )

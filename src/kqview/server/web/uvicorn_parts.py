@@ -97,11 +97,9 @@ def is_checked() -> bool:
     return CHECKED[0] <= (major, minor) < CHECKED[1]
 
 
-def connection(send: Send) -> Connection:
-    """The connection behind *send*, which has to be the server's own, wrapped by nothing."""
-    owner = getattr(send, "__self__", None)
-    is_ours = hasattr(owner, "transport") and is_checked()
-    return UvicornConnection(owner) if is_ours else UNKNOWN
+def connection(owner: Any) -> Connection:
+    """The connection of *owner*, of which uvicorn's ``send`` is a method."""
+    return UvicornConnection(owner) if is_checked() else UNKNOWN
 
 
 def uvicorn_options(given: Settings | LiveConfig) -> dict[str, Any]:

@@ -28,9 +28,9 @@ from kqview.server.api.koboldai.stream import SUBPROTOCOL, DreamSession
 from kqview.server.api.wire.fields import first
 from kqview.server.api.wire.logprobs import LOGPROB_BYTES, logprobs_of
 from kqview.server.models.model_entry import ModelEntry, resolved
-from kqview.server.models.model_files import name_in
+from kqview.server.models.model_files import model_names, name_in
 from kqview.server.models.run import LastRun, Run
-from kqview.server.models.service import Call
+from kqview.server.models.service import OFFLOAD_BYTES, Call
 from kqview.server.models.stream import Events, send_run
 from kqview.server.web.endpoint import (
     HttpReply,
@@ -365,14 +365,14 @@ def _info_of(entry: ModelEntry, engine: Engine, name: str) -> schema.ModelInfoRe
 @_DREAM.get("/api/v1/models")
 async def list_models(call: Call) -> schema.ModelsReply:
     """Models that may be loaded, and the one that is."""
-    pool = call.service.pool
-    names = await call.service.models()
+    pool, folder = call.service.pool, call.service.settings.models_dir
+    names = await call.service.offload(OFFLOAD_BYTES, model_names, folder)
     if pool.has_several:
         names = [*(one.id for one in pool), *names]
     if pool.default.loaded is None:
         return schema.ModelsReply(list(dict.fromkeys(names)), None, None)
     name = pool.default.name
-    folder, path = call.service.settings.models_dir, pool.default.path
+    path = pool.default.path
     file = None if pool.has_several else await asyncio.to_thread(name_in, folder, path)
     return schema.ModelsReply(list(dict.fromkeys(names)), file or name, name)
 

@@ -314,7 +314,7 @@ async def _restore_state(call: Call, upload: Upload, slot_id: int) -> RestoredSt
 
 async def _show_tokens(call: Call, upload: Upload, slot_id: int) -> SlotTokens:
     ids = await _use(call, slot_id, _tokens_of)
-    n_processed = call.model.slots.n_processed(slot_id)
+    n_processed = call.model.work.n_processed.get(slot_id, 0)
     return SlotTokens(
         id_slot=slot_id, n_tokens=len(ids), tokens=ids, n_prompt_tokens_processed=n_processed
     )

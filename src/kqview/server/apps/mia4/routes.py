@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import msgspec
 
+from kqview.server.api.wire.event_parts import sent
 from kqview.server.apps.conversations import Call
 from kqview.server.apps.mia4 import schema
 from kqview.server.apps.mia4.passport import passport_of
@@ -22,7 +23,6 @@ from kqview.server.web.endpoint import (
     Frames,
     HttpReply,
     Operations,
-    Sample,
     json_in_slices,
 )
 
@@ -40,12 +40,8 @@ _EXAMPLE: Final[dict[str, Any]] = {
 }  # fmt: skip
 
 
-def _sent(kind: Any, event: str) -> Sample:
-    return Sample("server", (kind.__doc__ or "").removesuffix("."), event=event, type=kind)
-
-
-_FRAMES: Final = tuple(_sent(one, one.event) for one in schema.FRAMES)
-_EVENTS: Final = tuple(_sent(one, one.__name__) for one in EVENTS)
+_FRAMES: Final = tuple(sent(one, one.event) for one in schema.FRAMES)
+_EVENTS: Final = tuple(sent(one, one.__name__) for one in EVENTS)
 
 OPERATIONS: Final = Operations(tag="mia4", error_body=error_body, failure=schema.TurnFailure)
 """Rows of the route table."""
@@ -194,16 +190,16 @@ async def _published(
             try:
                 async with asyncio.timeout(_KEEP_ALIVE_S):
                     event = await anext(subscription)
-                sent = encoded(event)
+                data = encoded(event)
             except TimeoutError:
-                sent = _KEEP_ALIVE
+                data = _KEEP_ALIVE
             except StopAsyncIteration:
                 return
             if settings is not call.service.settings:  # a configuration was read
                 settings = call.service.settings
                 if not call.caller.is_known(settings):
                     return
-            yield (sent,)
+            yield (data,)
 
 
 # ---- what there is
