@@ -10,14 +10,14 @@ _INTERRUPTED: Final = 130
 
 def main() -> None:
     """Run the command line; without the ``cli`` extra, print one line and exit with status 1."""
-    if sys.argv[1:2] == ["serve"]:
-        from kqview.cli import hangups
-
-        hangups.is_program = True
-        hangups.hold()
-        if _has_served():
-            return
     try:
+        if sys.argv[1:2] == ["serve"]:
+            from kqview.cli import hangups
+
+            hangups.is_program = True
+            hangups.hold()
+            if _has_served():
+                return
         import_module("rich")  # which the commands import as they are loaded
         from kqview.cli import terminal
         from kqview.cli.main import app
