@@ -350,7 +350,7 @@ def client_refused(demo: Served) -> Iterator[httpx.Client]:
             set(),
         ),
     ],
-    ids=lambda value: str(value)[:60],
+    ids=lambda value: str(sorted(value) if isinstance(value, set) else value)[:60],
 )  # fmt: skip
 def test_request_that_cannot_work_is_refused_before_it_begins(
     demo: Served,
