@@ -289,9 +289,12 @@ def check_here(checks: Checks, pythons: list[Path], *, with_tests: bool) -> None
         checks.check(f"{name}: kqview demo", lambda v=venv: checks.demo(v))
         checks.check(f"{name}: kqview serve --demo", lambda v=venv: checks.serve(v))
     name = processor_of(checks.wheel)
-    others = [f"manylinux_2_39_{one}" for one in PROCESSORS if one != name]
+    libc, other = "manylinux_2_39", "musllinux_1_2"
+    if other in checks.wheel.stem:
+        libc, other = other, libc
+    others = [f"{libc}_{one}" for one in PROCESSORS if one != name]
     for venv in venvs[:1]:
-        for system in (*others, f"musllinux_1_2_{name}", "win_amd64"):
+        for system in (*others, f"{other}_{name}", "win_amd64"):
             checks.check(f"not for {system}", lambda v=venv, s=system: checks.refused(v, s))
         for variant in checks.variants(venv) if with_tests else ():
             checks.check(f"tests, {variant}", lambda v=venv, n=variant: checks.tests(v, n))

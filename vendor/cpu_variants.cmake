@@ -16,16 +16,24 @@ endmacro()
 if(KQVIEW_PROCESSOR STREQUAL "x86_64")
     set(vnni -mavx512vnni -mavx512vbmi)
     set(amx -mamx-tile -mamx-int8 -mamx-bf16)
-    kqview_cpu_level(sse42 "-march=x86-64-v2" x86-64-v2)
-    kqview_cpu_level(avx2 "-march=x86-64-v3" x86-64-v3)
-    kqview_cpu_level(avx2_vnni "-march=x86-64-v3;-mavxvnni" x86-64-v3 avxvnni)
-    kqview_cpu_level(avx512 "-march=x86-64-v4" x86-64-v4)
-    kqview_cpu_level(avx512_vnni "-march=x86-64-v4;${vnni}" x86-64-v4 avx512vnni avx512vbmi)
-    kqview_cpu_level(avx512_bf16 "-march=x86-64-v4;${vnni};-mavx512bf16"
-        x86-64-v4 avx512vnni avx512vbmi avx512bf16)
+    # What CPUID answers: leaf, subleaf, register (0 is EAX), and the bits that must be set; and
+    # those of XCR0: registers that the system saves. Compilers' own names of features differ.
+    set(needs_v2 "1, 0, 2, 0x982201, 0"  # SSE3, SSSE3, CMPXCHG16B, SSE4.1, SSE4.2, POPCNT
+        "0x80000001, 0, 2, 1, 0")  # LAHF
+    set(needs_v3 ${needs_v2} "1, 0, 2, 0x38401000, 6"  # FMA, MOVBE, OSXSAVE, AVX, F16C
+        "7, 0, 1, 0x128, 6" "0x80000001, 0, 2, 0x20, 0")  # BMI, AVX2, BMI2; LZCNT
+    set(needs_v4 ${needs_v3} "7, 0, 1, 0xd0030000, 0xe6")  # AVX-512 F, DQ, CD, BW, VL
+    set(needs_vnni ${needs_v4} "7, 0, 2, 0x802, 0xe6")  # VBMI, VNNI
+    set(needs_bf16 ${needs_vnni} "7, 1, 0, 0x20, 0xe6")
+    kqview_cpu_level(sse42 "-march=x86-64-v2" ${needs_v2})
+    kqview_cpu_level(avx2 "-march=x86-64-v3" ${needs_v3})
+    kqview_cpu_level(avx2_vnni "-march=x86-64-v3;-mavxvnni" ${needs_v3} "7, 1, 0, 0x10, 6")
+    kqview_cpu_level(avx512 "-march=x86-64-v4" ${needs_v4})
+    kqview_cpu_level(avx512_vnni "-march=x86-64-v4;${vnni}" ${needs_vnni})
+    kqview_cpu_level(avx512_bf16 "-march=x86-64-v4;${vnni};-mavx512bf16" ${needs_bf16})
     kqview_cpu_level(amx "-march=x86-64-v4;${vnni};-mavx512bf16;${amx}"
-        x86-64-v4 avx512vnni avx512vbmi avx512bf16 amx-tile amx-int8 amx-bf16)
-    set(condition "__builtin_cpu_supports(\"@\")")
+        ${needs_bf16} "7, 0, 3, 0x3400000, 0x600e6")  # BF16, TILE, INT8
+    set(condition "kqview_has_cpuid(@)")
 else()
     kqview_cpu_level(armv8 "-march=armv8-a" "AT_HWCAP, 1 << 1")
     kqview_cpu_level(dotprod "-march=armv8.2-a+dotprod+fp16" "AT_HWCAP, 1 << 10" "AT_HWCAP, 1 << 20")
@@ -67,8 +75,6 @@ foreach(level IN LISTS levels)
         $<$<CXX_COMPILER_ID:GNU>:-fno-gnu-unique>)
     if(KQVIEW_COMPUTE_POOL)
         target_compile_options(${target} PRIVATE -fopenmp)
-    else()
-        target_compile_options(${target} PRIVATE -UGGML_USE_OPENMP)
     endif()
     file(GENERATE OUTPUT ${out}/${level}.txt CONTENT "$<JOIN:$<TARGET_OBJECTS:${target}>,\n>\n")
     set(all)

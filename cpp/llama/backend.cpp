@@ -51,6 +51,7 @@ void start_llama() {
     static std::once_flag once;
     std::call_once(once, [] {
         choose_cpu_variant();
+        enlarge_stacks();
         llama_log_set(on_log, nullptr);
         ggml_set_abort_callback(on_abort);
         llama_backend_init();
