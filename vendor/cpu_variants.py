@@ -101,7 +101,8 @@ def join(level: Level, called: list[str], out: Path, tools: tuple[str, str, str]
     run(ld, "-r", "--force-group-allocation", "-o", joined, *level.objects)
     renamed, kept = out / f"{level.name}.renamed", out / f"{level.name}.kept"
     renamed.write_text("".join(f"{name} {level.own(name)}\n" for name in called))
-    kept.write_text("".join(f"{level.own(name)}\n" for name in called))
+    # GNU's objcopy looks for the new names, LLVM's for the old ones.
+    kept.write_text("".join(f"{name}\n{level.own(name)}\n" for name in called))
     run(objcopy, f"--redefine-syms={renamed}", f"--keep-global-symbols={kept}", joined, target)
     joined.unlink()
     # What runs when the module is loaded would run on every processor.
