@@ -1,7 +1,8 @@
 // OpenMP for ggml's CPU backend: what gcc and clang compile its directives to, answered by the
-// process's compute pool instead of libgomp or libomp. libgomp has workers for each thread that computes, counts the
-// idle ones too, and sleeps at every barrier once they are more than the CPUs; otherwise it spins
-// for milliseconds, which on a busy machine keeps the thread that is waited for from running.
+// process's compute pool instead of libgomp or libomp. libgomp has workers for each thread that
+// computes, counts the idle ones too, and sleeps at every barrier once they are more than the CPUs;
+// otherwise it spins for milliseconds, which on a busy machine keeps the thread that is waited for
+// from running.
 //
 // vendor/llama.cmake compiles the only other directives, of quantising, away. The names are local
 // to this module (cpp/exports.map): other libraries in the process keep their own OpenMP.
