@@ -113,7 +113,7 @@ def test_perplexity_is_that_without_flash_attention() -> None:
         # In steps of 16 tokens, so that every token goes through the kernel.
         with Engine.demo(kv_type="f32", n_ubatch=16, n_threads=1, n_ctx=256, **options) as engine:
             perplexities.append(float(np.exp(-np.nanmean(engine.score(text).logprobs))))
-    assert perplexities[1] == pytest.approx(perplexities[0], rel=1e-4)
+    assert perplexities[1] == pytest.approx(perplexities[0], rel=2e-4)
 
 
 def test_slots_of_different_lengths_share_steps(make_engine: MakeEngine, tiny_llama: Path) -> None:

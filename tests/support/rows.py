@@ -136,7 +136,7 @@ def check_tokens(found: Sequence[Token], want: Sequence[Token], logprob: float =
 
 # ---- devices
 
-CLOSE = 2e-5  # the same product, summed in another order
+CLOSE = 5e-5  # the same product, summed in another order; 4e-5 with AVX2
 FAKE = "a device for tests"  # tests/device/fake_device.cpp
 # How far a GPU's values may be from what is exact, or from what it computes beside other tokens.
 # Errors of rows are relative to their largest value; what was measured is of an H100. cuBLAS
