@@ -463,7 +463,7 @@ def test_rows_of_windows_are_those_of_the_full_cache(
 ) -> None:
     # llama.cpp's kernel for both, which rounds keys to F16.
     options = {**EXACT, "flash_attn": flash_attn, "n_ubatch": 16, "attention_kernel": "llama.cpp"}
-    limit = 5e-3 if flash_attn else ROUNDED
+    limit = 5e-3 if flash_attn else near(5e-4)  # 2.3e-4 with AVX2
     engines = [
         make_engine(windows, swa_full=full, n_slots=n, **options)
         for full, n in ((True, 1), (False, 2))
