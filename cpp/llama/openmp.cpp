@@ -49,6 +49,7 @@ void __kmpc_push_num_threads(void* /*place*/, int /*thread*/, int n_threads) {
 }
 
 void __kmpc_fork_call(void* /*place*/, int n_shared, omp_body::function call, ...) {
+    // The compiler knows how many: at most four in the pinned llama.cpp, whatever is computed.
     if (n_shared > omp_body::n_shared_max) std::abort();
     omp_body body{call, {}};
     va_list arguments;

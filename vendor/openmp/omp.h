@@ -1,4 +1,5 @@
-// What ggml's CPU backend asks of OpenMP, as cpp/llama/openmp.cpp has it: clang comes without omp.h.
+// What ggml's CPU backend asks of OpenMP, as cpp/llama/openmp.cpp has it: zig's clang comes without
+// this header.
 #pragma once
 
 #ifdef __cplusplus

@@ -32,7 +32,7 @@ from kqview.chat.json_text import (
     literal as json_literal,
     quoted,
 )
-from kqview.chat.parts import object_of, objects_of as objects_of
+from kqview.chat.parts import object_of
 from kqview.chat.reasoning import THINK_TAGS
 from kqview.errors import RequestError
 from kqview.stop_strings import HeldText

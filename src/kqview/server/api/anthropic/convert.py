@@ -5,7 +5,7 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Final, Literal
 
-from kqview.chat.tool_format import object_of
+from kqview.chat.parts import object_of
 from kqview.errors import RequestError
 from kqview.server.api.anthropic import schema
 from kqview.server.api.anthropic.schema import Object

@@ -10,7 +10,7 @@ from typing import Any, Final, Literal, cast
 
 import msgspec
 
-from kqview.chat.tool_format import object_of, objects_of
+from kqview.chat.parts import object_of, objects_of
 from kqview.engine import Engine
 from kqview.errors import RequestError, shown
 from kqview.server.api.openai import schema

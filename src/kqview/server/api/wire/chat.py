@@ -17,6 +17,7 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from kqview.chat import CHATML, formats, tool_format, turn
+from kqview.chat.parts import objects_of
 from kqview.chat.reasoning import Split
 from kqview.chat.tool_format import CallDelta, ReasoningStart, Tool
 from kqview.chat.turn import AnswerReader, Delta, Reading
@@ -226,7 +227,7 @@ def prompt_of(engine: Engine, chat: ChatRequest) -> tuple[list[int], str, list[T
 
 
 def _check_is_text(i: int, content: object) -> None:
-    for j, part in enumerate(tool_format.objects_of(content)):
+    for j, part in enumerate(objects_of(content)):
         kind = part.get("type")
         if kind in ("image_url", "image", "input_image", "input_audio", "file", "input_file"):
             raise RequestError(

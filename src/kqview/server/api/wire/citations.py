@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple, Ty
 import numpy as np
 from msgspec import UNSET, Struct, UnsetType
 
-from kqview.chat.tool_format import objects_of
+from kqview.chat.parts import objects_of
 from kqview.engine import Engine
 from kqview.errors import HeadFileError, RequestError
 from kqview.heads.file import Floats, HeadFile, checked_layers, even_heads
