@@ -1,6 +1,7 @@
 #include "tap/host/attend_kernel.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstring>
 #include <vector>
@@ -73,6 +74,7 @@ float weigh(float* scores, float scale, attended_head& head) {
     }
     if (head.max == minus_infinity) {
         std::fill_n(scores, attend_tile, 0.0f);
+        head.tile_sum = 0.0f;
         return factor;
     }
     vec sums{};
@@ -81,7 +83,8 @@ float weigh(float* scores, float scale, attended_head& head) {
         store(scores + i * lanes, weight);
         sums += weight;
     }
-    head.sum += sum_of(sums);
+    head.tile_sum = sum_of(sums);
+    head.sum += head.tile_sum;
     return factor;
 }
 
@@ -115,15 +118,26 @@ float score_tile(const attended_head& head, float* tile, int n_cells, float scal
     return scale;
 }
 
-// Vectors begin where the tile's do, so lanes outside of the piece count as 0.
+// All bits of lane i where i >= first, none of the others.
+ivec lanes_from(int first) {
+    static constexpr auto table = [] {
+        std::array<std::int32_t, std::size_t{2} * lanes> bits{};
+        std::fill(bits.begin() + lanes, bits.end(), -1);
+        return bits;
+    }();
+    ivec mask;
+    std::memcpy(&mask, table.data() + lanes - first, sizeof mask);
+    return mask;
+}
+
 float sum_of_piece(const float* tile, const cut_ranges::piece& piece) {
-    static constexpr float numbers[] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    static_assert(std::size(numbers) >= lanes);
-    const auto begin = static_cast<float>(piece.begin), end = static_cast<float>(piece.end);
     vec sums{};
-    for (int c = piece.begin / lanes * lanes; c < piece.end; c += lanes) {
-        const vec at = load(numbers) + static_cast<float>(c), x = load(tile + c);
-        sums += (at >= begin) & (at < end) ? x : vec{};
+    int c = piece.begin;
+    for (; c + lanes <= piece.end; c += lanes) sums += load(tile + c);
+    if (c < piece.end) {
+        const int from = std::min(c, attend_tile - lanes);  // no cell behind the tile is read
+        const ivec mask = lanes_from(c - from) & ~lanes_from(piece.end - from);
+        sums += reinterpret_cast<vec>(reinterpret_cast<ivec>(load(tile + from)) & mask);
     }
     return sum_of(sums);
 }
@@ -132,7 +146,11 @@ void keep_probs(const attended_head& head, const float* tile) {
     if (head.kind != row_kind::probs || !head.row) return;
     *head.row_max = head.max;
     if (!head.pieces) return keep_row(head, tile);
-    for (int i = 0; i < head.n_row; ++i) head.row[i] = sum_of_piece(tile, head.pieces[i]);
+    for (int i = 0; i < head.n_row; ++i) {
+        const auto& piece = head.pieces[i];
+        const bool is_whole = piece.end - piece.begin == attend_tile;
+        head.row[i] = is_whole ? head.tile_sum : sum_of_piece(tile, piece);
+    }
 }
 
 // A tile of products becomes weights; the row takes what it wants on the way.
@@ -353,7 +371,8 @@ void weigh_block(attended_head* const* heads, float (*tiles)[attend_tile], const
             store(tiles[h] + i * lanes, weight);
             sums += weight;
         }
-        heads[h]->sum = heads[h]->sum * kept[h] + sum_of(sums);
+        heads[h]->tile_sum = sum_of(sums);
+        heads[h]->sum = heads[h]->sum * kept[h] + heads[h]->tile_sum;
     }
 }
 
@@ -618,10 +637,11 @@ float factor_of(float row_max, const softmax_sum& all) {
 void finish_pieces(const float* sums, std::span<const cut_ranges::piece> pieces,
                    const float* row_max, const softmax_sum& all, std::span<double> segments) {
     std::ranges::fill(segments, 0.0);
-    int tile = -1;
-    float factor = 0.0f;
+    // Of most tiles it is the same: a head's largest score seldom grows after the first ones.
+    float max = minus_infinity, factor = 0.0f;
     for (std::size_t i = 0; i < pieces.size(); ++i) {
-        if (pieces[i].tile != tile) factor = factor_of(row_max[tile = pieces[i].tile], all);
+        const float max_now = row_max[pieces[i].tile];
+        if (max_now != max) factor = factor_of(max = max_now, all);
         segments[pieces[i].segment] += static_cast<double>(sums[i] * factor);
     }
 }

@@ -42,6 +42,7 @@ struct attended_head {
     const cut_ranges::piece* pieces = nullptr;  // not null: the row has their sums, n_row of them
     float max = -std::numeric_limits<float>::infinity();  // largest score
     float sum = 0.0f;                                     // of exp(score - max)
+    float tile_sum = 0.0f;                                // the same of the last tile alone
     float* values = nullptr;  // sum of exp(score - max) * value, n_embd of the values
 };
 

@@ -179,12 +179,20 @@ const wanted_rows* holder_of(const stream_rows& rows, int token) {
 
 // ---- one item: a run of cells
 
+// The row of a head, if one is wanted.
+struct head_row {
+    attended_head* head;
+    const wanted_rows* wanted;
+    int n_visible;
+    float* data;
+};
+
 // The heads of one stream on their way, (KV head, token, head of its group), so that those that
 // share keys are adjacent. One for each compute thread.
 struct walk {
     std::vector<attended_head> heads;
     std::vector<tile_mask> masks;  // by token, and by head where each has its own
-    std::vector<float*> rows;      // by head, as in `heads`
+    std::vector<head_row> rows;    // of `heads`
     stream_rows wanted;
 };
 
@@ -227,7 +235,7 @@ void begin_heads(const attend_op& op, const ggml_tensor* node, const division& w
     on.heads.assign(zu((end - begin) * item.n_tokens()), {});
     const int n_masks = n_masks_of(site, begin, end);
     on.masks.assign(zu(item.n_tokens() * n_masks), {});
-    on.rows.assign(on.heads.size(), nullptr);
+    on.rows.clear();
     const auto place_of = [&](int token, int head) -> std::size_t {
         const int i = head - begin, i_token = token - item.token_begin;
         return zu((i / n_group * item.n_tokens() + i_token) * n_group + i % n_group);
@@ -252,30 +260,27 @@ void begin_heads(const attend_op& op, const ggml_tensor* node, const division& w
             head.row_max =
                 work.row_max(op.memory, item.place(token), h) + item.chunk * work.tiles_per_chunk;
             head.streams_row = is_large(*wanted->target) && is_finished_in_place(*wanted->target);
-            on.rows[place_of(token, h)] =
-                wanted->unfinished(op.memory, item.place(token), token, i);
+            on.rows.push_back({&head, wanted, wanted->n_visible(token),
+                               wanted->unfinished(op.memory, item.place(token), token, i)});
         }
     }
 }
 
 // Points the rows of all heads at one tile.
-void aim_rows(const work_item& item, int n_group, int first, int n_cells, walk& on) {
-    if (on.wanted.empty()) return;
+void aim_rows(int first, int n_cells, walk& on) {
     for (auto& one : on.wanted) one.aim(first / attend_tile);
-    for (std::size_t i = 0; i < on.heads.size(); ++i) {
-        if (!on.rows[i]) continue;
-        auto& head = on.heads[i];
-        const int token = item.token_begin + static_cast<int>(i) / n_group % item.n_tokens();
-        const auto& wanted = *holder_of(on.wanted, token);
+    for (const auto& row : on.rows) {
+        auto& head = *row.head;
+        const auto& wanted = *row.wanted;
         auto begin = first;
         if (wanted.is_sums()) {
             head.pieces = wanted.of_tile.data();
             head.n_row = static_cast<int>(wanted.of_tile.size());
             begin = static_cast<int>(head.pieces - wanted.pieces.data());
         } else {
-            head.n_row = std::clamp(wanted.n_visible(token) - first, 0, n_cells);
+            head.n_row = std::clamp(row.n_visible - first, 0, n_cells);
         }
-        head.row = head.n_row > 0 ? on.rows[i] + begin : nullptr;
+        head.row = head.n_row > 0 ? row.data + begin : nullptr;
     }
 }
 
@@ -328,7 +333,7 @@ void attend_item(const attend_op& op, const ggml_tensor* node, const division& w
         const int n = std::min(attend_tile, item.end_cell - first);
         const bool has_next = first + 2 * attend_tile <= item.end_cell;
         read_masks(op, node, item, first, n, on);
-        aim_rows(item, n_group, first, n, on);
+        aim_rows(first, n, on);
         for (int h = item.head_begin; h < item.head_end; ++h) {
             const auto keys =
                 cells_of(node->src[1], site.k_strides, first, work.n_cells, h, item.stream);

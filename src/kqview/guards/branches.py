@@ -10,7 +10,7 @@ import numpy as np
 from kqview.arguments import whole_number
 from kqview.engine import Engine
 from kqview.generation.stream import Generation
-from kqview.guards.mods import check_spans, ends_sentence, sentence_score
+from kqview.guards.mods import back_and_new, check_spans, ends_sentence, sentence_score
 from kqview.guards.scores import GroundedSentence
 from kqview.heads.file import Floats, HeadFile, checked_layers, checked_numbers
 from kqview.heads.measures import Prompt, pairs_of
@@ -124,8 +124,8 @@ class _Attempt:
     Attributes:
         generation: It.
         ids: Its tokens, without one that ends the text.
-        sums: What each looked at, ``(n_pairs, n_spans)``.
-        rows: The same of the last one, by layer.
+        sums: What each looked at: the sources, and the answer so far; ``(n_pairs, 2)``.
+        rows: Rows of the first one, by layer.
         is_last: Whether the text ends with it.
     """
 
@@ -142,8 +142,10 @@ class _Attempt:
             self.is_last = True
             return False
         self.ids.append(token.id)
-        self.rows = [np.array(one) for one in token.attention]
-        self.sums.append(np.concatenate(self.rows))
+        rows = [*token.attention]
+        self.sums.append(back_and_new(np.concatenate(rows)))
+        if not self.rows:
+            self.rows = [one.copy() for one in rows]
         if ends_sentence(engine.token_bytes(token.id)) and engine.detokenize(self.ids).strip():
             self.generation.close()
             return False

@@ -85,7 +85,7 @@ class _SpanMod(Mod):
         )
 
     def _rows(self, event: ForwardPass) -> Floats:
-        """A copy of the sums over the spans, heads in the order of the pairs; spans are last."""
+        """Sums over the spans, which are last, heads in the order of the pairs; the event's own."""
         rows: Any = () if event.attention is None else event.attention
         numbers, n_spans = self._numbers, self._n_spans
         if (
@@ -101,12 +101,22 @@ class _SpanMod(Mod):
             self._pairs = pairs_of(self._layers, rows, numbers)
         if isinstance(rows, tuple):  # layers differ in heads
             return np.concatenate(cast("tuple[Any, ...]", rows))
-        return rows.copy()  # the engine needs its memory
+        return rows
 
 
 def ends_sentence(last: bytes) -> bool:
     """Whether a text whose last token has these bytes ends a sentence, or a blank line."""
     return last.rstrip(b" ").endswith(_ENDS)
+
+
+def back_and_new(sums: Floats) -> Floats:
+    """What heads looked at: all sources together, and the answer so far; ``(n_heads, 2)``.
+
+    Args:
+        sums: Sums over each source and, last, over the answer: ``(..., n_sources + 1)``.
+    """
+    both = np.stack((sums[..., :-1].sum(axis=-1), sums[..., -1]), axis=-1)
+    return both.reshape(-1, 2)
 
 
 def sentence_score(
@@ -122,12 +132,10 @@ def sentence_score(
         heads: A head file for "grounding"; None for all heads alike.
         pairs: Layer and head of each row.
         prompt: Its spans are the sources.
-        sums: What each token looked at, ``(n_pairs, n_sources + 1)``, or the pairs on two axes;
-            last, the answer so far.
+        sums: What each token looked at, as `back_and_new` has it.
         places: Place of each in the answer; there may be more.
     """
-    stacked = np.array(sums).reshape(len(sums), len(pairs), -1)
-    back, new = stacked[..., :-1].sum(axis=2), stacked[..., -1]
+    back, new = np.moveaxis(np.array(sums), -1, 0)
     n_new = np.array(places[: len(sums)], np.float64)[:, None]
     ratios = lookback_ratios(back, new, prompt.n_marked, n_new).mean(axis=0)
     return float(weighed(heads, "grounding", ratios, pairs))
@@ -274,8 +282,8 @@ class TakeBackUngrounded(_SpanMod):
         """Score of each sentence that stays."""
         self.n_taken_back = 0
         """Number of tokens taken back."""
-        # Sums over spans, by the place of a token in the answer. What is made of them waits for the
-        # end of the sentence: this is between tokens.
+        # By the place of a token in the answer. What is made of them waits for the end of the
+        # sentence: this is between tokens.
         self._sums: dict[int, Floats] = {}
         self._begin_sentence(0)
 
@@ -286,7 +294,7 @@ class TakeBackUngrounded(_SpanMod):
         place = event.n_tokens - len(self._prompt.ids)
         if place != self._start + len(self._ids):  # by another mod, or to make room
             self._begin_sentence(place)
-        self._sums[place] = self._rows(event)
+        self._sums[place] = back_and_new(self._rows(event))
         if place != self._start or not self._attempts:
             return None
         logits = event.logits.copy()
