@@ -130,6 +130,7 @@ ivec lanes_from(int first) {
     return mask;
 }
 
+// The last vector may hold weights of other pieces, which do not count.
 float sum_of_piece(const float* tile, const cut_ranges::piece& piece) {
     vec sums{};
     int c = piece.begin;
@@ -637,7 +638,7 @@ float factor_of(float row_max, const softmax_sum& all) {
 void finish_pieces(const float* sums, std::span<const cut_ranges::piece> pieces,
                    const float* row_max, const softmax_sum& all, std::span<double> segments) {
     std::ranges::fill(segments, 0.0);
-    // Of most tiles it is the same: a head's largest score seldom grows after the first ones.
+    // Most tiles share one: a head's largest score seldom grows after the first of them.
     float max = minus_infinity, factor = 0.0f;
     for (std::size_t i = 0; i < pieces.size(); ++i) {
         const float max_now = row_max[pieces[i].tile];

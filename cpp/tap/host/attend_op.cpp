@@ -179,12 +179,12 @@ const wanted_rows* holder_of(const stream_rows& rows, int token) {
 
 // ---- one item: a run of cells
 
-// The row of a head, if one is wanted.
+// A wanted row of one head.
 struct head_row {
     attended_head* head;
     const wanted_rows* wanted;
-    int n_visible;
-    float* data;
+    int n_visible;  // columns that its query sees
+    float* data;    // until it is finished
 };
 
 // The heads of one stream on their way, (KV head, token, head of its group), so that those that
@@ -192,7 +192,7 @@ struct head_row {
 struct walk {
     std::vector<attended_head> heads;
     std::vector<tile_mask> masks;  // by token, and by head where each has its own
-    std::vector<head_row> rows;    // of `heads`
+    std::vector<head_row> rows;    // of those of `heads` whose rows are wanted
     stream_rows wanted;
 };
 
