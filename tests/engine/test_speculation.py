@@ -277,22 +277,24 @@ def test_several_texts_guess_in_the_same_steps(
     assert engine.stats().n_decodes < 3 + 240 - n_accepted
 
 
-N_TEXTS = 1500
+N_TEXTS, N_AT_ONCE = 1500, 4
 
 
 def test_sampled_text_has_the_same_distribution(make_engine: MakeEngine) -> None:
     # Independent seeds; with equal ones the texts are equal.
     def counts(engine: Engine, seed: int, **options: Any) -> Counter[tuple[int, ...]]:
         found: Counter[tuple[int, ...]] = Counter()
-        for i in range(N_TEXTS):
-            generation = engine.generate(
-                "One day", max_tokens=5, temperature=1.2, seed=seed + i, **options
-            )
-            generation.read()
-            found[tuple(generation.tokens[1:])] += 1
+        for first in range(seed, seed + N_TEXTS, N_AT_ONCE):
+            running = [
+                engine.generate("One day", max_tokens=5, temperature=1.2, seed=one, **options)
+                for one in range(first, first + N_AT_ONCE)
+            ]
+            for generation in running:
+                generation.read()
+                found[tuple(generation.tokens[1:])] += 1
         return found
 
-    engine = make_engine(MODEL_PATH, **DRAFTS)
+    engine = make_engine(MODEL_PATH, n_slots=N_AT_ONCE, **DRAFTS)
     likely = engine.generate("One day", max_tokens=5, temperature=0)
     likely.read()
     with_guesses = counts(engine, 0, prediction=likely.tokens)
