@@ -30,6 +30,7 @@ from kqview.cli import (
     serving,
     starting,
 )
+from kqview.cli.exit_status import reported
 from kqview.cli.generate_command import rows_file
 from kqview.cli.main import app
 from kqview.cli.model_file import fetch
@@ -426,6 +427,22 @@ def test_entry_point_without_the_cli_extra_is_one_line(missing: str):
         f"error: the command line needs {missing}, which is not installed; "
         'run pip install "kqview[cli]"\n'
     )
+
+
+@pytest.mark.parametrize(
+    ("missing", "remedy"),
+    [
+        ("uvicorn", 'run pip install "kqview[server]"'),
+        ("_sqlite3", "this Python was built without it; use one that can import _sqlite3"),
+    ],
+)
+def test_what_a_command_cannot_import_is_one_line_with_what_to_do(
+    missing: str, remedy: str, capsys: pytest.CaptureFixture[str]
+):
+    status = reported(ModuleNotFoundError(f"No module named {missing!r}", name=missing), "serve")
+    assert status == 2
+    said = f"error: kqview serve needs {missing}, which is not installed; {remedy}\n"
+    assert capsys.readouterr().err == said
 
 
 # ---- info about the build

@@ -49,10 +49,10 @@ def reported(error: BaseException, command: str | None) -> int:
     if isinstance(error, ImportError):
         if command not in _EXTRAS or not isinstance(error, ModuleNotFoundError):
             raise error
-        error = RequestError(
-            f"kqview {command} needs {error.name}, which is not installed; "
-            f'run pip install "kqview[{_EXTRAS[command]}]"'
-        )
+        missing, remedy = error.name, f'run pip install "kqview[{_EXTRAS[command]}]"'
+        if missing in sys.stdlib_module_names:  # of Python itself: _sqlite3, _ssl
+            remedy = f"this Python was built without it; use one that can import {missing}"
+        error = RequestError(f"kqview {command} needs {missing}, which is not installed; {remedy}")
     print_error(error)
     if isinstance(error, OSError) and error.errno in _UNWRITTEN:
         discard_stdout()
