@@ -33,10 +33,13 @@ from kqview.heads import (
 )
 from kqview.heads.calibration import ndcg
 from kqview.mods import Added
+from kqview.mods.attention import LookbackGuard
+from tests.support import tiny_gguf
 from tests.support.rows import near
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
     from kqview.mods import ActionBuilder, Backtrack, ModTokenizer
     from kqview.mods.events import Event
@@ -535,8 +538,37 @@ def test_align_att_follows_the_weighted_heads_of_a_file(engine: Engine):
     want = start + mean[len(ids) - 1 :, start:stop].argmax(axis=1)
     assert seen.alignment == want.tolist()
     wide = engine.generate(ids, mods=[guard], capture="probs", max_tokens=8)
-    with pytest.raises(EmittedError, match="32 heads were captured, 6 are expected"):
+    with pytest.raises(EmittedError, match=r"the 32 heads .* capture=guard\.capture"):
         wide.read()
+
+
+def test_align_att_takes_heads_of_layers_that_differ_in_them(tmp_path: Path):
+    ids = list(range(30))
+    with Engine(tiny_gguf.write_gemma4(tmp_path / "model.gguf"), n_ctx=64) as gemma:
+        heads = head_file(gemma, "align", Head(0, 3, 1.0), Head(1, 0, 0.5))
+        guard = guards.AlignAttByHeads(gemma, (2, 20), heads)
+        generation = gemma.generate(
+            ids, mods=[guard], capture=guard.capture, max_tokens=1, ignore_eos=True
+        )
+        generation.read()
+        maps = gemma.attend(ids, Capture("probs", layers=[0, 1])).array()
+        mean = maps[0][3, -1] + 0.5 * maps[1][0, -1]
+        assert generation.mods[0].alignment == [2 + int(mean[2:20].argmax())]
+
+
+@pytest.mark.parametrize("of", ["sentences", "windows"])
+def test_further_attempts_stay_within_what_a_constraint_allows(engine: Engine, of: str):
+    prompt = story(engine)
+    guard: Any = guards.TakeBackUngrounded(engine, prompt, threshold=1.0)  # none is
+    capture: Any = guard.capture
+    if of == "windows":
+        guard, capture = LookbackGuard((0, 4), 1.0, "resample", window=3), "probs"
+    generation = engine.generate(
+        prompt.ids, mods=[guard], capture=capture, max_tokens=40, temperature=0,
+        regex=r"7\+7=14\.",  # begins with one token only
+    )  # fmt: skip
+    assert generation.read() == "7+7=14."
+    assert generation.mods[0].n_taken_back > 0
 
 
 @pytest.mark.needs("smollm2")

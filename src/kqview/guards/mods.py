@@ -16,7 +16,7 @@ from kqview.guards.scores import InjectionScore, judged_injection
 from kqview.heads.file import Floats, HeadFile, Pair, checked_layers, checked_numbers, weighed
 from kqview.heads.measures import Measures, Prompt, lookback_ratios, pairs_of
 from kqview.mods.actions import Action, ActionBuilder
-from kqview.mods.attention import AlignAtt, Place, Row
+from kqview.mods.attention import AlignAtt, Place, Row, put_last
 from kqview.mods.decorator import Mod
 from kqview.mods.events import Added, ForwardPass, Prefilled
 from kqview.mods.tokenizer import ModTokenizer
@@ -245,7 +245,8 @@ class TakeBackUngrounded(_SpanMod):
     """Takes a sentence that its sources do not say back, and lets the model try again.
 
     Experimental, like `grounding`, by which each sentence is judged at its end. Each further
-    attempt at a sentence begins with another token; if none is grounded, the best one stays.
+    attempt at a sentence begins with another token, if a constraint allows one; if none is
+    grounded, the best one stays.
 
     Args:
         engine: The engine that generates.
@@ -297,9 +298,8 @@ class TakeBackUngrounded(_SpanMod):
         self._sums[place] = back_and_new(self._rows(event))
         if place != self._start or not self._attempts:
             return None
-        logits = event.logits.copy()
-        logits[[ids[0] for _, ids in self._attempts]] = -np.inf
-        return actions.adjust_logits(logits)
+        first = [ids[0] for _, ids in self._attempts]
+        return actions.adjust_logits(put_last(event.logits, first))
 
     def on_added(
         self, event: Added, actions: ActionBuilder, tokenizer: ModTokenizer
@@ -368,18 +368,28 @@ class AlignAttByHeads(AlignAtt):
 
     def __init__(self, engine: Engine, source: Place, heads: HeadFile, frontier: int = 1) -> None:
         super().__init__(source, frontier)
-        layers = checked_layers(heads, "align", engine) or ()
-        numbers = sorted({one.head for one in heads.heads})
-        self.capture = Capture(layers=layers, heads=numbers)
-        pairs = [(layer, head) for layer in layers for head in numbers]
-        self._weights = heads.weights(pairs).astype(np.float32)
+        layers = checked_layers(heads, "align", engine)
+        if layers is None:
+            raise invalid("heads", "a HeadFile, as HeadFile.load reads it", "None")
+        self.capture = Capture(layers=layers, heads=checked_numbers(heads, engine.model))
+        self._file = heads
+
+    def begin(self, request_id: str, tokenizer: ModTokenizer) -> None:
+        super().begin(request_id, tokenizer)
+        self._weights = np.zeros(0, np.float32)  # of each row, once there was one
 
     def handle_rows(
         self, rows: Row, event: ForwardPass, actions: ActionBuilder, tokenizer: ModTokenizer
     ) -> Action | None:
+        captured: Any = event.attention
+        layers = self.capture.layers or ()
+        if not len(self._weights) and len(captured) == len(layers):
+            pairs = pairs_of(layers, captured, self.capture.heads)
+            if len(pairs) == len(rows):
+                self._weights = self._file.weights(pairs).astype(np.float32)
         if len(rows) != len(self._weights):
             return actions.emit_error(
-                f"{self.name}: {len(rows)} heads were captured, {len(self._weights)} are expected; "
+                f"{self.name}: the {len(rows)} heads that were captured are not those of its file; "
                 "pass capture=guard.capture to generate"
             )
         return super().handle_rows(self._weights[None] @ rows, event, actions, tokenizer)

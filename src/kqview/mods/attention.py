@@ -18,7 +18,7 @@ the request with an error that says so. They take columns for positions, so they
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, cast
+from typing import Any, Final, Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +31,8 @@ from kqview.mods.events import Added, ForwardPass, Prefilled
 from kqview.mods.tokenizer import ModTokenizer
 from kqview.types.capture import Capture
 from kqview.types.token import Attention, Positions
+
+_FAR: Final = np.float32(1000)  # logits; no temperature that gives a text makes it likely
 
 Row = NDArray[np.float32]
 Then = Literal["damp", "resample"]
@@ -302,13 +304,24 @@ def lookback_ratio(rows: Row, source: Span, n_prompt: int) -> float:
     return float(np.divide(looked_back, both, out=np.ones_like(both), where=both > 0).mean())
 
 
+def put_last(logits: Row, ids: Sequence[int]) -> Row:
+    """A copy of *logits* in which *ids* come behind all others; not -inf, because a grammar or a
+    schema may allow nothing else.
+    """
+    least = logits.min(where=np.isfinite(logits), initial=0.0) - _FAR
+    changed = logits.copy()
+    changed[ids] = np.minimum(logits[ids], least)
+    return changed
+
+
 class LookbackGuard(_AttentionMod):
     """Acts when the model stops attending to its source while it generates.
 
     With "damp", tokens that are not in the source become less likely in each step whose
     `lookback_ratio` is below the floor; special tokens, such as the end of the text, are spared.
     With "resample", a window of tokens whose mean ratio is below the floor is taken back and
-    sampled again: each attempt at a place begins with a different token.
+    sampled again: each attempt at a place begins with a different token, if a constraint allows
+    one.
 
     Args:
         source: The source: its text or positions in the prompt.
@@ -365,9 +378,7 @@ class LookbackGuard(_AttentionMod):
             banned = self._banned.get(n_generated)
             if not banned:
                 return None
-            logits = event.logits.copy()
-            logits[banned] = -np.inf
-            return actions.adjust_logits(logits)
+            return actions.adjust_logits(put_last(event.logits, banned))
         if ratio >= self._floor:
             return None
         self.n_damped += 1
