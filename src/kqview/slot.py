@@ -181,8 +181,8 @@ class Slot:
         """Replace the contents of the slot with those of *blob*; return the number of bytes read.
 
         A blob that is refused changes nothing. A raw blob, without the trailer of a state file,
-        records neither its model and LoRA adapters (only the shapes have to fit) nor whether its
-        slot had been shifted; `restore_file` checks these. Without *exact*, the next generation
+        does not record its model and LoRA adapters (only the shapes have to fit), edits, or whether
+        its slot had been shifted; `restore_file` checks these. Without *exact*, the next generation
         therefore evaluates its prompt again (`n_exact` is 0), unless it accepts approximate cache
         entries with ``reuse="prefix"``. A blob can put any values into the cache, so restore only
         blobs from sources you trust.
@@ -191,9 +191,9 @@ class Slot:
             blob: What `save` returned, or the contents of a state file, whose trailer is checked
                 and removed. Buffers other than bytes, such as an mmap or an array, are copied.
             exact: Your assurance that the blob was saved from this model with the same adapters,
-                and from a slot whose tokens were all exact (`n_exact`): the next generation whose
-                prompt begins with `tokens` then continues from there. If a trailer records how many
-                were exact, that number applies instead.
+                and from a slot whose tokens were all exact (`n_exact`) and computed without
+                `edits`: the next generation whose prompt begins with `tokens` then continues from
+                there. If a trailer records how many were exact, that number applies instead.
 
         Raises:
             StateFormatError: It is not a valid blob; the message names the field and its offset.
