@@ -122,7 +122,7 @@ _REUSE: Final = (
     "n_discard",
 )  # fmt: skip
 
-_MOST_TOP: Final = 1000  # logprobs of a score
+MOST_TOP: Final = 1000  # logprobs of a score
 RUN_AHEAD: Final = 8
 """Tokens that are computed before they are requested, if the caller does not say."""
 N_DRAFT: Final = 16
@@ -505,7 +505,7 @@ class Submission:
             )
         if top_logprobs is None:
             return None
-        return whole_number("top_logprobs", top_logprobs, low=0, high=_MOST_TOP)
+        return whole_number("top_logprobs", top_logprobs, low=0, high=MOST_TOP)
 
     def attend(
         self,

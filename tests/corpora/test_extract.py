@@ -360,6 +360,11 @@ def test_whole_maps_need_a_yes(engine: Engine, tmp_path: Path):
         ({"max_length": 0}, RequestError, "max_length"),
         ({"generate": {"max_tokens": 4}}, RequestError, "text is not among"),
         ({"fields": ["text"], "generate": {"max_tokens": 256}}, RequestError, "no room"),
+        ({"fields": "text"}, RequestError, "fields must be a list"),
+        ({"fields": ["text"], "generate": {"tokens": 4}}, UnknownOption, "tokens"),
+        ({"fields": ["text"], "generate": {"top_p": 2}}, RequestError, "top_p"),
+        ({"last": 1, "top_logprobs": 2}, RequestError, "come with scores"),
+        ({"fields": ["scores"], "top_logprobs": 1001}, RequestError, "0 to 1000, got 1001"),
         ({"pool": "sum"}, RequestError, "pool"),
         ({"last": 0}, RequestError, "last"),
         ({"shard_bytes": 0, "last": 1}, RequestError, "shard_bytes"),
@@ -381,6 +386,34 @@ def test_bad_sources(engine: Engine, tmp_path: Path, source: Any):
     given = str(tmp_path / source) if isinstance(source, str) else source
     with pytest.raises(RequestError, match="source"):
         extract(given, str(tmp_path / "c"), engine=engine, last=1)
+
+
+@pytest.mark.parametrize(
+    ("document", "options", "words"),
+    [
+        ({"text": "Anna", "at": 5}, {"spans": "at"}, "column at is 5"),
+        ({"text": "Anna", "at": [5]}, {"spans": "at"}, "span 0 is 5"),
+        ({"text": "Anna", "at": np.arange(2)}, {"spans": "at"}, "span 0 is"),
+        (("Anna", ""), {"last": 1}, "continuation is empty"),
+        (b"Anna", {"last": 1}, "send a text"),
+        (np.int64(5), {"last": 1}, "send a text"),
+        (np.array(5), {"last": 1}, "send a text"),
+    ],
+)
+def test_a_malformed_document_fails_alone(
+    engine: Engine, tmp_path: Path, document: Any, options: Any, words: str
+):
+    good = {"text": "Tom has a dog.", "at": [[0, 3]]}
+    corpus = extract([document, good], str(tmp_path / "c"), engine=engine, **options)
+    found = list(corpus)
+    assert [one.status for one in found] == ["error", "ok"]
+    assert words in (found[0].error or "")
+
+
+def test_a_table_of_a_spreadsheet_may_begin_with_a_mark(engine: Engine, tmp_path: Path):
+    (tmp_path / "a.csv").write_text("text,id\nAnna,x\n", encoding="utf-8-sig")
+    corpus = extract(str(tmp_path / "a.csv"), str(tmp_path / "c"), engine=engine, last=1)
+    assert corpus["x"].token_ids == engine.tokenize("Anna")
 
 
 def test_progress(engine: Engine, tmp_path: Path, capsys: pytest.CaptureFixture[str]):

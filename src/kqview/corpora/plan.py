@@ -15,6 +15,7 @@ from kqview.corpora.sources import Pair, SourceDocument
 from kqview.engine import Engine
 from kqview.errors import RequestError, shown
 from kqview.saved import stack
+from kqview.submission import MOST_TOP, arguments_of
 from kqview.types import Capture
 from kqview.types.capture import Kind
 
@@ -123,6 +124,8 @@ class Plan:
         if given is None:
             given = ["attention"] if wanted.layers is None or wanted.layers else []
             given = [*given, *(["hidden"] if wanted.hidden else [])]
+        if isinstance(given, str):
+            raise invalid("fields", "a list of names such as ['attention']", shown(given))
         chosen = tuple(choice("fields", name, Field) for name in dict.fromkeys(given))
         if not chosen:
             raise RequestError(
@@ -158,6 +161,15 @@ class Plan:
                 "generate has options, but text is not among the fields; add it",
                 parameter="generate",
             )
+        arguments_of("generate", generate)  # refuses options that there are not
+        n_top = one["top_logprobs"]
+        if n_top is not None:
+            if "scores" not in chosen:
+                raise RequestError(
+                    "top_logprobs come with scores, which are not among the fields; add them",
+                    parameter="top_logprobs",
+                )
+            n_top = whole_number("top_logprobs", n_top, low=0, high=MOST_TOP)
         room = engine.n_ctx
         if "text" in chosen:
             generate.setdefault("max_tokens", 256)
@@ -166,8 +178,8 @@ class Plan:
                 generate["deterministic"] = True
         if room < 1:
             raise RequestError(
-                f"max_tokens leaves no room for a prompt in the context of {engine.n_ctx}; "
-                "lower it, or open the engine with a larger n_ctx",
+                f"max_tokens is {generate['max_tokens']}, which leaves no room for a prompt in the "
+                f"context of {engine.n_ctx}; lower it, or open the engine with a larger n_ctx",
                 parameter="generate",
             )
         length = room
@@ -184,7 +196,7 @@ class Plan:
             engine=engine, fields=chosen, capture=wanted,
             last=None if last is None else whole_number("last", last, low=1),
             pool=None if pool is None else choice("pool", pool, Pool),
-            top_logprobs=one["top_logprobs"], generate=generate, spans=spans,
+            top_logprobs=n_top, generate=generate, spans=spans,
             too_long=choice("too_long", one["too_long"], TooLong), max_length=length, stride=stride,
             deterministic=flag("deterministic", deterministic),
             compress=flag("compress", one["compress"]),
@@ -233,6 +245,8 @@ class Plan:
         if isinstance(content, Pair):
             ids = self._prompt_ids(content.prompt)
             more = engine.tokenize(content.continuation, add_special=False)
+            if not more:
+                raise RequestError("its continuation is empty; send the text that follows")
             ids, n_last = ids + more, len(more) if n_last is None else min(n_last, len(more))
         elif isinstance(content, str):
             if self.spans is None:
@@ -285,12 +299,18 @@ class Plan:
         named: dict[str, tuple[int, int]] = {}
         if isinstance(self.spans, str):
             given = document.record.get(self.spans)
-            items = (
-                cast("Mapping[str, Any]", given).items()
-                if isinstance(given, Mapping)
-                else enumerate(given or ())
-            )
-            named = {str(name): tuple(one) for name, one in items if one is not None}
+            try:
+                items = (
+                    cast("Mapping[str, Any]", given).items()
+                    if isinstance(given, Mapping)
+                    else enumerate(() if given is None else given)
+                )
+            except TypeError:
+                raise RequestError(
+                    f"its column {self.spans} is {shown(cast('Any', given))}; send a list or a "
+                    "mapping of spans"
+                ) from None
+            named = {str(name): one for name, one in items if one is not None}
         for name, pattern in self.spans.items() if isinstance(self.spans, Mapping) else ():
             match = re.search(pattern, text)
             if match is None:

@@ -171,7 +171,7 @@ def _lines(path: Path) -> Iterator[Any]:
 def _table(path: Path) -> Iterator[Any]:
     before = csv.field_size_limit(_CSV_FIELD)
     try:
-        with path.open(encoding="utf-8", newline="") as file:
+        with path.open(encoding="utf-8-sig", newline="") as file:  # spreadsheets write a BOM
             yield from csv.DictReader(file, delimiter="\t" if path.suffix == ".tsv" else ",")
     except (csv.Error, UnicodeDecodeError) as error:
         raise RequestError(f"{path.name} cannot be read as a table: {error}") from error
@@ -207,8 +207,8 @@ def _of_content(id_: str, one: object, record: Mapping[str, Any]) -> SourceDocum
     content: Content | None = None
     if isinstance(one, str):
         content = one
-    elif isinstance(one, Sequence) or hasattr(one, "tolist"):
-        items: list[Any] = list(cast("Iterable[Any]", one))
+    elif isinstance(one, Sequence) or (hasattr(one, "tolist") and getattr(one, "ndim", 1) == 1):
+        items: list[Any] = [] if isinstance(one, bytes) else list(cast("Iterable[Any]", one))
         if items and all(isinstance(part, Mapping) for part in items):
             content = [dict(part) for part in items]
         elif isinstance(one, tuple) and len(items) == 2 and all(type(p) is str for p in items):
