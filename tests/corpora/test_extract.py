@@ -416,6 +416,11 @@ def test_a_table_of_a_spreadsheet_may_begin_with_a_mark(engine: Engine, tmp_path
     assert corpus["x"].token_ids == engine.tokenize("Anna")
 
 
+def test_a_source_without_documents_is_named(engine: Engine, tmp_path: Path):
+    with pytest.raises(RequestError, match="its source has none"):
+        extract([], str(tmp_path / "c"), engine=engine, last=1)
+
+
 def test_progress(engine: Engine, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     calls: list[tuple[int, int | None]] = []
     extract(

@@ -48,7 +48,9 @@ def open_corpus(path: str) -> "Corpus":
         for table in parquet_tables(files, index_parts(files), dictionaries=CONSTANTS)
     ]
     if not tables:
-        raise RequestError(f"{path} has no documents yet; wait for its first piece")
+        raise RequestError(
+            f"{path} has no documents: its source has none, or its first piece is not written yet"
+        )
     # What a run of an older version lacks is null.
     index = arrow.concat_tables(tables, promote_options="default")
     return Corpus(os.fspath(path), files, facts, index)
