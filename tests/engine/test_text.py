@@ -175,6 +175,21 @@ def test_unfinished_character_at_the_end_is_flushed_into_the_last_token(
     assert generation.text == "a\N{REPLACEMENT CHARACTER}"
 
 
+@pytest.mark.parametrize("has_mod", [False, True])
+def test_unfinished_character_before_an_end_that_comes_later_joins_the_last_token(
+    make_engine: MakeEngine, tiny_llama: Path, has_mod: bool
+) -> None:
+    engine = make_engine(tiny_llama, run_ahead=0)  # the end is not known with the last token
+    generation = engine.generate(
+        PROMPT, temperature=0, stop_tokens=[99], trace=has_mod,
+        logit_bias={0xF0: 100.0, 99: 90.0}, repeat_penalty=2.0,
+    )  # fmt: skip
+    tokens = list(generation)
+    assert [token.id for token in tokens] == [0xF0]
+    assert generation.finish_reason == "stop_token"
+    assert "".join(token.text for token in tokens) == generation.text == "\N{REPLACEMENT CHARACTER}"
+
+
 # ---- stopping
 
 

@@ -224,6 +224,7 @@ class Transcript:
         self._marks: list[Mark] = []  # of the text before each id, while some may be taken back
         # For displays, which show the attention that the caller still has.
         self._handed: deque[weakref.ref[Token]] = deque(maxlen=N_REMEMBERED)
+        self._last: Callable[[], Token | None] = lambda: None
         self._token_bytes = token_bytes
         self._n_keep = n_keep
         self._on_end = on_end
@@ -240,6 +241,7 @@ class Transcript:
         """The token *token_id*, with the rows of *event*, the forward pass that it is from."""
         text = self.text.feed(self._token_bytes[token_id])
         token = Token(token_id, text, len(self.ids), logprob, top_logprobs, forced=forced)
+        self._last = weakref.ref(token)
         capture, context = self.capture, self.context
         if capture is not None:
             token.capture = capture
@@ -268,6 +270,7 @@ class Transcript:
         n_kept = len(self.ids) - n
         self.text.reset(self._marks[n_kept])
         del self.ids[n_kept:], self._marks[n_kept:]
+        self._last = lambda: None
         self.context = self.context.branch(n_kept)
         self.n_removed += n
 
@@ -290,7 +293,10 @@ class Transcript:
         """The generation has ended, unless it had before."""
         if self.reason is None:
             self.reason = reason
-            self.text.flush()
+            # Whether the end is known when the last token is taken is a matter of time.
+            rest = self.text.flush()
+            if rest and (last := self._last()) is not None:
+                last.text += rest
             self._on_end()
 
     def held_tokens(self) -> list[Token]:
