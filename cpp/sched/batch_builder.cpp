@@ -465,8 +465,9 @@ void batch_builder::starve(slot& target, std::size_t n_bytes, bool is_final) {
     }
     const auto& active = *target.active;
     const auto stats = pool_.stats();
+    const auto n_wanted = block_pool::block_bytes(n_bytes);
     // What is larger than the budget finds no room however long it waits.
-    if (active.on_full == full_policy::wait && n_bytes <= stats.budget_bytes) {
+    if (active.on_full == full_policy::wait && n_wanted <= stats.budget_bytes) {
         const auto now = clock::now();
         if (!target.deadline) {
             const auto limit =
@@ -475,8 +476,9 @@ void batch_builder::starve(slot& target, std::size_t n_bytes, bool is_final) {
         }
         if (now < *target.deadline) return;
     }
-    throw error(errc::pool_exhausted, "the next rows of attention need ", n_bytes, " bytes, but ",
-                stats.leased_bytes, " of ", stats.budget_bytes, " are held by ", stats.n_leased,
+    throw error(errc::pool_exhausted, "the next rows of attention need ", n_bytes,
+                " bytes in a block of ", n_wanted, ", but ", stats.leased_bytes, " of ",
+                stats.budget_bytes, " are held by ", stats.n_leased,
                 " views; drop views, capture fewer layers or heads, use on_full=\"drop\" or raise "
                 "attention_budget_bytes");
 }

@@ -195,6 +195,17 @@ def test_raise_ends_the_generation_and_leaves_its_tokens(
     assert len(run(engine, PROMPT, 16, capture="probs")) == 16
 
 
+def test_message_of_a_full_budget_counts_blocks(make_engine: MakeEngine, tiny_llama: Path) -> None:
+    # Rows of 101 columns fit in a block of 4864 bytes; those of 102 take one of 5760.
+    engine = make_engine(tiny_llama, attention_budget_bytes=10_500)
+    generation = engine.generate(random_ids(101), ignore_eos=True, capture="probs", max_tokens=2)
+    held = [next(generation)]
+    with pytest.raises(PoolExhausted) as caught:
+        held.append(next(generation))
+    numbers = [int(number) for number in re.findall(r"\d+", str(caught.value))]
+    assert numbers[:4] == [3 * 4 * 102 * 4, 5760, 4864, 10_500]
+
+
 def test_row_larger_than_the_budget_is_pool_exhausted_at_once(
     make_engine: MakeEngine, tiny_llama: Path
 ) -> None:
@@ -245,11 +256,14 @@ def test_wait_is_pool_exhausted_when_nobody_drops_views(
     assert all(token.attention is not None for token in tokens)
 
 
+@pytest.mark.parametrize("budget", [64, BLOCK_BYTES - 1])  # a row has 960 bytes
 def test_rows_larger_than_the_budget_are_not_waited_for(
-    make_engine: MakeEngine, tiny_llama: Path
+    make_engine: MakeEngine, tiny_llama: Path, budget: int
 ) -> None:
-    engine = make_engine(tiny_llama, attention_budget_bytes=64)
-    with pytest.raises(PoolExhausted, match="64"):  # in time: longer than any limit of a test
+    engine = make_engine(tiny_llama, attention_budget_bytes=budget)
+    with pytest.raises(
+        PoolExhausted, match=str(budget)
+    ):  # in time: longer than any limit of a test
         next(generate(engine, Capture("probs", on_full="wait", wait_s=3600)))
 
 
