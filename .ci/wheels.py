@@ -8,9 +8,11 @@ variant that is meant for it and refuse one that it lacks, and one that is too o
 --cpu names other models of qemu.
 
 --root does all this in a fresh root of that Debian, which has Python and no compiler; it needs
-mmdebstrap, and root for mounts. A wheel for another processor is only emulated, with the Python of
-such a root; one for Windows in wine, with --python FOLDER/python.exe of Python's embeddable package
-for Windows. One line a check; exits with 1 if any failed. vendor/wheels.py builds the wheel.
+mmdebstrap, and root for mounts. Where that Python is too old, --python FOLDER/bin/python3 names one
+compiled on that Debian; FOLDER is copied into the root. A wheel for another processor is only
+emulated, with the Python of such a root; one for Windows in wine, with --python FOLDER/python.exe
+of Python's embeddable package for Windows. One line a check; exits with 1 if any failed.
+vendor/wheels.py builds the wheel.
 """
 
 from __future__ import annotations
@@ -120,7 +122,7 @@ def make_root(suite: str, root: Path, *options: str) -> None:
     subprocess.run(["mmdebstrap", *options, suite, root, *mirror], check=True)
 
 
-def in_root(suite: str, wheel: Path, options: list[str]) -> int:
+def in_root(suite: str, wheel: Path, python: Path | None, options: list[str]) -> int:
     """Run this program in a fresh root of Debian *suite* that has Python and no compiler."""
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
@@ -130,7 +132,11 @@ def in_root(suite: str, wheel: Path, options: list[str]) -> int:
         shutil.copytree(ROOT, root / "src", ignore=shutil.ignore_patterns(".*", "build", "*.so"))
         shutil.copytree(ROOT / ".ci", root / "src" / ".ci")
         shutil.copy(wheel, root)
-        inside = ["python3", "/src/.ci/wheels.py", f"/{wheel.name}", "--python", "/usr/bin/python3"]
+        own = Path("/usr/bin/python3")
+        if python:
+            own = Path("/opt", *python.absolute().parts[-3:])
+            shutil.copytree(python.parents[1], f"{root}/{own.parents[1]}", symlinks=True)
+        inside = [own, "/src/.ci/wheels.py", f"/{wheel.name}", "--python", own]
         command = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "bash", "-c", IN_ROOT]
         return subprocess.run([*command, "-", root, *inside, *options], check=False).returncode
 
@@ -364,7 +370,8 @@ def main() -> int:
     wheel, is_foreign = arguments.wheel.resolve(), platform.machine() not in arguments.wheel.stem
     if arguments.root and not is_foreign:
         options = [f"--cpu={model}" for model in arguments.cpu or ()]
-        return in_root(arguments.root, wheel, options + ["--no-tests"] * arguments.no_tests)
+        options += ["--no-tests"] * arguments.no_tests
+        return in_root(arguments.root, wheel, (arguments.python or [None])[0], options)
     with tempfile.TemporaryDirectory() as folder:
         checks = Checks(wheel, Path(folder), arguments.cpu)
         if wheel.stem.endswith("win_amd64"):
