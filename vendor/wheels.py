@@ -50,14 +50,15 @@ class Target:
 
 TARGETS = {
     "manylinux_2_28": Target("linux-x86_64", "Linux", "x86_64", "x86_64-linux-gnu.2.28"),
-    "musllinux_1_2": Target("linux-x86_64", "Linux", "x86_64", "x86_64-linux-musl"),
+    # Named here: auditwheel does not know musl by the name that zig gives it, "libc.so".
+    "musllinux_1_2": Target("musllinux_1_2-x86_64", "Linux", "x86_64", "x86_64-linux-musl"),
     "aarch64": Target("linux-aarch64", "Linux", "aarch64", "aarch64-linux-gnu-{}"),
     "windows": Target("win-amd64", "Windows", "x86_64", "x86_64-w64-mingw32-{}-posix"),
     "macos": Target("macosx-11.0-arm64", "Darwin", "arm64", "aarch64-macos.11.0"),
 }
 MACH_O = b"\xcf\xfa\xed\xfe"  # how a module of macOS begins
 # A tool of zig's, whose linker makes no bundles, reads no file of the symbols that Python has, and
-# keeps local symbols.
+# keeps local symbols. To "-o -", with which newer CMakes ask a question, it would make a file "-".
 ZIG = """#!/bin/sh
 for one; do
     shift
@@ -65,6 +66,8 @@ for one; do
         -Wl,-x | -Wl,--exclude-libs,ALL) continue ;;
         -bundle) one=-shared ;;
         -Wl,@*) one=-Wl,-undefined,dynamic_lookup ;;
+        -o) [ "$1" != - ] || continue ;;
+        -) continue ;;
         -march=x86-64-*) one=-march=x86_64_${{one#-march=x86-64-}} ;;
     esac
     set -- "$@" "$one"
