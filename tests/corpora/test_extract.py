@@ -297,6 +297,26 @@ def test_windows(engine: Engine, tmp_path: Path):
     assert len(corpus) == 1
 
 
+def test_windows_of_a_pair_have_its_continuation_once_each(engine: Engine, tmp_path: Path):
+    pair = ("Anna has a red ball. " * 9, " and Tom has a dog." * 8)
+    n_more = len(engine.tokenize(pair[1], add_special=False))
+    n_prompt = len(engine.tokenize(pair[0]))
+    corpus = extract(
+        [pair], str(tmp_path / "c"), engine=engine, fields=["scores"], too_long="window",
+        max_length=40, stride=30,
+    )  # fmt: skip
+    windows = corpus["0"].windows
+    assert [one.window for one in windows] == list(range(len(windows)))
+    assert windows[0].start > 0
+    assert windows[0].start <= n_prompt < windows[0].start + 40
+    found: set[int] = set()
+    for one in windows:
+        scored = one.start + np.flatnonzero(one.ranks >= 0)
+        assert scored.min() >= n_prompt
+        found |= set(scored.tolist())
+    assert found == set(range(n_prompt, n_prompt + n_more))
+
+
 def test_what_is_cut_off(engine: Engine, tmp_path: Path):
     text = "Anna has a red ball. " * 8
     corpus = extract(

@@ -276,10 +276,14 @@ class Plan:
             inside = tuple(one for one in spans if one.start < self.max_length)
             yield DocumentPart(0, start, ids[start : start + self.max_length], n_last, inside)
         else:
-            for window, start in enumerate(range(0, len(ids), self.stride)):
-                yield DocumentPart(window, start, ids[start : start + self.max_length], n_last)
-                if start + self.max_length >= len(ids):
-                    break
+            # Of a pair, windows that have some of its continuation, and of each its part of that.
+            n_before = len(ids) - n_last if isinstance(content, Pair) and n_last else 0
+            starts = range(0, len(ids) - self.max_length + self.stride, self.stride)
+            reaching = (one for one in starts if one + self.max_length > n_before)
+            for window, start in enumerate(reaching):
+                part = ids[start : start + self.max_length]
+                n = None if n_last is None else min(n_last, start + len(part) - n_before)
+                yield DocumentPart(window, start, part, n)
 
     def _spans(
         self,
