@@ -9,6 +9,7 @@ import pytest
 
 from kqview import EngineHealth, errors
 from tests.support.rows import random_ids
+from tests.support.waiting import wait_until
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -126,7 +127,7 @@ def test_health_shows_a_step_that_runs_and_its_signs_of_life(
     make_engine: MakeEngine, tiny_llama: Path
 ) -> None:
     engine = make_engine(tiny_llama, n_ctx=N_PROMPT, n_ubatch=N_PROMPT, n_batch=N_PROMPT)
-    assert engine.health().phase == "waiting"
+    wait_until(lambda: engine.health().phase == "waiting")
     generation = engine.generate(random_ids(N_PROMPT - 8), max_tokens=1, **GREEDY)
     wait_for_step(engine, 1)
     n_signs, quiet_s = 0, 0.0
