@@ -297,7 +297,7 @@ def test_windows(engine: Engine, tmp_path: Path):
     assert len(corpus) == 1
 
 
-def test_windows_of_a_pair_have_its_continuation_once_each(engine: Engine, tmp_path: Path):
+def test_windows_of_a_pair_score_its_continuation_alone(engine: Engine, tmp_path: Path):
     pair = ("Anna has a red ball. " * 9, " and Tom has a dog." * 8)
     n_more = len(engine.tokenize(pair[1], add_special=False))
     n_prompt = len(engine.tokenize(pair[0]))

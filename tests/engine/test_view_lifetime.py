@@ -261,9 +261,8 @@ def test_rows_larger_than_the_budget_are_not_waited_for(
     make_engine: MakeEngine, tiny_llama: Path, budget: int
 ) -> None:
     engine = make_engine(tiny_llama, attention_budget_bytes=budget)
-    with pytest.raises(
-        PoolExhausted, match=str(budget)
-    ):  # in time: longer than any limit of a test
+    # Longer than any limit of a test.
+    with pytest.raises(PoolExhausted, match=str(budget)):
         next(generate(engine, Capture("probs", on_full="wait", wait_s=3600)))
 
 

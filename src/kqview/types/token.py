@@ -92,7 +92,8 @@ class Token:
     Attributes:
         id: Id in the vocabulary.
         text: Text that this token completes; "" inside a UTF-8 character. The texts of a generation
-            join to its exact output; an unfinished character is added to the last one at the end.
+            join to its exact output; if that ends inside a character, the last text grows by U+FFFD
+            when the generation ends.
         index: Position in the generation, from 0.
         logprob: Natural logarithm of the probability of ``id``; None unless top_logprobs was given.
             It is the model's own, before bias, penalties, grammar and samplers, unless
