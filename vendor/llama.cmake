@@ -110,6 +110,18 @@ foreach(cache kv-cache kv-cache-dsv4 memory-recurrent context)
         PROPERTIES COMPILE_DEFINITIONS ggml_backend_buffer_clear=kqview_backend_buffer_clear)
 endforeach()
 
+# llama.cpp joins its models alone, sixteen a compiler process. Of the rest, those that take longer to
+# read their headers than to compile, and have no options of their own, are joined as well.
+if(KQVIEW_UNITY)
+    foreach(file llama llama-adapter llama-arch llama-batch llama-chat llama-cparams llama-hparams
+            llama-impl llama-io llama-kv-cache-dsa llama-kv-cache-dsa-iswa llama-kv-cache-iswa
+            llama-kv-cache-msa llama-memory llama-memory-hybrid llama-memory-hybrid-idx
+            llama-memory-hybrid-iswa llama-mmap llama-model-saver unicode-data)
+        set_source_files_properties(${KQVIEW_LLAMA_SOURCE}/src/${file}.cpp TARGET_DIRECTORY llama
+            PROPERTIES SKIP_UNITY_BUILD_INCLUSION OFF)
+    endforeach()
+endif()
+
 # On kqview's threads, an abort of ggml is an exception (cpp/llama/backend.h), which must unwind
 # through C code. It must not leave the CPU's compute threads, so the CPU backend computes graphs
 # through a kqview function that marks this.
