@@ -320,6 +320,7 @@ class Engine(NamesAttributes):
         slots: The slots, each of which holds one sequence.
         n_ctx: Maximum number of tokens in a slot.
         n_threads: Number of threads that compute a step, the engine's own among them.
+        draft: What guesses tokens, as it was given.
 
     Raises:
         ModelLoadError: A file or an RPC server is missing or cannot be used.
@@ -384,6 +385,7 @@ class Engine(NamesAttributes):
         self.model: Final = info
         self.n_ctx: Final = core.n_ctx
         self.n_threads: Final = needs.n_threads
+        self.draft: Final[str | None] = given["draft"]
         self._vocabulary = Vocabulary(core, facts)
         run_ahead = given["run_ahead"]
         if run_ahead is None:

@@ -129,6 +129,19 @@ def test_idle_slots_are_listed(client: httpx.Client, served: Served):
     ]
 
 
+def test_slots_and_replies_name_what_guesses():
+    with serving(Settings(demo=True, draft="prompt-lookup")) as served, served.client() as client:
+        [slot] = client.get("/slots").json()
+        props = client.get("/props").json()
+        reply = client.post("/completion", json={"prompt": "a b a b a", "n_predict": 1}).json()
+    assert slot["speculative"] is True
+    for settings in (
+        props["default_generation_settings"]["params"],
+        reply["generation_settings"],
+    ):
+        assert settings["speculative.types"] == "ngram-simple"
+
+
 def test_slot_that_generates_shows_how_far_it_is():
     with serving(Settings()) as served, served.client() as client:
         body = {**WAITS, "temperature": 0.5}

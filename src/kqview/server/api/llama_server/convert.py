@@ -17,6 +17,8 @@ _SHOWN: Final = [
     for name, row in OPTIONS.items()
     if row.is_plain and name not in ("top_logprobs", "min_tokens")  # it has no such
 ]
+# llama.cpp's names for what guesses tokens; a file is a smaller model.
+_DRAFTERS: Final = {None: "none", "prompt-lookup": "ngram-simple", "mtp": "draft-mtp"}
 
 
 # ---- a completion
@@ -27,6 +29,7 @@ def generation_settings(
     sampling: Sampling,
     n_predict: int,
     *,
+    drafter: str | None,
     is_short: bool = False,
     ends: Sequence[int] = (),
 ) -> dict[str, Any]:
@@ -36,6 +39,7 @@ def generation_settings(
         body: The request.
         sampling: What `sampling_of` made of it.
         n_predict: Most tokens.
+        drafter: What guesses tokens, as `Engine.draft`.
         is_short: Leave out what may be long: texts and biases.
         ends: Ids that end a text, which ``ignore_eos`` bans.
     """
@@ -56,7 +60,7 @@ def generation_settings(
         "reasoning_format": "none",
         "reasoning_in_content": False,
         "generation_prompt": "",
-        "speculative.types": "none",
+        "speculative.types": _DRAFTERS.get(drafter, "draft-simple"),
         "timings_per_token": bool(body.timings_per_token),
         "backend_sampling": False,
         "lora": [{"id": one.id, "scale": one.scale} for one in body.lora or ()],

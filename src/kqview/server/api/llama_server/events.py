@@ -140,7 +140,9 @@ class CompletionEvents(ReplyWriter):
         )
         ends = (engine.model.eos_token_id, engine.model.eot_token_id)
         ids_of_ends = [id_ for id_ in ends if id_ is not None]
-        self._settings = generation_settings(body, sampling, wanted, ends=ids_of_ends)
+        self._settings = generation_settings(
+            body, sampling, wanted, drafter=engine.draft, ends=ids_of_ends
+        )
         self._is_prefill = n == 0  # the one token that comes is not shown
         self._body = body
         self._model = model

@@ -7,6 +7,7 @@ from msgspec import UNSET, Struct, UnsetType
 
 from kqview import __version__
 from kqview.chat.tool_format import knows_tools
+from kqview.engine import Engine
 from kqview.errors import RequestError
 from kqview.generation.stream import Generation
 from kqview.server.api.llama_server.convert import generation_settings
@@ -78,7 +79,7 @@ class SlotState(Struct, kw_only=True):
 
     id: Annotated[int, about("Index of the slot.", 0)]
     n_ctx: Annotated[int, about("Tokens that it holds.", 2048)]
-    speculative: Annotated[bool, about("Always false.")] = False
+    speculative: Annotated[bool, about("Whether a drafter guesses tokens.", False)]
     is_processing: Annotated[bool, about("Whether it generates.")]
     id_task: Annotated[str | UnsetType, about("Name of the request.", "chatcmpl-1")] = UNSET
     n_prompt_tokens: Annotated[int | UnsetType, about("Tokens of its prompt.", 12)] = UNSET
@@ -104,7 +105,11 @@ async def props(call: Call) -> Props:
     return Props(
         default_generation_settings=Defaults(
             generation_settings(
-                _NO_FIELDS, sampling, settings.default_max_tokens or -1, is_short=True
+                _NO_FIELDS,
+                sampling,
+                settings.default_max_tokens or -1,
+                drafter=engine.draft,
+                is_short=True,
             ),
             engine.n_ctx,
         ),
@@ -138,9 +143,16 @@ async def set_props(call: Call) -> Success:
     return Success()
 
 
-def slot_state(slot: SlotStats, n_ctx: int, running: tuple[Run, Generation] | None) -> SlotState:
-    """A slot of *n_ctx* tokens, and what runs on it if the caller may know."""
-    state = SlotState(id=slot.id, n_ctx=n_ctx, is_processing=slot.is_busy)
+def slot_state(
+    slot: SlotStats, engine: Engine, running: tuple[Run, Generation] | None
+) -> SlotState:
+    """A slot of *engine*, and what runs on it if the caller may know."""
+    state = SlotState(
+        id=slot.id,
+        n_ctx=engine.n_ctx,
+        speculative=engine.draft is not None,
+        is_processing=slot.is_busy,
+    )
     if running is None:
         return state
     request, generation = running[0].request, running[1]
@@ -150,7 +162,7 @@ def slot_state(slot: SlotStats, n_ctx: int, running: tuple[Run, Generation] | No
     state.n_prompt_tokens_processed = usage.prompt_tokens - usage.cached_tokens
     state.n_prompt_tokens_cache = usage.cached_tokens
     state.params = generation_settings(
-        _NO_FIELDS, request.sampling, request.max_tokens, is_short=True
+        _NO_FIELDS, request.sampling, request.max_tokens, drafter=engine.draft, is_short=True
     )
     state.next_token = [
         NextToken(

@@ -421,7 +421,7 @@ async def list_slots(call: Call) -> list[properties.SlotState]:
         for generation in run.generations
         if call.caller.may_see(run.owner)
     }
-    return [properties.slot_state(slot, engine.n_ctx, running.get(slot.id)) for slot in slots]
+    return [properties.slot_state(slot, engine, running.get(slot.id)) for slot in slots]
 
 
 async def info(call: Call) -> SlotInfo:
