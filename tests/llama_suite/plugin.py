@@ -125,7 +125,8 @@ def pytest_configure() -> None:
         real_start(server, *args, **options)
 
     def download_file(url: str, output_file_path: str | None = None) -> str:
-        return str(MODELS / ("lora.gguf" if "shakespeare" in url else "demo.gguf"))
+        # A drafter has the vocabulary of its model, and an adapter its shape.
+        return str(MODELS / ("lora.gguf" if "shakespeare" in url else "lora-base.gguf"))
 
     if os.environ["LLAMA_SERVER_BIN_PATH"] == KQVIEW:
         utils.subprocess = SimpleNamespace(
