@@ -44,18 +44,18 @@ def alone(engine: Engine, prompt: list[int], n: int, **options: Any) -> list[int
 def test_generations_taken_in_turn_in_one_slot_have_the_tokens_of_each_alone(
     make_engine: MakeEngine, tiny_llama: Path, options: dict[str, Any], run_ahead: int
 ) -> None:
-    want = [alone(make_engine(tiny_llama, **EXACT), one, 40, **options) for one in PROMPTS]
+    want = [alone(make_engine(tiny_llama, **EXACT), one, 24, **options) for one in PROMPTS]
     engine = make_engine(tiny_llama, run_ahead=run_ahead, **EXACT)
-    generations = [engine.generate(one, max_tokens=40, **options) for one in PROMPTS]
+    generations = [engine.generate(one, max_tokens=24, **options) for one in PROMPTS]
     found: list[list[int]] = [[], [], []]
-    for _ in range(40):
+    for _ in range(24):
         for taken, generation in zip(found, generations, strict=True):
             taken.append(next(generation).id)
     assert found == want
     for generation, prompt in zip(generations, PROMPTS, strict=True):
         assert next(generation, None) is None
         usage = generation.usage
-        assert (usage.prompt_tokens, usage.completion_tokens) == (len(prompt), 40)
+        assert (usage.prompt_tokens, usage.completion_tokens) == (len(prompt), 24)
     assert engine.stats().n_parkings >= 3
     assert engine.stats().n_requests == 3
 

@@ -85,12 +85,14 @@ def read_all(sock: socket.socket) -> bytes:
 
 def read_until(sock: socket.socket, mark: bytes) -> bytes:
     """What comes up to *mark* and a little more."""
-    got = b""
-    while mark not in got:
+    got = bytearray()
+    n_searched = 0
+    while got.find(mark, n_searched) < 0:
+        n_searched = max(0, len(got) - len(mark))
         part = sock.recv(4096)
         assert part, f"closed before {mark!r}: {got!r}"
         got += part
-    return got
+    return bytes(got)
 
 
 def reset(sock: socket.socket) -> None:
