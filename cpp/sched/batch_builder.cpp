@@ -428,7 +428,10 @@ bool batch_builder::make_ready(const batch_part& part) {
 // False: the pool has no room for these rows. Dropped rows have no block.
 bool batch_builder::take_rows(slot& target, const row_layout& layout, captured_rows& rows) {
     // Left over from a try in which the other block found no room.
-    if (rows.block && rows.layout.size_bytes == layout.size_bytes) return true;
+    if (rows.block && rows.layout.size_bytes == layout.size_bytes) {
+        rows.layout = layout;
+        return true;
+    }
     rows = {};
     bool is_coming = false;
     auto block = pool_.try_take(layout.size_bytes, &is_coming);

@@ -78,11 +78,12 @@ private:
         if (spread < 0.25 * seen_ * seen_) return;
         const double of_token = std::max(0.0, (seen_ * ns_ - n_ * s_) / spread);
         const double of_step = (s_ - of_token * n_) / seen_;
-        base_ = seconds(std::max(of_step, of_token));
+        base_ = seconds(std::max(of_step, of_token / most_share));
         token_share_ = of_token > 0 ? of_token / base_.count() : 0;
     }
 
     static constexpr double line_memory = 0.95;
+    static constexpr double most_share = 8;  // more is noise
 
     seconds max_gap_;
     seconds prompt_token_{};

@@ -60,6 +60,22 @@ TEST_CASE("pace: pieces of a prompt last about as long as a step of the text") {
     CHECK(learnt(step_costs(), 40ms, 1ms).of_prompt(100) == step_costs::seconds(0.1));
 }
 
+TEST_CASE("pace: the time of a token in a step of texts is learnt, also where it is most of it") {
+    for (const double token_s : {0.001, 0.004, 0.02}) {
+        CAPTURE(token_s);
+        step_costs costs;
+        const double rest_s = 0.008;
+        for (int i = 0; i < 20; ++i) {
+            for (const std::size_t n : {1, 2, 5}) {
+                costs.note(false, n,
+                           step_costs::seconds(rest_s + token_s * static_cast<double>(n)));
+            }
+        }
+        const double ratio = (rest_s + 4 * token_s) / (rest_s + token_s);
+        CHECK(costs.of_texts(4) / costs.of_texts(1) == doctest::Approx(ratio));
+    }
+}
+
 TEST_CASE("pace: a gap that was asked for decides alone") {
     const step_costs::seconds gap = 100ms;
     CHECK(learnt(step_costs(gap), 40ms, 1ms).n_between(512) == 60);
