@@ -110,8 +110,8 @@ foreach(cache kv-cache kv-cache-dsv4 memory-recurrent context)
         PROPERTIES COMPILE_DEFINITIONS ggml_backend_buffer_clear=kqview_backend_buffer_clear)
 endforeach()
 
-# llama.cpp joins its models alone, sixteen a compiler process. Of the rest, those that take longer to
-# read their headers than to compile, and have no options of their own, are joined as well.
+# llama.cpp joins only the files of its models, sixteen at a time. So are, of the others, the small
+# ones that spend most of their time on headers and have no compiler options of their own.
 if(KQVIEW_UNITY)
     foreach(file llama llama-adapter llama-arch llama-batch llama-chat llama-cparams llama-hparams
             llama-impl llama-io llama-kv-cache-dsa llama-kv-cache-dsa-iswa llama-kv-cache-iswa

@@ -83,7 +83,7 @@ private:
     }
 
     static constexpr double line_memory = 0.95;
-    static constexpr double most_share = 8;  // more is noise
+    static constexpr double most_share = 8;  // of token_share_; more is noise
 
     seconds max_gap_;
     seconds prompt_token_{};

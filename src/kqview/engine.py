@@ -320,7 +320,7 @@ class Engine(NamesAttributes):
         slots: The slots, each of which holds one sequence.
         n_ctx: Maximum number of tokens in a slot.
         n_threads: Number of threads that compute a step, the engine's own among them.
-        draft: What guesses tokens, as it was given.
+        draft: What guesses tokens, as given; None if nothing does.
 
     Raises:
         ModelLoadError: A file or an RPC server is missing or cannot be used.

@@ -406,7 +406,7 @@ TEST_CASE("steered: an answer that comes during a step ahead is in time") {
     test_engine engine(with(true), mib, 64, nullptr,
                        {std::chrono::milliseconds(200), step_costs::seconds(-1), {}});
     const auto prompt = make_prompt(1, 5);
-    engine.model->allow(2);  // before the engine can go further
+    engine.model->allow(2);  // now: after drive() the engine may be past it
     auto steered = drive(engine, prompt, 60);
     REQUIRE(steered.next());
     REQUIRE(engine.model->wait_held());

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from kqview.engine_options import MTP, PROMPT_LOOKUP
 from kqview.errors import RequestError
 from kqview.server.api.llama_server import schema
 from kqview.server.api.wire.chat import ChatRequest
@@ -18,7 +19,7 @@ _SHOWN: Final = [
     if row.is_plain and name not in ("top_logprobs", "min_tokens")  # it has no such
 ]
 # llama.cpp's names for what guesses tokens; a file is a smaller model.
-_DRAFTERS: Final = {None: "none", "prompt-lookup": "ngram-simple", "mtp": "draft-mtp"}
+_DRAFTERS: Final = {None: "none", PROMPT_LOOKUP: "ngram-simple", MTP: "draft-mtp"}
 
 
 # ---- a completion
