@@ -218,6 +218,7 @@ void add_values_of(const key_rows& values, const float* const* weights, int n_ce
             });
         }
     };
+    if constexpr (most_vecs >= 8) run.template operator()<8>();
     if constexpr (most_vecs >= 4) run.template operator()<4>();
     if constexpr (most_vecs >= 2) run.template operator()<2>();
     if constexpr (cell_type::vecs == 1) {
@@ -234,13 +235,10 @@ void add_values_of(const key_rows& values, const float* const* weights, int n_ce
 template <class cell_type>
 void add_values_as(const key_rows& values, const float* const* weights, int n_heads, int n_cells,
                    float* const* acc, const next_cells& next) {
-    static_assert(max_heads_at_once == 4);
-    if (n_heads == 4) return add_values_of<4, cell_type>(values, weights, n_cells, acc, next);
-    if (n_heads >= 2) {
-        add_values_of<2, cell_type>(values, weights, n_cells, acc, next);
-        weights += 2, acc += 2, n_heads -= 2;
-    }
-    if (n_heads == 1) add_values_of<1, cell_type>(values, weights, n_cells, acc, next);
+    for_each<max_heads_at_once>([&]<int i>() {
+        if (n_heads == i + 1)
+            add_values_of<i + 1, cell_type>(values, weights, n_cells, acc, next);
+    });
 }
 
 void add_values(const key_rows& values, const float* const* weights, int n_heads, int n_cells,
@@ -440,7 +438,7 @@ bool is_read_directly(ggml_type type, int n_heads) {
     switch (type) {
         case GGML_TYPE_F32:
         case GGML_TYPE_BF16: return true;
-        case GGML_TYPE_F16: return converts_f16;
+        case GGML_TYPE_F16: return converts_f16 && n_heads <= 4 * max_heads_at_once;
         case GGML_TYPE_Q8_0:
         case GGML_TYPE_Q4_0: return n_heads <= max_heads_at_once;
         default: return false;

@@ -1,6 +1,7 @@
 #include "tap/host/row_kernel.h"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -22,10 +23,11 @@ constexpr float minus_infinity = -std::numeric_limits<float>::infinity();
 constexpr int n_sums = n_registers / 2;
 static_assert(n_sums % max_heads_at_once == 0);
 
-// Products of a run of cells: in blocks of n_sums products, of which each head has its share.
+// Products of a run of cells: in blocks of at most n_sums products, of which each head has its share.
 template <int n_heads>
 struct run_of {
-    static constexpr int block = n_sums / n_heads;  // cells
+    static constexpr int block =  // cells
+        static_cast<int>(std::bit_floor(static_cast<unsigned>(n_sums / n_heads)));
     static constexpr int n_blocks = block < lanes ? lanes / block : 1;
     static constexpr int n_cells = n_blocks * block;
 };
@@ -41,7 +43,7 @@ template <int n_heads, class cell_type>
 #pragma GCC unroll 1
     for (int b = 0; b < n_blocks; ++b) {
         const auto* const cells = keys + static_cast<std::size_t>(b * block) * stride;
-        vec sums[n_sums] = {};
+        vec sums[n_heads * block] = {};
         const auto* at = cells;
         for (i = 0; i + step <= n_embd; i += step, at += cell_type::bytes) {
             for_each<cell_type::vecs>([&]<int i_vec>() __attribute__((always_inline)) {
@@ -107,7 +109,7 @@ void dot_heads(const key_rows& keys, const float* const* q, int n_columns, float
     for (int h = 0; h < n_heads; ++h) std::copy_n(last[h], n_columns - c, out[h] + c);
 }
 
-// Heads in groups of the largest remaining power of two; the first fetches what is read later.
+// Heads in groups of four and what is left; the first group fetches what is read later.
 template <class cell_type>
 void dot_all(const key_rows& keys, const float* const* q, int n_heads, int n_columns,
              float* const* out, next_cells next) {
@@ -117,8 +119,9 @@ void dot_all(const key_rows& keys, const float* const* q, int n_heads, int n_col
         next = {};
     };
     while (n_heads >= 4) run.template operator()<4>();
-    if (n_heads >= 2) run.template operator()<2>();
-    if (n_heads >= 1) run.template operator()<1>();
+    if (n_heads == 3) run.template operator()<3>();
+    if (n_heads == 2) run.template operator()<2>();
+    if (n_heads == 1) run.template operator()<1>();
 }
 
 void dot_quantised(const key_rows& keys, const float* const* q, int n_heads, int n_columns,
