@@ -236,8 +236,7 @@ template <class cell_type>
 void add_values_as(const key_rows& values, const float* const* weights, int n_heads, int n_cells,
                    float* const* acc, const next_cells& next) {
     for_each<max_heads_at_once>([&]<int i>() {
-        if (n_heads == i + 1)
-            add_values_of<i + 1, cell_type>(values, weights, n_cells, acc, next);
+        if (n_heads == i + 1) add_values_of<i + 1, cell_type>(values, weights, n_cells, acc, next);
     });
 }
 

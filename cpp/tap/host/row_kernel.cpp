@@ -23,7 +23,7 @@ constexpr float minus_infinity = -std::numeric_limits<float>::infinity();
 constexpr int n_sums = n_registers / 2;
 static_assert(n_sums % max_heads_at_once == 0);
 
-// Products of a run of cells: in blocks of at most n_sums products, of which each head has its share.
+// Products of a run of cells: in blocks of at most n_sums, of which each head has its share.
 template <int n_heads>
 struct run_of {
     static constexpr int block =  // cells
