@@ -21,7 +21,6 @@ constexpr float minus_infinity = -std::numeric_limits<float>::infinity();
 
 // Sums that stay in registers while products are added to them.
 constexpr int n_sums = n_registers / 2;
-static_assert(n_sums % max_heads_at_once == 0);
 
 // Products of a run of cells: in blocks of at most n_sums, of which each head has its share.
 template <int n_heads>
