@@ -8,7 +8,7 @@ from collections import Counter
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
-import jsonschema
+import jsonschema_rs
 import pytest
 
 from kqview import Engine
@@ -22,11 +22,11 @@ pytest.importorskip("llguidance")
 pytestmark = pytest.mark.needs("json suite")
 
 VALIDATORS: dict[str, Any] = {
-    "draft2020-12": jsonschema.Draft202012Validator,
-    "draft7": jsonschema.Draft7Validator,
-    "draft2019-09": jsonschema.Draft201909Validator,
-    "draft6": jsonschema.Draft6Validator,
-    "draft4": jsonschema.Draft4Validator,
+    "draft2020-12": jsonschema_rs.Draft202012Validator,
+    "draft7": jsonschema_rs.Draft7Validator,
+    "draft2019-09": jsonschema_rs.Draft201909Validator,
+    "draft6": jsonschema_rs.Draft6Validator,
+    "draft4": jsonschema_rs.Draft4Validator,
 }
 # What llguidance refuses, and how many of the schemas: none of them is passed over in silence.
 REFUSED = {

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.full
 
-jsonschema = pytest.importorskip("jsonschema")
+jsonschema_rs = pytest.importorskip("jsonschema_rs")
 
 REFUSED = [
     one
@@ -56,8 +56,8 @@ def served() -> Iterator[Served]:
 def wrong(value: Any, schema: dict[str, Any], described: dict[str, Any]) -> list[str]:
     """What of *value* does not fit."""
     whole = {**schema, "components": described["components"]}
-    validator = jsonschema.Draft202012Validator(whole)
-    return [f"{one.json_path}: {one.message[:300]}" for one in validator.iter_errors(value)]
+    validator = jsonschema_rs.Draft202012Validator(whole)
+    return [f"{one.instance_path}: {one.message[:300]}" for one in validator.iter_errors(value)]
 
 
 def test_messages_that_are_shown_fit_their_schemas(described: dict[str, Any]):
