@@ -145,3 +145,18 @@ set(kqview_regex ${CMAKE_CURRENT_LIST_DIR}/unicode_regex.h)
 set_source_files_properties(${KQVIEW_LLAMA_SOURCE}/src/unicode.cpp TARGET_DIRECTORY llama PROPERTIES
     COMPILE_OPTIONS "-I${CMAKE_CURRENT_SOURCE_DIR}/cpp;-include;${kqview_regex}"
     OBJECT_DEPENDS "${kqview_regex};${CMAKE_CURRENT_SOURCE_DIR}/cpp/base/token_regex.h")
+
+# Models are quantised elsewhere: nothing refers to what does it.
+get_target_property(kqview_llama_files llama SOURCES)
+list(REMOVE_ITEM kqview_llama_files llama-quant.cpp)
+set_property(TARGET llama PROPERTY SOURCES ${kqview_llama_files})
+
+# Most of it describes graphs or reads files once: compiled with fewer optimisations, in two thirds
+# of the time. What works on each token has all of them.
+if(CMAKE_BUILD_TYPE STREQUAL "Release" AND NOT MSVC)
+    target_compile_options(llama PRIVATE -O1)
+    foreach(file context graph kv-cache kv-cache-dsv4 memory-recurrent sampler vocab)
+        set_property(SOURCE ${KQVIEW_LLAMA_SOURCE}/src/llama-${file}.cpp TARGET_DIRECTORY llama
+            APPEND PROPERTY COMPILE_OPTIONS -O3)
+    endforeach()
+endif()
