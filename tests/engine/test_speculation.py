@@ -635,8 +635,8 @@ def test_layers_that_predict_leave_rows_and_states_as_they_are(
 
 # Of llama.cpp's tiny models; the others are refused, or lack what their layers that predict need.
 PREDICTING = (
-    *("cohere2moe-moe", "deepseek2-moe", "deepseek32-moe", "glm-dsa-moe", "hy_v3-moe"),
-    *("mimo2-moe", "qwen35-dense", "qwen35moe-moe"),
+    *("bailingmoe3-moe", "cohere2moe-moe", "deepseek2-moe", "deepseek32-moe", "glm-dsa-moe"),
+    *("hy_v3-moe", "mimo2-moe", "qwen35-dense", "qwen35moe-moe"),
 )
 
 

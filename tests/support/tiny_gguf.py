@@ -581,32 +581,42 @@ def write_predicting(
 def write_with_predictor(path: Path, model: Path) -> Path:
     """Write one of llama.cpp's tiny models with a layer that predicts, random but for its kind.
 
-    It is the last layer that attends, once more. MiMo's has Q, K and V in one matrix.
+    It attends as the last layer that does, and has the experts of the last layer with experts.
+    MiMo's has Q, K and V in one matrix.
     """
     reader, writer = _copied(model)
     arch = reader.fields["general.architecture"].contents()
     n_layer = reader.fields[f"{arch}.block_count"].contents()
     n_embd = reader.fields[f"{arch}.embedding_length"].contents()
+    data = {one.name: quants.dequantize(one.data, one.tensor_type) for one in reader.tensors}
+    recurrent = {name.split(".")[1] for name in data if ".ssm_" in name}
+    attending = max(
+        int(name.split(".")[1]) for name in data
+        if ".attn_output." in name and name.split(".")[1] not in recurrent
+    )  # fmt: skip
+    with_experts = [int(name.split(".")[1]) for name in data if ".ffn_gate_inp." in name]
     keys = writer.kv_data[0]
     for key, one in keys.items():
         if key.startswith(arch) and isinstance(one.value, list) and len(one.value) == n_layer:
-            one.value = [*one.value, one.value[-1]]
+            one.value = [*one.value, one.value[attending]]
     keys[f"{arch}.block_count"].value = n_layer + 1
     keys[f"{arch}.nextn_predict_layers"].value = 1
-    data = {one.name: quants.dequantize(one.data, one.tensor_type) for one in reader.tensors}
-    recurrent = {name.split(".")[1] for name in data if ".ssm_" in name}
-    last = max(int(name.split(".")[1]) for name in data
-               if ".attn_output." in name and name.split(".")[1] not in recurrent)  # fmt: skip
-    own = {name.removeprefix(f"blk.{last}."): one for name, one in data.items()
-           if name.startswith(f"blk.{last}.") and not name.endswith("scale")
-           and not (".bias" in name and ".attn_" in name)}  # fmt: skip
+    own = {}
+    for il, is_ffn in ((attending, False), (max(with_experts, default=attending), True)):
+        own |= {
+            name.removeprefix(f"blk.{il}."): one for name, one in data.items()
+            if name.startswith(f"blk.{il}.") and not name.endswith("scale")
+            and not (".bias" in name and ".attn_" in name)
+            and is_ffn == any(kind in name for kind in (".ffn_", ".exp_probs"))
+        }  # fmt: skip
     if arch == "mimo2":
         joined = [own.pop(f"attn_{one}.weight") for one in "qkv"]
         own["attn_qkv.weight"] = np.concatenate(joined)
     rand = tensor_source(5)
     own["nextn.eh_proj.weight"] = rand("eh_proj", (n_embd, 2 * n_embd), (2 * n_embd) ** -0.5)
-    for name in ("enorm", "hnorm", "shared_head_norm"):
-        own[f"nextn.{name}.weight"] = 1 + rand(name, (n_embd,), 0.1)
+    last = "layer_output_norm" if arch == "bailingmoe3" else "nextn.shared_head_norm"
+    for name in ("nextn.enorm", "nextn.hnorm", last):
+        own[f"{name}.weight"] = 1 + rand(name, (n_embd,), 0.1)
     for name, one in (data | {f"blk.{n_layer}.{key}": one for key, one in own.items()}).items():
         _add_tensor(writer, name, one, "F32")
     return finish(writer, path)
