@@ -636,7 +636,7 @@ def test_layers_that_predict_leave_rows_and_states_as_they_are(
 # Of llama.cpp's tiny models; the others are refused, or lack what their layers that predict need.
 PREDICTING = (
     *("bailingmoe3-moe", "cohere2moe-moe", "deepseek2-moe", "deepseek32-moe", "glm-dsa-moe"),
-    *("hy_v3-moe", "mimo2-moe", "qwen35-dense", "qwen35moe-moe"),
+    *("glm4moe-moe", "hy_v3-moe", "mimo2-moe", "qwen35-dense", "qwen35moe-moe"),
 )
 
 
@@ -645,7 +645,8 @@ PREDICTING = (
 def test_architecture_guesses_with_its_own_layers(
     make_engine: MakeEngine, architectures: dict[str, Path], tmp_path: Path, name: str
 ) -> None:
-    model = tiny_gguf.write_with_predictor(tmp_path / "model.gguf", architectures[name])
+    path, source = tmp_path / "model.gguf", architectures[name]
+    model = tiny_gguf.write_with_predictor(path, source, for_images=name != "glm4moe-moe")
     engine = predicting(make_engine, model, n_ctx=256, n_slots=2, n_ubatch=32)
     options: dict[str, Any] = {
         "seed": 3, "top_k": 0, "ignore_eos": True, "max_tokens": 20, "capture": "probs",

@@ -578,11 +578,11 @@ def write_predicting(
     return finish(writer, path)
 
 
-def write_with_predictor(path: Path, model: Path) -> Path:
+def write_with_predictor(path: Path, model: Path, *, for_images: bool = True) -> Path:
     """Write one of llama.cpp's tiny models with a layer that predicts, random but for its kind.
 
     It attends as the last layer that does, and has the experts of the last layer with experts.
-    MiMo's has Q, K and V in one matrix.
+    MiMo's has Q, K and V in one matrix. Without *for_images*, positions have one axis.
     """
     reader, writer = _copied(model)
     arch = reader.fields["general.architecture"].contents()
@@ -601,6 +601,8 @@ def write_with_predictor(path: Path, model: Path) -> Path:
             one.value = [*one.value, one.value[attending]]
     keys[f"{arch}.block_count"].value = n_layer + 1
     keys[f"{arch}.nextn_predict_layers"].value = 1
+    if not for_images:
+        del keys[f"{arch}.rope.dimension_sections"]
     own = {}
     for il, is_ffn in ((attending, False), (max(with_experts, default=attending), True)):
         own |= {
