@@ -43,6 +43,7 @@ AS_ON_WINDOWS = """
     for module, names in missing.items():
         for name in names.split():
             delattr(module, name)
+    os.process_cpu_count = os.cpu_count  # since Python 3.13, which has it call sched_getaffinity
     asyncio.SelectorEventLoop.add_reader = asyncio.SelectorEventLoop.add_signal_handler = add_reader
 """
 PROMPT = "Anna has a red ball. Anna has"
