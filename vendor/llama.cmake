@@ -155,8 +155,9 @@ set_property(TARGET llama PROPERTY SOURCES ${kqview_llama_files})
 # of the time. What works on each token has all of them.
 if(CMAKE_BUILD_TYPE STREQUAL "Release" AND NOT MSVC)
     target_compile_options(llama PRIVATE -O1)
-    foreach(file context graph kv-cache kv-cache-dsv4 memory-recurrent sampler vocab)
-        set_property(SOURCE ${KQVIEW_LLAMA_SOURCE}/src/llama-${file}.cpp TARGET_DIRECTORY llama
+    foreach(file llama-context llama-graph llama-kv-cache llama-kv-cache-dsv4 llama-memory-recurrent
+            llama-sampler llama-vocab unicode)
+        set_property(SOURCE ${KQVIEW_LLAMA_SOURCE}/src/${file}.cpp TARGET_DIRECTORY llama
             APPEND PROPERTY COMPILE_OPTIONS -O3)
     endforeach()
 endif()
