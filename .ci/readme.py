@@ -1,11 +1,11 @@
 """Run a command of README.md as it stands: readme.py install|test CLONE HOME. Exits as it does.
 
 ``install`` is the page's first command, which installs and runs the demo, in a fresh clone of the
-last commit, with an empty HOME and no environment but PATH, CC, CXX and PIP_LOG, so that nothing
-which was installed, compiled or downloaded before can help. ``test`` is the second, in that clone,
-as for a reader who goes on, but with a virtual environment of its own, and with SIGINT ignored, as
-behind a shell's "&". Both folders stay: what comes next may take the clone, its build and the
-downloaded source.
+last commit, with an empty HOME and no environment but PATH, CC, CXX, PIP_LOG and PIP_COMPILE, so
+that nothing which was installed, compiled or downloaded before can help. ``test`` is the second, in
+that clone, as for a reader who goes on, but with a virtual environment of its own, and with SIGINT
+ignored, as behind a shell's "&". Both folders stay: what comes next may take the clone, its build
+and the downloaded source.
 """
 
 import os
@@ -33,9 +33,8 @@ def main(which: str, clone: Path, home: Path) -> int:
         subprocess.run(["git", "clone", "--quiet", ROOT, clone], check=True)
         home.mkdir()
     shutil.rmtree(clone / ".venv", ignore_errors=True)
-    kept = {
-        name: os.environ[name] for name in ("PATH", "CC", "CXX", "PIP_LOG") if name in os.environ
-    }
+    passed = ("PATH", "CC", "CXX", "PIP_LOG", "PIP_COMPILE")
+    kept = {name: os.environ[name] for name in passed if name in os.environ}
     print(f"$ {command}", flush=True)
     began_s = time.monotonic()
     done = subprocess.run(
