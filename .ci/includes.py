@@ -2,8 +2,9 @@
 
 A file that lives on what another one includes compiles until that other one, a library or a
 compiler changes. Asks clang-tidy's misc-include-cleaner; a source may rely on what the header of
-its own name includes. Needs clang-tidy, clang-format, cmake, nanobind and the compiler of a build;
-builds nothing. The last line counts files and what is missing. ``--fix`` adds it.
+its own name, or of its name without the system's, includes. Needs clang-tidy, clang-format, cmake,
+nanobind and the compiler of a build; builds nothing. The last line counts files and what is
+missing. ``--fix`` adds it.
 """
 
 import os
@@ -42,7 +43,7 @@ def missing(file: Path, build: Path) -> dict[str, list[dict]]:
     if done.returncode != 0:
         raise SystemExit(f"clang-tidy cannot read {file}:\n{done.stdout}{done.stderr}")
     told = yaml.safe_load(notes.read_text())["Diagnostics"] if notes.exists() else []
-    header = file.with_suffix(".h")
+    header = file.with_name(file.stem.removesuffix("_unix") + ".h")
     held = _INCLUDE.findall(header.read_text()) if file.suffix == ".cpp" and header.exists() else ()
     found: dict[str, list[dict]] = defaultdict(list)
     for one in (diagnostic["DiagnosticMessage"] for diagnostic in told):
@@ -66,12 +67,12 @@ def mend(file: Path, changes: Iterable[dict]) -> None:
 
 def main(*, fixes: bool) -> int:
     """Print what is missing; 1 if anything is."""
-    # Without those that need CUDA's headers.
+    # Without those that need CUDA's headers, or those of Windows.
     files = sorted(
         one
         for kind in ("h", "cpp")
         for one in ROOT.glob(f"cpp/**/*.{kind}")
-        if one.parent.name != "cuda"
+        if one.parent.name != "cuda" and not one.stem.endswith("_windows")
     )
     n_missing = 0
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:

@@ -23,6 +23,7 @@
 #include "base/fork_guard.h"
 #include "base/ids.h"
 #include "base/per_thread.h"
+#include "base/system.h"
 #include "bind/bind.h"
 #include "sample/logit_scan.h"
 #include "sample/token_picker.h"

@@ -1,5 +1,6 @@
 #include "llama/backend.h"
 
+#include <ggml-backend.h>
 #include <ggml-cpu.h>
 #include <ggml.h>
 #include <llama.h>

@@ -1,6 +1,7 @@
 #include "llama/model.h"
 
 #include <ggml-backend.h>
+#include <llama-arch.h>
 #include <llama-model.h>
 
 #include <algorithm>

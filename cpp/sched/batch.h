@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <vector>
 
+#include "base/ids.h"
 #include "sched/runner.h"
 #include "sched/slot_table.h"
 

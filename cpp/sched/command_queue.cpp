@@ -4,6 +4,8 @@
 #include <chrono>
 #include <utility>
 
+#include "base/system.h"
+
 namespace kqview {
 
 // ---- any thread

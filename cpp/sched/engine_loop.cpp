@@ -1,6 +1,8 @@
 #include "sched/engine_loop.h"
 
 #include <algorithm>
+#include <cstddef>
+#include <cstdint>
 #include <string>
 #include <utility>
 #include "tap/plan.h"

@@ -15,6 +15,7 @@
 #include "base/heartbeat.h"
 #include "base/ids.h"
 #include "memory/block_pool.h"
+#include "sched/batch.h"
 #include "sched/batch_builder.h"
 #include "sched/command_queue.h"
 #include "sched/delivery.h"

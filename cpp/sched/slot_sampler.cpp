@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "base/ids.h"
 
 namespace kqview {
 

@@ -20,6 +20,7 @@
 #include "tap/device/transfer.h"
 #include "tap/graph.h"
 #include "tap/plan.h"
+#include "tap/step_result.h"
 
 namespace kqview {
 

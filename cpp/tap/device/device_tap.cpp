@@ -5,10 +5,12 @@
 #include <exception>
 #include <iterator>
 #include <map>
+#include <memory>
 #include <utility>
 
 #include "base/error.h"
 #include "tap/device/device_copies.h"
+#include "tap/device/device_nodes.h"
 #include "tap/device/row_step.h"
 #include "tap/device/row_work.h"
 #include "tap/device/side_graph.h"

@@ -17,6 +17,7 @@
 #include "tap/graph.h"
 #include "tap/host/edit_op.h"
 #include "tap/host/row_sink.h"
+#include "tap/plan.h"
 
 namespace kqview {
 
