@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kqview import Engine
+from kqview.demo import MODEL_PATH
 from kqview.server import Settings
 from tests.support import stock, tiny_gguf
+from tests.support.engines import open_engine
 from tests.support.serving import Serve, Served, serving
 from tests.support.waiting import wait_until
 
@@ -35,6 +37,14 @@ def serve() -> Iterator[Serve]:
             return stack.enter_context(serving(settings, engine))
 
         yield start
+
+
+@pytest.fixture
+def steady_demo(serve: Serve) -> Iterator[Served]:
+    """How many tokens it guesses depends neither on what steps cost nor on who reads them."""
+    options: dict[str, Any] = {"n_ctx": 1024, "run_ahead": 40, "learns_costs": False}
+    with open_engine(MODEL_PATH, n_threads=1, **options) as engine:
+        yield serve(engine=engine)
 
 
 @pytest.fixture(scope="session")

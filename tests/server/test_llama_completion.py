@@ -369,18 +369,19 @@ def test_rates_are_those_of_steps(client: httpx.Client):
     assert many["predicted_per_token_ms"] == pytest.approx(many["predicted_ms"] / 7)
 
 
-def test_guesses_are_counted_in_timings(client: httpx.Client):
-    options: dict[str, Any] = {"n_predict": 40, "ignore_eos": True}
-    plain = complete(client, **options)
-    assert "draft_n" not in plain["timings"]
-    again = complete(client, prediction=plain["content"], **options)
-    assert again["content"] == plain["content"]
-    timings = again["timings"]
-    assert 20 < timings["draft_n_accepted"] <= timings["draft_n"]
-    few = complete(client, prediction=plain["content"], **{"speculative.n_max": 2}, **options)
-    assert few["content"] == plain["content"]
-    none = complete(client, prediction=plain["content"], **{"speculative.n_max": 0}, **options)
-    assert "draft_n" not in none["timings"]
+def test_guesses_are_counted_in_timings(steady_demo: Served):
+    with steady_demo.client() as client:
+        options: dict[str, Any] = {"n_predict": 40, "ignore_eos": True}
+        plain = complete(client, **options)
+        assert "draft_n" not in plain["timings"]
+        again = complete(client, prediction=plain["content"], **options)
+        assert again["content"] == plain["content"]
+        timings = again["timings"]
+        assert 20 < timings["draft_n_accepted"] <= timings["draft_n"]
+        few = complete(client, prediction=plain["content"], **{"speculative.n_max": 2}, **options)
+        assert few["content"] == plain["content"]
+        none = complete(client, prediction=plain["content"], **{"speculative.n_max": 0}, **options)
+        assert "draft_n" not in none["timings"]
 
 
 def test_ignored_ends_are_shown_as_biases(demo: Served, client: httpx.Client):

@@ -15,11 +15,9 @@ from kqview import Engine
 from kqview.demo import MODEL_PATH
 from kqview.server import Settings
 from tests.support import openai as api
-from tests.support.engines import open_engine
 from tests.support.serving import serving
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
     from tests.server.conftest import Serve
@@ -68,14 +66,6 @@ def test_reply_has_the_fields_of_openai(demo: Served):
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == usage["prompt_tokens"] - 1
     assert again["choices"][0]["message"] == choice["message"]
     assert again["id"] != reply["id"]
-
-
-@pytest.fixture
-def steady_demo(serve: Serve) -> Iterator[Served]:
-    """How many tokens it guesses depends neither on what steps cost nor on who reads them."""
-    options: dict[str, Any] = {"n_ctx": 1024, "run_ahead": 40, "learns_costs": False}
-    with open_engine(MODEL_PATH, n_threads=1, **options) as engine:
-        yield serve(engine=engine)
 
 
 def test_predicted_text_is_counted_and_changes_nothing(steady_demo: Served):
