@@ -146,13 +146,13 @@ set_source_files_properties(${KQVIEW_LLAMA_SOURCE}/src/unicode.cpp TARGET_DIRECT
     COMPILE_OPTIONS "-I${CMAKE_CURRENT_SOURCE_DIR}/cpp;-include;${kqview_regex}"
     OBJECT_DEPENDS "${kqview_regex};${CMAKE_CURRENT_SOURCE_DIR}/cpp/base/token_regex.h")
 
-# Models are quantised elsewhere: nothing refers to what does it.
+# kqview does not quantise models, and nothing else refers to this file.
 get_target_property(kqview_llama_files llama SOURCES)
 list(REMOVE_ITEM kqview_llama_files llama-quant.cpp)
 set_property(TARGET llama PROPERTY SOURCES ${kqview_llama_files})
 
-# Most of it describes graphs or reads files once: compiled with fewer optimisations, in two thirds
-# of the time. What works on each token has all of them.
+# Most of the library describes graphs, or reads a file once. That is compiled with fewer
+# optimisations, in two thirds of the time; what works on each token is compiled with all.
 if(CMAKE_BUILD_TYPE STREQUAL "Release" AND NOT MSVC)
     target_compile_options(llama PRIVATE -O1)
     foreach(file llama-context llama-graph llama-kv-cache llama-kv-cache-dsv4 llama-memory-recurrent

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <string>
 #include <utility>
+
 #include "tap/plan.h"
 
 namespace kqview {

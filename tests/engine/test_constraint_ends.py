@@ -150,7 +150,7 @@ def test_json_that_reaches_its_limit_is_closed_as_its_schema_allows(
     text = generation.read()
     assert generation.finish_reason == "stop", text
     assert generation.usage.completion_tokens < n
-    # Decimal: no float is as large as a number of the text may be.
+    # Decimal: a number of the text may be larger than any float.
     jsonschema_rs.validate(schema, json.loads(text, parse_float=Decimal))
 
 
