@@ -175,6 +175,12 @@ void context::open_states(const context_options& options) {
     states_before_.resize(n_values * llama_n_batch(handle_.get()));
 }
 
+int context::n_predicting() const {
+    return predicts() ? llama_model_n_layer_nextn(model_->get()) : 1;
+}
+
+void context::predict_with(int i_layer) { llama_set_nextn_layer_offset(handle_.get(), i_layer); }
+
 const float* context::state(int i_token) {
     const float* const values = llama_get_embeddings_nextn_ith(handle_.get(), i_token);
     if (!values) throw error(errc::internal, "llama.cpp gave no state of token ", i_token);
@@ -191,10 +197,11 @@ void context::add_states(std::span<const step_token> tokens) {
     batch_.batch.embd = states_before_.data();
 }
 
-// Stand for those of the model itself until it tells them.
+// Those of each slot's last token, which stand for the model's own until it tells them.
 void context::take_states(std::span<const step_token> tokens) {
     if (!std::ranges::all_of(tokens, &step_token::wants_logits)) return;
     for (std::size_t i = 0; i < tokens.size(); ++i) {
+        if (i + 1 < tokens.size() && tokens[i + 1].slot == tokens[i].slot) continue;
         states_->put(tokens[i].slot, static_cast<std::size_t>(tokens[i].position),
                      state(static_cast<int>(i)));
     }

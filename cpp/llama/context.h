@@ -66,6 +66,9 @@ public:
     // Where a context that predicts takes and leaves them; null: this one does not.
     token_states* states() { return states_.get(); }
     bool predicts() const { return states_ != nullptr; }
+    // Of its layers that predict: how many there are, and which of them computes from here on.
+    int n_predicting() const;
+    void predict_with(int i_layer);
 
     // F32 ne=[n_values, n_rows] of the last decode, which must have been for embeddings, with
     // `n_tokens` tokens of this slot from batch token `i_token` on: one row per token if nothing

@@ -112,8 +112,7 @@ std::vector<int> model::window_layers() const {
     return layers;
 }
 
-// llama.cpp's other graphs would end the process. Those of models with several such layers use the
-// first one.
+// llama.cpp's other graphs would end the process.
 std::string model::predictor_obstacle() const {
     const auto& all = *get();
     const auto n_layers = llama_model_n_layer_nextn(get());

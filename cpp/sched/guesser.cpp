@@ -140,8 +140,9 @@ void guesser::collect(const batch& step) {
         if (n == 0) continue;
         draft.is_of_model = drafter_ && target.active->prediction.empty();
         if (draft.is_of_model) {
-            draft.ids.resize(n);  // how many there may be
-            guessed_.push_back({target.id(), target.cache.tokens(), target.pending, n, draft.ids});
+            draft.ids.resize(std::min(n, drafter_->n_most()));  // how many there may be
+            guessed_.push_back(
+                {target.id(), target.cache.tokens(), target.pending, draft.ids.size(), draft.ids});
         } else {
             const auto guess = target.lookup.guess(target.cache.tokens(), target.pending, n);
             draft.ids.assign(guess.begin(), guess.end());

@@ -60,6 +60,8 @@ public:
     }
     std::size_t n_untold(slot_id slot, std::size_t n_tokens) override;
     bool needs_states() const override { return context_->predicts(); }
+    int n_predicting() const override { return context_->n_predicting(); }
+    void predict_with(int i_layer) override { context_->predict_with(i_layer); }
     int n_taken_back_most() const override { return context_->n_dropped_most(); }
     bool reads_on_host() const override { return !tap_->devices().layers().device(); }
     bool can_draft_rows(std::size_t n_slots) const override;

@@ -1,7 +1,9 @@
 #include "sched/model_drafter.h"
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <new>
 
 #include "base/error.h"
@@ -33,8 +35,12 @@ std::chrono::duration<double> model_drafter::guess(std::span<text> texts, std::s
         const auto started = std::chrono::steady_clock::now();
         std::size_t n = 0;
         for (; n < n_most; ++n) {
-            std::erase_if(ready_, [n](const text* one) {
-                return one->guess.size() < n || one->n_most <= n;  // it has ended
+            if (is_chain()) model_.predict_with(static_cast<int>(n));
+            std::erase_if(ready_, [&](const text* one) {
+                // A further layer has not seen the last token and what is guessed so far.
+                if (is_chain()) cut(one->slot, one->tokens.size());
+                const bool has_ended = one->guess.size() < n || one->n_most <= n;
+                return has_ended || held(one->slot).size() < one->tokens.size();
             });
             // llama.cpp computes adjacent sequences together.
             adjacent_.clear();
@@ -48,10 +54,12 @@ std::chrono::duration<double> model_drafter::guess(std::span<text> texts, std::s
             if (adjacent_.empty()) break;
             extend(adjacent_);
         }
-        // What it made of guesses gives way to what it will make of the tokens.
+        // What it made of guesses gives way to what it will make of the tokens. Of several layers
+        // not all have seen the last token.
+        const std::size_t n_sound = is_chain() ? 0 : 1;
         for (std::size_t i = 0; model_.needs_states() && i < texts.size(); ++i) {
             const auto& one = texts[i];
-            cut(one.slot, std::min(held(one.slot).size(), one.tokens.size() + 1));
+            cut(one.slot, std::min(held(one.slot).size(), one.tokens.size() + n_sound));
         }
         if (n > 0) return (std::chrono::steady_clock::now() - started) / static_cast<double>(n);
     } catch (const error& failure) {
@@ -59,6 +67,11 @@ std::chrono::duration<double> model_drafter::guess(std::span<text> texts, std::s
         give_up(failure);
     }
     return {};
+}
+
+std::size_t model_drafter::n_most() const {
+    return is_chain() ? static_cast<std::size_t>(model_.n_predicting())
+                      : std::numeric_limits<std::size_t>::max();
 }
 
 void model_drafter::keep_up(slot_id slot, std::span<const token_id> tokens) {
@@ -91,9 +104,14 @@ void model_drafter::follow(slot_id slot, std::span<const token_id> tokens, std::
     const auto n_end = std::min(tokens.size(), ids.size() + n_step);
     if (ids.size() == n_end) return;
     step_.clear();
-    for (auto i = ids.size(); i < n_end; ++i)
+    const auto n_held = ids.size();
+    for (auto i = n_held; i < n_end; ++i)
         step_.push_back({slot, tokens[i], static_cast<std::int32_t>(i), false});
-    decode();
+    for (int i = 0; i < model_.n_predicting() && ids.size() == n_held; ++i) {
+        if (is_chain()) model_.predict_with(i);
+        decode();
+        if (i + 1 < model_.n_predicting()) cut(slot, n_held);  // for the next layer
+    }
 }
 
 // Keeps what the sequence has of these tokens, or copies one that has much more of them.
@@ -125,16 +143,20 @@ void model_drafter::cut(slot_id slot, std::size_t n_kept) {
     ids.resize(n_kept);
 }
 
-// One more guessed token for each text.
+// One more guessed token for each text; they have equally many.
 void model_drafter::extend(std::span<text* const> texts) {
     step_.clear();
     for (const auto* const one : texts) {
-        const auto id = one->guess.empty() ? one->last : one->guess.back();
-        step_.push_back({one->slot, id, static_cast<std::int32_t>(held(one->slot).size()), true});
+        for (auto i = held(one->slot).size(); i <= one->tokens.size() + one->guess.size(); ++i) {
+            const auto n_before = i - one->tokens.size();
+            const auto id = n_before == 0 ? one->last : one->guess[n_before - 1];
+            step_.push_back({one->slot, id, static_cast<std::int32_t>(i), true});
+        }
     }
     decode();
+    const auto n_each = step_.size() / texts.size();
     for (std::size_t i = 0; i < texts.size(); ++i) {
-        const auto id = model_.likeliest(static_cast<int>(i));
+        const auto id = model_.likeliest(static_cast<int>((i + 1) * n_each - 1));
         // The end of a text is not guessed: nothing could follow it.
         if (!model_.is_end_of_generation(id)) texts[i]->guess.push_back(id);
     }

@@ -41,6 +41,9 @@ public:
     // Returns how long a token of all guesses took; 0 without any.
     std::chrono::duration<double> guess(std::span<text> texts, std::size_t n_catch_up);
 
+    // The most tokens that it can guess.
+    std::size_t n_most() const;
+
 private:
     using ids = std::vector<token_id>;
 
@@ -50,6 +53,7 @@ private:
     void cut(slot_id slot, std::size_t n_kept);
     void extend(std::span<text* const> texts);
     void decode();
+    bool is_chain() const { return model_.n_predicting() > 1; }
     ids& held(slot_id slot) { return held_[static_cast<std::size_t>(slot)]; }
 
     runner& model_;

@@ -66,6 +66,11 @@ public:
     virtual std::size_t n_untold(slot_id /*slot*/, std::size_t /*n_tokens*/) { return 0; }
     // Whether it is one: what it holds of guessed tokens was made of states of its own.
     virtual bool needs_states() const { return false; }
+    // How many layers predict, each a token further than the one before it and with keys and values
+    // of its own; 1: the same guesses any number of tokens.
+    virtual int n_predicting() const { return 1; }
+    // Which of them computes the steps from here on.
+    virtual void predict_with(int /*i_layer*/) {}
     // A faster model with the same vocabulary and slots, to guess with; null: there is none.
     virtual runner* draft_model() { return nullptr; }
     // True if a step of several tokens of each of so many slots can give each token its rows.

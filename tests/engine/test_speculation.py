@@ -565,10 +565,11 @@ def predicting(make_engine: MakeEngine, path: Path, **options: Any) -> Engine:
     return make_engine(path, **(DRAFTS | {"draft": "mtp"} | options))
 
 
+@pytest.mark.parametrize("n_predicting", [1, 3])
 def test_layers_that_predict_get_the_state_of_the_token_before(
-    make_engine: MakeEngine, tmp_path: Path
+    make_engine: MakeEngine, tmp_path: Path, n_predicting: int
 ) -> None:
-    model = tiny_gguf.write_predicting(tmp_path / "model.gguf")
+    model = tiny_gguf.write_predicting(tmp_path / "model.gguf", n_predicting=n_predicting)
     plain = make_engine(model, **EXACT)
     engine = predicting(make_engine, model, n_slots=3, n_ubatch=64)
     options: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "max_tokens": 60}
@@ -588,8 +589,13 @@ def test_layers_that_predict_get_the_state_of_the_token_before(
                 assert one.usage.accepted_tokens == one.usage.draft_tokens > 30
 
 
-def test_layers_that_predict_follow_their_slots(make_engine: MakeEngine, tmp_path: Path) -> None:
-    model = tiny_gguf.write_predicting(tmp_path / "model.gguf", noise=0.2)
+@pytest.mark.parametrize("n_predicting", [1, 3])
+def test_layers_that_predict_follow_their_slots(
+    make_engine: MakeEngine, tmp_path: Path, n_predicting: int
+) -> None:
+    model = tiny_gguf.write_predicting(
+        tmp_path / "model.gguf", n_predicting=n_predicting, noise=0.2
+    )
     plain = make_engine(model, **EXACT)
     engine = predicting(make_engine, model, n_slots=3, n_ubatch=64)
     rng = np.random.default_rng(3)
@@ -638,15 +644,27 @@ PREDICTING = (
     *("bailingmoe3-moe", "cohere2moe-moe", "deepseek2-moe", "deepseek32-moe", "glm-dsa-moe"),
     *("glm4moe-moe", "hy_v3-moe", "mimo2-moe", "qwen35-dense", "qwen35moe-moe"),
 )
+CHAINING = ("hy_v3-moe", "mimo2-moe")  # also with several such layers
 
 
 @pytest.mark.needs("host layers")
-@pytest.mark.parametrize("name", PREDICTING)
+@pytest.mark.parametrize(
+    ("name", "n_predicting"),
+    [*((name, 1) for name in PREDICTING), *((name, 3) for name in CHAINING)],
+)
 def test_architecture_guesses_with_its_own_layers(
-    make_engine: MakeEngine, architectures: dict[str, Path], tmp_path: Path, name: str
+    make_engine: MakeEngine,
+    architectures: dict[str, Path],
+    tmp_path: Path,
+    name: str,
+    n_predicting: int,
 ) -> None:
-    path, source = tmp_path / "model.gguf", architectures[name]
-    model = tiny_gguf.write_with_predictor(path, source, for_images=name != "glm4moe-moe")
+    model = tiny_gguf.write_with_predictor(
+        tmp_path / "model.gguf",
+        architectures[name],
+        n_predicting=n_predicting,
+        for_images=name != "glm4moe-moe",
+    )
     engine = predicting(make_engine, model, n_ctx=256, n_slots=2, n_ubatch=32)
     options: dict[str, Any] = {
         "seed": 3, "top_k": 0, "ignore_eos": True, "max_tokens": 20, "capture": "probs",

@@ -55,6 +55,7 @@ struct fake_options {
     int n_slack = 0;             // so many of the newest tokens it drops, as a ring does
     bool can_save = true;
     bool needs_states = false;  // its guesses are of states that another model told
+    int n_predicting = 1;       // layers, each with keys and values of its own
     bool can_split_embedding = false;
     bool can_mix_embeddings = false;
     // The token that follows those of a cache.
@@ -81,7 +82,9 @@ public:
     using batch = std::vector<step_token>;
 
     explicit fake_model(fake_options options)
-        : options(std::move(options)), caches_(static_cast<std::size_t>(this->options.n_slots)) {}
+        : options(std::move(options)),
+          caches_(static_cast<std::size_t>(this->options.n_slots)),
+          seen_(static_cast<std::size_t>(this->options.n_predicting), caches_) {}
 
     const fake_options options;
 
@@ -147,6 +150,8 @@ private:
     int n_allowed_ = std::numeric_limits<int>::max();
     bool is_held_ = false;
     std::vector<std::vector<token_id>> caches_;
+    // By layer that predicts, then slot: what it has keys and values of; -1: of a guess.
+    std::vector<std::vector<std::vector<token_id>>> seen_;
     std::vector<batch> decodes_;
     std::vector<std::pair<slot_id, int>> truncations_;
     std::vector<std::pair<slot_id, slot_id>> copies_;
@@ -199,6 +204,8 @@ public:
 
     runner* draft_model() override { return draft_.get(); }
     bool needs_states() const override { return model_->options.needs_states; }
+    int n_predicting() const override { return model_->options.n_predicting; }
+    void predict_with(int i_layer) override { i_layer_ = static_cast<std::size_t>(i_layer); }
     int n_slots() const override { return model_->options.n_slots; }
     int n_ctx() const override { return model_->options.n_ctx; }
     bool has_cache() const override { return true; }
@@ -250,6 +257,7 @@ public:
             if (model_->options.leaves_tokens) append(tokens);
             throw;
         }
+        if (model_->options.n_predicting > 1) see(tokens);
         append(tokens);
         step_.assign(tokens.begin(), tokens.end());
         logits_.assign(tokens.size(), -1.0f);
@@ -297,6 +305,8 @@ public:
         if (model_->options.keeps_records) model_->copies_.emplace_back(from, to);
         model_->options.on_copy();
         cache_of(to) = cache_of(from);
+        for (auto& seen : model_->seen_)
+            seen.at(static_cast<std::size_t>(to)) = seen.at(static_cast<std::size_t>(from));
     }
 
     bool truncate(slot_id slot, int n_keep) override {
@@ -456,6 +466,21 @@ private:
         for (const auto& token : tokens) cache_of(token.slot).push_back(cached(token.id, lora_));
     }
 
+    // A layer has to have seen all that comes before what it computes, as it is.
+    void see(std::span<const step_token> tokens) {
+        for (std::size_t i = 0; i < tokens.size(); ++i) {
+            const auto slot = static_cast<std::size_t>(tokens[i].slot);
+            const auto& cache = cache_of(tokens[i].slot);
+            auto& seen = model_->seen_.at(i_layer_).at(slot);
+            if (i == 0 || tokens[i].slot != tokens[i - 1].slot) {
+                model_->expect(std::ranges::mismatch(cache, seen).in1 == cache.end(),
+                               "a layer that predicts has not seen the text");
+            }
+            seen.resize(static_cast<std::size_t>(tokens[i].position));
+            seen.push_back(tokens[i].wants_logits ? -1 : tokens[i].id);
+        }
+    }
+
     struct embedded_run {
         slot_id slot;
         int i_token;
@@ -544,6 +569,7 @@ private:
     const std::shared_ptr<fake_model> model_;
     const std::unique_ptr<fake_runner> draft_;
     graph_plan wanted_;
+    std::size_t i_layer_ = 0;
     kv_layout layout_;
     std::vector<step_token> step_;
     std::vector<float> logits_;

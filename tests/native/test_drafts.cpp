@@ -624,6 +624,35 @@ TEST_CASE(
     CHECK(engine.draft->decodes().size() == n);
 }
 
+TEST_CASE("drafts: of several layers that predict, each makes one guess and has seen the text") {
+    for (const int n_slots : {1, 3}) {
+        CAPTURE(n_slots);
+        auto smaller = agreeing(n_slots);
+        smaller.needs_states = true;
+        smaller.n_predicting = 3;
+        guessed_engine engine(n_slots, smaller);
+        engine.model->allow(0);
+        std::vector<ids> prompts;
+        std::vector<consumer> takers;
+        for (token_id i = 0; i < n_slots; ++i) {
+            prompts.push_back(make_prompt(1 + i, 150));
+            takers.emplace_back(engine.submit(prompts.back(), 150, guessing(16)));
+        }
+        REQUIRE(engine.model->wait_held());
+        engine.model->allow_all();
+        for (std::size_t i = 0; i < takers.size(); ++i) {
+            CHECK(takers[i].rest() == continuation(prompts[i], 150));
+            CHECK(takers[i].usage().accepted_tokens > 75);
+            CHECK(takers[i].usage().draft_tokens < 150);
+        }
+        std::size_t n_longest = 0;  // the third layer takes a last token and two guesses
+        for (const auto& step : engine.draft->decodes()) {
+            if (step.front().wants_logits) n_longest = std::max(n_longest, step.size());
+        }
+        CHECK(n_longest == 3 * static_cast<std::size_t>(n_slots));
+    }
+}
+
 TEST_CASE("drafts: without memory to see a prompt, a model that guesses holds up nothing") {
     auto smaller = agreeing(1);
     smaller.needs_states = true;

@@ -521,12 +521,13 @@ def write_predicting(
     path: Path, *, n_layer: int = 2, n_predicting: int = 1, noise: float = 0.0,
     weight_type: WeightType = "F32", n_embd: int = N_VOCAB, n_ff: int = 128,
 ) -> Path:  # fmt: skip
-    """HY V3 with a layer that predicts the token after next, from the state of the one before.
+    """HY V3 with layers that predict the token after next, from the state of the one before.
 
     A token is followed by ``successor_of(token)``: embeddings are one-hot, the output matrix
-    permutes them. That layer applies the permutation to the state, so its guess is right if, and
-    only if, it gets the state of the token before the last one. *noise* is how much the model's own
-    layers add, which makes other tokens follow.
+    permutes them. Such a layer applies the permutation to the state, so its guess is right if, and
+    only if, it gets the state of the token before the last one. Of several, each turns the state
+    by some values, and reads it as the one before has turned it. *noise* is how much the model's
+    own layers add, which makes other tokens follow.
     """
     head_size = 64
     n_head = n_embd // head_size
@@ -570,19 +571,26 @@ def write_predicting(
         matrix(b + "ffn_down.weight", n_embd, n_ff, adds)
         if il < n_layer:
             continue
+        turns = [7 * i if n_predicting > 1 else 0 for i in (il - n_layer, il - n_layer + 1)]
         of_state = np.zeros((n_embd, n_embd))
-        of_state[:N_VOCAB] = follows
+        of_state[:N_VOCAB, :N_VOCAB] = np.roll(follows[:, :N_VOCAB], turns[::-1], (0, 1))
         add(b + "nextn.eh_proj.weight", np.hstack([np.zeros((n_embd, n_embd)), of_state]))
+        if n_predicting > 1:
+            head = np.zeros((N_VOCAB, n_embd))
+            head[:, :N_VOCAB] = np.roll(follows[:, :N_VOCAB], turns[1], 1)
+            add(b + "nextn.shared_head_head.weight", head)
         for name in ("nextn.enorm", "nextn.hnorm", "nextn.shared_head_norm"):
             add(b + name + ".weight", np.ones(n_embd))
     return finish(writer, path)
 
 
-def write_with_predictor(path: Path, model: Path, *, for_images: bool = True) -> Path:
-    """Write one of llama.cpp's tiny models with a layer that predicts, random but for its kind.
+def write_with_predictor(
+    path: Path, model: Path, *, n_predicting: int = 1, for_images: bool = True
+) -> Path:
+    """Write one of llama.cpp's tiny models with layers that predict, random but for their kind.
 
-    It attends as the last layer that does, and has the experts of the last layer with experts.
-    MiMo's has Q, K and V in one matrix. Without *for_images*, positions have one axis.
+    They attend as the last layer that does, and have the experts of the last layer with experts.
+    MiMo's have Q, K and V in one matrix. Without *for_images*, positions have one axis.
     """
     reader, writer = _copied(model)
     arch = reader.fields["general.architecture"].contents()
@@ -598,9 +606,9 @@ def write_with_predictor(path: Path, model: Path, *, for_images: bool = True) ->
     keys = writer.kv_data[0]
     for key, one in keys.items():
         if key.startswith(arch) and isinstance(one.value, list) and len(one.value) == n_layer:
-            one.value = [*one.value, one.value[attending]]
-    keys[f"{arch}.block_count"].value = n_layer + 1
-    keys[f"{arch}.nextn_predict_layers"].value = 1
+            one.value = [*one.value, *[one.value[attending]] * n_predicting]
+    keys[f"{arch}.block_count"].value = n_layer + n_predicting
+    keys[f"{arch}.nextn_predict_layers"].value = n_predicting
     if not for_images:
         del keys[f"{arch}.rope.dimension_sections"]
     own = {}
@@ -615,11 +623,15 @@ def write_with_predictor(path: Path, model: Path, *, for_images: bool = True) ->
         joined = [own.pop(f"attn_{one}.weight") for one in "qkv"]
         own["attn_qkv.weight"] = np.concatenate(joined)
     rand = tensor_source(5)
-    own["nextn.eh_proj.weight"] = rand("eh_proj", (n_embd, 2 * n_embd), (2 * n_embd) ** -0.5)
     last = "layer_output_norm" if arch == "bailingmoe3" else "nextn.shared_head_norm"
-    for name in ("nextn.enorm", "nextn.hnorm", last):
-        own[f"{name}.weight"] = 1 + rand(name, (n_embd,), 0.1)
-    for name, one in (data | {f"blk.{n_layer}.{key}": one for key, one in own.items()}).items():
+    for il in range(n_layer, n_layer + n_predicting):
+        b = f"blk.{il}."
+        data |= {b + name: one for name, one in own.items()}
+        name = b + "nextn.eh_proj.weight"
+        data[name] = rand(name, (n_embd, 2 * n_embd), (2 * n_embd) ** -0.5)
+        for name in (b + "nextn.enorm", b + "nextn.hnorm", b + last):
+            data[name + ".weight"] = 1 + rand(name, (n_embd,), 0.1)
+    for name, one in data.items():
         _add_tensor(writer, name, one, "F32")
     return finish(writer, path)
 
