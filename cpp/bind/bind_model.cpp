@@ -95,7 +95,7 @@ std::optional<nb::str> template_of(const model& self, const char* name) {
 
 // Neither T5's decoder by itself nor a diffusion model can generate token by token.
 bool can_generate(const model& self) {
-    return llama_model_has_decoder(self.get()) && !llama_model_has_encoder(self.get()) &&
+    return llama_model_has_decoder(self.get()) && !self.is_encoder() &&
            !llama_model_is_diffusion(self.get());
 }
 

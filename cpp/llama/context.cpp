@@ -129,7 +129,6 @@ void context::decode(std::span<const step_token> tokens, bool embeds) {
     servers.check();
     const auto turn = servers.take_turn();
     const auto log_position = log_ring::instance().position();
-    const bool has_encoder = llama_model_has_encoder(model_->get());
     const int status = decode_until_stopped();
     note_step(tokens, status != 0);
     if (!servers.empty()) {
@@ -144,7 +143,7 @@ void context::decode(std::span<const step_token> tokens, bool embeds) {
     if (heart_ && heart_->is_stopped()) {
         throw error(errc::closed, "the engine was closed while llama.cpp computed a step");
     }
-    throw error(errc::decode, has_encoder ? "llama_encode returned " : "llama_decode returned ",
+    throw error(errc::decode, model_->is_encoder() ? "llama_encode" : "llama_decode", " returned ",
                 status, " for ", tokens.size(),
                 " tokens: ", log_ring::instance().errors_since(log_position));
 }
@@ -214,9 +213,8 @@ int context::decode_until_stopped() {
     n_nodes_to_abort_ =
         std::find(aborted.begin(), aborted.end(), ++n_decodes_) != aborted.end() ? 13 : 0;
     may_stop_ = true;
-    const int status = llama_model_has_encoder(model_->get())
-                           ? llama_encode(handle_.get(), batch_.batch)
-                           : llama_decode(handle_.get(), batch_.batch);
+    const int status = model_->is_encoder() ? llama_encode(handle_.get(), batch_.batch)
+                                            : llama_decode(handle_.get(), batch_.batch);
     may_stop_ = false;
     n_nodes_to_abort_ = 0;
     return status;

@@ -38,8 +38,7 @@ public:
     const std::string& pooling() const { return pooling_; }
     // Encoders and diffusion models have none.
     bool has_cache() const {
-        return llama_get_memory(handle_.get()) != nullptr &&
-               !llama_model_has_encoder(model_->get());
+        return llama_get_memory(handle_.get()) != nullptr && !model_->is_encoder();
     }
 
     // On CPUs, a decode reports progress to `heart` for each node of the graph, and stops early

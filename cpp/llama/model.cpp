@@ -144,6 +144,12 @@ std::string model::predictor_obstacle() const {
     }
 }
 
+// The graph of llama-embed, layers of Llama that see both sides, has no cache either; llama.cpp gives
+// it one all the same, of which it never learns.
+bool model::is_encoder() const {
+    return llama_model_has_encoder(get()) || get()->arch == LLM_ARCH_LLAMA_EMBED;
+}
+
 bool model::can_truncate() const {
     return !llama_model_is_recurrent(get()) && !llama_model_is_hybrid(get());
 }

@@ -76,6 +76,8 @@ public:
     // Why its layers that predict later tokens cannot be used to guess (multi-token prediction,
     // DeepSeek-V3, section 2.2); empty if they can. They must have been loaded.
     std::string predictor_obstacle() const;
+    // Whether a text is one step, without a cache.
+    bool is_encoder() const;
     // False for recurrent state, which cannot drop its newest tokens: the slot is prefilled again.
     bool can_truncate() const;
 

@@ -663,7 +663,14 @@ ROWS_EXACT = 1e-5
 ROWS_ROUNDED = 2e-3
 
 
-@pytest.fixture(params=[tiny_gguf.write_bert, tiny_gguf.write_t5], ids=["bert", "t5"])
+def write_llama_embed(path: Path) -> Path:
+    return tiny_gguf.write_model(path, arch="llama-embed")
+
+
+@pytest.fixture(
+    params=[tiny_gguf.write_bert, tiny_gguf.write_t5, write_llama_embed],
+    ids=["bert", "t5", "llama-embed"],
+)
 def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return request.param(tmp_path / "encoder.gguf")
 
@@ -681,7 +688,8 @@ def test_rows_of_encoder_equal_stock(
     engine = make_engine(model, flash_attn=flash_attn, kv_type="f32")
     ids = ids_of(41)
     is_t5 = engine.model.architecture == "t5"
-    run = stock.read_rows(model, ids, rows="all", kv_type="f32", n_ctx=512, encode=is_t5)
+    encode = engine.model.architecture != "bert"
+    run = stock.read_rows(model, ids, rows="all", kv_type="f32", n_ctx=512, encode=encode)
     layers = run.steps[0].layers
     assert engine.model.attention_layers == tuple(layer.layer for layer in layers) == (0, 1, 2)
     rows: Any = engine.attend(ids, capture=kind).array()

@@ -565,11 +565,13 @@ def predicting(make_engine: MakeEngine, path: Path, **options: Any) -> Engine:
     return make_engine(path, **(DRAFTS | {"draft": "mtp"} | options))
 
 
-@pytest.mark.parametrize("n_predicting", [1, 3])
+@pytest.mark.parametrize(("arch", "n_predicting"), [("hy_v3", 1), ("hy_v3", 3), ("step35", 3)])
 def test_layers_that_predict_get_the_state_of_the_token_before(
-    make_engine: MakeEngine, tmp_path: Path, n_predicting: int
+    make_engine: MakeEngine, tmp_path: Path, arch: str, n_predicting: int
 ) -> None:
-    model = tiny_gguf.write_predicting(tmp_path / "model.gguf", n_predicting=n_predicting)
+    model = tiny_gguf.write_predicting(
+        tmp_path / "model.gguf", n_predicting=n_predicting, arch=arch
+    )
     plain = make_engine(model, **EXACT)
     engine = predicting(make_engine, model, n_slots=3, n_ubatch=64)
     options: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "max_tokens": 60}

@@ -44,7 +44,7 @@ class Shape:
     ``score_spread`` is the rough standard deviation of scaled scores before biases.
     """
 
-    arch: Literal["qwen2", "llama"] = "qwen2"
+    arch: Literal["qwen2", "llama", "llama-embed"] = "qwen2"
     n_layer: int = 3
     n_head: int = 4
     n_head_kv: int = 2
@@ -519,9 +519,9 @@ class Weights:
 
 def write_predicting(
     path: Path, *, n_layer: int = 2, n_predicting: int = 1, noise: float = 0.0,
-    weight_type: WeightType = "F32", n_embd: int = N_VOCAB, n_ff: int = 128,
+    weight_type: WeightType = "F32", n_embd: int = N_VOCAB, n_ff: int = 128, arch: str = "hy_v3",
 ) -> Path:  # fmt: skip
-    """HY V3 with layers that predict the token after next, from the state of the one before.
+    """HY V3, or Step 3.5, with layers that predict the token after next, from the state of the one before.
 
     A token is followed by ``successor_of(token)``: embeddings are one-hot, the output matrix
     permutes them. Such a layer applies the permutation to the state, so its guess is right if, and
@@ -531,11 +531,14 @@ def write_predicting(
     """
     head_size = 64
     n_head = n_embd // head_size
-    writer = gguf.GGUFWriter(None, "hy_v3")
+    writer = gguf.GGUFWriter(None, arch)
     writer.add_context_length(8192)
     writer.add_embedding_length(n_embd)
     writer.add_block_count(n_layer + n_predicting)
-    writer.add_uint32("hy_v3.nextn_predict_layers", n_predicting)
+    writer.add_uint32(f"{arch}.nextn_predict_layers", n_predicting)
+    if arch == "step35":
+        writer.add_sliding_window(32)
+        writer.add_sliding_window_pattern([i % 2 == 1 for i in range(n_layer + n_predicting)])
     writer.add_feed_forward_length(n_ff)
     writer.add_expert_feed_forward_length(0)
     writer.add_head_count(n_head)
