@@ -521,7 +521,7 @@ def write_predicting(
     path: Path, *, n_layer: int = 2, n_predicting: int = 1, noise: float = 0.0,
     weight_type: WeightType = "F32", n_embd: int = N_VOCAB, n_ff: int = 128, arch: str = "hy_v3",
 ) -> Path:  # fmt: skip
-    """HY V3, or Step 3.5, with layers that predict the token after next, from the state of the one before.
+    """HY V3, or Step 3.5, with layers that predict from the state of the token before the last.
 
     A token is followed by ``successor_of(token)``: embeddings are one-hot, the output matrix
     permutes them. Such a layer applies the permutation to the state, so its guess is right if, and
