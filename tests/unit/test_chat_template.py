@@ -75,6 +75,15 @@ def test_text_and_special_tokens_are_those_of_the_bare_template(
     assert len(specials_of(parts)) >= 3
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+def test_answer_without_content_is_as_an_empty_one(shape: str):
+    source, (user, answer, bye) = getattr(shapes, shape), HELLO
+    empty = parts_of(source, [user, {**answer, "content": ""}, bye])
+    assert parts_of(source, [user, {**answer, "content": None}, bye]) == empty
+    without = {"role": "assistant", "tool_calls": list[Any]()}
+    assert parts_of(source, [user, without, bye]) == empty
+
+
 TEMPLATES = {shape: ChatTemplate(getattr(shapes, shape), TOKENS, CONTROL) for shape in SHAPES}
 
 # Pieces that special tokens are made of, so that joining them anywhere can make one.

@@ -338,7 +338,7 @@ class ChatTemplate:
                 text = text_of(given)
                 blocks = [{"type": "thinking", "thinking": thoughts}]
                 content = [*blocks, *([{"type": "text", "text": text}] if text else [])]
-            elif given is None and message.get("tool_calls"):
+            elif given is None:
                 content = ""
             elif isinstance(given, list) and self._takes_text and not self._takes_parts:
                 content = text_of(cast("object", given))
