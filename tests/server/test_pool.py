@@ -310,6 +310,18 @@ async def test_unload_ends_runs_and_the_next_request_loads_again(folder: Path):
         assert service.pool.find("ada").n_loads == 2
 
 
+async def test_unload_ends_a_request_that_has_not_begun_to_generate(folder: Path):
+    async def prompt_of_model_that_leaves(service: Service) -> None:
+        async with service.pool.using("ada") as model:
+            engine = model.engine
+            await service.pool.unload_now(model)
+            engine.apply_chat_template([{"role": "user", "content": "abc"}])
+
+    async with opened(config_of(folder)) as service:
+        with pytest.raises(ModelChanged):
+            await prompt_of_model_that_leaves(service)
+
+
 async def test_model_that_comes_and_goes_keeps_its_counters_in_little(folder: Path):
     request = GenerateRequest(prompt="abc", max_tokens=2, sampling=Sampling(), request_id="r")
     async with opened(config_of(folder)) as service:

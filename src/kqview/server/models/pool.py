@@ -25,10 +25,17 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from kqview.engine import Engine
-from kqview.errors import CapacityError, KqviewError, OutOfMemory, QueueFull
+from kqview.errors import CapacityError, ClosedError, KqviewError, OutOfMemory, QueueFull
 from kqview.machine import physical_memory_bytes, system_info
 from kqview.server.config import UNNAMED, Config, ModelConfig
-from kqview.server.errors import NoModel, NotSupported, ShuttingDown, UnknownModel, shutting_down
+from kqview.server.errors import (
+    NoModel,
+    NotSupported,
+    ShuttingDown,
+    UnknownModel,
+    model_changed,
+    shutting_down,
+)
 from kqview.server.live_config import LiveConfig
 from kqview.server.models.events_bus import ModelFailed, ModelLoaded, ModelLoading, ModelUnloaded
 from kqview.server.models.model_entry import ModelEntry, Options
@@ -132,12 +139,21 @@ class Pool:
             CapacityError: It does not fit into the budget, or not beside the models in use.
             QueueFull: Too many requests wait for it.
             ShuttingDown: The server is about to end.
+            ModelChanged: The model left meanwhile.
         """
         served = self.find(name)
         with served.work.used():
             if served.loaded is None or self.is_closing:
                 await self._ready(served)
-            yield served
+            engine = served.loaded
+            try:
+                yield served
+            except ClosedError:  # before it was a run: while its prompt was made
+                if self.is_closing:
+                    raise shutting_down() from None
+                if served.loaded is not engine:
+                    raise model_changed() from None
+                raise
 
     async def _ready(self, served: ModelEntry) -> None:
         while served.loaded is None or self.is_closing:
