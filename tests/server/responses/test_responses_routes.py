@@ -70,6 +70,7 @@ def test_reasoning_that_the_request_opens_is_a_reasoning_item(demo: Served) -> N
             "'x', which is not among the tools",
         ),
         ({"top_logprobs": 21}, "top_logprobs is 21"),
+        ({"top_logprobs": -1}, "top_logprobs is -1"),
         ({"max_output_tokens": -5}, "max_output_tokens is -5"),
     ],
 )

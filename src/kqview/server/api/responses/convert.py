@@ -220,8 +220,8 @@ def chat_of(body: schema.ResponsesBody) -> ChatRequest:
     n_top = body.top_logprobs
     if n_top is None and LOGPROBS in (body.include or ()):
         n_top = 0
-    if n_top is not None and n_top > _MOST_TOP:
-        raise RequestError(f"top_logprobs is {n_top}, the limit is {_MOST_TOP}; ask for fewer")
+    if n_top is not None and not 0 <= n_top <= _MOST_TOP:
+        raise RequestError(f"top_logprobs is {n_top}, allowed are 0 to {_MOST_TOP}")
     chat = prompt_of(body)
     names = {**chat.names, "top_logprobs": "top_logprobs"}
     if body.max_output_tokens is not None:
