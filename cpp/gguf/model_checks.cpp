@@ -65,6 +65,16 @@ private:
     std::string_view arch_;
 };
 
+// What llama.cpp opens beside another model: encoders of images, and layers that guess for it.
+constexpr std::string_view parts_of_models[] = {"clip", "dflash", "eagle3", "gemma4-assistant"};
+
+void check_whole(const gguf_header& head, const hyperparameters& model) {
+    if (!is_one_of(model.arch(), parts_of_models)) return;
+    throw error(errc::unsupported_model, head.file, ": ", model.arch(),
+                " is a part of another model, which kqview does not use; open that model's own "
+                "file (draft takes a smaller model, 'mtp' or 'prompt-lookup')");
+}
+
 // Values that every architecture reads, with their types.
 struct integer_rule {
     std::string_view name;
@@ -387,6 +397,7 @@ void check_weight_type(const gguf_header& file, const gguf_tensor& tensor) {
 void check_hyperparameters(const gguf_header& head, std::span<const gguf_tensor> tensors) {
     const hyperparameters model(head);
     if (tensors.empty()) return;  // only a vocabulary, which llama.cpp refuses itself
+    check_whole(head, model);
     const auto n_layer = model.integer("block_count").value_or(0);
     for (const auto& rule : integer_rules) {
         check_integer(model, rule,

@@ -220,6 +220,15 @@ TEST_CASE("gguf: a model that rotates nothing may say so") {
     CHECK(refusal_of([&] { check_model(file); }) == "");
 }
 
+TEST_CASE("gguf: a part of another model is refused") {
+    for (const char* arch : {"clip", "dflash", "eagle3", "gemma4-assistant"}) {
+        auto file = build_model();
+        file.set("general.architecture", arch);
+        const auto why = refusal_of([&] { check_model(file); }, errc::unsupported_model);
+        CHECK(has(why, text_of(arch, " is a part of another model")));
+    }
+}
+
 TEST_CASE("gguf: a T5 model without relative positions is refused") {
     auto file = build_model();
     file.set("general.architecture", "t5encoder");
