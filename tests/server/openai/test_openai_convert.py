@@ -94,6 +94,11 @@ def test_chat_logprobs_count_the_alternatives():
     assert chat(logprobs=True, top_logprobs=3).sampling.top_logprobs == 3
 
 
+def test_seed_may_have_the_64_bits_of_openais():
+    assert chat(seed=2**32 + 6).sampling.seed == 7
+    assert 0 <= chat(seed=2**63 - 1).sampling.seed < 2**32 - 1
+
+
 def test_options_of_the_template_are_read():
     assert chat(reasoning_effort="high").template_options == {"reasoning_effort": "high"}
     assert chat(reasoning_effort="none").template_options == {"enable_thinking": False}

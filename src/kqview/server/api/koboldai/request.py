@@ -21,7 +21,14 @@ from kqview.engine import Engine
 from kqview.errors import InvalidToken, KqviewError, PromptTooLong, RequestError
 from kqview.server.api.koboldai.pruning import Sentence, SentenceScores, check_sentences, watched
 from kqview.server.api.wire import attention
-from kqview.server.api.wire.fields import FieldTable, ModelField, SamplingFields, Stops, first
+from kqview.server.api.wire.fields import (
+    N_SEEDS,
+    FieldTable,
+    ModelField,
+    SamplingFields,
+    Stops,
+    first,
+)
 from kqview.server.api.wire.mods_field import ModsField, mods_of
 from kqview.server.models.model_entry import ModelEntry
 from kqview.server.models.run import DEFAULT_TOP_K, Aggregation, AttentionWanted, GenerateRequest
@@ -41,7 +48,6 @@ DEFAULTS: Final[Mapping[str, Any]] = MappingProxyType(
 _MOST_TOKEN_TEXT: Final = 128  # characters of a text that may be one token
 _MOST_PHRASES: Final = 256  # each is searched for in every step
 _MOST_PHRASE: Final = 1000  # characters
-_N_SEEDS: Final = 2**32 - 1  # llama.cpp has no more
 _LEAST_TOP_P: Final = 1e-6  # keeps one token
 _SOME_LOGPROBS: Final = 5  # if a client says no more than that it wants some
 
@@ -458,8 +464,8 @@ def _sampling(body: KoboldFields, banned_ids: list[int]) -> Sampling:
     seed: int | None = options["seed"]
     # KoboldAI's clients send -1 for "any". The reply tells the one that is drawn.
     if seed is None or seed < 0:
-        seed = secrets.randbelow(_N_SEEDS)
-    options["seed"] = seed % _N_SEEDS
+        seed = secrets.randbelow(N_SEEDS)
+    options["seed"] = seed % N_SEEDS
     for name, value in DEFAULTS.items():
         if name in FIELDS.sampling and options[name] is None:
             options[name] = value

@@ -404,6 +404,8 @@ _CLAMPED: Final = {
 }
 _LACKING: Final = (("adaptive_target", 0), ("n_indent", 1))  # what is not here, and from what on
 _CONSTRAINTS: Final = frozenset({"grammar", "json_schema", "regex"})  # at most one may be given
+N_SEEDS: Final = 2**32 - 1
+"""llama.cpp has no more."""
 _ID: Final = re.compile("-?[0-9]+")
 _ID_DIGITS: Final = 20  # more than any id has: longer numbers are slow to read
 
@@ -462,6 +464,8 @@ def sampling_of(
     for option, (low, high) in _CLAMPED.items():
         if (value := given[option]) is not None:
             given[option] = type(value)(min(max(value, low), high))
+    if fields.seed is not None and fields.seed > N_SEEDS:  # OpenAI's have 64 bits
+        given["seed"] = fields.seed % N_SEEDS
     if (stop := fields.stop) is not None:
         given["stop"] = [one for one in ([stop] if isinstance(stop, str) else stop) if one]
     if fields.logit_bias is not None:
