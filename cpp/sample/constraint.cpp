@@ -42,6 +42,11 @@ std::string refusal(std::string_view message, bool is_new) {
                "make the schemas exclude each other, write anyOf, or add "
                R"("x-guidance": {"coerce_one_of": true} to the whole schema, which is the same)";
     }
+    if (message.find("Unimplemented keys") != std::string_view::npos) {
+        return " is refused by llguidance: " + std::string(message) +
+               R"(; leave them out, or add "x-guidance": {"lenient": true} to the whole schema, )"
+               "which does not hold the output to them";
+    }
     if (is_new && message.starts_with("NoExtension")) return " matches no output; correct it";
     // Rust's own words help nobody who wrote a schema.
     if (message.starts_with("panic")) return " makes llguidance fail; simplify it";

@@ -30,14 +30,14 @@ VALIDATORS: dict[str, Any] = {
 }
 # What llguidance refuses, and how many of the schemas: none of them is passed over in silence.
 REFUSED = {
-    "Unimplemented keys": 166,
+    "Unimplemented keys": 161,
     "is not present in a registry": 61,
     "a oneOf in which one value may fit several schemas": 12,
-    "Unknown format": 11,
     "Unsatisfiable schema": 7,
     "Expected positive integer": 6,
     "Anchor .* does not exist": 5,
     "patternProperty regexes .* are not disjoint": 3,
+    "Unknown format": 2,  # of schemas elsewhere, to which these refer
     "has too many digits": 1,
 }
 # llguidance reads the reference against an $id that, beside a $ref of this draft, has no effect.

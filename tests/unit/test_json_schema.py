@@ -134,6 +134,15 @@ def test_white_space_is_what_the_schema_says():
     assert not schema_accepts(other, '{"a":  1}')
 
 
+def test_format_that_is_not_known_forbids_nothing():
+    for name in ("password", "path", "regex", "json-string"):  # as pydantic writes them
+        schema = {"items": {"type": "string", "format": name}, "uniqueItems": False}
+        assert schema_accepts(held(json.dumps(schema)), '["any","any"]')
+    named: dict[str, Any] = {"properties": {"format": {"type": "string", "format": "uuid"}}}
+    assert not schema_accepts(held(json.dumps(named)), '{"format":"any"}')
+    assert '"uniqueItems":true' in held('{"items": {}, "uniqueItems": true}')
+
+
 @pytest.mark.parametrize(
     "text",
     ["nope", "[1]", "1", '{"const": NaN', " " * N_BYTES_MAX + "{}"],

@@ -34,6 +34,11 @@ _UNEVALUATED: Final = "unevaluatedProperties"
 # llguidance reads bounds as float64, and fails at the smallest int64.
 _INTEGERS: Final = (-(2**63) + 1024, 2**63 - 1)
 _MULTIPLES: Final = (-(10**15), 10**15)
+# Formats to which llguidance holds a text.
+_FORMATS: Final = {
+    *("date", "date-time", "time", "duration", "email", "hostname"),
+    *("ipv4", "ipv6", "uri", "uuid", "unknown"),
+}
 _STEPS_MAX: Final = 300_000  # well below a second
 _OPEN: Final = "open"  # name of a copy of a definition, with a number
 
@@ -254,6 +259,7 @@ class _Closing:
             if not _SAYING & schema.keys() and _LISTING & schema.keys():
                 schema["type"] = "array"  # as llama.cpp reads it
             _bound(schema)
+            _forget(schema)
             if _TOUCHED.isdisjoint(schema):
                 continue
             found[id(schema)] = schema
@@ -356,6 +362,14 @@ def _bound(schema: dict[str, Any]) -> None:
     ):
         if exclusive not in schema:
             schema.setdefault(name, bound)
+
+
+def _forget(schema: dict[str, Any]) -> None:
+    """Leave out what forbids nothing and llguidance refuses: to JSON Schema, most formats."""
+    if isinstance(named := schema.get("format"), str) and named not in _FORMATS:
+        del schema["format"]
+    if schema.get("uniqueItems") is False:
+        del schema["uniqueItems"]
 
 
 def _describes(schema: dict[str, Any]) -> bool:
