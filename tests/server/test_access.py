@@ -50,6 +50,16 @@ def test_path_with_parts_reaches_its_handler_and_is_counted_as_one(toy: Served):
     assert wrong.headers["allow"] == "GET, HEAD, OPTIONS"
 
 
+def test_path_of_openai_that_is_not_there_is_told_as_its_clients_read_it(toy: Served):
+    with toy.client() as client:
+        missing, other = (client.get(path).json()["error"] for path in ("/v1/no", "/no"))
+    assert missing | {"message": ""} == {
+        "code": 404, "type": "not_found_error", "message": "", "param": None,
+    }  # fmt: skip
+    assert "/v1/no; see /docs" in missing["message"]
+    assert "/no; see /docs" in other
+
+
 def test_reply_and_log_have_one_name(toy: Served, lines: AccessLines):
     with toy.client() as client:
         reply = client.post("/toy/tokenize?secret=1", json={"text": "hello"})

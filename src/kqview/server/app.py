@@ -4,7 +4,7 @@ From the outside in: `App`, `AccessLog`, the router, and an `Endpoint`
 or `SocketEndpoint` for each operation.
 """
 
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import asynccontextmanager
 from functools import cache
 from typing import Final
@@ -23,11 +23,13 @@ from kqview.server.api.llama_server import routes as llama_server
 from kqview.server.api.models import routes as models
 from kqview.server.api.openai import routes as openai
 from kqview.server.api.responses import routes as responses
+from kqview.server.api.wire import failures
 from kqview.server.apps import status
 from kqview.server.apps.conversations import ChatService
 from kqview.server.apps.metrics import Metrics
 from kqview.server.apps.mia4 import routes as mia4
 from kqview.server.config import Config
+from kqview.server.errors import Answer
 from kqview.server.live_config import LiveConfig, Reloaded, reloaded
 from kqview.server.settings import Settings
 from kqview.server.web import openapi, pages
@@ -127,12 +129,16 @@ def create_app(
     router = Starlette(
         routes=list(_routes(operations, service, Gate(live))),
         lifespan=lifespan,
-        exception_handlers={HTTPException: no_route("/docs")},
+        exception_handlers={HTTPException: no_route("/docs", _error_body_at)},
     )
     router.router.redirect_slashes = False
     paths = [path for one in operations for path in (one.path, *one.also)]
     log = AccessLog(router, live, metrics.requests, paths)
     return App(service, log)
+
+
+def _error_body_at(path: str) -> Callable[[Answer], object]:
+    return failures.error_body if path.startswith("/v1/") else pages.error_body
 
 
 def _routes(

@@ -12,7 +12,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 import prometheus_client
@@ -25,7 +25,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kqview.errors import CapacityError, RequestError
-from kqview.server.errors import MethodNotAllowed, NotFound, RateLimited, answer_of
+from kqview.server.errors import Answer, MethodNotAllowed, NotFound, RateLimited, answer_of
 from kqview.server.live_config import LiveConfig
 from kqview.server.settings import Settings
 from kqview.server.web import pages
@@ -129,17 +129,21 @@ class EdgeMiddleware:
                 connection.watch(self._live.settings.idle_timeout_s)
 
 
-def no_route(guide: str) -> Callable[[Request, Exception], Awaitable[Response]]:
+def no_route(
+    guide: str, body_at: Callable[[str], Callable[[Answer], Any]]
+) -> Callable[[Request, Exception], Awaitable[Response]]:
     """What answers requests that the router refuses: 404, or 405 with the methods that there are.
 
-    Messages point to *guide*, a path that tells what there is.
+    Messages point to *guide*, a path that tells what there is; ``body_at(path)`` puts them as the
+    clients of that path read them.
     """
 
     async def answer(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         path = request.scope["path"]
         if error.status_code != 405:
-            return _failure(NotFound(f"there is nothing at {path}; see {guide}"))
+            missing = NotFound(f"there is nothing at {path}; see {guide}")
+            return _failure(missing, error_body=body_at(path))
         # Starlette names the methods of one row of the table; a path may have several.
         routes = [
             one
@@ -152,13 +156,17 @@ def no_route(guide: str) -> Callable[[Request, Exception], Awaitable[Response]]:
         wrong = MethodNotAllowed(
             f"{path} has no method {request.method}; use {methods}, see {guide}"
         )
-        return _failure(wrong, {"allow": methods})
+        return _failure(wrong, {"allow": methods}, body_at(path))
 
     return answer
 
 
-def _failure(error: Exception, headers: dict[str, str] | None = None) -> Response:
-    reply = error_reply(answer_of(error), pages.error_body)
+def _failure(
+    error: Exception,
+    headers: dict[str, str] | None = None,
+    error_body: Callable[[Answer], Any] = pages.error_body,
+) -> Response:
+    reply = error_reply(answer_of(error), error_body)
     return Response(
         reply.body, reply.status, {**(headers or {}), **reply.headers}, reply.media_type
     )
