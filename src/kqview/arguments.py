@@ -3,7 +3,8 @@
 import math
 import operator
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import islice
 from numbers import Real
 from pathlib import Path
 from typing import Any, Final, cast, get_args
@@ -138,6 +139,18 @@ def to_number(value: object) -> float | None:
         return float(value)
     except OverflowError:  # an int
         return math.nan
+
+
+def to_pair(value: object) -> tuple[object, object] | None:
+    """*value* as two items, those of a range as its start and stop; None if it is no such pair."""
+    if isinstance(value, range):
+        return (value.start, value.stop) if value.step == 1 else None
+    if isinstance(value, np.ndarray):
+        value = cast("Any", value).tolist()  # a number if it has no dimensions
+    if isinstance(value, str | bytes) or not isinstance(value, Sequence):
+        return None
+    items: list[object] = list(islice(cast("Iterable[object]", value), 3))
+    return (items[0], items[1]) if len(items) == 2 else None
 
 
 def invalid(

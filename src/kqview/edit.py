@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from kqview import _core
-from kqview.arguments import INT32_MAX, choice, to_index, to_number, to_path
+from kqview.arguments import INT32_MAX, choice, to_index, to_number, to_pair, to_path
 from kqview.errors import InvalidEdit, shown
 
 MOST_EDITS: Final = 256
@@ -35,7 +35,7 @@ LOG_FACTOR_MAX: Final = 100.0
 VALUE_MAX: Final = 1e6
 """Of a vector's value, after its scale, and of a head's factor."""
 
-Span = tuple[int, int | None]
+Span = tuple[int, int | None] | range
 HookPoint = Literal["residual", "attention_out", "mlp_out"]
 
 
@@ -198,7 +198,7 @@ class Edit(ABC):
             raise _invalid(f"factors must be a dict such as {{(14, 3): 0.0}}, got {got}")
         found: dict[tuple[int, int], float] = {}
         for key, value in cast("Mapping[object, object]", given).items():
-            layer, head = map(to_index, _pair(key) or (None, None))
+            layer, head = map(to_index, to_pair(key) or (None, None))
             if layer is None or head is None or max(abs(layer), abs(head)) > INT32_MAX:
                 raise _invalid(f"a key of factors must be (layer, head), got {shown(key)}")
             factor = to_number(value)
@@ -575,17 +575,9 @@ def _some(name: str, values: object) -> tuple[int, ...] | None:
     return None if values is None else _indices(name, values)
 
 
-def _pair(value: object) -> tuple[object, object] | None:
-    is_sequence = isinstance(value, Sequence | np.ndarray) and not isinstance(value, str | bytes)
-    if not is_sequence or not _is_iterable(cast("object", value)):
-        return None
-    items: list[object] = list(islice(cast("Iterable[object]", value), 3))
-    return (items[0], items[1]) if len(items) == 2 else None
-
-
 def _span(name: str, span: object) -> tuple[int, int]:
     """*span* as (start, stop), -1 for no stop."""
-    pair = _pair(span)
+    pair = to_pair(span)
     if pair is not None:
         start, stop = to_index(pair[0]), to_index(pair[1])
         if start is not None and 0 <= start <= INT32_MAX:

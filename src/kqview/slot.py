@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from kqview import _core
-from kqview.arguments import flag, invalid, to_path, whole_number
+from kqview.arguments import flag, invalid, to_pair, to_path, whole_number
 from kqview.errors import RequestError, StateMismatch, UnsupportedModel, shown
 from kqview.lora import EngineLora
 from kqview.state.files import (
@@ -319,7 +319,7 @@ class Slot:
         _core.shift_slot(self._core, self.id, n_keep, n_discard)
         return self.n_tokens
 
-    def remove(self, ranges: Iterable[tuple[int, int]]) -> int:
+    def remove(self, ranges: Iterable[tuple[int, int] | range]) -> int:
         """Remove ranges of tokens in one move, such as turns of a chat; later tokens move up.
 
         As approximate as `shift`, which removes one range: `n_exact` becomes at most the start of
@@ -372,10 +372,8 @@ def _merged(ranges: object) -> list[tuple[int, int]]:
         raise invalid("ranges", "(start, stop) pairs such as [(0, 4)]", shown(ranges))
     checked: list[tuple[int, int]] = []
     for i, given in enumerate(cast("Iterable[Any]", ranges)):
-        pair: tuple[Any, ...] = ()
-        if isinstance(given, Iterable) and not isinstance(given, str | bytes):
-            pair = tuple(cast("Iterable[Any]", given))
-        if len(pair) != 2:
+        pair = to_pair(given)
+        if pair is None:
             raise invalid(f"ranges[{i}]", "a (start, stop) pair", shown(cast("object", given)))
         start = whole_number(f"the start of ranges[{i}]", pair[0], low=0)
         checked.append((start, whole_number(f"the stop of ranges[{i}]", pair[1], low=start + 1)))

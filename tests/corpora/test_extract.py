@@ -252,6 +252,12 @@ def test_names_of_columns_and_data_sets(engine: Engine, tmp_path: Path):
         assert corpus.ids == ["a", "b"]
 
 
+def test_a_file_is_no_corpus(tmp_path: Path):
+    (tmp_path / "file").touch()
+    with pytest.raises(RequestError, match="is no corpus"):
+        open_corpus(tmp_path / "file")
+
+
 def test_what_fails_is_in_the_corpus(engine: Engine, tmp_path: Path):
     source = tmp_path / "source.jsonl"
     lines = [

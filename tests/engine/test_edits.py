@@ -111,7 +111,7 @@ def cases() -> dict[str, Case]:
         "set": Case(Edit.set(vector(3, 2), 1, [5, 2]), behind_layer=_set),
         "heads": Case(Edit.scale_heads({(0, 1): 0.0, (2, -1): 2.0}), head_factors=factors),
         "bias": Case(Edit.attention_bias([(2, 7)], 1.5), bias=boosted),
-        "block": Case(Edit.block((6, None), (1, 4)), bias=blocked),
+        "block": Case(Edit.block((6, None), range(1, 4)), bias=blocked),
         "bias of layers": Case(Edit.attention_bias([(2, 7)], 1.5, layers=[1, 2]), bias=in_layers),
         "bias of heads": Case(
             [

@@ -121,7 +121,7 @@ def test_ranges_are_removed_in_one_move(make_engine: MakeEngine, tiny_llama: Pat
     reference = CachedReference(tiny_llama)
     reference.decode_all(PROMPT)
     # In any order; two of them overlap.
-    assert slot.remove([(30, 33), (4, 8), (6, 12), (39, 40)]) == 28
+    assert slot.remove([range(30, 33), (4, 8), (6, 12), (39, 40)]) == 28
     for start, stop in ((39, 40), (30, 33), (4, 12)):
         reference.discard(start, stop - start)
     left = PROMPT[:4] + PROMPT[12:30] + PROMPT[33:39]

@@ -205,9 +205,9 @@ def test_capture_accepts_every_well_formed_option():
 
 
 def test_spans_become_pairs_of_ints():
-    spans = [(0, 3), [np.int64(2), None], np.array([4, 900])]
+    spans = [(0, 3), [np.int64(2), None], np.array([4, 900]), range(3, 5)]
     capture = Capture("probs", spans=spans)  # pyright: ignore[reportArgumentType]
-    assert capture.spans == ((0, 3), (2, None), (4, 900))
+    assert capture.spans == ((0, 3), (2, None), (4, 900), (3, 5))
     assert hash(capture) == hash(dataclasses.replace(capture))
 
 
@@ -220,6 +220,7 @@ def test_spans_become_pairs_of_ints():
         ({"spans": "01"}, "spans must be ranges"),
         ({"spans": [5]}, r"\(start, stop\)"),
         ({"spans": [(0, 1, 2)]}, r"\(start, stop\)"),
+        ({"spans": [range(0, 4, 2)]}, r"\(start, stop\)"),
         ({"spans": ["01"]}, r"\(start, stop\)"),
         ({"spans": [(3, 3)]}, "start < stop"),
         ({"spans": [(-1, 3)]}, "start < stop"),

@@ -289,7 +289,7 @@ def read_facts(files: Files) -> dict[str, Any] | None:
     """
     try:
         return json_input.loads(files.read(FACTS))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except ValueError as error:
         raise CorpusError(f"{FACTS} is damaged: {error}; extract it again") from None

@@ -8,9 +8,7 @@ from functools import partial
 from itertools import islice
 from typing import Any, Final, Literal, TypedDict, Unpack, cast
 
-import numpy as np
-
-from kqview.arguments import INT32_MAX, choice, flag, invalid, to_index, to_number
+from kqview.arguments import INT32_MAX, choice, flag, invalid, to_index, to_number, to_pair
 from kqview.errors import InvalidCapture, RequestError, shown
 from kqview.option_names import lists_options, unknown_option
 from kqview.types.model import ModelInfo
@@ -76,10 +74,8 @@ def _to_spans(name: str, spans: object) -> tuple[Span, ...]:
 
 
 def _to_span(span: Any) -> Span:
-    pair: tuple[Any, ...] = ()
-    if not isinstance(span, str) and isinstance(span, Sequence | np.ndarray):
-        pair = tuple(cast("Iterable[Any]", span))
-    if len(pair) != 2:
+    pair = to_pair(span)
+    if pair is None:
         raise _invalid("a range of spans", "(start, stop) or (start, None)", cast("object", span))
     start = to_index(pair[0])
     stop = None if pair[1] is None else to_index(pair[1])
