@@ -275,6 +275,15 @@ def test_plain_stream_trims_the_stop_sequence(
     assert events[-1] == {"token": "", "finish_reason": "stop"}
 
 
+def test_plain_stream_ends_where_its_stop_sequence_does(demo: Served, client: httpx.Client):
+    token = next(one for one in demo.engine.generate(TEXT, temperature=0) if len(one.text) > 3)
+    given = {"prompt": TEXT, "max_length": 16, "stop_sequence": [token.text[1:3]]}
+    shown = "".join(one["token"] for one in stream(client, **given, trim_stop=False))
+    assert shown.endswith(token.text[1:3])
+    reply = client.post("/api/v1/generate", json={**given, "temperature": 0, "trim_stop": False})
+    assert reply.json()["results"][0]["text"] == shown
+
+
 def test_banned_and_biased_ids_are_heeded(writer: httpx.Client):
     request = {"input_ids": [65], "max_length": 5, "logit_bias": {"66": 1000}}
     tokens, _ = typed(writer, **request)

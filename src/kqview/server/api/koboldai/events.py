@@ -363,13 +363,14 @@ def packed(event: Struct, *, packs: bool) -> bytes | str:
 class PlainEvents:
     """``{"token": text, "finish_reason": null}``, and the reason in an event of its own at the end.
 
-    Text that may begin a stop sequence is held back until that is clear, because the stop sequence
-    itself is not shown. The last event also says what the server left out of the request.
+    Text that may begin a stop sequence is held back until that is clear, because what its last
+    token has behind it is not shown. The last event also says what the server left out of the
+    request.
     """
 
     def __init__(self, stops: Sequence[str], ignored: Sequence[str] = (), *, trims: bool) -> None:
-        """Hold back *stops* if *trims*; otherwise they are shown. The end tells of *ignored*."""
-        self._shown = ShownText(stops if trims else ())
+        """Stop at *stops*, not shown if *trims*. The end tells of *ignored*."""
+        self._shown = ShownText(stops)
         self._ignored = ignored
         self._trims = trims
 
@@ -395,7 +396,8 @@ class PlainEvents:
             tool_calls=tool_calls_of(run.generations[0]),
             **left_out(run, self._ignored),
         )
-        rest = self._shown.rest(run.generations[0].text if self._trims else run.text)
+        ended = run.generations[0]
+        rest = self._shown.rest(ended.text + ("" if self._trims else ended.stop_match or ""))
         held = PlainEvent(token=rest, finish_reason=None)
         return (
             [*event_pieces(held), NEXT_EVENT, *event_pieces(last)] if rest else event_pieces(last)
