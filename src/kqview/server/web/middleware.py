@@ -130,7 +130,7 @@ class EdgeMiddleware:
 
 
 def no_route(
-    guide: str, body_at: Callable[[str], Callable[[Answer], Any]]
+    guide: str, body_at: Callable[[str], Callable[[Answer], Any]] = lambda _: pages.error_body
 ) -> Callable[[Request, Exception], Awaitable[Response]]:
     """What answers requests that the router refuses: 404, or 405 with the methods that there are.
 
