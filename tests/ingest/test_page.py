@@ -205,20 +205,20 @@ def test_steps_show_what_mods_did(page: Any, served: Receiving):
 
 def test_steps_are_filtered_and_come_in_pages(page: Any, served: Receiving):
     show(page, served, "raising_mod", "steps")
-    steps = page.locator(".step .number")  # their texts may not be laid out
+    steps = page.locator(".step .number")
     page.get_by_label("Show").select_option("With exceptions")
-    assert steps.all_text_contents() == ["0", "1"]
+    expect(steps).to_have_text(["0", "1"])
     page.get_by_label("Show").select_option("All steps")
     page.get_by_label("Action").select_option("Backtrack")
-    assert steps.all_text_contents() == ["4"]
+    expect(steps).to_have_text(["4"])
     page.get_by_label("Action").select_option("Any")
     page.get_by_label("Search").fill("LINE TWO")
-    assert steps.all_text_contents() == ["1"]
+    expect(steps).to_have_text(["1"])
     show(page, served, "middle", "steps/120")
     expect(page.locator("[data-step='120'] > summary")).to_be_focused()
-    assert page.locator(".step").count() == 100
+    expect(page.locator(".step")).to_have_count(100)
     page.get_by_role("button", name="Later").click()
-    assert steps.first.text_content() == "200"
+    expect(steps.first).to_have_text("200")
 
 
 def test_metrics_count_tokens_actions_and_time(page: Any, served: Receiving):
