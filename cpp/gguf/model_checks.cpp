@@ -216,13 +216,14 @@ constexpr std::string_view unrotated_archs[] = {
     "jamba",     "jina-bert-v2", "mpt",       "nemotron_h", "refact", "nemotron_h_moe",
     "bert",      "t5",           "t5encoder", "starcoder"};
 
-void check_head_size(const hyperparameters& model, std::int64_t head_size,
-                     const head_names& names) {
-    const auto n_rot = model.integer(names.rope);
+// `n_rot`: what the file says, or llama.cpp takes instead.
+void check_head_size(const hyperparameters& model, std::int64_t head_size, const head_names& names,
+                     std::optional<std::int64_t> n_rot) {
     if (n_rot == 0 && is_one_of(model.arch(), unrotated_archs)) return;
     if (n_rot && (*n_rot <= 0 || *n_rot > head_size || *n_rot % 2 != 0)) {
-        model.fail(names.rope, "is ", *n_rot, ", an even number of 2..", head_size,
-                   ", the size of a head, is needed", convert_again);
+        model.fail(names.rope, model.find(names.rope) ? "is " : "is missing, which makes it ",
+                   *n_rot, ", an even number of 2..", head_size, ", the size of a head, is needed",
+                   convert_again);
     }
 }
 
@@ -287,9 +288,9 @@ void check_heads(const hyperparameters& model, std::span<const gguf_tensor> tens
         const auto n_head = model.integer("attention.head_count", i).value_or(0);
         const auto n_head_kv = model.integer("attention.head_count_kv", i).value_or(n_head);
         const auto layer = " in layer " + std::to_string(i);
-        if (attends[i] && !is_recurrent[i] && n_head == 0) {
-            model.fail("attention.head_count", "is 0", layer,
-                       ", which has attention; 1 or more are needed", convert_again);
+        if (attends[i] && !is_recurrent[i] && (n_head == 0 || n_head_kv == 0)) {
+            model.fail(n_head == 0 ? "attention.head_count" : "attention.head_count_kv", "is 0",
+                       layer, ", which has attention; 1 or more are needed", convert_again);
         }
         if (n_head_kv > 0 && n_head % n_head_kv != 0) {
             model.fail("attention.head_count_kv", "is ", n_head_kv, layer,
@@ -303,8 +304,12 @@ void check_heads(const hyperparameters& model, std::span<const gguf_tensor> tens
         model.fail("attention.head_count", "is ", n_head_first, " with embedding_length ", n_embd,
                    "; a head of 1 or more values is needed", convert_again);
     }
-    check_head_size(model, head_size, full_names);
-    check_head_size(model, model.integer(swa_names.key_length).value_or(head_size), swa_names);
+    const auto n_rot = model.integer(full_names.rope);
+    check_head_size(model, head_size, full_names, n_rot);
+    const auto of_window = model.integer(swa_names.key_length);
+    auto n_rot_of_window = model.integer(swa_names.rope);
+    if (of_window && !n_rot_of_window) n_rot_of_window = n_rot.value_or(head_size);
+    check_head_size(model, of_window.value_or(head_size), swa_names, n_rot_of_window);
     check_rope_sections(model, head_size);
 }
 

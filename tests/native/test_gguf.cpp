@@ -160,6 +160,7 @@ TEST_CASE("gguf: numbers that llama.cpp divides by or that have no meaning are r
     with("llama.rope.dimension_count", 6u, {"is 6", "2..4"});
     with("llama.rope.dimension_count", 3u, {"is 3", "even"});
     with("llama.rope.dimension_count", 0u, {"is 0", "even"});
+    with("llama.attention.key_length_swa", 2u, {"dimension_count_swa is missing", "4", "2..2"});
     with("llama.expert_count", 1025u, {"1025", "1024"});
     with("llama.expert_used_count", 1u, {"1 of 0 experts"});
     with("llama.vocab_size", 0xffffffffu, {"llama.vocab_size is 4294967295"});
@@ -255,7 +256,9 @@ TEST_CASE("gguf: layers without attention may have no heads") {
     file.numbers("llama.attention.head_count_kv", t_i32, std::vector<std::int32_t>{1, 0});
     CHECK(refusal_of([&] { check_model(file); }) == "");
     add_tensor(file, "blk.1.attn_q.weight", {8, 8});
-    CHECK(has(refusal_of([&] { check_model(file); }), "is 0 in layer 1"));
+    CHECK(has(refusal_of([&] { check_model(file); }), "head_count is 0 in layer 1"));
+    file.numbers("llama.attention.head_count", t_u32, std::vector<std::uint32_t>{2, 2});
+    CHECK(has(refusal_of([&] { check_model(file); }), "head_count_kv is 0 in layer 1"));
     add_tensor(file, "blk.1.ssm_a", {8});  // recurrent, with a tensor of the same name
     CHECK(refusal_of([&] { check_model(file); }) == "");
 }
