@@ -144,8 +144,8 @@ std::string model::predictor_obstacle() const {
     }
 }
 
-// The graph of llama-embed, layers of Llama that see both sides, has no cache either; llama.cpp gives
-// it one all the same, of which it never learns.
+// llama-embed, a Llama that attends to both sides, is one as well: llama.cpp gives it a cache, which
+// its graph does not use.
 bool model::is_encoder() const {
     return llama_model_has_encoder(get()) || get()->arch == LLM_ARCH_LLAMA_EMBED;
 }

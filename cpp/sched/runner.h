@@ -66,8 +66,8 @@ public:
     virtual std::size_t n_untold(slot_id /*slot*/, std::size_t /*n_tokens*/) { return 0; }
     // Whether it is one: what it holds of guessed tokens was made of states of its own.
     virtual bool needs_states() const { return false; }
-    // How many layers predict, each a token further than the one before it and with keys and values
-    // of its own; 1: the same guesses any number of tokens.
+    // How many layers predict: each guesses one token further than the one before it, with keys and
+    // values of its own. A single one guesses any number of tokens.
     virtual int n_predicting() const { return 1; }
     // Which of them computes the steps from here on.
     virtual void predict_with(int /*i_layer*/) {}

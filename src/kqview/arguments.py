@@ -4,7 +4,6 @@ import math
 import operator
 import os
 from collections.abc import Iterable, Sequence
-from itertools import islice
 from numbers import Real
 from pathlib import Path
 from typing import Any, Final, cast, get_args
@@ -149,7 +148,7 @@ def to_pair(value: object) -> tuple[object, object] | None:
         value = cast("Any", value).tolist()  # a number if it has no dimensions
     if isinstance(value, str | bytes) or not isinstance(value, Sequence):
         return None
-    items: list[object] = list(islice(cast("Iterable[object]", value), 3))
+    items = cast("Sequence[object]", value)
     return (items[0], items[1]) if len(items) == 2 else None
 
 

@@ -365,7 +365,7 @@ def _bound(schema: dict[str, Any]) -> None:
 
 
 def _forget(schema: dict[str, Any]) -> None:
-    """Leave out what forbids nothing and llguidance refuses: to JSON Schema, most formats."""
+    """Leave out what forbids nothing in JSON Schema, but which llguidance refuses."""
     if isinstance(named := schema.get("format"), str) and named not in _FORMATS:
         del schema["format"]
     if schema.get("uniqueItems") is False:

@@ -363,13 +363,13 @@ def packed(event: Struct, *, packs: bool) -> bytes | str:
 class PlainEvents:
     """``{"token": text, "finish_reason": null}``, and the reason in an event of its own at the end.
 
-    Text that may begin a stop sequence is held back until that is clear, because what its last
-    token has behind it is not shown. The last event also says what the server left out of the
-    request.
+    Text that may begin a stop sequence is held back until that is clear: nothing behind the
+    sequence is shown, even within its last token. The last event also says what the server left out
+    of the request.
     """
 
     def __init__(self, stops: Sequence[str], ignored: Sequence[str] = (), *, trims: bool) -> None:
-        """Stop at *stops*, not shown if *trims*. The end tells of *ignored*."""
+        """End before *stops* if *trims*, else behind them. The end tells of *ignored*."""
         self._shown = ShownText(stops)
         self._ignored = ignored
         self._trims = trims

@@ -405,7 +405,7 @@ _CLAMPED: Final = {
 _LACKING: Final = (("adaptive_target", 0), ("n_indent", 1))  # what is not here, and from what on
 _CONSTRAINTS: Final = frozenset({"grammar", "json_schema", "regex"})  # at most one may be given
 N_SEEDS: Final = 2**32 - 1
-"""llama.cpp has no more."""
+"""Of llama.cpp, from 0 on."""
 _ID: Final = re.compile("-?[0-9]+")
 _ID_DIGITS: Final = 20  # more than any id has: longer numbers are slow to read
 
