@@ -144,7 +144,7 @@ std::string model::predictor_obstacle() const {
     }
 }
 
-// llama-embed, a Llama that attends to both sides, is one as well: llama.cpp gives it a cache, which
+// llama-embed, a Llama that attends to both sides, is one as well: llama.cpp gives it a cache that
 // its graph does not use.
 bool model::is_encoder() const {
     return llama_model_has_encoder(get()) || get()->arch == LLM_ARCH_LLAMA_EMBED;
