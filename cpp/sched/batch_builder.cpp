@@ -163,11 +163,15 @@ void batch_builder::plan_cohort(std::size_t first) {
     const auto n_step = static_cast<std::size_t>(is_shared_step(slots_, slots_[first])
                                                      ? costs_.n_between(model_.n_chunk())
                                                      : model_.n_chunk());
-    auto n_least = n_left(slots_[first]);
-    auto n_sum = n_least;
+    // What cuts the prompt of one cuts the step of all: their chunks are equal.
+    const auto n_next = [&](const slot& one) {
+        return std::min(n_left(one), static_cast<std::size_t>(one.n_to_cut()));
+    };
+    auto n_least = n_next(slots_[first]);
+    auto n_sum = n_left(slots_[first]);
     for (auto i = first + 1; i < slots_.size() && may_share(slots_[i]); ++i) {
         n_sum += n_left(slots_[i]);
-        n_least = std::min(n_least, n_left(slots_[i]));
+        n_least = std::min(n_least, n_next(slots_[i]));
         const bool is_worth = n_step / (i + 1 - first) >= std::min(n_least, n_each_min);
         if (slots_[i].cache.lora() != slots_[first].cache.lora() || n_sum > n_cohort_tokens ||
             !is_worth) {

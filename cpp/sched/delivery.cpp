@@ -111,6 +111,7 @@ std::size_t delivery::revise(const request& of, request_progress& progress, pass
     text.resize(n_kept);
     text.insert(text.end(), ids.begin(), ids.end());
     const auto n_evaluated = std::min(n_kept, std::max<std::size_t>(1, text.size()) - 1);
+    progress.n_as_saved = std::min(progress.n_as_saved, n_evaluated);
     progress.edits.cut(n_evaluated);
     progress.edits.put(n_evaluated, answer.edits);
     if (!answer.end && n_left(of, progress, text.size()) == 0) answer.end = finish_reason::length;

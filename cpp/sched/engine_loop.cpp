@@ -416,7 +416,7 @@ void engine_loop::park(slot& target) {
     auto progress = slots_.vacate(target);
     of->waits_since = clock::now();
     // Half of what it runs ahead: its text is evaluated again, which is not worth it for one token.
-    parked_.add({of, std::move(progress), (n_ahead + 1) / 2, of->box->n_bytes_ahead()});
+    parked_.add({of, std::move(progress), n_ahead / 2 + n_ahead % 2, of->box->n_bytes_ahead()});
     ++counters_.n_parkings;
 }
 

@@ -19,7 +19,8 @@ std::uint64_t key_of(token_id before, token_id last) {
 }  // namespace
 
 double hit_rate::n_expected(std::size_t n) const {
-    const double rate = n_true_ / n_seen_;  // below 1
+    // Where none is false for long, rounding makes it 1.
+    const double rate = std::min(n_true_ / n_seen_, 0.999);
     return rate * (1 - std::pow(rate, static_cast<double>(n))) / (1 - rate);
 }
 

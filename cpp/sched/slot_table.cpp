@@ -437,7 +437,8 @@ bool slot_table::keep_cells(slot& target, std::size_t n_bytes_max) {
     const auto& active = *target.active;
     const bool is_reproducible = target.last.n_discarded == 0 && cache.n_exact() >= cache.size() &&
                                  cache.edits().n_agreeing(target.edits) >= cache.size() &&
-                                 !(active.is_alone && active.is_steered);
+                                 !(active.is_alone &&
+                                   (active.is_steered || active.n_prompt_rows > 0));
     target.cells.clear();
     if (is_reproducible || cache.size() == 0) return true;
     try {
@@ -447,6 +448,7 @@ bool slot_table::keep_cells(slot& target, std::size_t n_bytes_max) {
             cells.resize(cache.save(cells));
             target.cells.swap(cells);
             target.n_exact = cache.n_exact();
+            target.n_as_saved = all_exact;
             target.edited = cache.edits().runs();
             return true;
         }
@@ -512,7 +514,7 @@ void slot_table::take_over_text(slot& target) {
     // The last token's logits are wanted, and the rows of the last ones.
     const auto n_wanted = static_cast<std::size_t>(std::max(1, target.n_prompt_rows));
     const auto n_most = active.cache_prompt || !cells.empty() ? ids.size() - n_wanted : 0;
-    const auto n_exact = cells.empty() ? cache.n_exact() : all_exact;
+    const auto n_exact = cells.empty() ? cache.n_exact() : target.n_as_saved;
     cache.truncate(std::min({common_prefix(cache.tokens(), ids), n_most, n_exact}));
     plan_cuts(target);
     target.active->slot.store(target.id());

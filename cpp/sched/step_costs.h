@@ -36,7 +36,7 @@ public:
         // Not known before both kinds of step were seen.
         const double n =
             prompt_token_ > seconds{} && text_step_ > seconds{} ? budget / prompt_token_ : n_most;
-        if (max_gap_ > seconds{}) return std::clamp(static_cast<int>(n), 1, n_chunk);
+        if (max_gap_ > seconds{}) return static_cast<int>(std::clamp<double>(n, 1, n_chunk));
         return std::min(n_chunk, static_cast<int>(std::clamp<double>(n, n_least, n_most)));
     }
 

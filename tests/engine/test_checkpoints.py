@@ -524,6 +524,27 @@ def test_prompt_rows_of_windows_are_those_of_the_full_cache(
 
 
 @pytest.mark.needs("host layers")
+def test_prompts_in_one_step_are_cut_together(make_engine: MakeEngine, windows: Path) -> None:
+    options: dict[str, Any] = {"swa_full": False, "n_ubatch": 128, **EXACT, "n_ctx": 2048}
+    engine = make_engine(windows, n_slots=2, **options)
+    alone = make_engine(windows, **options)
+    # Where a message ends the first one's step does; the second one has no such place.
+    prompts = [[i % 200 for i in range(1000)], [(7 * i + 3) % 200 for i in range(1000)]]
+    prompts[0][900] = tiny_gguf.IM_END
+    edits = [
+        Edit.add(np.full(engine.model.n_embd, 0.01), layers=[0]),
+        Edit.scale_heads({(1, 0): 0}),
+    ]
+    for some in (edits[:1], edits):
+        want = [list(alone.generate(one, edits=some, max_tokens=2, **GREEDY)) for one in prompts]
+        running = [engine.generate(one, edits=some, max_tokens=2, **GREEDY) for one in prompts]
+        for one, tokens in zip(running, want, strict=True):
+            assert [token.id for token in one] == [token.id for token in tokens]
+        for slot in (*engine.slots, *alone.slots):
+            slot.clear()
+
+
+@pytest.mark.needs("host layers")
 def test_attention_of_windows_is_edited_in_the_full_cache_alone(
     make_engine: MakeEngine, windows: Path
 ) -> None:

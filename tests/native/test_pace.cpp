@@ -81,6 +81,7 @@ TEST_CASE("pace: a gap that was asked for decides alone") {
     CHECK(learnt(step_costs(gap), 40ms, 1ms).n_between(512) == 60);
     CHECK(learnt(step_costs(gap), 40ms, 100us).n_between(512) == 512);
     CHECK(learnt(step_costs(gap), 120ms, 1ms).n_between(512) == 1);
+    CHECK(learnt(step_costs(step_costs::seconds(1e12)), 40ms, 1ms).n_between(512) == 512);
 }
 
 TEST_CASE("pace: a prompt beside a text comes in pieces, alone in whole steps") {

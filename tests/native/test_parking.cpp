@@ -211,6 +211,29 @@ TEST_CASE("parking: deterministic text is evaluated again in the steps that it h
     engine.cancel(wanted);
 }
 
+TEST_CASE("parking: deterministic text behind rows of its prompt goes on from its own cells") {
+    test_engine engine({.n_slots = 1, .n_chunk = 8});
+    const auto prompt = make_prompt(1, 20);
+    const auto wanted = engine.submit(prompt, 10, [](request& r) {
+        r.is_alone = true;
+        r.cache_prompt = false;
+        r.run_ahead = 2;
+        r.capture = make_plan();
+        r.n_prompt_rows = 20;
+    });
+    consumer taker(wanted);
+    while (!taker.take_item().token) {
+    }
+    consumer(engine.submit(make_prompt(90, 4), 2)).rest();
+    REQUIRE(engine.sched->n_parked() == 1);
+    const auto n_before = engine.model->decodes().size();
+    CHECK(taker.take(4) == generated(prompt, 1, 4));
+    const auto decodes = engine.model->decodes();
+    REQUIRE(decodes.size() > n_before);
+    for (auto i = n_before; i < decodes.size(); ++i) CHECK(decodes[i].size() == 1);
+    engine.cancel(wanted);
+}
+
 // ---- who is parked, and for whom
 
 TEST_CASE("parking: nobody leaves its slot to a request whose consumer does not wait") {
