@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Sequence
 from numbers import Real
 from pathlib import Path
-from typing import Any, Final, cast, get_args
+from typing import Any, Final, TypeGuard, cast, get_args
 
 import numpy as np
 
@@ -85,9 +85,9 @@ def seconds(name: str, value: object, low: float = 0.0, high: float = math.inf) 
 
 def checked_ids(name: str, ids: object, error: type[RequestError] = InvalidToken) -> list[int]:
     """*ids* as ints that fit the core, which checks them against the vocabulary."""
-    if isinstance(ids, str | bytes) or not isinstance(ids, Iterable):
+    if not is_iterable(ids):
         raise invalid(name, "a sequence of token ids", type(ids).__name__, error)
-    given = list(cast("Iterable[object]", ids))
+    given = list(ids)
     if set(map(type, given)) == {int}:  # as usual, and fast
         plain = cast("list[int]", given)
         if min(plain) >= 0 and max(plain) <= INT32_MAX:
@@ -117,6 +117,15 @@ def flag(name: str, value: object, error: type[RequestError] = RequestError) -> 
     if not isinstance(value, bool | np.bool_):
         raise invalid(name, "True or False", shown(value), error)
     return bool(cast("bool", value))
+
+
+def is_iterable(value: object) -> TypeGuard[Iterable[object]]:
+    """Whether it has items and is no text; an array without dimensions only looks as if it had."""
+    return (
+        isinstance(value, Iterable)
+        and not isinstance(value, str | bytes)
+        and getattr(cast("object", value), "ndim", 1) != 0
+    )
 
 
 def to_index(value: object) -> int | None:

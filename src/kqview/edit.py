@@ -22,7 +22,15 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from kqview import _core
-from kqview.arguments import INT32_MAX, choice, to_index, to_number, to_pair, to_path
+from kqview.arguments import (
+    INT32_MAX,
+    choice,
+    is_iterable,
+    to_index,
+    to_number,
+    to_pair,
+    to_path,
+)  # fmt: skip
 from kqview.errors import InvalidEdit, shown
 
 MOST_EDITS: Final = 256
@@ -57,29 +65,31 @@ class EditTarget:
     n_prompt: int
     partial_layers: Sequence[int] = ()
 
-    def layer(self, name: str, given: int) -> int:
-        """*given* counted from 0; InvalidEdit if the model has no such layer."""
-        return _counted(given, self.n_layer, f"{name} has layer {given}, but the model has")
-
-    def attention_layer(self, name: str, given: int) -> int:
-        """As `layer`, of those with attention."""
-        layer = self.layer(name, given)
-        if layer not in self.n_heads:
-            known = ", ".join(map(str, self.n_heads)) or "none"
-            raise _invalid(
-                f"{name} has layer {given}, which has no attention; layers that have: {known}"
-            )
-        return layer
+    def layers(self, given: Sequence[int], *, have_attention: bool = False) -> list[int]:
+        """*given* counted from 0; InvalidEdit if the model has no such layers, or one is twice."""
+        n = self.n_layer
+        layers = [_counted(one, n, f"layers has layer {one}, but the model has") for one in given]
+        for one in layers if have_attention else ():
+            if one not in self.n_heads:
+                known = ", ".join(map(str, self.n_heads)) or "none"
+                raise _invalid(
+                    f"layers has layer {one}, which has no attention; layers that have: {known}"
+                )
+        return _different("layers", layers)
 
     def head(self, name: str, layer: int, given: int) -> int:
         """*given* counted from 0; InvalidEdit if the layer has no such head."""
         found = f"{name} has head {given} of layer {layer}, which has"
         return _counted(given, self.n_heads[layer], found)
 
-    def position(self, given: int) -> int:
-        """*given* counted from the start of the prompt; InvalidEdit if the prompt has no such."""
+    def positions(self, given: Sequence[int]) -> list[int]:
+        """*given* counted from the start of the prompt; InvalidEdit as of `layers`."""
         n = self.n_prompt
-        return _counted(given, n, f"positions has {given}, but the prompt has", " tokens")
+        found = (f"positions has {one}, but the prompt has" for one in given)
+        return _different(
+            "positions",
+            [_counted(one, n, what, " tokens") for one, what in zip(given, found, strict=True)],
+        )
 
 
 def _counted(given: int, n: int, found: str, what: str = "") -> int:
@@ -87,6 +97,13 @@ def _counted(given: int, n: int, found: str, what: str = "") -> int:
     if not -n <= given < n:
         raise _invalid(f"{found} {n}{what}; use -{n} to {n - 1}")
     return given % n
+
+
+def _different(name: str, found: list[Any]) -> list[Any]:
+    """*found*; InvalidEdit if one is there twice, such as once counted from the end."""
+    if len(set(found)) != len(found):
+        raise _invalid(f"{name} has one twice: {found}")
+    return found
 
 
 class Edit(ABC):
@@ -239,7 +256,7 @@ class Edit(ABC):
                 f"log_factor must be a number from -{LOG_FACTOR_MAX:g} to {LOG_FACTOR_MAX:g}, got "
                 f"{shown(log_factor)}"
             )
-        if isinstance(spans, str) or not _is_iterable(spans):
+        if not is_iterable(spans):
             raise _invalid(f"spans must be ranges such as [(0, 25)], got {shown(spans)}")
         given = islice(spans, MOST_SPANS + 1)
         pairs = sorted(_span("a range of spans", one) for one in given)
@@ -351,19 +368,18 @@ class _Residual(Edit):
         return self.positions is not None
 
     def write(self, plan: _core.EditPlan, target: EditTarget) -> tuple[object, int]:
-        layers = [target.layer("layers", one) for one in self.layers]
+        layers = target.layers(self.layers)
         n_rows, n_embd = self.rows.shape
         if n_embd != target.n_embd:
             raise _invalid(
                 f"a vector has {n_embd} values, but the model's residual stream {target.n_embd}"
             )
         rows, positions = self.rows, list[int]()
+        given = positions  # in the order of the rows
         if self.positions is not None:
-            positions = [target.position(one) for one in self.positions]
-            if len(set(positions)) != len(positions):
-                raise _invalid(f"positions has a token twice: {list(self.positions)}")
-            order = sorted(range(len(positions)), key=positions.__getitem__)
-            positions = [positions[i] for i in order]
+            given = target.positions(self.positions)
+            order = sorted(range(len(given)), key=given.__getitem__)
+            positions = [given[i] for i in order]
             if self.replaces and n_rows > 1:
                 rows = np.ascontiguousarray(rows[order])
         if self.replaces or n_rows == 1:
@@ -371,7 +387,7 @@ class _Residual(Edit):
         else:
             for layer, row in zip(layers, rows, strict=True):
                 plan.edit_outputs([layer], row, positions, False)
-        what = ("set" if self.replaces else "add", layers, positions, rows.shape, self._digest)
+        what = ("set" if self.replaces else "add", layers, given, rows.shape, self._digest)
         return what, min(positions, default=0)
 
 
@@ -380,13 +396,13 @@ class _Heads(Edit):
     factors: tuple[tuple[tuple[int, int], float], ...]
 
     def write(self, plan: _core.EditPlan, target: EditTarget) -> tuple[object, int]:
-        found: list[tuple[int, int, float]] = []
+        heads: list[tuple[int, int]] = []
         for (given_layer, given_head), factor in self.factors:
-            layer = target.attention_layer("factors", given_layer)
-            head = target.head("factors", layer, given_head)
-            plan.scale_head(layer, head, factor)
-            found.append((layer, head, factor))
-        return ("scale_heads", found), 0
+            [layer] = target.layers([given_layer], have_attention=True)
+            heads.append((layer, target.head("factors", layer, given_head)))
+            plan.scale_head(*heads[-1], factor)
+        _different("factors", heads)
+        return ("scale_heads", heads, [factor for _, factor in self.factors]), 0
 
 
 @dataclass(frozen=True)
@@ -408,8 +424,8 @@ class _Bias(Edit):
                     f"a range of {name} starts at {start}, but the prompt has {target.n_prompt} "
                     f"tokens; start at 0 to {target.n_prompt - 1}"
                 )
-        layers = list(target.n_heads) if self.layers is None else list(self.layers)
-        layers = [target.attention_layer("layers", one) for one in layers]
+        layers = list(target.n_heads) if self.layers is None else self.layers
+        layers = target.layers(layers, have_attention=True)
         if refused := [one for one in target.partial_layers if one in layers]:
             raise _invalid(
                 f"attention of layers {', '.join(map(str, refused))} cannot be edited: they have "
@@ -421,7 +437,10 @@ class _Bias(Edit):
             plan.bias_scores(self.queries, self.keys, self.bias, named, [])
             heads = []
         else:
-            heads = [[target.head("heads", layer, one) for one in self.heads] for layer in layers]
+            heads = [
+                _different("heads", [target.head("heads", layer, one) for one in self.heads])
+                for layer in layers
+            ]
             for layer, of_layer in zip(layers, heads, strict=True):
                 plan.bias_scores(self.queries, self.keys, self.bias, [layer], of_layer)
         what = ("bias", self.queries, self.keys, self.bias, layers, heads)
@@ -436,7 +455,7 @@ class _Hook(Edit):
     limit_s: float
 
     def write(self, plan: _core.EditPlan, target: EditTarget) -> tuple[object, int]:
-        layers = [target.layer("layers", one) for one in self.layers]
+        layers = target.layers(self.layers)
         channel = plan.hook(layers, self.at, self.limit_s)
         # The channel is closed when the plan and the request are gone.
         threading.Thread(
@@ -471,14 +490,14 @@ def _answer(channel: "_core.HookChannel", fn: Callable[[NDArray[np.float32]], An
 class HeadRecord(Edit):
     """Changes nothing, and keeps what heads give out, for `kqview.patch`."""
 
-    def __init__(self, layers: Sequence[int]) -> None:
-        self._layers = list(layers)
+    def __init__(self, layers: Iterable[int]) -> None:
+        self.layers: Sequence[int] = _indices("layers", layers)
         self.record: _core.HeadRecord | None = None
 
     def write(self, plan: _core.EditPlan, target: EditTarget) -> tuple[object, int]:
         """As of Edit. Nothing comes from a cache, whose heads gave out their values before."""
-        layers = [target.attention_layer("layers", one) for one in self._layers]
-        self.record = plan.record_heads(layers)
+        self.layers = target.layers(self.layers, have_attention=True)
+        self.record = plan.record_heads(self.layers)
         return ("record", uuid.uuid4().hex), 0
 
 
@@ -489,14 +508,16 @@ class SetHead(Edit):
         layer: Layer of the head, counted from 0.
         head: The head, counted from 0.
         values: Float32 ``(n_tokens, n_values)``.
-        positions: Which of the tokens; ascending.
+        positions: Which of the tokens, negative ones counted from the last; None for all.
     """
 
     def __init__(
-        self, layer: int, head: int, values: NDArray[np.float32], positions: Sequence[int]
+        self, layer: int, head: int, values: NDArray[np.float32], positions: Iterable[int] | None
     ) -> None:
-        self._layer, self._head, self._positions = layer, head, list(positions)
-        self._values = np.ascontiguousarray(values[self._positions]).ravel()
+        self._layer, self._head, self._values = layer, head, values
+        self._positions = (
+            range(len(values)) if positions is None else _indices("positions", positions)
+        )
 
     @property
     def has_places(self) -> bool:
@@ -505,9 +526,11 @@ class SetHead(Edit):
 
     def write(self, plan: _core.EditPlan, target: EditTarget) -> tuple[object, int]:
         """As of Edit."""
-        plan.set_head(self._layer, self._head, self._values, self._positions)
-        digest = hashlib.sha256(self._values.tobytes()).hexdigest()
-        return ("set_head", self._layer, self._head, self._positions, digest), self._positions[0]
+        positions = sorted(target.positions(self._positions))
+        values = np.ascontiguousarray(self._values[positions]).ravel()
+        plan.set_head(self._layer, self._head, values, positions)
+        digest = hashlib.sha256(values.tobytes()).hexdigest()
+        return ("set_head", self._layer, self._head, positions, digest), positions[0]
 
 
 def listed(edits: object) -> list[Edit]:
@@ -550,12 +573,10 @@ def _invalid(message: str) -> InvalidEdit:
 
 
 def _indices(name: str, values: object) -> tuple[int, ...]:
-    if isinstance(values, str | bytes) or not _is_iterable(values):
-        raise _invalid(
-            f"{name} must be whole numbers such as [0, 1], got {shown(cast('object', values))}"
-        )
+    if not is_iterable(values):
+        raise _invalid(f"{name} must be whole numbers such as [0, 1], got {shown(values)}")
     found: list[int] = []
-    given = list(islice(cast("Iterable[object]", values), MOST_INDICES + 1))
+    given = list(islice(values, MOST_INDICES + 1))
     for value in given[:MOST_INDICES]:
         index = to_index(value)
         if index is None or not -INT32_MAX <= index <= INT32_MAX:
@@ -564,11 +585,6 @@ def _indices(name: str, values: object) -> tuple[int, ...]:
     if not found or len(set(found)) != len(given):
         raise _invalid(f"{name} must be 1 to {MOST_INDICES} different indices, got {shown(given)}")
     return tuple(found)
-
-
-def _is_iterable(value: object) -> bool:
-    """Whether it is; an array without dimensions only looks so."""
-    return isinstance(value, Iterable) and not (isinstance(value, np.ndarray) and value.ndim == 0)
 
 
 def _some(name: str, values: object) -> tuple[int, ...] | None:

@@ -9,7 +9,7 @@ time, however long a text is.
 
 from asyncio import to_thread
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -18,7 +18,7 @@ from typing import Any, Final, Generic, TypedDict, TypeVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from kqview.arguments import encode, invalid, to_index, whole_number
+from kqview.arguments import encode, invalid, is_iterable, to_index, whole_number
 from kqview.edit import Edit
 from kqview.errors import InternalError, RequestError, UnsupportedModel
 from kqview.generation.stream import Generation
@@ -292,9 +292,9 @@ def _items_of(texts: object) -> tuple[bool, list[Any]]:
     if isinstance(texts, str):
         return True, [texts]
     kind = type(texts).__name__
-    if isinstance(texts, bytes | dict) or not isinstance(texts, Iterable):
+    if isinstance(texts, dict) or not is_iterable(texts):
         raise invalid("texts", "a str, a sequence of token ids, or a list of these", kind)
-    items: list[Any] = list(cast("Iterable[Any]", texts))
+    items: list[Any] = list(texts)
     if not items:
         return False, []
     is_ids = isinstance(items[0], bool) or to_index(items[0]) is not None

@@ -217,13 +217,14 @@ class Submission:
             capture = Capture.of(capture)
         if steering is not None:
             check_capture(steering.mods, capture)
+        moves = flag("context_shift", given["context_shift"]) or given["reuse"] == "shift"
         request = self.request(
             ids,
             request_id=given["request_id"],
             priority=given["priority"],
             lora=given["lora"],
             edits=given["edits"],
-            moves=given["context_shift"] is True or given["reuse"] == "shift",
+            moves=moves,
             capture=capture,
             n_prompt_rows=len(ids) if capture and capture.prompt else 0,
         )
@@ -245,7 +246,10 @@ class Submission:
         if any(given[name] is not GENERATE_DEFAULTS[name] for name in _REUSE):  # the core's own
             self._set_reuse(request, given, len(ids))
         if steering is not None:
-            return self._steer(request, steering, ids, sampling, given["request_id"], capture)
+            edits = listed(given["edits"])
+            return self._steer(
+                request, steering, ids, sampling, given["request_id"], capture, edits, moves=moves
+            )
         return self.submit(
             "generate",
             request,
@@ -588,6 +592,9 @@ class Submission:
         sampling: Sampling,
         request_id: str | None,
         capture: Capture | None,
+        given_edits: list[Edit],
+        *,
+        moves: bool,
     ) -> Generation:
         """Make a request that is queued at its first iteration.
 
@@ -615,11 +622,19 @@ class Submission:
         plain = self._source(None, request_id, request, prompt, capture, sampling.stop)
         text = plain.transcript.text
 
+        plan_edits = partial(self._plan_of, moves=moves)
+
         def submit(
             ids: list[int], max_tokens: int, edits: _core.EditPlan | None
         ) -> _core.Generation:
             request.prompt = ids
             request.max_tokens = max_tokens
+            if len(ids) != len(prompt):  # what counts from the end of the prompt does so anew
+                if edits is None and any(one.has_places for one in given_edits):
+                    edits = plan_edits(given_edits, len(ids))
+                if request.n_keep == len(prompt):
+                    request.n_keep = plain.transcript.n_keep = len(ids)
+                    request.n_discard = min(request.n_discard, self.core.n_ctx - len(ids))
             if edits is not None:
                 request.set_edits(self.core, edits)
             if request.n_prompt_rows:
@@ -642,7 +657,7 @@ class Submission:
             stopping=steering.stopping,
             forcing=steering.forcing,
             check_prompt=lambda given: self.check_prompt("tokens of AdjustedPrefill", given),
-            plan_edits=lambda edits, n: self._plan_of(edits, n, moves=request.n_discard > 0),
+            plan_edits=plan_edits,
             detokenize=self.vocabulary.text_of,
             is_end={self.info.eos_token_id, self.info.eot_token_id}.__contains__,
             attention=partial(

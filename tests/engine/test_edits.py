@@ -340,6 +340,14 @@ def test_what_a_cache_gives_equals_a_fresh_evaluation(make_engine: MakeEngine, m
         assert error_of(model, prompt, tokens, case) <= 1e-5
 
 
+def test_states_in_another_order_are_another_edit(make_engine: MakeEngine, model: Path) -> None:
+    engine, prompt = make_engine(model, **EXACT), random_ids(40)
+    states = np.stack([vector(1), vector(2)])
+    assert cached(engine, prompt, edits=Edit.set(states, 0, [3, 5])) == 0
+    assert cached(engine, prompt, edits=Edit.set(states, 0, [3, 5])) == 39
+    assert cached(engine, prompt, edits=Edit.set(states, 0, [5, 3])) == 3
+
+
 def test_a_copy_of_another_slot_has_the_same_edits(make_engine: MakeEngine, model: Path) -> None:
     engine = make_engine(model, n_slots=2, **EXACT)
     prompt, edit = random_ids(80), Edit.scale_heads({(0, 0): 0.5})
@@ -641,6 +649,11 @@ def test_a_direction_is_that_of_the_states_of_last_tokens(
             first = directions[:, np.argmax(values)]
             want[i] = first * (first @ of_layer.mean(0))
     np.testing.assert_allclose(found.directions, want, rtol=1e-3, atol=1e-4)
+    last = kqview.vector(engine, positive, negative, layers=[-1], method=method)
+    assert last.layers == (N_LAYER - 1,)
+    for layers in ([N_LAYER], 2, []):
+        with pytest.raises(errors.InvalidCapture, match=r"hidden|layers"):
+            kqview.vector(engine, positive, negative, layers=layers)  # type: ignore[arg-type]
 
 
 def test_patching_all_positions_equals_the_reference(make_engine: MakeEngine, model: Path) -> None:
@@ -667,6 +680,20 @@ def test_patching_all_positions_equals_the_reference(make_engine: MakeEngine, mo
         kqview.patch(engine, clean, corrupted[1:], (5, 9))
     with pytest.raises(errors.RequestError, match="both prompts"):
         kqview.patch(engine, clean, clean, (5, 9))
+    again = kqview.patch(engine, clean, corrupted, (5, 9), layers=[-1], positions=[-1])
+    np.testing.assert_allclose(again, last, atol=1e-4)
+    for options, says in (
+        ({"metric": (5, 10**6)}, "a token of metric"),
+        ({"metric": (5, -1)}, "a token of metric"),
+        ({"metric": (5,)}, "metric must be"),
+        ({"metric": 5}, "metric must be"),
+        ({"layers": []}, "layers must be"),
+        ({"layers": [N_LAYER]}, "layer 3"),
+        ({"positions": []}, "positions must be"),
+        ({"positions": [12]}, "positions has 12"),
+    ):
+        with pytest.raises(errors.RequestError, match=says):
+            kqview.patch(engine, clean, corrupted, **{"metric": (5, 9), **options})  # type: ignore[arg-type]
 
 
 def test_no_record_takes_cells_that_were_computed_for_another() -> None:
@@ -832,7 +859,11 @@ def test_arguments_of_any_kind_are_refused_or_taken(name: str) -> None:
         (Edit.add([1.0], 0), "1 values, but the model's residual stream 128"),
         (Edit.add(vector(1), 3), "layer 3, but the model has 3"),
         (Edit.add(vector(1), 0, positions=[10]), "positions has 10, but the prompt has 10"),
-        (Edit.add(vector(1), 0, positions=[1, -9]), "twice"),
+        (Edit.add(vector(1), 0, positions=[1, -9]), "positions has one twice"),
+        (Edit.add(vector(1), [2, -1]), "layers has one twice"),
+        (Edit.scale_heads({(2, 0): 0.5, (-1, 0): 0.5}), "factors has one twice"),
+        (Edit.attention_bias([(0, 2)], 1.0, layers=[0, -3]), "layers has one twice"),
+        (Edit.attention_bias([(0, 2)], 1.0, layers=[0], heads=[3, -1]), "heads has one twice"),
         (Edit.scale_heads({(0, 4): 0.0}), "head 4 of layer 0, which has 4"),
         (Edit.scale_heads({(-4, 0): 0.0}), "layer -4"),
         (Edit.attention_bias([(10, 12)], 1.0), "starts at 10, but the prompt has 10"),
@@ -863,6 +894,8 @@ def test_positions_that_move_are_refused(make_engine: MakeEngine, model: Path) -
                 **options,  # type: ignore[list-item]
             )
         run(engine, prompt, 2, edits=CASES["add"].edits, **options)
+    with pytest.raises(errors.InvalidEdit, match="names positions"):
+        engine.generate(prompt, edits=CASES["bias"].edits, context_shift=np.True_)
 
 
 # ---- what it is for

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from kqview import Capture, Engine, errors, mod
+from kqview import Capture, Edit, Engine, errors, mod
 from kqview.mods import (
     ActionBuilder,
     Added,
@@ -397,6 +397,21 @@ def test_adjusted_prefill_is_the_prompt(engine: Engine):
     assert generation.tokens == plain
     assert generation.usage.prompt_tokens == 7
     assert generation.trace.request.user_prompt_token_ids == other
+
+
+def test_what_counts_from_the_end_of_the_prompt_is_of_the_adjusted_one(engine: Engine):
+    longer = [*random_ids(9, seed=3), *PROMPT]
+    adjust = mod(
+        lambda event, actions: (
+            actions.adjust_prefill(longer) if isinstance(event, Prefilled) else None
+        )
+    )
+    edit = Edit.add(np.full(engine.model.n_embd, 0.5), 0, positions=[-1])
+    adjusted = generate(engine, adjust, edits=[edit])
+    want = list(engine.generate(longer, max_tokens=len(adjusted.tokens), edits=[edit], **GREEDY))
+    assert adjusted.tokens == [token.id for token in want]
+    shifted = list(start(engine, adjust, context_shift=True, n_keep=-1, max_tokens=engine.n_ctx))
+    assert shifted[-1].discarded.start == len(longer)
 
 
 def test_array_of_the_prompts_rows_is_that_of_the_adjusted_prompt(tiny_llama: Path):

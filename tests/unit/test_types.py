@@ -172,6 +172,8 @@ def test_sampling_keeps_a_schema_as_text():
         ("layers", [True]),
         ("layers", "0,1"),
         ("layers", 3),
+        ("layers", np.array(3)),
+        ("spans", np.array(3)),
         ("heads", [0.5]),
         ("hidden", [2, 2]),
         ("top_k", 0),

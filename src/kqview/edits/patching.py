@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from kqview.arguments import invalid, to_pair, whole_number
 from kqview.edit import Edit, HeadRecord, SetHead
 from kqview.errors import RequestError, shown
 from kqview.types import Capture
@@ -51,10 +52,10 @@ def patch(
 
     Raises:
         RequestError: The prompts differ in length, their metrics do not differ, or a token of
-            *metric* is not one.
+            *metric* is not one. InvalidEdit for layers or positions that are not there.
         KqviewError: As of `Engine.generate`.
     """
-    measure = metric if callable(metric) else _difference(engine, *metric)
+    measure = metric if callable(metric) else _difference(engine, metric)
     ids, others = (
         engine.tokenize(one) if isinstance(one, str) else list(one) for one in (clean, corrupted)
     )
@@ -64,8 +65,7 @@ def patch(
             "each",
             parameter="corrupted",
         )
-    wanted = list(engine.model.attention_layers if layers is None else layers)
-    where = range(len(ids)) if positions is None else sorted(one % len(ids) for one in positions)
+    where = None if positions is None else list(positions)
 
     def started(prompt: list[int], edits: list[Edit]) -> "Generation":
         options: Any = {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True}
@@ -74,7 +74,7 @@ def patch(
     def measured(generation: "Generation") -> float:
         return float(measure(next(generation).logits))
 
-    heads = HeadRecord(wanted)
+    heads = HeadRecord(engine.model.attention_layers if layers is None else layers)
     at_clean = measured(started(ids, [heads]))
     record = cast("_core.HeadRecord", heads.record)
     at_corrupted = measured(started(others, []))
@@ -83,6 +83,7 @@ def patch(
             f"metric is {at_clean} for both prompts; choose one that tells them apart",
             parameter="metric",
         )
+    wanted = heads.layers
     n_heads = [record.n_heads(layer) for layer in wanted]
     waiting = deque((i, head) for i, n in enumerate(n_heads) for head in range(n))
     effects = np.full((len(wanted), max(n_heads)), np.nan)
@@ -98,13 +99,17 @@ def patch(
     return (effects - at_corrupted) / (at_clean - at_corrupted)
 
 
-def _difference(engine: "Engine", answer: str | int, other: str | int) -> Metric:
+def _difference(engine: "Engine", tokens: tuple[str | int, str | int]) -> Metric:
     """The difference of two tokens' logits."""
+    pair = to_pair(tokens)
+    if pair is None:
+        raise invalid("metric", "a function, or two tokens", shown(tokens))
     ids: list[int] = []
-    for token in (answer, other):
-        found = (
-            engine.tokenize(token, add_special=False) if isinstance(token, str) else [int(token)]
-        )
+    for token in pair:
+        if not isinstance(token, str):
+            ids.append(whole_number("a token of metric", token, 0, engine.model.n_vocab - 1))
+            continue
+        found = engine.tokenize(token, add_special=False)
         if len(found) != 1:
             raise RequestError(
                 f"metric has {shown(token)}, which is {len(found)} tokens; name single tokens",

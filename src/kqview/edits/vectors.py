@@ -98,9 +98,8 @@ def vector(
             "least",
             parameter="negative",
         )
-    n_layer = engine.model.n_layer
-    wanted = range(1, n_layer) if layers is None else layers
-    capture = Capture("probs", layers=[], hidden=sorted({int(one) % n_layer for one in wanted}))
+    wanted = range(1, engine.model.n_layer) if layers is None else cast("Sequence[int]", layers)
+    capture = Capture("probs", layers=[], hidden=wanted).counted(engine.model)
     found = engine.attend([*positive, *negative], capture, last=1)
     states = np.stack([np.asarray(one.hidden, np.float64)[:, -1] for one in found], 1)
     differences = states[:, :n] - states[:, n:]  # (layer, pair, n_embd)

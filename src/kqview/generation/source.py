@@ -226,7 +226,7 @@ class Transcript:
         self._handed: deque[weakref.ref[Token]] = deque(maxlen=N_REMEMBERED)
         self._last: Callable[[], Token | None] = lambda: None
         self._token_bytes = token_bytes
-        self._n_keep = n_keep
+        self.n_keep = n_keep
         self._on_end = on_end
 
     def add(
@@ -253,7 +253,7 @@ class Transcript:
                 if capture.vocab_logits and not forced:
                     token.logits = event.logits
         if event is not None and event.n_discarded:
-            token.discarded = range(self._n_keep, self._n_keep + event.n_discarded)
+            token.discarded = range(self.n_keep, self.n_keep + event.n_discarded)
         if self.n_removed:
             token.n_removed, self.n_removed = self.n_removed, 0
         token._context, token._n_before = context, len(context.ids)  # pyright: ignore[reportPrivateUsage]

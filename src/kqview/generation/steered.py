@@ -227,6 +227,8 @@ class SteeredSource:
                     decision.prompt, decision.max_tokens, decision.edits
                 )
                 self._plain.begin(self._generation())
+                if self.transcript.reason is not None:  # cancelled while it was submitted
+                    self._plain.handle.cancel()
                 return
         elif not self._answer(event, decision):
             return  # the next event says why

@@ -8,7 +8,16 @@ from functools import partial
 from itertools import islice
 from typing import Any, Final, Literal, TypedDict, Unpack, cast
 
-from kqview.arguments import INT32_MAX, choice, flag, invalid, to_index, to_number, to_pair
+from kqview.arguments import (
+    INT32_MAX,
+    choice,
+    flag,
+    invalid,
+    is_iterable,
+    to_index,
+    to_number,
+    to_pair,
+)  # fmt: skip
 from kqview.errors import InvalidCapture, RequestError, shown
 from kqview.option_names import lists_options, unknown_option
 from kqview.types.model import ModelInfo
@@ -40,10 +49,10 @@ _to_flag: Final = partial(flag, error=InvalidCapture)
 def _to_indices(name: str, values: object) -> tuple[int, ...] | str:
     if name == "hidden" and isinstance(values, str) and values == "all":
         return values
-    if isinstance(values, str | bytes) or not isinstance(values, Iterable):
+    if not is_iterable(values):
         raise _invalid(name, "a sequence of indices such as [0, 1]", values)
     indices: list[int] = []
-    for value in cast("Iterable[object]", values):
+    for value in values:
         index = to_index(value)
         if index is None or index < _INT32_MIN:
             raise _invalid(f"an index of {name}", "a whole number", value)
@@ -61,10 +70,9 @@ def _to_top_k(name: str, value: object) -> int:
 
 
 def _to_spans(name: str, spans: object) -> tuple[Span, ...]:
-    if isinstance(spans, str | bytes) or not isinstance(spans, Iterable):
+    if not is_iterable(spans):
         raise _invalid(name, "ranges of columns such as [(0, 10), (10, None)]", spans)
-    given = cast("Iterable[object]", spans)
-    pairs = tuple(_to_span(span) for span in islice(given, MOST_SPANS + 1))
+    pairs = tuple(_to_span(span) for span in islice(spans, MOST_SPANS + 1))
     if not 0 < len(pairs) <= MOST_SPANS:
         n = "no range" if not pairs else f"more than {MOST_SPANS} ranges"
         raise InvalidCapture(
