@@ -81,10 +81,11 @@ def stack(tokens: Sequence[Token], pad: float = 0.0) -> Array:
         InvalidCapture: No token has attention, or layers differ in heads.
         RequestError: The tokens are of different captures.
     """
-    return _padded([None if t.attention is None else t.rows for t in tokens], pad)
+    return padded([None if t.attention is None else t.rows for t in tokens], pad)
 
 
-def _padded(rows: Sequence[Array | None], pad: float = 0.0) -> Array:
+def padded(rows: Sequence[Array | None], pad: float = 0.0) -> Array:
+    """As `stack`, of any arrays that differ in their last axis alone."""
     present = [row for row in rows if row is not None]
     if not present:
         raise InvalidCapture("no token has attention; pass capture= to generate")
@@ -150,10 +151,10 @@ class _TokenColumn:
         firsts = [value[0] if is_tuple and value is not None else value for value in values]
         widths = np.array([-1 if one is None else one.shape[-1] for one in firsts], np.int32)
         if not is_tuple:
-            return {self.name: _padded(values), self.widths: widths}
+            return {self.name: padded(values), self.widths: widths}
         n_layers = len(cast("tuple[Array, ...]", first))
         layers = {
-            f"{self.name}.{i}": _padded([None if value is None else value[i] for value in values])
+            f"{self.name}.{i}": padded([None if value is None else value[i] for value in values])
             for i in range(n_layers)
         }
         return {**layers, self.widths: widths}
@@ -393,13 +394,15 @@ def save_prompt(
             arrays |= {f"{name}_layer_{i:03d}": one for i, one in enumerate(values)}
         elif values is not None:
             arrays[name] = values
-    facts = {"ids": of.column_ids, "layers": of.layers, "heads": of.heads, "start": of.start}
+    # Blocks that were taken before are not among the rows.
+    start = len(of.column_ids) - next(iter(arrays.values())).shape[-2]
+    facts = {"ids": of.column_ids, "layers": of.layers, "heads": of.heads, "start": start}
     arrays |= {name: np.array(value, np.int32) for name, value in facts.items()}
     texts = of.column_texts
     column_texts = dict(zip(of.column_ids, texts, strict=True))
     taken = _Taken(of.column_ids, "", Usage())
     metadata = {
-        **_facts("", [], taken, None, capture, of.heads, column_texts), "start": of.start
+        **_facts("", [], taken, None, capture, of.heads, column_texts), "start": start
     }  # fmt: skip
     named = {"texts": texts, "kind": capture.kind, "kqview": json.dumps(metadata)}
     write_arrays(path, "attention", arrays, named)
@@ -427,11 +430,22 @@ def _no_generation(value: object) -> RequestError:
 
 
 def _taken(tokens: Sequence[object]) -> tuple[list[Token], _Taken]:
-    """*tokens*, and what they know of their generation."""
-    taken = [token for token in tokens if isinstance(token, Token)]
-    if not taken or len(taken) != len(tokens):
+    """*tokens* but those that mods took back, and what they know of their generation."""
+    taken: list[Token] = []
+    for token in tokens:
+        if not isinstance(token, Token):
+            raise _no_generation(tokens)
+        add_token(taken, token)
+    if not taken:
         raise _no_generation(tokens)
-    prompt_ids = taken[0].prompt_ids
+    first = taken[0]
+    if any(token.index != first.index + i for i, token in enumerate(taken)):
+        raise RequestError(
+            "generation is a list with tokens left out; pass tokens that follow each other",
+            parameter="generation",
+        )
+    # What comes before the first one; columns of later rows are counted from it.
+    prompt_ids = first.column_ids if first.index else first.prompt_ids
     text = "".join(token.text for token in taken)
     usage = Usage(prompt_tokens=len(prompt_ids), completion_tokens=len(taken))
     return taken, _Taken(prompt_ids, text, usage)

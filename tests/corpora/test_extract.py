@@ -210,10 +210,10 @@ def written(folder: Path, kind: str) -> Path:
     path = folder / f"source.{kind}"
     if kind == "jsonl":
         path.write_text("".join(json.dumps(one) + "\n" for one in records))
-    elif kind in ("csv", "tsv"):
+    elif kind.lower() in ("csv", "tsv"):
         with path.open("w", newline="") as file:
             table = csv.DictWriter(
-                file, ["id", "text", "label"], delimiter="\t" if kind == "tsv" else ","
+                file, ["id", "text", "label"], delimiter="," if kind == "csv" else "\t"
             )
             table.writeheader()
             table.writerows(records)
@@ -228,7 +228,16 @@ def written(folder: Path, kind: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "csv", "tsv", "parquet", "folder"])
+def test_largest_values_of_generated_tokens_have_positions(engine: Engine, tmp_path: Path):
+    options: dict[str, Any] = {"max_tokens": 3, "temperature": 0, "capture": Capture(top_k=2)}
+    corpus = extract(
+        ["Anna has"], str(tmp_path / "c"), engine=engine, fields=["text"], generate=options
+    )
+    want = [token.attention_positions for token in engine.generate("Anna has", **options)]
+    assert np.array_equal(corpus["0"].generated_attention_positions, np.stack(want))
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "tsv", "TSV", "parquet", "folder"])
 def test_files(engine: Engine, tmp_path: Path, kind: str):
     source = written(tmp_path, kind)
     keep = () if kind == "folder" else ("label",)

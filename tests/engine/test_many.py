@@ -320,6 +320,27 @@ def test_forced_and_discarded_tokens_are_saved_as_such(engine: Engine, tmp_path:
         assert (old.discarded, old.column_ids) == (new.discarded, new.column_ids)
 
 
+def test_generation_is_saved_after_the_rows_of_its_prompt(engine: Engine, tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    capture = kqview.Capture("probs", prompt=True)
+    generation = engine.generate(PROMPTS[0], capture=capture, **GREEDY)
+    kqview.save(tmp_path / "prompt.safetensors", generation.prompt_attention)
+    assert generation.tokens == []
+    saved = kqview.load(kqview.save(tmp_path / "x.safetensors", generation))
+    assert saved.ids == generation.tokens
+    assert len(saved.ids) == 5
+
+
+def test_part_of_a_list_of_tokens_keeps_its_columns(engine: Engine, tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    tokens = list(engine.generate(PROMPTS[0], capture="probs", **GREEDY))
+    saved = kqview.load(kqview.save(tmp_path / "x.safetensors", tokens[2:]))
+    for old, new in zip(tokens[2:], saved.tokens(), strict=True):
+        assert old.column_ids == new.column_ids
+    with pytest.raises(errors.RequestError, match="tokens left out"):
+        kqview.save(tmp_path / "y.safetensors", tokens[::2])
+
+
 def test_layers_that_differ_in_heads_are_saved_each(
     make_engine: MakeEngine, tmp_path: Path
 ) -> None:

@@ -226,6 +226,20 @@ def test_one_block_is_a_view_and_several_are_a_counted_copy(
     np.testing.assert_allclose(copied, whole, atol=near(1e-6))
 
 
+def test_array_has_the_rows_of_the_blocks_that_are_left(
+    make_engine: MakeEngine, tiny_llama: Path, tmp_path: Path
+) -> None:
+    engine = make_engine(tiny_llama, n_ubatch=16, n_batch=16)
+    whole = attend(engine)
+    left = engine.attend(PROMPT, Capture("probs", hidden=[1]))
+    n = next(left).n_rows
+    np.testing.assert_array_equal(left.array(), whole[:, :, n:])
+    assert left.hidden.shape[1] == len(PROMPT) - n
+    block = kqview.load(kqview.save(tmp_path / "rows.npz", left)).prompt_attention
+    assert block is not None
+    assert (block.start, block.n_rows) == (n, len(PROMPT) - n)
+
+
 def test_blocks_stay_within_the_budget(make_engine: MakeEngine, tiny_llama: Path) -> None:
     row_bytes = 3 * 4 * 70 * 4
     full = attend(make_engine(tiny_llama, kv_type="f32", flash_attn=False))

@@ -195,6 +195,12 @@ def test_context_longer_than_a_page_keeps_its_end():
     assert data["hasFirst"] is False
 
 
+def test_rows_of_tokens_that_are_left_out_leave_the_text():
+    rows = wide(2, 1, 1, N_TEXTS_MAX + 100)
+    rows.at = [0, 1]
+    assert "The first 100 tokens are left out." in coloured_html(rows, title="T")
+
+
 # ---- text
 
 

@@ -43,7 +43,7 @@ _TEXT: Final = (
 def coloured_html(
     rows: Rows, *, title: str, notes: Sequence[str] = (), max_bytes: int = CELL_BYTES
 ) -> str:
-    """*rows* as a fragment of HTML; without rows, their texts alone.
+    """*rows* as a fragment of HTML; without rows to show, their texts alone.
 
     Args:
         rows: What is shown.
@@ -54,8 +54,8 @@ def coloured_html(
     Raises:
         InvalidCapture: The values are no shares of each token.
     """
-    if not rows.rows:
-        n_left = max(0, len(rows.texts) - N_TEXTS_MAX)
+    n_left = max(0, len(rows.texts) - N_TEXTS_MAX)
+    if not rows.rows or rows.at[-1] < n_left:  # none, or of tokens that are left out
         notes = [f"The first {n_left:,} tokens are left out."] * (n_left > 0) + list(notes)
         return _host(_picture(rows, n_left, None, title, notes))
     encoded = encode(rows, max_bytes)

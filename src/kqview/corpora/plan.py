@@ -14,10 +14,11 @@ from kqview.arguments import choice, flag, invalid, whole_number
 from kqview.corpora.sources import Pair, SourceDocument
 from kqview.engine import Engine
 from kqview.errors import RequestError, shown
-from kqview.saved import stack
+from kqview.saved import padded, stack
 from kqview.submission import MOST_TOP, arguments_of
-from kqview.types import Capture
+from kqview.types import Capture, Token
 from kqview.types.capture import Kind
+from kqview.types.token import add_token
 
 Field = Literal["attention", "hidden", "scores", "embedding", "text"]
 Pool = Literal["mean", "first", "last"]
@@ -361,11 +362,16 @@ class Plan:
             arrays["embedding"] = engine.embed(ids)
         if "text" in self.fields:
             generation = engine.generate(ids, **self.generate)
-            tokens = list(generation)
+            tokens: list[Token] = []
+            for token in generation:
+                add_token(tokens, token)
             text = generation.text
             arrays["generated_ids"] = np.array(generation.tokens, np.int32)
             if any(token.attention is not None for token in tokens):
                 arrays["generated_attention"] = stack(tokens)
+                positions = [token.attention_positions for token in tokens]
+                if any(one is not None for one in positions):
+                    arrays["generated_attention_positions"] = padded(positions, -1)
         return PartResult(arrays, text)
 
     def n_bytes(self, part: DocumentPart) -> int:

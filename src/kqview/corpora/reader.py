@@ -70,7 +70,8 @@ class Entry:
     - ``logprobs`` float32 and ``ranks`` int32, ``(n_tokens,)``, as of `Score`; ``top_ids`` and
       ``top_logprobs``, ``(n_tokens, n)``, with -1 and NaN where there is none.
     - ``embedding``: float32 ``(n_embd,)``.
-    - ``generated_ids``: int32 ``(n_tokens,)``; ``generated_attention`` as of `kqview.stack`.
+    - ``generated_ids``: int32 ``(n_tokens,)``; ``generated_attention`` as of `kqview.stack`, with
+      ``top_k`` also ``generated_attention_positions``, -1 where a row has no value.
 
     Attributes:
         id: Its name.

@@ -172,7 +172,9 @@ def _table(path: Path) -> Iterator[Any]:
     before = csv.field_size_limit(_CSV_FIELD)
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:  # spreadsheets write a BOM
-            yield from csv.DictReader(file, delimiter="\t" if path.suffix == ".tsv" else ",")
+            yield from csv.DictReader(
+                file, delimiter="\t" if path.suffix.lower() == ".tsv" else ","
+            )
     except (csv.Error, UnicodeDecodeError) as error:
         raise RequestError(f"{path.name} cannot be read as a table: {error}") from error
     finally:

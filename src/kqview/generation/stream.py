@@ -362,7 +362,10 @@ class Generation(NamesAttributes, Generic[Parsed]):
 
         With mods, without those that were taken back, and with all those that a step added.
         """
-        return list(self._transcript.ids)
+        ids = list(self._transcript.ids)
+        if self._ahead is not None:  # received, and not handed out
+            ids.pop()
+        return ids
 
     @property
     def text(self) -> str:
@@ -613,7 +616,8 @@ class PromptAttention:
         """The rows of all remaining blocks as one array.
 
         Returns:
-            Shape ``(n_layers, n_heads, n_rows, n_context)`` in the dtype of the capture; see
+            Shape ``(n_layers, n_heads, n_rows, n_context)`` in the dtype of the capture, the last
+            row that of the prompt's last token; see
             PromptBlock for reductions, ``top_k`` and layers that differ in heads. A view if one
             block holds all rows; otherwise a copy, which counts in `EngineStats.copied_bytes`.
 
@@ -708,7 +712,9 @@ class PromptAttention:
                 "every block was taken already, and array() takes all of them; keep its result, or "
                 "call attend or generate again"
             )
-        if first.n_rows == self.n_rows:
+        start = first.start
+        n_rows = self.context.n_prompt - start
+        if first.n_rows == n_rows:
             next(self, None)  # take the end, so that `usage` is final
             return _values_of(first)
         wholes: list[Any] = [None] * len(_Whole._fields)
@@ -719,25 +725,27 @@ class PromptAttention:
                 values = values._replace(positions=None)
             for i, part in enumerate(values):
                 if part is not None:
-                    wholes[i] = self._copied(wholes[i], part, i_row)
+                    wholes[i] = self._copied(wholes[i], part, i_row, n_rows)
             i_row += block.n_rows
             values = part = first = block = None  # free their memory for the next one
             block = next(self, None)
         whole = _Whole(*wholes)
-        self._handed.add(self.start, whole.rows, whole.positions)
+        self._handed.add(start, whole.rows, whole.positions)
         return whole
 
-    def _copied(self, whole: Any, part: Any, i_row: int) -> Any:
-        """*whole* with *part* copied to *i_row* of the axis of rows, the second to last.
+    def _copied(self, whole: Any, part: Any, i_row: int, n_rows: int) -> Any:
+        """*whole* with *part* copied to *i_row* of the *n_rows* of the second to last axis.
 
         A *whole* of None begins here. Both may be tuples, an array a layer.
         """
         if isinstance(part, tuple):
             parts = cast("tuple[Any, ...]", part)
             wholes = whole or [None] * len(parts)
-            return tuple(map(self._copied, wholes, parts, [i_row] * len(parts)))
+            return tuple(
+                self._copied(*one, i_row, n_rows) for one in zip(wholes, parts, strict=True)
+            )
         if whole is None:
-            shape = (*part.shape[:-2], self.n_rows, part.shape[-1])
+            shape = (*part.shape[:-2], n_rows, part.shape[-1])
             n_bytes = math.prod(shape) * part.itemsize
             if self._budget_bytes and n_bytes > self._budget_bytes:
                 raise OutOfMemory(
