@@ -181,7 +181,7 @@ class Conversation:
                 parameter="spans",
             )
         source = given["chat_template"]
-        if source not in self._templates:  # else it was checked
+        if not isinstance(source, str) or source not in self._templates:  # else it was checked
             source = self._source(source, given["tools"])
         if given["tools"] is not None:
             given["tools"] = checked_tools(given["tools"])

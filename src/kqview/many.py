@@ -129,7 +129,7 @@ def _results(
             begin = engine.chat if is_chat else engine.generate
             generation = begin(prompt, **{**options, "request_id": name})
         except KqviewError as error:
-            if not returns_errors:
+            if not returns_errors or isinstance(error, ClosedError):
                 raise
             return Finished(
                 name, [], [], "", "error", Usage(), engine.model, error,

@@ -6,11 +6,15 @@ vocabulary drops around a special token. Vocabularies that normalize (BERT's) ar
 characters in lower case and without accents.
 """
 
+import re
 import unicodedata
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
+from typing import Final
 
 Offsets = list[tuple[int, int]]
+
+_SPACE: Final = re.compile(rb"\s*")
 
 
 def offsets_of(text: str, pieces: Sequence[bytes]) -> Offsets | None:
@@ -40,13 +44,12 @@ def _by_bytes(text: str, pieces: Sequence[bytes]) -> Offsets | None:
 
 def _start_of(piece: bytes, data: bytes, place: int) -> int | None:
     """Where *piece* begins, at *place* or after white space; with or without a first space."""
-    n_space = len(data) - place - len(data[place:].lstrip())
-    for start in (place, place + n_space):
-        if data.startswith(piece, start):
-            return start
-        if piece[:1] == b" " and data.startswith(piece[1:], start):
-            return start
-    return None
+    known = (piece, piece[1:]) if piece[:1] == b" " else (piece,)
+    if data.startswith(known, place):
+        return place
+    space = _SPACE.match(data, place)
+    assert space is not None
+    return space.end() if data.startswith(known, space.end()) else None
 
 
 def _in_characters(data: bytes, spans: Iterable[tuple[int, int]]) -> Offsets:

@@ -62,6 +62,15 @@ def test_a_model_without_template_gets_plain_text(make_engine: MakeEngine, tmp_p
     assert [text_of(plain, prompt.ids, span) for span in prompt.spans] == ["a", "c"]
 
 
+def test_short_documents_are_found_where_they_stand(engine: Engine):
+    documents = ["1", "user", "paragraphs", "2", "[2] 2"]
+    prompt = measures._query_prompt(engine, "1", documents)  # pyright: ignore[reportPrivateUsage]
+    assert [text_of(engine, prompt.ids, span) for span in prompt.spans] == [*documents, "1"]
+    stops = [stop for _, stop in prompt.spans]
+    for i, stop in enumerate(stops[:-1]):  # behind its number
+        assert engine.detokenize(prompt.ids[:stop]).endswith(f"[{i + 1}] {documents[i]}")
+
+
 def test_rerank_is_the_attention_of_the_query_less_that_of_no_query(engine: Engine):
     found = measures.rerank(engine, QUERY, DOCUMENTS)
     both: list[Any] = []

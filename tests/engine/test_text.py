@@ -20,6 +20,7 @@ import pytest
 
 from kqview import Engine, errors
 from kqview.errors import RequestError
+from kqview.offsets import offsets_of
 from tests.support import tiny_gguf
 from tests.support.engines import load_vocabulary
 from tests.support.rows import random_ids
@@ -421,6 +422,14 @@ def test_time_is_in_proportion_to_length(name: str, unit: str, llama_cpp_dir: Pa
     seconds(20_000)
     # Four times the text: 4 where it is linear, 16 where it is not.
     assert seconds(400_000) < 9 * seconds(100_000)
+
+
+def test_offsets_take_time_in_proportion_to_length():
+    def seconds(n: int) -> float:
+        text, pieces = "ab cd " * n, [b"ab", b" cd", b" "] * n
+        return min(cpu_seconds(lambda: offsets_of(text, pieces)) for _ in range(2))
+
+    assert seconds(80_000) < 9 * seconds(20_000)
 
 
 @pytest.mark.full

@@ -213,6 +213,13 @@ def test_digest_is_that_of_lines_of_sorted_json():
     assert digest(accented) == hashlib.sha256(b'{"query": "\\u00e9"}').hexdigest()
 
 
+def test_line_of_a_file_of_examples_ends_at_a_line_feed_alone(tmp_path: Path):
+    example = {"query": "a", "documents": ["b\u2028c\x85", "d"], "relevant": [0]}
+    path = tmp_path / "examples.jsonl"
+    path.write_text(json.dumps(example, ensure_ascii=False) + "\r\n", encoding="utf-8", newline="")
+    assert read_examples("rerank", path) == [example]
+
+
 @pytest.mark.parametrize("task", TASKS)
 def test_made_examples_are_repeatable_and_survive_a_file(tmp_path: Path, task: Task):
     made = made_examples(task, 6, seed=3)

@@ -142,6 +142,21 @@ def test_dead_receiver_gets_everything_when_it_comes_back(tmp_path: Path):
             assert sorted(receiver.names) == ["a", "b"]
 
 
+def test_trace_that_another_process_has_sent_is_forgotten(tmp_path: Path):
+    port = closed_port()
+    with posting(f"http://127.0.0.1:{port}", spool=tmp_path) as poster:
+        poster.post(trace("a"))
+        while poster.stats().n_failures < 2:
+            time.sleep(0.01)
+        for one in files(tmp_path):
+            one.unlink()
+        poster.post(trace("b"))
+        with receiving(port) as receiver:
+            assert poster.flush(LONG_S)
+            assert receiver.names == ["b"]
+        assert poster.stats().n_waiting_bytes == 0
+
+
 def test_receiver_that_hangs_is_given_up_and_asked_again(receiver: Receiver):
     receiver.may_answer.clear()
     with posting(receiver.url, timeout_s=0.2) as poster:

@@ -107,6 +107,7 @@ def calibrate(
             "some and judge them on others",
             parameter="examples",
         )
+    data = {"sha256": digest(given), "n": len(given), "source": source}
     report = reporter(progress, len(given), "examples", lambda n, new, _, s: f"{new / s:.1f}/s")
     cases: list[Case] = []
     pairs: tuple[Pair, ...] = ()
@@ -119,7 +120,7 @@ def calibrate(
     return HeadFile(
         task=task,
         model=ModelKey.of(engine.model, engine.fingerprint()),
-        data={"sha256": digest(given), "n": len(given), "source": source},
+        data=data,
         **found,
     )
 

@@ -97,7 +97,7 @@ def read_examples(task: Task, path: str | os.PathLike[str]) -> list[Example]:
         OSError: The file cannot be read.
     """
     found: list[Example] = []
-    lines = to_path("path", path).read_text(encoding="utf-8").splitlines()
+    lines = to_path("path", path).read_text(encoding="utf-8").split("\n")
     for i, line in enumerate(lines):
         if line.strip():
             try:

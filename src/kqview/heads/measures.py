@@ -230,19 +230,21 @@ def needle(engine: Engine, context: str, question: str, answer: str) -> Measures
     Raises:
         RequestError: *answer* is not in *context*.
     """
-    if answer not in context:
+    before, found, _ = context.partition(answer)
+    if not found:
         raise RequestError(
             f"answer is {shown(answer)}, which is not in context; a needle is copied word for word",
             parameter="answer",
         )
-    prompt = chat_prompt(engine, f"{context}\n\n{question}", [answer])
-    start, stop = prompt.spans[0]
+    # A template may have the answer in a system message of its own.
+    prompt = chat_prompt(engine, f"{context}\n\n{question}", [before.strip(), answer])
+    start, stop = prompt.spans[1]
     ids = [*prompt.ids, *prompt.ids[start : stop - 1]]  # the last one is predicted only
     attention = engine.attend(ids, Capture(top_k=1), last=stop - start)
     _, places = attention.top_k()
-    found = joined(list(places))[..., 0]  # (n_pairs, n_tokens)
+    looked_at = joined(list(places))[..., 0]  # (n_pairs, n_tokens)
     return Measures(
-        (found == np.arange(start, stop)).T.astype(np.float64),
+        (looked_at == np.arange(start, stop)).T.astype(np.float64),
         pairs_of(attention.layers, list(places)),
     )
 
@@ -284,12 +286,18 @@ def rerank(
 
 
 def _query_prompt(engine: Engine, query: str, documents: Sequence[str]) -> Prompt:
-    listed = "\n\n".join(f"[{i + 1}] {one}" for i, one in enumerate(documents))
-    user = (
-        f"Here are some paragraphs:\n\n{listed}\n\nPlease find information that is relevant to "
-        f"the following query in the paragraphs above.\n\nQuery: {query}"
+    """The prompt of a query; its spans are those of the documents, and of the query."""
+    intro = "Here are some paragraphs:"
+    request = (
+        "Please find information that is relevant to the following query in the paragraphs above."
     )
-    return chat_prompt(engine, user, [*documents, "Query:", query])
+    labels = [f"[{i + 1}]" for i in range(len(documents))]
+    listed = [f"{label} {one}" for label, one in zip(labels, documents, strict=True)]
+    user = "\n\n".join([intro, *listed, request, f"Query: {query}"])
+    # What is short may be anywhere, so whatever stands before it is found too.
+    named = [one for pair in zip(labels, documents, strict=True) for one in pair]
+    found = chat_prompt(engine, user, [intro, *named, request, "Query:", query])
+    return Prompt(found.ids, [*found.spans[2:-3:2], found.spans[-1]])
 
 
 def _attention_to(
@@ -304,7 +312,7 @@ def _attention_to(
     start, stop = prompt.spans[-1]
     n_query = stop - start
     sums, pairs = span_sums(
-        engine, prompt.ids[:stop], prompt.spans[:-2], last=n_query, layers=layers,
+        engine, prompt.ids[:stop], prompt.spans[:-1], last=n_query, layers=layers,
         request_id=request_id,
     )  # fmt: skip
     return sums.mean(axis=1).T, pairs

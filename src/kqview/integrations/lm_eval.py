@@ -79,8 +79,12 @@ class KqviewLM(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        """Ids of a text. Special tokens are added unless told otherwise."""
-        return self.engine.tokenize(string, add_special=add_special_tokens is not False)
+        """Ids of a text. Special tokens are added unless told otherwise, or it begins with one."""
+        bos = self.engine.model.special_tokens.get("bos")
+        is_begun = bool(bos) and string.startswith(bos)  # by a chat template
+        return self.engine.tokenize(
+            string, add_special=add_special_tokens is not False and not is_begun
+        )
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True

@@ -18,11 +18,12 @@ from typing import Any, Final, Protocol
 
 import numpy as np
 
-from kqview.arguments import invalid, to_number, whole_number
+from kqview.arguments import invalid, to_index, to_number, whole_number
 from kqview.errors import RequestError, shown
 from kqview.mods.attention import check_shares, head_rows
 from kqview.types import Capture, Token
 from kqview.types.capture import Kind
+from kqview.types.sampling import N_SEEDS
 
 # The state of the first would start over with each part; the others are set for each.
 _REFUSED: Final = (
@@ -108,12 +109,14 @@ class PrunedGeneration:
     def _generate(self) -> Generator[Token]:
         slot: int | None = None
         part: PartGeneration | None = None
-        seed: int | None = self.options.get("seed")
+        seed = to_index(self.options.get("seed"))
+        if seed is not None and not 0 <= seed < N_SEEDS:  # at random, or refused
+            seed = None
         try:
             while self.finish_reason is None:
                 if len(self.places) >= self.max_context:
                     self._prune()
-                seeds = {} if seed is None else {"seed": seed + len(self.removed)}
+                seeds = {} if seed is None else {"seed": (seed + len(self.removed)) % N_SEEDS}
                 part = self.engine.generate(
                     [self.ids[place] for place in self.places],
                     max_tokens=min(self.n_left, self.max_context - len(self.places)),

@@ -306,25 +306,26 @@ class Poster:
             except OSError as error:
                 _log.warning("a trace that was sent stays in the spool: %s", error)
 
-    def _data_of(self, item: _Item) -> bytes | None:
-        if item.data is not None or self._spool is None:
-            return item.data
-        try:
-            with open(os.path.join(self._spool, item.name), "rb") as file:
-                return file.read()
-        except OSError:  # another process has sent it
-            return None
+    def _reply_to(self, item: _Item) -> _Reply | str | None:
+        """Post *item*; the reply, or why there is none; None if another process has sent it."""
+        data = item.data
+        if data is None:
+            assert self._spool is not None
+            try:
+                with open(os.path.join(self._spool, item.name), "rb") as file:
+                    data = file.read()
+            except FileNotFoundError:
+                return None
+            except OSError as error:
+                return f"its file cannot be read: {error}"
+        return self._receiver.post(data)
 
     # ---- the sender
 
     def _send(self) -> None:
         """Body of the sender."""
         while (item := self._next()) is not None:
-            data = self._data_of(item)
-            reply: _Reply | str = "the file is gone"
-            if data is not None:
-                reply = self._receiver.post(data)
-            del data
+            reply = self._reply_to(item)
             with self._changed:
                 self._n_in_hand -= 1
                 self._settle(item, reply)
@@ -345,10 +346,12 @@ class Poster:
                 self._changed.wait(wait_s if self._waiting else None)
         return None
 
-    def _settle(self, item: _Item, reply: "_Reply | str") -> None:
-        """Act on what became of *item*: a reply, or why there is none; with the lock."""
+    def _settle(self, item: _Item, reply: _Reply | str | None) -> None:
+        """Act on what `_reply_to` says of *item*; with the lock."""
         item.n_tries += 1
-        if isinstance(reply, str):
+        if reply is None:
+            self._stats.n_waiting_bytes -= item.n_bytes
+        elif isinstance(reply, str):
             self._retry(item, reply, 0.0)
         elif 200 <= reply.status < 300:
             if self._n_failed_in_row:

@@ -86,8 +86,8 @@ def parsed(schema: str | None, text: str, finish_reason: str | None) -> Any:
         )
     try:
         value = json_input.loads(text)
-        # Further digits may have been to come.
-        is_whole = finish_reason != "length" or not isinstance(value, int | float)
+        # Further digits of a number may have been to come.
+        is_whole = finish_reason != "length" or type(value) not in (int, float)
     except ValueError:
         value, is_whole = None, False
     if not is_whole:

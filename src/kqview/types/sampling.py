@@ -35,8 +35,9 @@ from kqview.types.regex import regex_text
 from kqview.types.text import Ids
 
 _FLOAT_MAX: Final = 3.4028234663852886e38  # the core computes in float32
-_SEED_MAX: Final = 2**32 - 2
-_RANDOM_SEEDS: Final = (-1, _SEED_MAX + 1)  # llama.cpp takes them as "choose a random seed"
+N_SEEDS: Final = 2**32 - 1
+_SEED_MAX: Final = N_SEEDS - 1
+_RANDOM_SEEDS: Final = (-1, N_SEEDS)  # llama.cpp takes them as "choose a random seed"
 
 
 @dataclass(frozen=True, slots=True)

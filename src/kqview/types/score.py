@@ -60,9 +60,11 @@ class Score:
 
     @property
     def perplexity(self) -> float:
-        """exp of the mean negative logprob; NaN if no token has a score."""
-        n = self.n_scored
-        return math.exp(-self.total / n) if n else math.nan
+        """exp of the mean negative logprob, inf beyond a float; NaN if no token has a score."""
+        if not self.n_scored:
+            return math.nan
+        mean = -self.total / self.n_scored
+        return math.exp(mean) if mean < 709 else math.inf
 
     @classmethod
     def empty(cls, ids: Sequence[int], *, has_top: bool) -> "Score":

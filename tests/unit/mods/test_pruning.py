@@ -118,6 +118,11 @@ def test_parts_use_one_slot_and_move_its_cache():
     assert (first["slot"], second["slot"]) == (None, 3)
     assert (first["seed"], second["seed"]) == (7, 8)
     assert (second["reuse"], second["reuse_min_tokens"], second["temperature"]) == ("shift", 2, 0.5)
+    # The largest seed, then one at random.
+    for seed, seeds in ((2**32 - 2, [2**32 - 2, 0]), (-1, [-1, -1])):
+        fake = Fake(likes(0))
+        list(generate_pruned(fake, PROMPT, max_tokens=6, seed=seed, **SMALL))
+        assert [part.options["seed"] for part in fake.parts] == seeds
 
 
 def test_tokens_are_numbered_and_their_characters_whole_across_parts():
