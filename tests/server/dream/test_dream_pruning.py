@@ -127,6 +127,10 @@ ONE = {"turn_id": 1, "sentence_id": 1, "start": 0, "end": 2}
             {**IDS, "sentences": [ONE], "return_attention": True, "attention_values": "logits"},
             "attention_values is 'logits'",
         ),
+        (
+            {**IDS, "sentences": [ONE], "return_attention": True, "attention_spans": [[0, 2]]},
+            "attention_spans are sums",
+        ),
     ],
 )
 def test_sentences_that_cannot_be_watched_are_refused(fields: dict[str, Any], says: str):

@@ -74,13 +74,18 @@ def watched(shown: AttentionWanted | None) -> AttentionWanted:
     """What to capture so that both *shown* and `mean_row` can be computed from it.
 
     Raises:
-        RequestError: The rows shown are not probabilities.
+        RequestError: The rows shown are not probabilities, or not of every column.
     """
     if shown is None:
         return AttentionWanted("probs", format="aggregated")
     if shown.kind != "probs":
         raise RequestError(
             f"attention_values is {shown.kind!r}, but sentences need probabilities; ask for 'probs'"
+        )
+    if shown.spans is not None:
+        raise RequestError(
+            "attention_spans are sums over ranges, but sentences need every column; leave one out",
+            parameter="attention_spans",
         )
     if shown.format == "aggregated" and shown.aggregation in ("max", "last_layer"):
         return replace(shown, format="per_layer", dtype="float32")
