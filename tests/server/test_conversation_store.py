@@ -104,6 +104,16 @@ def test_prompt_that_left_turns_out_goes_on_leaving_them_out():
     assert numbers(kept) == [0, 1, 2, 3, 4, 5]
 
 
+def test_replacing_all_turns_of_prompts_brings_back_those_that_were_left_out():
+    kept = store()
+    for n in range(4):
+        append(kept, n)
+    append(kept, 4, n_skipped=6)
+    append(kept, 5, n_replaced=6)
+    assert numbers(kept) == [0, 1, 5]
+    assert kept.read(KEY).n_skipped == 0
+
+
 def test_owner_with_most_sessions_loses_the_one_unused_for_longest():
     clock = Clock()
     kept = store(clock, max_sessions=4)

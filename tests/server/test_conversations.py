@@ -301,3 +301,12 @@ def test_prompt_has_the_end_of_the_history_that_fits(sizes: list[int], n_most: i
         one_more = turn.messages[turn.n_left_out - 2 :]
         assert count(one_more) > n_most * 3 // 4
     assert n_counts <= 10  # a template may take long
+
+
+@pytest.mark.parametrize(("n_replaced", "n_left_out"), [(2, 6), (4, 0), (6, 0), (100, 0)])
+def test_replacing_all_turns_of_a_prompt_brings_back_those_that_were_left_out(
+    n_replaced: int, n_left_out: int
+):
+    turn = turn_of(5, 6)
+    turn.replace(n_replaced)
+    assert turn.n_left_out == n_left_out

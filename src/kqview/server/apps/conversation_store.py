@@ -218,7 +218,8 @@ class ConversationStore:
             if n_replaced:
                 number = max(oldest, number - n_replaced // 2)
                 db.execute("DELETE FROM turns WHERE session = ? AND number >= ?", (session, number))
-                first = min(first, number)
+                if number <= first:  # prompts begin with the oldest turn again
+                    first = oldest
                 if number == oldest:
                     title = _title(prompt)
                     db.execute("UPDATE sessions SET title = ? WHERE id = ?", (title, session))

@@ -86,7 +86,8 @@ class ConversationTurn:
             )
         self._n_replaced = n
         self.messages = self.messages[: max(0, len(self.messages) - n)]
-        self.n_left_out = min(self.n_left_out, len(self.messages))
+        if self.n_left_out >= len(self.messages):  # prompts begin with the oldest turn again
+            self.n_left_out = 0
 
     def fit(
         self, count: Callable[[Sequence[TurnMessage]], int], n_most: int
