@@ -316,7 +316,11 @@ def test_chat_commands_change_the_conversation(tmp_path: Path) -> None:
 
 
 def test_chat_shows_what_the_last_answer_attended_to() -> None:
-    lines = chat("/system Be brief.", "Who are you?", "/attention").stdout.splitlines()
+    asked = ("/system Be brief.", "Who are you?", "/attention")
+    shown = chat(*asked, "/system Be kind, and tell a long story.", "/attention").stdout
+    _, before, after = shown.split("The answer's ")
+    assert before == after
+    lines = shown.splitlines()
     at = next(i for i, line in enumerate(lines) if "attended to" in line)
     shares = [float(line.split("%")[0]) for line in lines[at + 1 : at + 6]]
     assert sum(shares) == pytest.approx(100, abs=0.4)

@@ -104,7 +104,7 @@ class Chat:
         self._capture = capture
         self._edits = edits
         self._messages: list[dict[str, Any]] = []
-        self._last: tuple[Generation, list[Token]] | None = None
+        self._last: tuple[Generation, list[Token], list[dict[str, Any]]] | None = None
         self._is_terminal = sys.stdin.isatty()
         self._is_running = False
         self._notes = Console(stderr=True)
@@ -240,8 +240,8 @@ class Chat:
                 tokens.append(token)
             show_delta(generation)
         typer.echo()
+        self._last = generation, tokens, [*self._messages]
         self._messages.append({"role": "assistant", "content": generation.text})
-        self._last = generation, tokens
         if generation.finish_reason == "cancelled":
             self._note("(stopped)")
         elif generation.finish_reason == "length":
@@ -326,7 +326,7 @@ class Chat:
         if path.suffix.lower() == ".safetensors":
             if self._last is None:
                 raise RequestError("there is no answer to save")
-            save(path, *self._last)
+            save(path, *self._last[:2])
             self._note(f"the last answer is in {path}")
             return
         content = {"model": self._engine.model.name, "messages": self._messages}
@@ -355,8 +355,8 @@ class Chat:
         """
         if self._last is None or not self._last[1]:
             raise RequestError("there is no answer yet")
-        generation, tokens = self._last
-        prompt = self._engine.apply_chat_template(self._messages[:-1], spans=True)
+        generation, tokens, messages = self._last
+        prompt = self._engine.apply_chat_template(messages, spans=True)
         ids = [*generation.prompt_ids, *generation.tokens]
         n_answer, n_prompt = len(tokens), len(generation.prompt_ids)
         # The query that chose a token is the one before it.
@@ -369,7 +369,7 @@ class Chat:
         typer.echo(f"The answer's {n_answer} tokens attended to (mean of all layers and heads):")
         self._bar("the first token", mass[0] / total)
         for i, (start, stop) in enumerate(prompt.spans):
-            message = self._messages[i]
+            message = messages[i]
             words = label(str(message.get("content", "")))
             share = mass[max(start, 1) : stop].sum() / total
             self._bar(f"{i + 1} {message['role']}", share, words)
