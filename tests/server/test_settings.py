@@ -10,7 +10,9 @@ import pytest
 from kqview.engine_options import DEFAULTS
 from kqview.errors import RequestError
 from kqview.server import Settings
+from kqview.server.api.wire.fields import FIELDS as FIELDS_OF_REQUESTS
 from kqview.server.settings import values_in
+from kqview.types.sampling import OPTIONS
 
 FIELDS = [spec.name for spec in dataclasses.fields(Settings)]
 LISTS = (
@@ -189,6 +191,12 @@ def test_defaults_of_sampling_are_numbers_in_range():
     assert settings.sampling_defaults == {"temperature": 0.6, "top_k": 20, "seed": 5}
     with pytest.raises(RequestError, match="top_p"):
         Settings(sampling=("top_p=2",))
+
+
+def test_each_default_of_sampling_counts_where_a_request_leaves_it_open():
+    assert {name for name, one in OPTIONS.items() if one.low is not None} <= {
+        *FIELDS_OF_REQUESTS.fields
+    }
 
 
 @pytest.mark.parametrize(

@@ -230,6 +230,7 @@ class LlamaFields(SamplingFields, kw_only=True):
         ),
     ] = None
     min_keep: int | None = None
+    min_tokens: int | None = None
     top_n_sigma: float | None = None
     adaptive_target: Annotated[
         float | None, about("Has to be negative: this sampler does not exist here.", default=-1)
