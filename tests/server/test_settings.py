@@ -154,6 +154,7 @@ def test_environment_is_read():
         "KQVIEW_N_CTX": "",
         "KQVIEW_MODEL": "",
         "KQVIEW_CORS_ORIGINS": "",
+        "KQVIEW_TEMPLATE_OPTIONS": 'xs=["p,q=r", 2], n=3',
         "KQVIEW_CUDA_ARCH": "not ours",
         "OTHER": "1",
     }
@@ -166,6 +167,7 @@ def test_environment_is_read():
     assert settings.n_ctx is None
     assert settings.model is None
     assert settings.cors_origins == ()
+    assert settings.template_variables == {"xs": ["p,q=r", 2], "n": 3}
 
 
 @pytest.mark.parametrize(

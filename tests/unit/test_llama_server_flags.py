@@ -41,6 +41,7 @@ def of(line: str) -> tuple[str, str]:
         ("--admin-key a,b", "--admin-key a --admin-key b"),
         ("--cors-origin=http://a,http://b", "--cors-origin http://a --cors-origin http://b"),
         ("--sampling top_k=3,min_p=0", "--sampling top_k=3 --sampling min_p=0"),
+        ("--template-option xs=[1,2],b=c,d", "--template-option xs=[1,2] --template-option b=c,d"),
         ("-fa on -ctk q8_0 -ctv q8_0", "--flash-attn on --kv-type q8_0"),
         ("-fa --port 8080", "--flash-attn on --port 8080"),
         ("--flash-attn auto", "--flash-attn auto"),

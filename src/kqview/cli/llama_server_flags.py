@@ -139,7 +139,7 @@ _UNSET_BELOW_0: Final = frozenset({"top_n_sigma", "seed"})
 _FLAGS: Final = (
     # Our own lists take several values between commas, as llama-server's do.
     *(
-        _Flag(one.flag, one.flag, "", _each)
+        _Flag(one.flag, one.flag, "", lambda _, text, row=one: row.parts(text))
         for one in rows_of(Settings).values()
         if one.kind is tuple
     ),

@@ -48,6 +48,8 @@ DEMO_CONTEXT: Final = 2048
 """``n_ctx`` of the demo model: prompts of clients are longer than its trained context."""
 # Labels of a name; the first may stand for any.
 _HOST: Final = re.compile(r"(?:\*\.)?[a-z0-9_-]{1,63}(?:\.[a-z0-9_-]{1,63})*")
+# Not commas within the JSON of a NAME=VALUE.
+_NEXT_VALUE: Final = r',(?=\s*\w+=)(?=(?:[^"]|"(?:[^"\\]|\\.)*")*$)'
 _NUMERIC: Final = ", ".join(one.name for one in OPTIONS.values() if one.low is not None)
 
 
@@ -188,6 +190,7 @@ class Settings:
         "variables of the chat template where a request gives none: NAME=VALUE, a value of JSON or "
         "else text, such as reasoning_effort=low; --chat-template-kwargs takes an object of them",
         flag="--template-option",
+        separator=_NEXT_VALUE,
         check=_template_option,
     )
     reasoning: Reasoning = setting(

@@ -5,6 +5,7 @@ the command line and what is printed about each. A value is checked in one way, 
 """
 
 import dataclasses
+import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -47,6 +48,7 @@ class SettingRow:
         restart: Whether a change needs a restart of the server.
         is_text: Whether a configuration file may name a file that has the text.
         is_secret: Whether it is never shown.
+        separator: Pattern of what stands between the texts of a list.
         check: Returns a text, or each text of a list, as it is kept, or raises ValueError with what
             to write instead.
     """
@@ -60,6 +62,7 @@ class SettingRow:
     restart: bool
     is_text: bool
     is_secret: bool
+    separator: str
     check: Callable[[str], str] | None
 
     @property
@@ -108,10 +111,14 @@ class SettingRow:
         text = "***" if self.is_secret else shown(value)
         return RequestError(f"{name} is {text}; {reason[:1].lower()}{reason[1:]}")
 
+    def parts(self, text: str) -> list[str]:
+        """The texts of a list that *text* is, without spaces around them."""
+        return [part.strip() for part in re.split(self.separator, text) if part.strip()]
+
     def read(self, text: str) -> Any:
         """What a variable of the environment means by *text*; not checked yet."""
         if self.kind is tuple:
-            return tuple(part.strip() for part in text.split(",") if part.strip())
+            return tuple(self.parts(text))
         if self.kind is bool:
             return _SWITCH.get(text.lower(), text)
         try:
@@ -129,12 +136,14 @@ def setting(
     restart: bool = False,
     is_text: bool = False,
     is_secret: bool = False,
+    separator: str = ",",
     check: Callable[[str], str] | None = None,
 ) -> Any:
     """A field of a table, with what `SettingRow` has; a secret may always be in a file."""
     metadata = {
         "help": text, "flag": flag, "place": place, "restart": restart,
-        "is_text": is_text or is_secret, "is_secret": is_secret, "check": check,
+        "is_text": is_text or is_secret, "is_secret": is_secret,
+        "separator": separator, "check": check,
     }  # fmt: skip
     if isinstance(default, dict):
         return field(default_factory=dict[str, Any], metadata=metadata)
