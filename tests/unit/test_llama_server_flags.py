@@ -50,6 +50,7 @@ def of(line: str) -> tuple[str, str]:
         ("--reranking --no-slots", "--pooling rank --no-slots"),
         ("--slots --port 0", "--port 0"),
         ("--slots 3 --port 0", "--slots 3 --port 0"),
+        ("--slots 4 --slots -c 256", "--slots 4 --ctx 64"),
         (
             "--slot-save-path d --props --context-shift",
             "--slot-save-path d --props --context-shift",
@@ -59,6 +60,7 @@ def of(line: str) -> tuple[str, str]:
         ("--temp 0.6 --top-k 20", "--sampling temperature=0.6 --sampling top_k=20"),
         ("-s 42 --seed -1 -n 64 -n -1", "--sampling seed=42 --default-max-tokens 64"),
         ("--kv-unified -c 256 -np 4", "--ctx 256 --slots 4"),
+        ("--kv-unified -no-kvu -c 256 -np 4", "--ctx 64 --slots 4"),
         ("-v --log_verbose", "--verbose --verbose"),
         ("--top-nsigma 1.5 --top-n-sigma -1", "--sampling top_n_sigma=1.5"),
         ("--reasoning-budget 256", "--reasoning-budget 256"),
@@ -170,6 +172,8 @@ def env_of(environ: dict[str, str], line: str = "") -> tuple[str, str]:
     [
         ({"LLAMA_ARG_CTX_SIZE": "4096", "LLAMA_ARG_N_PARALLEL": "4"}, "", "--ctx 1024 --slots 4"),
         ({"LLAMA_ARG_CTX_SIZE": "4096"}, "-np 2", "--ctx 2048 --slots 2"),
+        ({"LLAMA_ARG_KV_UNIFIED": "1"}, "-c 256 -np 4", "--ctx 256 --slots 4"),
+        ({"LLAMA_ARG_KV_UNIFIED": "1"}, "-c 256 -np 4 -no-kvu", "--ctx 64 --slots 4"),
         ({"LLAMA_ARG_CTX_SIZE": "4096"}, "-c 512", "--ctx 512"),
         ({"LLAMA_ARG_CTX_SIZE": "4096"}, "--ctx 512", "--ctx 512"),
         ({"LLAMA_ARG_CTX_SIZE": "4096", "KQVIEW_N_CTX": "99"}, "", ""),

@@ -123,8 +123,11 @@ class _Flag:
 
 # What the value of another flag decides as well.
 _CONTEXT: Final = ("-c", "--ctx-size")
-_SLOTS: Final = ("-np", "--parallel")
-_UNIFIED: Final = ("-kvu", "--kv-unified")
+_SLOTS: Final = ("-np", "--parallel", "--slots")
+_UNIFIED: Final = {
+    **dict.fromkeys(("-kvu", "--kv-unified"), True),
+    **dict.fromkeys(("-no-kvu", "--no-kv-unified"), False),
+}
 _K_TYPE: Final = ("-ctk", "--cache-type-k")
 _V_TYPE: Final = ("-ctv", "--cache-type-v")
 
@@ -221,7 +224,7 @@ _IGNORED: Final = frozenset(
                 "cors-credentials", "models-autoload", "spec-draft-backend-sampling",
             )
         ),
-        "--metrics", "-cb", "-nocb", "--mlock", "-no-kvu", "--no-kv-unified", "--swa-full",
+        "--metrics", "-cb", "-nocb", "--mlock", "--swa-full",
         "--log-disable", "--offline", "-nr", "--embedding", "--embeddings", "-kvo", "-nkvo",
         "--no-mmproj", "--reuse-port", "-e", "--no-host", "--check-tensors", "-bs",
         "--backend-sampling", "--prefill-assistant", "--no-agent", "-no-ag", "--no-ui-mcp-proxy",
@@ -288,6 +291,7 @@ _SWITCHES: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
         "LLAMA_ARG_ENDPOINT_SLOTS": ("--slot-endpoints", "--no-slots"),
         "LLAMA_ARG_ENDPOINT_PROPS": ("--props", "--no-props"),
         "LLAMA_ARG_RERANKING": ("--reranking", ""),
+        "LLAMA_ARG_KV_UNIFIED": ("--kv-unified", "--no-kv-unified"),
         "LLAMA_ARG_REASONING_PRESERVE": ("--reasoning-preserve", "--no-reasoning-preserve"),
     }
 )
@@ -331,8 +335,10 @@ def translated(
     given = {name for name, _ in typed} | {one for one, name in own.items() if environ.get(name)}
     # Variables first, so that flags win.
     flags = [*_of_environ(environ, given, ignored), *((*one, "") for one in typed)]
-    n_slots = next((_number(name, value) for name, value, _ in flags[::-1] if name in _SLOTS), 1)
-    if not given.isdisjoint(_UNIFIED):
+    slots = [(name, value) for name, value, _ in flags if name in _SLOTS]
+    slots = [one for one in slots if one != ("--slots", None)]
+    n_slots = _number(*slots[-1]) if slots else 1
+    if next((_UNIFIED[name] for name, _, _ in flags[::-1] if name in _UNIFIED), False):
         n_slots = 1  # with one cache for all, each slot may hold all of it
     keys = next((value for name, value, _ in flags[::-1] if name in _K_TYPE), "f16")
     found: list[str] = []
