@@ -82,6 +82,11 @@ def test_long_code_is_cut_to_what_is_near_the_gap(coder: Served, client: httpx.C
     assert len(prefix) > len(suffix) > 0
 
 
+@pytest.mark.parametrize("n_predict", [256, 10**6])
+def test_code_stays_where_more_tokens_are_asked_for_than_fit(client: httpx.Client, n_predict: int):
+    assert CODE["input_prefix"] in prompt_of(client, n_predict=n_predict)
+
+
 @pytest.mark.parametrize("n_ctx", [8, 64, 512, 4096])
 def test_prompt_always_fits(n_ctx: int):
     ids = infill_ids(

@@ -9,6 +9,7 @@ from kqview.errors import RequestError
 from kqview.server.api.llama_server import schema
 from kqview.server.api.wire.chat import ChatRequest
 from kqview.server.api.wire.fields import LlamaFields, active_samplers, first
+from kqview.server.models.texts import room_of
 from kqview.server.settings import Settings
 from kqview.types import Sampling
 from kqview.types.sampling import OPTIONS
@@ -152,10 +153,10 @@ def infill_ids(
         extra: Other code; its end is kept.
         bos: Ids at the beginning.
         n_ctx: Tokens that a slot holds.
-        n_predict: Tokens that shall still fit.
+        n_predict: Tokens that shall still fit, if they are at most half of *n_ctx*.
     """
     n_fixed = len(bos) + len(begun) + 3
-    n_room = max(0, n_ctx - n_predict - n_fixed)
+    n_room = max(0, room_of(n_ctx, n_predict) - n_fixed)
     n_window = min(_FIM_WINDOW, n_room)
     n_suffix = min(len(suffix), max(n_window // 4, n_window - len(prefix)))
     n_prefix = min(len(prefix), n_window - n_suffix)

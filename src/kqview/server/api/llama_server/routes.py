@@ -123,6 +123,7 @@ async def infill(call: Call, body: schema.InfillBody) -> HttpReply | Events:
         parts = [text] if isinstance(text, str) else text or ()
         return await ids_of(call, parts, add_special=False, parse_special=False)
 
+    n_predict = max(most_tokens_of(body, "max_tokens") or 0, 1)
     begun = await ids_of(call, [body.prompt or ""], add_special=False)
     ids = convert.infill_ids(
         fim,
@@ -132,7 +133,7 @@ async def infill(call: Call, body: schema.InfillBody) -> HttpReply | Events:
         extra=await plain(convert.extra_texts(body, fim)),
         bos=list(engine.model.begin_ids),
         n_ctx=call.model.max_context,
-        n_predict=max(most_tokens_of(body, "max_tokens") or 0, 1),
+        n_predict=min(n_predict, call.service.settings.max_tokens),
     )
     return await _complete(call, body, [ids])
 
