@@ -594,6 +594,15 @@ def test_model_that_is_named_with_a_mod_has_it(steered: Served):
     assert "Hm:" not in plain["choices"][0]["text"]
 
 
+def test_alias_with_slashes_has_no_mod(serve: Serve, mods_dir: Path):
+    alias = "kqview/demo/lead"
+    served = serve(Settings(mods_dir=str(mods_dir), aliases=("demo", alias)))
+    with served.client() as client:
+        body = {**text_body(), "temperature": 0, "model": alias}
+        reply = client.post("/v1/completions", json=body).json()
+    assert "Hm:" not in reply["choices"][0]["text"]
+
+
 def test_mods_are_listed_with_what_is_wrong_with_them(steered: Served):
     with steered.client() as client:
         reply = client.get("/v1/mods").json()

@@ -7,6 +7,7 @@ import json
 import threading
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 from websockets.sync.client import connect
 
@@ -293,8 +294,13 @@ def test_logprobs_of_a_run_are_not_those_of_another_model(folder: Path):
 def test_mod_in_the_name_of_a_model_steers_that_model(folder: Path, tmp_path: Path):
     (tmp_path / "shout.py").write_text(MOD)
     config = config_of(folder, mods_dir=str(tmp_path), model_wait_s=WITHIN_S)
+    models = {"org/bob/shout": config.models["bob"], **config.models}
+    config = msgspec.structs.replace(config, models=models)
     with serving(config) as served, served.client() as client:
         for name in ("bob", "cleo"):
             body = {"prompt": "abc", "max_tokens": 5, "model": f"{name}/shout"}
             reply = client.post("/v1/completions", json=body).json()
             assert (reply["model"], reply["choices"][0]["text"]) == (name, "ABC")
+        body = {"prompt": "abc", "max_tokens": 5, "model": "org/bob/shout"}  # has none
+        reply = client.post("/v1/completions", json=body).json()
+        assert reply["choices"][0]["text"] != "ABC"

@@ -231,6 +231,20 @@ class ModelEntry:
             return "demo"  # as the option that serves it
         return engine.model.name or (Path(self.path).stem if self.path else "demo")
 
+    def mod_in(self, name: str) -> str:
+        """The mod in *name*, ``id/mod``, by which a request asks for this model; "" for none.
+
+        Where there is one model, only names such as ``org/model/mod`` have one, and only on servers
+        with mods: it answers to any name.
+        """
+        if not self.is_only:
+            return name.removeprefix(self.id).removeprefix("/")
+        settings = self._live.settings
+        if settings.mods_dir is None or name.count("/") < 2:
+            return ""
+        is_own = name in (self.id, self.name, *settings.aliases)
+        return "" if is_own else name.rpartition("/")[2]
+
     @property
     def max_context(self) -> int:
         """Longest prompt in tokens."""
@@ -462,16 +476,16 @@ class ModelEntry:
 def resolved(body: Any, served: ModelEntry) -> Any:
     """*body* with the id of *served* in place of the name that it has for it.
 
-    A mod in that name, ``id/mod``, becomes the first of its mods. Where there is one model, which
-    answers to any name, the body stays as it is.
+    A mod in that name becomes the first of its mods. Where there is one model, which answers to any
+    name, that name stays.
     """
     name = getattr(body, "model", None)
-    if served.is_only or not isinstance(name, str) or name == served.id:
+    if not isinstance(name, str) or name == served.id:
         return body
-    changes: dict[str, Any] = {"model": served.id}
-    if hasattr(body, "mods"):
-        changes["mods"] = [name.removeprefix(f"{served.id}/"), *(body.mods or ())]
-    return msgspec.structs.replace(body, **changes)
+    changes: dict[str, Any] = {} if served.is_only else {"model": served.id}
+    if hasattr(body, "mods") and (mod := served.mod_in(name)):
+        changes["mods"] = [mod, *(body.mods or ())]
+    return msgspec.structs.replace(body, **changes) if changes else body
 
 
 def _together(readings: Sequence[EngineStats]) -> EngineStats:

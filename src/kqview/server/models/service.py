@@ -115,7 +115,7 @@ class Service(endpoint.Host):
         named = [*(getattr(one, "model", None) for one in args), query.get("model")]
         name = next((one for one in named if one), None) if operation.model == "named" else None
         async with self.pool.using(name) as served:
-            yield served, args if served.is_only else tuple(resolved(one, served) for one in args)
+            yield served, tuple(resolved(one, served) for one in args)
 
     # ---- life
 

@@ -27,7 +27,7 @@ from msgspec import UNSET, Struct, UnsetType
 
 from kqview.edits.objects import edits_of
 from kqview.errors import InvalidSampling, InvalidToken, RequestError
-from kqview.server.api.wire.mods_field import ModsField, mods_of_model
+from kqview.server.api.wire.mods_field import ModsField, mods_of
 from kqview.server.errors import NotSupported, renamed
 from kqview.server.models.run import Run
 from kqview.server.settings import Settings
@@ -522,9 +522,6 @@ def most_tokens_of(
 
 def options_of(fields: LlamaFields, settings: Settings) -> dict[str, Any]:
     """Further fields of a `GenerateRequest`: slot, adapters, mods, and what moves positions."""
-    has_mods, mods = settings.mods_dir is not None, ()
-    if has_mods or fields.mods:
-        mods = mods_of_model(fields.mods, getattr(fields, "model", None), has_mods=has_mods)
     return {
         "slot": None if fields.id_slot == -1 else fields.id_slot,
         # Adapters that are left out have 0.
@@ -534,7 +531,7 @@ def options_of(fields: LlamaFields, settings: Settings) -> dict[str, Any]:
         "n_discard": fields.n_discard or None,
         "n_reuse_min": first(fields.n_cache_reuse, 0),
         "cache_prompt": fields.cache_prompt is not False,
-        "mods": mods,
+        "mods": mods_of(fields.mods),
         # Making them may read files.
         "edits": partial(edits_of, fields.edits, settings.control_vectors_dir)
         if fields.edits

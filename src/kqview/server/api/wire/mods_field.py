@@ -8,7 +8,7 @@ import contextlib
 import json
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Final, cast
+from typing import Annotated, Any, cast
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -22,8 +22,6 @@ from kqview.trace.record import cleaned_text
 
 Object = dict[str, Any]
 ModsField = Annotated[list[str | Object], msgspec.Meta(max_length=64)]
-
-_MODEL_PARTS: Final = 3  # "org/model/mod", for OpenAI clients that cannot send the field
 
 
 def mods_of(field: Sequence[str | Object] | None) -> tuple[ModWanted, ...]:
@@ -45,18 +43,6 @@ def _wanted(i: int, given: str | Object) -> ModWanted:
             parameter="mods",
         )
     return ModWanted(name, {key: value for key, value in given.items() if key != "name"})
-
-
-def mods_of_model(
-    field: Sequence[str | Object] | None, model: str | None, *, has_mods: bool
-) -> tuple[ModWanted, ...]:
-    """Like `mods_of`, with the mod in a model named ``org/model/mod`` first.
-
-    Only on a server that *has_mods*: on others any model may be named so.
-    """
-    parts = (model or "").split("/")
-    named = (ModWanted(parts[-1]),) if has_mods and len(parts) >= _MODEL_PARTS else ()
-    return named + mods_of(field)
 
 
 # ---- replies
