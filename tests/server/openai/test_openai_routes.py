@@ -277,6 +277,23 @@ def test_request_for_no_tokens_evaluates_the_prompt(demo: Served):
     assert stream[-1]["usage"]["completion_tokens"] == 0
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tools": TOOLS, "tool_choice": "none"},
+        {"documents": [{"text": "Anna is a teacher."}]},
+        {
+            "messages": [*api.CHAT["messages"], {"role": "assistant", "content": "Anna"}],
+            "continue_final_message": False,
+        },
+    ],
+)
+def test_tokens_that_are_counted_are_those_of_the_chat(demo: Served, fields: dict[str, Any]):
+    body = {**api.CHAT, **fields}
+    counted = api.asked(demo, f"{CHAT_PATH}/input_tokens", **body)["input_tokens"]
+    assert counted == api.chat(demo, **body)["usage"]["prompt_tokens"]
+
+
 def test_each_chunk_has_timings_if_asked_for(demo: Served):
     stream = api.chat_chunks(demo, timings_per_token=True)
     counts = [one["timings"]["predicted_n"] for one in stream if "timings" in one]

@@ -7,7 +7,7 @@ from typing import Any, Final
 from kqview.engine_options import MTP, PROMPT_LOOKUP
 from kqview.errors import RequestError
 from kqview.server.api.llama_server import schema
-from kqview.server.api.wire.chat import ChatRequest
+from kqview.server.api.wire.chat import ChatRequest, allowed_template
 from kqview.server.api.wire.fields import LlamaFields, active_samplers, first
 from kqview.server.models.texts import room_of
 from kqview.server.settings import Settings
@@ -86,27 +86,19 @@ def generation_settings(
 # ---- chats without an answer
 
 
-def chat_of(body: schema.TemplateBody, settings: Settings, *, request_id: str) -> ChatRequest:
+def chat_of(body: schema.TemplateBody, settings: Settings) -> ChatRequest:
     """The chat whose prompt is wanted.
 
     Raises:
         RequestError: There are no messages, or a chat_template, which is off.
     """
-    if body.chat_template is not None and not settings.request_chat_template:
-        raise RequestError(
-            "chat_template is off for requests; leave it out, or let the operator set "
-            "request_chat_template (--request-chat-template)",
-            parameter="chat_template",
-        )
     if body.messages is None:
         raise RequestError("messages is missing; send a list of them", parameter="messages")
     return ChatRequest(
         messages=body.messages,
-        sampling=Sampling(),
-        request_id=request_id,
         tools=body.tools or (),
         template_options=body.chat_template_kwargs or {},
-        chat_template=body.chat_template,
+        chat_template=allowed_template(body.chat_template, settings),
         adds_generation_prompt=body.add_generation_prompt is not False,
     )
 

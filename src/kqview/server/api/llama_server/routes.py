@@ -9,7 +9,7 @@ from typing import Final
 from kqview.errors import RequestError
 from kqview.server.api.llama_server import convert, events, pooled, properties, schema, slots
 from kqview.server.api.wire.attention import ReplyLists
-from kqview.server.api.wire.chat import InputTokens, prompt_of, written
+from kqview.server.api.wire.chat import prompt_of, written
 from kqview.server.api.wire.event_parts import sent
 from kqview.server.api.wire.failures import FailureBody, error_body
 from kqview.server.api.wire.fields import LlamaFields, LoraScale, most_tokens_of, with_defaults
@@ -165,25 +165,14 @@ async def _complete(
 @OPERATIONS.post("/apply-template")
 async def apply_template(call: Call, body: schema.TemplateBody) -> schema.TemplatePrompt:
     """The prompt that a chat becomes."""
-    ids = await _chat_ids(call, body)
-    model = call.model.engine.model
+    service, engine = call.service, call.model.engine
+    chat = convert.chat_of(body, service.settings)
+    # A template may take seconds, however short the body.
+    ids, *_ = await service.converted(OFFLOAD_BYTES, call.hold, prompt_of, engine, chat)
+    model = engine.model
     if model.begin_ids and ids[:1] == [*model.begin_ids]:
         del ids[0]  # /completion begins the text with it
     return schema.TemplatePrompt(await call.model.texts.detokenize(ids, client=call.hold.client))
-
-
-@OPERATIONS.post("/v1/chat/completions/input_tokens", also=("/chat/completions/input_tokens",))
-async def input_tokens(call: Call, body: schema.TemplateBody) -> InputTokens:
-    """How many tokens a chat has."""
-    return InputTokens(input_tokens=len(await _chat_ids(call, body)))
-
-
-async def _chat_ids(call: Call, body: schema.TemplateBody) -> list[int]:
-    service = call.service
-    chat = convert.chat_of(body, service.settings, request_id=call.request_id)
-    # A template may take seconds, however short the body.
-    found = await service.converted(OFFLOAD_BYTES, call.hold, prompt_of, call.model.engine, chat)
-    return found[0]
 
 
 # ---- in files of their own

@@ -13,6 +13,7 @@ from kqview.server.api.wire.chat_message import (
     ANY_TOOLS,
     GenerationPromptField,
     MessageObject,
+    OtherTemplateField,
     TemplateField,
     ToolObject,
 )
@@ -82,14 +83,7 @@ class TemplateBody(Struct, kw_only=True):
     model: ModelField = None
     tools: Annotated[list[ToolObject] | None, ANY_TOOLS] = None
     add_generation_prompt: GenerationPromptField = None
-    chat_template: Annotated[
-        str | None,
-        about(
-            "Another chat template; the model's if not given. The server's setting "
-            "request_chat_template allows it.",
-            "{{ messages[0].content }}",
-        ),
-    ] = None
+    chat_template: OtherTemplateField = None
     chat_template_kwargs: TemplateField = None
 
 

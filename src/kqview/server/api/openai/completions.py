@@ -20,7 +20,10 @@ from kqview.server.api.wire.chat import (
     LARGE,
     WHOLE_CONTEXT,
     ChatRequest,
+    InputTokens,
+    allowed_template,
     answered,
+    counted,
     prepare,
     with_fields,
 )
@@ -328,6 +331,20 @@ OPERATIONS: Final = Operations(tag="openai", error_body=error_body, failure=Fail
 async def chat_completions(call: Call, body: schema.ChatBody) -> HttpReply | Events:
     """The assistant's answer to a chat."""
     return await answered(call, body, chat_writer, prefix="chatcmpl-")
+
+
+@OPERATIONS.post(
+    "/v1/chat/completions/input_tokens", also=("/chat/completions/input_tokens",), model="named"
+)
+async def input_tokens(call: Call, body: schema.ChatCountBody) -> InputTokens:
+    """How many tokens the prompt of a chat has."""
+    settings = call.service.settings
+
+    def chat() -> ChatRequest:
+        template = allowed_template(body.chat_template, settings)
+        return replace(chat_of(body, settings), chat_template=template)
+
+    return InputTokens(input_tokens=await counted(call, chat))
 
 
 @OPERATIONS.post(

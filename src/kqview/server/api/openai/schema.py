@@ -14,6 +14,7 @@ from kqview.server.api.wire.chat_message import (
     EffortField,
     GenerationPromptField,
     MessageObject,
+    OtherTemplateField,
     ParallelCallsField,
     TemplateField,
     ToolObject,
@@ -148,6 +149,12 @@ class ChatBody(GenerateFields, kw_only=True):
         bool | str | None,
         about("Whether the answer goes on with the last message, which is the assistant's."),
     ] = None
+
+
+class ChatCountBody(ChatBody, kw_only=True):
+    """Body of ``POST /v1/chat/completions/input_tokens``."""
+
+    chat_template: OtherTemplateField = None
 
 
 class CompletionBody(GenerateFields, kw_only=True):

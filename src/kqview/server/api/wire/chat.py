@@ -182,6 +182,21 @@ def with_fields(
     )
 
 
+def allowed_template(source: str | None, settings: Settings) -> str | None:
+    """The chat template *source* of a request.
+
+    Raises:
+        RequestError: Requests may have none.
+    """
+    if source is not None and not settings.request_chat_template:
+        raise RequestError(
+            "chat_template is off for requests; leave it out, or let the operator set "
+            "request_chat_template (--request-chat-template)",
+            parameter="chat_template",
+        )
+    return source
+
+
 def prompt_of(engine: Engine, chat: ChatRequest) -> tuple[list[int], str, list[Tool], str]:
     """Render *chat*; any thread.
 

@@ -88,6 +88,14 @@ TemplateField = Annotated[
     dict[str, Any] | None,
     about("Variables for the model's chat template.", {"enable_thinking": False}),
 ]
+OtherTemplateField = Annotated[
+    str | None,
+    about(
+        "Another chat template; the model's if not given. The server's setting "
+        "request_chat_template allows it.",
+        "{{ messages[0].content }}",
+    ),
+]
 GenerationPromptField = Annotated[
     bool | None, about("Whether the prompt ends with the beginning of an answer.", default=True)
 ]
