@@ -232,6 +232,13 @@ def test_names_of_sampling_options_mean_the_same_everywhere(described: dict[str,
     assert body["max_tokens"]["examples"] == body["n_predict"]["examples"]
 
 
+def test_limit_of_time_is_described_where_it_has_an_effect(described: dict[str, Any]):
+    components = described["components"]["schemas"]
+    named = {name for name in components if "t_max_predict_ms" in json.dumps(components[name])}
+    assert {"ChatBody", "MessagesBody", "ResponsesBody"}.isdisjoint(named)
+    assert "InfillBody" in named
+
+
 OTHER_MODELS = {"/infill", "/rerank"}  # they need a model for code, and one that ranks
 
 

@@ -20,7 +20,6 @@ from kqview.server.api.wire.chat import ReplyWriter
 from kqview.server.api.wire.failures import error_body
 from kqview.server.api.wire.fields import (
     Clock,
-    LlamaFields,
     first,
     most_tokens_of,
     names_of,
@@ -95,7 +94,7 @@ class CompletionEvents(ReplyWriter):
 
     def __init__(
         self,
-        body: LlamaFields,
+        body: schema.CompletionFields,
         prompts: Sequence[tuple[Sequence[int], str]],
         engine: Engine,
         settings: Settings,

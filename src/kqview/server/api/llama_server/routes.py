@@ -12,7 +12,7 @@ from kqview.server.api.wire.attention import ReplyLists
 from kqview.server.api.wire.chat import prompt_of, written
 from kqview.server.api.wire.event_parts import sent
 from kqview.server.api.wire.failures import FailureBody, error_body
-from kqview.server.api.wire.fields import LlamaFields, LoraScale, most_tokens_of, with_defaults
+from kqview.server.api.wire.fields import LoraScale, most_tokens_of, with_defaults
 from kqview.server.api.wire.prompts import ids_of, ids_of_each, prompts_of
 from kqview.server.errors import NotSupported
 from kqview.server.models.service import OFFLOAD_BYTES, Call
@@ -139,7 +139,7 @@ async def infill(call: Call, body: schema.InfillBody) -> HttpReply | Events:
 
 
 async def _complete(
-    call: Call, body: LlamaFields, prompts: Sequence[list[int]]
+    call: Call, body: schema.CompletionFields, prompts: Sequence[list[int]]
 ) -> HttpReply | Events:
     service = call.service
     engine, settings = call.model.engine, service.settings

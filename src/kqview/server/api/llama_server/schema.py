@@ -96,7 +96,20 @@ class TemplatePrompt(Struct):
 # ---- completions
 
 
-class CompletionBody(LlamaFields):
+class CompletionFields(LlamaFields, kw_only=True):
+    """Fields of a text that is continued or filled in."""
+
+    t_max_predict_ms: Annotated[
+        int | None,
+        about(
+            "Ends the text at the first line end after so many milliseconds; no limit if "
+            "not given.",
+            500,
+        ),
+    ] = None
+
+
+class CompletionBody(CompletionFields):
     """A prompt to complete."""
 
     prompt: Annotated[
@@ -116,7 +129,7 @@ class InfillFile(Struct, kw_only=True):
     filename: Annotated[str, about("Its name.")] = "tmp"
 
 
-class InfillBody(LlamaFields):
+class InfillBody(CompletionFields):
     """Code with a gap."""
 
     input_prefix: Annotated[

@@ -301,14 +301,6 @@ class LlamaFields(SamplingFields, kw_only=True):
         ),
     ] = None
     n_indent: Annotated[int | None, about("Has to be 0: it is not supported.", 0)] = None
-    t_max_predict_ms: Annotated[
-        int | None,
-        about(
-            "Ends the text at the first line end after so many milliseconds; no limit if "
-            "not given.",
-            500,
-        ),
-    ] = None
     lora: Annotated[
         Annotated[list[LoraScale], msgspec.Meta(max_length=256)] | None,
         about(
