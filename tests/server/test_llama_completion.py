@@ -111,6 +111,9 @@ def test_prompt_is_only_evaluated_if_nothing_is_to_be_predicted(demo: Served, cl
     prompt = "A prompt that no other test has"
     reply = complete(client, prompt=prompt, n_predict=0, id_slot=1)
     assert (reply["content"], reply["tokens_predicted"]) == ("", 0)
+    hidden = complete(client, prompt=prompt, n_predict=1)["content"]
+    reply = complete(client, prompt=prompt, n_predict=0, id_slot=1, stop=[hidden])
+    assert (reply["stop_type"], reply["stopping_word"]) == ("limit", "")
     assert demo.engine.slots[1].tokens == demo.engine.tokenize(prompt)
     again = complete(client, prompt=prompt, n_predict=1, id_slot=1)
     assert again["timings"]["prompt_n"] == 1

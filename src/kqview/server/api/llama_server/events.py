@@ -256,10 +256,13 @@ class CompletionEvents(ReplyWriter):
     def _end(self, run: Run, sample: CompletionText, *, is_stream: bool) -> Any:
         generation = run.generations[sample.index]
         text, usage = self._text(run, sample), generation.usage
+        # How the hidden token of a prompt that is only evaluated ended says nothing.
+        reason = "length" if self._is_prefill else generation.finish_reason
+        stop_match = "" if self._is_prefill else generation.stop_match or ""
         n_tokens = len(sample.ids)
-        n_predicted = n_tokens + (generation.finish_reason == "stop")  # the end of text counts
-        is_full = generation.finish_reason == "length" and n_tokens < self._most_tokens
-        is_cut = generation.finish_reason == "cancelled" and run.error is None
+        n_predicted = n_tokens + (reason == "stop")  # the end of text counts
+        is_full = reason == "length" and n_tokens < self._most_tokens
+        is_cut = reason == "cancelled" and run.error is None
         shown = [one for start, one in sample.logprobs if start < len(text) or not text]
         keeps_ids = bool(self._body.return_tokens) and not is_stream
         reply = schema.Completion(
@@ -274,10 +277,8 @@ class CompletionEvents(ReplyWriter):
             prompt=sample.prompt,
             has_new_line="\n" in text,
             truncated=is_full or sample.has_discarded,
-            stop_type="limit"
-            if is_cut
-            else _STOP_TYPES.get(generation.finish_reason or "", "none"),
-            stopping_word=generation.stop_match or "",
+            stop_type="limit" if is_cut else _STOP_TYPES.get(reason or "", "none"),
+            stopping_word=stop_match,
             tokens_cached=sample.n_prompt + max(0, n_tokens - 1),
             timings=timings(replace(usage, completion_tokens=n_predicted)),
             completion_probabilities=UNSET if is_stream or not sample.logprobs else shown,
