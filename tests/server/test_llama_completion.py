@@ -136,6 +136,8 @@ def test_stop_word_is_named_and_not_shown(client: httpx.Client):
     reply = complete(client, n_predict=40, stop=["", word])
     assert reply["content"] == whole[: whole.index(word)]
     assert (reply["stop_type"], reply["stopping_word"]) == ("word", word)
+    reply = complete(client, n_predict=40, n_probs=1, stop=[whole[:3]])
+    assert (reply["content"], reply["completion_probabilities"]) == ("", [])
 
 
 def test_full_slot_truncates():

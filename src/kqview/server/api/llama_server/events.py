@@ -263,7 +263,9 @@ class CompletionEvents(ReplyWriter):
         n_predicted = n_tokens + (reason == "stop")  # the end of text counts
         is_full = reason == "length" and n_tokens < self._most_tokens
         is_cut = reason == "cancelled" and run.error is None
-        shown = [one for start, one in sample.logprobs if start < len(text) or not text]
+        # Of a text that a stop word begins, nothing is shown.
+        keeps_empty = not text and not stop_match
+        shown = [one for start, one in sample.logprobs if start < len(text) or keeps_empty]
         keeps_ids = bool(self._body.return_tokens) and not is_stream
         reply = schema.Completion(
             index=sample.index,
