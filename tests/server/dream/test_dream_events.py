@@ -262,6 +262,12 @@ def test_binary_frames_have_no_place_in_a_reply_so_values_are_base64():
     np.testing.assert_array_equal(decoded(reply["attention_data"][0]["attention"]), rows[0])
 
 
+def test_offsets_of_logprobs_are_those_of_the_text():
+    # Texts of single ids are longer here, as those of parts of a character are.
+    reply = json.loads(built(run_of_reply(), top_logprobs=1))
+    assert reply["results"][0]["logprobs"]["text_offset"] == [0, 1, 3]
+
+
 # ---- the bound
 
 

@@ -153,7 +153,7 @@ async def test_perf_is_of_the_last_generation(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_logprobs_have_both_forms():
-    texts = {1: b"Hi", 2: b" you", 3: b"\xf0\x9f"}
+    texts = {1: b"Hi", 2: b" you", 3: b"\xf0\x9f", 4: b"\x98\x80", 5: b"!"}
     tokens = [
         TokenLogprobs(1, -0.5, ((1, -0.5), (3, -2.0))),
         TokenLogprobs(2, -1.0, ()),
@@ -162,6 +162,8 @@ def test_logprobs_have_both_forms():
     assert reply["tokens"] == ["Hi", " you"]
     assert reply["token_logprobs"] == [-0.5, -1.0]
     assert reply["text_offset"] == [0, 2]
+    split = [TokenLogprobs(id_, -1.0, ()) for id_ in (1, 3, 4, 5)]
+    assert logprobs_of(split, texts.__getitem__).text_offset == [0, 2, 2, 3]  # "Hi😀!"
     assert reply["top_logprobs"] == [{"Hi": -0.5, "\ufffd": -2.0}, {}]
     assert reply["content"][0]["bytes"] == [72, 105]
     assert reply["content"][0]["top_logprobs"][1]["bytes"] == [0xF0, 0x9F]

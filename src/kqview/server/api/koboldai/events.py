@@ -526,7 +526,7 @@ class ReplyBuilder:
         watch(self._plan, token)
         if (one := of_token(token)) is not None:
             found = logprobs_of([one], self._plan.token_bytes, self._offsets[sample])
-            self._offsets[sample] += len(found.tokens[0])
+            self._offsets[sample] += len(token.text)
             self._lists.add_each(sample, "logprobs", found)
         if self._has_tokens:
             shown = dream_token(self._plan, token, sample=number)

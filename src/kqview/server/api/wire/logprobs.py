@@ -8,6 +8,7 @@ from msgspec import UNSET, Struct, UnsetType
 
 from kqview.server.models.run import TokenLogprobs
 from kqview.server.web.described import about
+from kqview.stop_strings import TextStream
 from kqview.types import Token
 
 LOGPROB_BYTES: Final = 2048
@@ -59,13 +60,14 @@ def logprobs_of(
 ) -> TextLogprobs:
     """Logprobs of *tokens*, of which the first begins at character *offset*."""
     content = [token_logprob(one, bytes_of) for one in tokens]
-    ends = accumulate((len(one.token) for one in content), initial=offset)
+    stream = TextStream()
+    lengths = (len(stream.feed(bytes_of(one.token_id))) for one in tokens)
     return TextLogprobs(
         content=content,
         tokens=[one.token for one in content],
         token_logprobs=[one.logprob for one in content],
         top_logprobs=[{top.token: top.logprob for top in one.top_logprobs} for one in content],
-        text_offset=list(ends)[:-1],
+        text_offset=list(accumulate(lengths, initial=offset))[:-1],
     )
 
 
