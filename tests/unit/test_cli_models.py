@@ -196,6 +196,7 @@ def test_place_that_cannot_be_written_is_refused(folder: Path, monkeypatch: pyte
         (("--regex", "a", "--grammar", "b"), "--grammar and --regex cannot be combined"),
         (("--temp", "-1"), "--temperature must be a number of at least 0"),
         (("--layers", "1-x"), "--layers is '1-x'"),
+        (("--layers", "0,3-1"), "--layers is '0,3-1'"),
         (("--layers", "1,1"), "--layers has repeated indices"),
         (("--top-p", "1.5"), "--top-p"),
         (("--top-values", "1", "--spans", "0:1"), "--top-values and --spans are two ways"),

@@ -380,7 +380,7 @@ def parse_indices(name: str, text: str | None) -> list[int] | None:
     indices: list[int] = []
     for part in text.split(","):
         found = _INDICES.fullmatch(part.strip())
-        if found is None or (found["last"] is not None and found["first"].startswith("-")):
+        if found is None or (found["last"] and not 0 <= int(found["first"]) <= int(found["last"])):
             raise RequestError(f"{name} is {text!r}; write a list such as 0,3 or 8-11")
         first = int(found["first"])
         indices.extend(range(first, int(found["last"] or first) + 1))
