@@ -320,15 +320,15 @@ def test_large_request_leaves_the_event_loop_to_others(
     assert longest_s[0] < 8 * reference_s()
 
 
+LOGPROBS = {"include": ["message.output_text.logprobs"], "top_logprobs": 20}
+
+
 @pytest.mark.parametrize(
     ("path", "options"),
     [
         ("/completion", {"prompt": "Tom", "n_predict": 20, "n_probs": 100}),
-        ("/v1/responses", {"input": "Tom", "max_output_tokens": 60, "top_logprobs": 20}),
-        (
-            "/v1/responses",
-            {"input": "Tom", "max_output_tokens": 300, "top_logprobs": 20, "stream": True},
-        ),
+        ("/v1/responses", {**LOGPROBS, "input": "Tom", "max_output_tokens": 60}),
+        ("/v1/responses", {**LOGPROBS, "input": "Tom", "max_output_tokens": 300, "stream": True}),
     ],
 )
 def test_reply_with_many_logprobs_is_written_in_another_thread(

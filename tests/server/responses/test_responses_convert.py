@@ -119,6 +119,20 @@ def test_effort_is_an_option_of_the_template(
 
 
 @pytest.mark.parametrize(
+    ("fields", "n_top"),
+    [
+        ({"top_logprobs": 2}, None),
+        ({"include": [convert.LOGPROBS]}, 0),
+        ({"include": [convert.LOGPROBS], "top_logprobs": 2}, 2),
+    ],
+)
+def test_logprobs_come_where_include_asks_for_them(
+    fields: dict[str, Any], n_top: int | None
+) -> None:
+    assert convert.chat_of(body_of(**fields)).top_logprobs == n_top
+
+
+@pytest.mark.parametrize(
     ("choice", "expected"),
     [
         (None, ("auto", None, None, True)),

@@ -217,16 +217,15 @@ def prompt_of(body: schema.InputBody) -> ChatRequest:
 
 def chat_of(body: schema.ResponsesBody) -> ChatRequest:
     """What *body* asks for; errors as of `prompt_of`."""
-    n_top = body.top_logprobs
-    if n_top is None and LOGPROBS in (body.include or ()):
-        n_top = 0
-    if n_top is not None and not 0 <= n_top <= _MOST_TOP:
+    n_top = body.top_logprobs or 0
+    if not 0 <= n_top <= _MOST_TOP:
         raise RequestError(f"top_logprobs is {n_top}, allowed are 0 to {_MOST_TOP}")
+    n_logprobs = n_top if LOGPROBS in (body.include or ()) else None
     chat = prompt_of(body)
     names = {**chat.names, "top_logprobs": "top_logprobs"}
     if body.max_output_tokens is not None:
         names["max_tokens"] = "max_output_tokens"
-    return replace(chat, top_logprobs=n_top, max_tokens=body.max_output_tokens, names=names)
+    return replace(chat, top_logprobs=n_logprobs, max_tokens=body.max_output_tokens, names=names)
 
 
 LOGPROBS: Final = "message.output_text.logprobs"
