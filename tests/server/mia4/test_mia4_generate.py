@@ -297,7 +297,7 @@ def test_rows_and_prompts_belong_to_the_key_that_asked(serve: Serve):
 
 
 @pytest.mark.parametrize("drops", [True, False])
-def test_lists_of_rows_have_no_token_of_dropped_reasoning(serve: Serve, drops: bool):
+def test_no_row_of_a_token_of_dropped_reasoning_is_given(serve: Serve, drops: bool):
     postproc = {"reasoning": {"drop_from_history": drops}}
     served = serve(mia4.config(llm={"postproc": postproc}))
     wanted = {"attention": {"reduce": "mean"}}
@@ -312,6 +312,11 @@ def test_lists_of_rows_have_no_token_of_dropped_reasoning(serve: Serve, drops: b
         text = "".join(one["text"] for one in own)
         assert "Yes" in text
         assert ("Tom" in text) is not drops
+        listed = {one["seq"] for one in own}
+        with served.client() as client:
+            for n in range(max(listed) + 1):
+                for path in (f"/generate/dropped/attention/{n}", f"/v1/attention/dropped/{n}"):
+                    assert client.get(path).status_code == (200 if n in listed else 404), path
 
 
 def test_rows_of_another_apis_reply_are_not_kept_here(chat: Served):

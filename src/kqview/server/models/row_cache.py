@@ -84,8 +84,8 @@ class CachedRows:
         choices: Rows of each choice, by the index of the token.
         n_left_out: Of each choice, rows for which there was no room.
         prompt: The prompt, None if nobody asks for it by the reply's name.
-        hidden: Tokens that are not listed, because the client is not to know them; whoever opened
-            the reply may change it.
+        hidden: Tokens whose rows are not given, because the client is not to know them; whoever
+            opened the reply may change it.
     """
 
     wanted: AttentionWanted
@@ -95,6 +95,10 @@ class CachedRows:
     prompt: PromptText | None = None
     hidden: Set[int] = frozenset()
     n_bytes: int = 0
+
+    def row(self, choice: int, n: int) -> CachedRow | None:
+        """The row of token *n* of a choice, if it is kept and the client may know the token."""
+        return None if n in self.hidden else self.choices[choice].get(n)
 
     def shown(self, choice: int) -> list[tuple[int, CachedRow]]:
         """The rows of a choice whose tokens the client may know, by the token's index."""

@@ -13,6 +13,7 @@ from msgspec import UNSET
 
 from kqview.errors import RequestError
 from kqview.server.api.openai import completions, convert, schema
+from kqview.server.api.wire.attention import index_of
 from kqview.server.api.wire.failures import FailureBody, error_body
 from kqview.server.api.wire.prompts import ids_of_each, pooling_of, prompts_of
 from kqview.server.errors import NotFound, renamed
@@ -98,19 +99,15 @@ def _kept(call: Call, name: str) -> CachedRows:
 
 
 def _row(rows: CachedRows, name: str, n: str, choice: str) -> CachedRow:
-    index = _number(choice)
-    if index is None or index >= len(rows.choices):
+    index = index_of(choice)
+    if not 0 <= index < len(rows.choices):
         raise NotFound(f"choice is {choice[:20]!r}, {name} has {len(rows.choices)}, from 0")
-    row = rows.choices[index].get(-1 if (at := _number(n)) is None else at)
+    row = rows.row(index, index_of(n))
     if row is None:
         raise NotFound(
             f"row {n[:20]!r} of {name} is not kept; GET /v1/attention/{name} lists those that are"
         )
     return row
-
-
-def _number(text: str) -> int | None:
-    return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else None
 
 
 # ---- models and embeddings

@@ -396,6 +396,11 @@ def joined_text(pieces: Sequence[bytes]) -> str:
 # ---- replies
 
 
+def index_of(text: str) -> int:
+    """The index that *text*, a part of a path, is; -1, which nothing has, if it is none."""
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else -1
+
+
 class AttentionWriter:
     """Writes the attention objects of a run, or keeps its rows for whoever fetches them."""
 

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import msgspec
 
+from kqview.server.api.wire.attention import index_of
 from kqview.server.api.wire.event_parts import sent
 from kqview.server.apps.conversations import Call
 from kqview.server.apps.mia4 import schema
@@ -94,9 +95,7 @@ async def list_attention(call: Call) -> HttpReply:
 async def show_attention(call: Call) -> HttpReply:
     """The row of one token: little-endian values in C order, or JSON for "sparse" and "viz"."""
     name, seq = call.path["request_id"], call.path["seq"]
-    rows = _kept(call, name)
-    n = int(seq) if seq.isascii() and seq.isdecimal() and len(seq) < 10 else -1
-    row = rows.choices[0].get(n)
+    row = _kept(call, name).row(0, index_of(seq))
     if row is None:
         raise NotFound(
             f"row {seq[:20]!r} of {name[:80]!r} is not kept; GET /generate/{name[:80]}/attention "
