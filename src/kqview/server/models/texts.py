@@ -14,9 +14,9 @@ from kqview.stop_strings import TextStream
 _OFFLOAD_TEXT: Final = 32 * 1024  # characters: about a millisecond to tokenize
 OFFLOAD_ITEMS: Final = 4096
 """Ids and biases of which reading takes about a millisecond."""
-# Most bytes that a character and its ids take, and an id with its text.
-_ID_BYTES: Final = 40
-_PIECE_BYTES: Final = 240
+ID_BYTES: Final = 40
+"""Most bytes that a character and its ids take."""
+_PIECE_BYTES: Final = 240  # an id with its text
 _LEAST_PROMPT: Final = 4  # tokens that a long memory leaves to the prompt, as in KoboldCpp
 
 
@@ -45,7 +45,7 @@ class ModelTexts:
 
     async def ids(self, text: str, *, add_special: bool, hold: Reservation) -> list[int]:
         """Ids of *text*; their memory is counted in *hold*."""
-        hold.take(_ID_BYTES * len(text))
+        hold.take(ID_BYTES * len(text))
         tokenize = partial(self._engine().tokenize, text, add_special=add_special)
         if len(text) < _OFFLOAD_TEXT:
             return tokenize()
@@ -54,7 +54,7 @@ class ModelTexts:
     async def ids_of_each(self, texts: Sequence[str], *, hold: Reservation) -> list[list[int]]:
         """Ids of each of *texts* with special ones around it alone; counted in *hold*."""
         n_characters = sum(map(len, texts))
-        hold.take(_ID_BYTES * (n_characters + 2 * len(texts)))
+        hold.take(ID_BYTES * (n_characters + 2 * len(texts)))
         tokenize = partial(self._engine().tokenize, parse_special=False)
         if n_characters + 8 * len(texts) < _OFFLOAD_TEXT:
             return list(map(tokenize, texts))

@@ -20,6 +20,7 @@ from kqview.server.api.wire.fields import ModelField
 from kqview.server.api.wire.prompts import TEXTS, TextsUsage, ids_of_each, pooling_of, prompts_of
 from kqview.server.errors import NotSupported, renamed
 from kqview.server.models.service import Call
+from kqview.server.models.texts import ID_BYTES
 from kqview.server.web.described import about
 from kqview.server.web.endpoint import HttpReply, json_in_slices, warned
 from kqview.types import Classification
@@ -36,7 +37,6 @@ AlwaysList = Annotated[str, about('Always "list".', "list")]
 
 _NUMBER_BYTES: Final = 64  # a float in a list, and its text
 _RESULT_BYTES: Final = 256  # an object with a label or an index and a number, and its JSON
-_ID_BYTES: Final = 40  # a character and its ids
 _SHORT_MAX: Final = 32760  # to which llama.cpp scales the largest number of 16 bits
 _EUCLID: Final = 2
 
@@ -248,7 +248,7 @@ async def rerank(call: Call, body: RerankBody) -> HttpReply:
     if not documents:
         raise RequestError("documents is missing or empty; send texts", parameter="documents")
     n_characters = sum(map(len, documents)) + len(documents) * len(body.query)
-    call.hold.take(_ID_BYTES * n_characters + _RESULT_BYTES * len(documents))
+    call.hold.take(ID_BYTES * n_characters + _RESULT_BYTES * len(documents))
     rank = _scores_by_attention if by_attention else _scores_of_head
     scores, n_tokens, warning = await rank(call, body, body.query, documents, n_characters)
     reply = ranked(body, scores, n_tokens=n_tokens, model=call.model.name)

@@ -56,6 +56,7 @@ from kqview.server.errors import Answer, renamed
 from kqview.server.models.run import AttentionWanted, GenerateRequest, Removal, Run, Step
 from kqview.server.models.service import Call
 from kqview.server.models.stream import Events, Renderer
+from kqview.server.models.texts import ID_BYTES
 from kqview.server.settings import ReasoningFormat, Settings
 from kqview.server.web.described import about
 from kqview.server.web.endpoint import DATA_HEAD, DECODED_TIMES, EVENT_TAIL, NAMED_HEAD, HttpReply
@@ -68,8 +69,6 @@ WHOLE_CONTEXT: Final = 2**31 - 1
 """``max_tokens`` of a request that sets no limit; the server's settings and the context do."""
 # Templates may take seconds: their work is large enough for another thread.
 LARGE: Final = 2**20
-ID_BYTES: Final = 40
-"""Of an id of a prompt, of which there are at most as many as bytes."""
 
 
 # ---- requests

@@ -9,12 +9,12 @@ from msgspec import Struct
 from kqview.errors import RequestError
 from kqview.server.errors import NotSupported
 from kqview.server.models.service import Call
+from kqview.server.models.texts import ID_BYTES
 from kqview.server.web.described import about
 
 Parts = Sequence[int | str]
 """A prompt: ids and texts, which follow one another."""
 
-_ID_BYTES: Final = 40  # a character and its ids
 _COST: Final = 4  # short texts take longer to tokenize than bytes to check
 
 
@@ -76,7 +76,7 @@ def _ids(call: Call, parts: Parts, *, add_special: bool, parse_special: bool) ->
         if isinstance(part, int):
             ids.append(part)
             continue
-        call.hold.take(_ID_BYTES * len(part))
+        call.hold.take(ID_BYTES * len(part))
         ids += engine.tokenize(
             part, add_special=add_special and i == 0, parse_special=parse_special
         )

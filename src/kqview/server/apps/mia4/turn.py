@@ -21,7 +21,7 @@ from kqview.chat.reasoning import Piece, TokenCounter
 from kqview.chat.turn import Reading
 from kqview.errors import KqviewError
 from kqview.server.api.wire.attention import AttentionWriter
-from kqview.server.api.wire.chat import ID_BYTES, LARGE
+from kqview.server.api.wire.chat import LARGE
 from kqview.server.api.wire.citations import Cited, Citing
 from kqview.server.apps.conversations import Call, ChatService, ConversationTurn
 from kqview.server.apps.mia4 import request, schema
@@ -47,6 +47,7 @@ from kqview.server.models.model_entry import ModelEntry, resolved
 from kqview.server.models.run import Removal, Run, Step
 from kqview.server.models.service import OFFLOAD_BYTES
 from kqview.server.models.stream import failure_of
+from kqview.server.models.texts import ID_BYTES
 from kqview.server.web.endpoint import EVENT_TAIL, Feed, Frames
 from kqview.stop_strings import ShownText
 from kqview.types import Token, Usage
