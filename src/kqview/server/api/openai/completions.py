@@ -24,6 +24,7 @@ from kqview.server.api.wire.chat import (
     allowed_template,
     answered,
     counted,
+    options_of_effort,
     prepare,
     with_fields,
 )
@@ -93,11 +94,6 @@ def chat_of(body: schema.ChatBody, settings: Settings) -> ChatRequest:
     n_logprobs = None
     if body.logprobs:
         n_logprobs = _n_logprobs("top_logprobs", first(body.top_logprobs, 0))
-    options = dict(body.chat_template_kwargs or {})
-    if body.reasoning_effort == "none":
-        options.setdefault("enable_thinking", False)
-    elif body.reasoning_effort is not None:
-        options.setdefault("reasoning_effort", body.reasoning_effort)
     tool_choice, tool_name, allowed = "auto", None, None
     if body.tool_choice is not None:
         tool_choice, tool_name, allowed = _tool_choice(body.tool_choice)
@@ -114,7 +110,7 @@ def chat_of(body: schema.ChatBody, settings: Settings) -> ChatRequest:
         parallel_calls=body.parallel_tool_calls is not False and tool_name is None,
         schema=_response_schema(body.response_format) if body.response_format else None,
         reasoning=body.reasoning_format or settings.reasoning_format,
-        template_options=options,
+        template_options=options_of_effort(body.chat_template_kwargs, body.reasoning_effort),
         adds_generation_prompt=body.add_generation_prompt is not False,
         continues=continues,
         n_samples=first(body.n_cmpl, body.n, 1),

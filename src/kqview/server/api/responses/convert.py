@@ -7,7 +7,7 @@ from typing import Final, Literal
 from kqview.errors import RequestError
 from kqview.server.api.responses import schema
 from kqview.server.api.responses.schema import Object
-from kqview.server.api.wire.chat import ChatRequest, content_of
+from kqview.server.api.wire.chat import ChatRequest, content_of, options_of_effort
 from kqview.server.api.wire.citations import with_documents
 
 _ROLES: Final = ("user", "assistant", "system", "developer")
@@ -183,13 +183,8 @@ def schema_of(body: schema.InputBody) -> Object | None:
 
 def template_options_of(body: schema.InputBody) -> Object:
     """Variables of the template, such as ``reasoning_effort``."""
-    options = dict(body.chat_template_kwargs or {})
     effort = None if body.reasoning is None else body.reasoning.effort
-    if effort == "none":
-        options.setdefault("enable_thinking", False)
-    elif effort is not None:
-        options.setdefault("reasoning_effort", effort)
-    return options
+    return options_of_effort(body.chat_template_kwargs, effort)
 
 
 def prompt_of(body: schema.InputBody) -> ChatRequest:

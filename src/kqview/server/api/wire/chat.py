@@ -359,6 +359,16 @@ def content_of(texts: Sequence[str]) -> str | list[dict[str, Any]]:
     return [{"type": "text", "text": text} for text in texts]
 
 
+def options_of_effort(given: Mapping[str, Any] | None, effort: str | None) -> dict[str, Any]:
+    """Variables of the template: those that are *given*, and what else *effort* says."""
+    options = dict(given or {})
+    if effort == "none":
+        options.setdefault("enable_thinking", False)
+    elif effort is not None:
+        options.setdefault("reasoning_effort", effort)
+    return options
+
+
 class InputTokens(Struct, kw_only=True):
     """How many tokens the prompt of a conversation has."""
 
