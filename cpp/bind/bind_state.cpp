@@ -114,10 +114,6 @@ void truncate(engine& self, slot_id slot, std::size_t n_keep) {
     run_on_slot(self, slot, [&](slot_cache& cache) { cache.truncate(n_keep); });
 }
 
-void shift(engine& self, slot_id slot, std::uint64_t n_keep, std::uint64_t n_discard) {
-    run_on_slot(self, slot, [&](slot_cache& cache) { cache.shift(n_keep, n_discard); });
-}
-
 // Ranges are (start, stop), non-empty, ascending and disjoint.
 void remove(engine& self, slot_id slot,
             const std::vector<std::pair<std::size_t, std::size_t>>& ranges) {
@@ -157,9 +153,6 @@ void bind_state(nb::module_& module) {
                "Edits that the cells of an idle slot were computed with.");
     module.def("truncate_slot", &truncate, nb::arg("engine"), nb::arg("slot"), nb::arg("n_keep"),
                "Keep the first n_keep tokens, or those of the last checkpoint before.");
-    module.def("shift_slot", &shift, nb::arg("engine"), nb::arg("slot"), nb::arg("n_keep"),
-               nb::arg("n_discard"),
-               "Remove n_discard tokens after the first n_keep; later tokens move up.");
     module.def("remove_from_slot", &remove, nb::arg("engine"), nb::arg("slot"), nb::arg("ranges"),
                "Remove (start, stop) ranges, which are ascending and disjoint, in one move.");
     module.def("branch_slot", &branch, nb::arg("engine"), nb::arg("slot"), nb::arg("n"),

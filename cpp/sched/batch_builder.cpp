@@ -10,10 +10,11 @@ namespace kqview {
 
 namespace {
 
-// How long prompts wait for others: after the last one that came, in all, and of the time that they
-// take themselves.
-constexpr std::chrono::milliseconds company_wait{2};
-constexpr std::chrono::milliseconds longest_company_wait{10};
+// How long prompts wait for others: a lone one, several after the last one that came, which is
+// longer since more are likely on their way, in all, and of the time that they take themselves.
+constexpr std::chrono::milliseconds lone_wait{5};
+constexpr std::chrono::milliseconds company_wait{8};
+constexpr std::chrono::milliseconds longest_company_wait{100};
 constexpr int company_share = 100;
 // Decode steps in a row with one set of LoRA scales while slots with others wait: a change makes
 // llama.cpp build its graphs anew, which may take as long as a step.
@@ -21,7 +22,7 @@ constexpr int n_steps_alike = 4;
 // Prompts that go through the model together have at most this many tokens left in all: those of
 // longer ones would all wait for the last of them.
 constexpr std::size_t n_cohort_tokens = 2048;
-constexpr std::size_t n_each_min = 32;                // of each of them in one step, if it has more
+constexpr std::size_t n_each_min = 16;                // of each of them in one step, if it has more
 constexpr std::size_t n_blocks_of_budget = 4;         // for prompt rows
 constexpr std::chrono::hours longest_wait{24 * 365};  // well within the clock's range
 
@@ -203,9 +204,9 @@ std::optional<batch_builder::clock::time_point> batch_builder::company_until() {
     n_gathered_ = n_prompts;
     const auto worth =
         std::chrono::duration_cast<clock::duration>(costs_.of_prompt(n_tokens)) / company_share;
-    const auto until =
-        std::min(last_came_ + std::min<clock::duration>(company_wait, worth),
-                 first_came_ + std::min<clock::duration>(longest_company_wait, worth));
+    const auto until = std::min(
+        last_came_ + std::min<clock::duration>(n_prompts > 1 ? company_wait : lone_wait, worth),
+        first_came_ + std::min<clock::duration>(longest_company_wait, worth));
     return now < until ? std::optional(until) : std::nullopt;
 }
 

@@ -168,17 +168,6 @@ void slot_cache::close_gaps(std::span<std::byte> room) {
     model_.read_state(id_, memory, static_cast<int>(tokens_.size()));
 }
 
-void slot_cache::shift(std::uint64_t n_keep, std::uint64_t n_discard) {
-    const auto n_tokens = tokens_.size();
-    if (n_discard == 0 || n_keep > n_tokens || n_discard > n_tokens - n_keep) {
-        throw error(errc::request, "n_keep is ", n_keep, " and n_discard ", n_discard,
-                    ", but the slot has ", n_tokens,
-                    " tokens; discard at least 1 and at most those that follow the kept ones");
-    }
-    const token_range gone{static_cast<std::size_t>(n_keep), static_cast<std::size_t>(n_discard)};
-    discard({&gone, 1});
-}
-
 void slot_cache::remove(std::span<const token_range> gone) {
     if (gone.empty()) return;
     const auto& last = gone.back();

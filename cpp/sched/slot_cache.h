@@ -86,9 +86,6 @@ public:
     // leaves the slot empty. Copies the slot's cache twice, however many ranges there are. One
     // range at the end is truncate().
     void discard(std::span<const token_range> gone);
-    // As discard(), for `n_discard` tokens after the first `n_keep`. Raises request if the slot
-    // does not have them.
-    void shift(std::uint64_t n_keep, std::uint64_t n_discard);
     // As discard(). Raises request if the slot does not have the tokens.
     void remove(std::span<const token_range> gone);
 

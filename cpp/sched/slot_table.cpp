@@ -435,10 +435,10 @@ bool slot_table::keep_cells(slot& target, std::size_t n_bytes_max) {
     drop_draft(target);
     auto& cache = target.cache;
     const auto& active = *target.active;
-    const bool is_reproducible = target.last.n_discarded == 0 && cache.n_exact() >= cache.size() &&
-                                 cache.edits().n_agreeing(target.edits) >= cache.size() &&
-                                 !(active.is_alone &&
-                                   (active.is_steered || active.n_prompt_rows > 0));
+    const bool is_reproducible =
+        target.last.n_discarded == 0 && cache.n_exact() >= cache.size() &&
+        cache.edits().n_agreeing(target.edits) >= cache.size() &&
+        !(active.is_alone && (active.is_steered || active.n_prompt_rows > 0));
     target.cells.clear();
     if (is_reproducible || cache.size() == 0) return true;
     try {

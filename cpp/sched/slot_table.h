@@ -100,7 +100,7 @@ struct request_progress {
     int n_discarded = 0;         // of its tokens, to make room
     // Its slot, saved, if a fresh evaluation would not compute the same cells; else empty.
     std::vector<std::byte> cells{};
-    std::size_t n_exact = all_exact;          // of `cells`
+    std::size_t n_exact = all_exact;  // of `cells`
     // Its consumer took back what is behind: cells of the same ids may not be those of its edits.
     std::size_t n_as_saved = all_exact;
     std::vector<edit_history::run> edited{};  // of `cells`

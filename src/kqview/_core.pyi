@@ -660,9 +660,6 @@ def slot_edits(engine: Engine, slot: int) -> list[EditedCells]:
 def truncate_slot(engine: Engine, slot: int, n_keep: int) -> None:
     """Keep the first n_keep tokens, or those of the last checkpoint before."""
 
-def shift_slot(engine: Engine, slot: int, n_keep: int, n_discard: int) -> None:
-    """Remove n_discard tokens after the first n_keep; later tokens move up."""
-
 def remove_from_slot(engine: Engine, slot: int, ranges: Sequence[tuple[int, int]]) -> None:
     """Remove (start, stop) ranges, which are ascending and disjoint, in one move."""
 

@@ -316,7 +316,13 @@ class Slot:
                 f"the slot cannot be shifted, because this model keeps {obstacle}; "
                 "send the ids to keep as a new prompt"
             )
-        _core.shift_slot(self._core, self.id, n_keep, n_discard)
+        if n_keep + n_discard > self.n_tokens:
+            raise RequestError(
+                f"n_keep is {n_keep} and n_discard {n_discard}, but the slot has {self.n_tokens} "
+                "tokens; discard at most those that follow the kept ones",
+                parameter="n_discard",
+            )
+        _core.remove_from_slot(self._core, self.id, [(n_keep, n_keep + n_discard)])
         return self.n_tokens
 
     def remove(self, ranges: Iterable[tuple[int, int] | range]) -> int:

@@ -6,6 +6,7 @@
 #include <doctest/doctest.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <cstdio>
@@ -318,7 +319,8 @@ private:
                         idle.restore(std::span(blob).first(n_blob), all_exact);
                     if (what == 2 && !idle.tokens().empty())
                         idle.truncate(static_cast<std::size_t>(n) % idle.tokens().size());
-                    if (what == 3 && idle.tokens().size() > 2) idle.shift(1, 1);
+                    if (what == 3 && idle.tokens().size() > 2)
+                        idle.remove(std::array{token_range{1, 1}});
                     if (what == 4) idle.clear();
                 });
                 ++tally_.n_orders;

@@ -35,7 +35,7 @@ from kqview.types.regex import regex_text
 from kqview.types.text import Ids
 
 _FLOAT_MAX: Final = 3.4028234663852886e38  # the core computes in float32
-N_SEEDS: Final = 2**32 - 1
+N_SEEDS: Final = 2**32 - 1  # from 0 on
 _SEED_MAX: Final = N_SEEDS - 1
 _RANDOM_SEEDS: Final = (-1, N_SEEDS)  # llama.cpp takes them as "choose a random seed"
 

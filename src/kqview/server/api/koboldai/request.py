@@ -21,14 +21,7 @@ from kqview.engine import Engine
 from kqview.errors import InvalidToken, KqviewError, PromptTooLong, RequestError
 from kqview.server.api.koboldai.pruning import Sentence, SentenceScores, check_sentences, watched
 from kqview.server.api.wire import attention
-from kqview.server.api.wire.fields import (
-    N_SEEDS,
-    FieldTable,
-    ModelField,
-    SamplingFields,
-    Stops,
-    first,
-)
+from kqview.server.api.wire.fields import FieldTable, ModelField, SamplingFields, Stops, first
 from kqview.server.api.wire.mods_field import ModsField, mods_of
 from kqview.server.models.model_entry import ModelEntry
 from kqview.server.models.run import DEFAULT_TOP_K, Aggregation, AttentionWanted, GenerateRequest
@@ -36,6 +29,7 @@ from kqview.server.settings import AttentionValues, Settings
 from kqview.server.web.described import about, example
 from kqview.server.web.lenient import shown_names
 from kqview.types import ModelInfo, Sampling
+from kqview.types.sampling import N_SEEDS
 
 DEFAULTS: Final[Mapping[str, Any]] = MappingProxyType(
     {

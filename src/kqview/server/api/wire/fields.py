@@ -35,7 +35,7 @@ from kqview.server.web.described import about
 from kqview.submission import N_DRAFT_MAX
 from kqview.types import Sampling, Usage
 from kqview.types.capture import MOST_SPANS
-from kqview.types.sampling import OPTIONS, SAMPLERS, TRUNCATIONS
+from kqview.types.sampling import N_SEEDS, OPTIONS, SAMPLERS, TRUNCATIONS
 
 MOST_LOGPROBS: Final = 1000
 """Most logprobs a token: their texts are looked up on the event loop."""
@@ -397,8 +397,6 @@ _CLAMPED: Final = {
 }
 _LACKING: Final = (("adaptive_target", 0), ("n_indent", 1))  # what is not here, and from what on
 _CONSTRAINTS: Final = frozenset({"grammar", "json_schema", "regex"})  # at most one may be given
-N_SEEDS: Final = 2**32 - 1
-"""Of llama.cpp, from 0 on."""
 _ID: Final = re.compile("-?[0-9]+")
 _ID_DIGITS: Final = 20  # more than any id has: longer numbers are slow to read
 
