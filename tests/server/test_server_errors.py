@@ -160,11 +160,11 @@ def test_malformed_body_gets_400_that_says_what(toy: Served, raw: bytes, part: s
         with toy.client() as client:
             reply = client.post(path, content=raw)
         assert (reply.status_code, reply.json()["code"]) == (400, "INVALID_REQUEST")
-        assert part in reply.json()["wrong"]
+        assert part.lower() in reply.json()["wrong"].lower()  # msgspec 0.23 writes UTF-8
     with websocket(toy, "/toy/ws") as socket:
         socket.send(raw)
         (event,), code = read_to_close(socket)
-    assert part in str(event)
+    assert part.lower() in str(event).lower()
     assert code == 1008
 
 
