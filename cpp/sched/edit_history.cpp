@@ -91,11 +91,6 @@ void edit_changes::move_up(std::size_t n_kept, std::size_t n_gone) {
     }
 }
 
-const edit_keys& edit_history::none() {
-    static const edit_keys nothing;
-    return nothing;
-}
-
 std::size_t edit_history::n_agreeing(const edit_keys& wanted) const noexcept {
     if (runs_.empty() && wanted.empty()) return everywhere;
     try {
@@ -121,7 +116,7 @@ std::size_t edit_history::n_agreeing(const edit_changes& wanted) const noexcept 
 std::size_t edit_history::n_agreeing(const std::vector<run>& ours, const std::vector<run>& theirs) {
     const auto keys_at = [](const std::vector<run>& runs,
                             std::size_t position) -> const edit_keys& {
-        const edit_keys* found = &none();
+        const edit_keys* found = &no_edits;
         for (const auto& one : runs)
             if (one.start <= position) found = one.keys.get();
         return *found;

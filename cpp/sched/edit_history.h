@@ -60,7 +60,7 @@ public:
     // No edits: no run, or one without keys.
     const std::vector<run>& runs() const { return runs_; }
     // Those of the next cell.
-    const edit_keys& in_force() const { return runs_.empty() ? none() : *runs_.back().keys; }
+    const edit_keys& in_force() const { return runs_.empty() ? no_edits : *runs_.back().keys; }
     // How many of the cells, and of those that follow while nothing else comes into force, are as
     // these edits would have left them. 0 if there is no memory to find out: evaluating all of them
     // gives the same result.
@@ -76,11 +76,10 @@ public:
     void move_up(std::size_t first, std::size_t n_cells);
     // Takes over the first `n_cells` cells of another slot; the edits in force stay.
     void copy_from(const edit_history& source, std::size_t n_cells);
-    // Replaces everything, for `n_cells` cells.
+    // Replaces everything.
     void set(std::vector<run> runs) { runs_ = std::move(runs); }
 
 private:
-    static const edit_keys& none();
     static std::size_t n_agreeing(const std::vector<run>& ours, const std::vector<run>& theirs);
     void put(std::size_t start, shared_keys keys);
 

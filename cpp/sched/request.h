@@ -130,10 +130,7 @@ struct request_options {
     int n_keep = 0;                          // n_keep + n_discard tokens fit into a slot
     slot_id wanted_slot = -1;                // the slot it must run in, -1 = any
 
-    const edit_keys& keys_of_edits() const {
-        static const edit_keys none;
-        return edits ? edits->keys : none;
-    }
+    const edit_keys& keys_of_edits() const { return edits ? edits->keys : no_edits; }
     // True if the score of prompt token `i` is wanted, and so the logits of the token before it.
     bool is_scored(std::size_t i) const {
         return i < prompt.size() && i + n_scores >= prompt.size();

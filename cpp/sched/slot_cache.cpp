@@ -99,8 +99,7 @@ void slot_cache::use(const edit_changes& edits) {
 }
 
 void slot_cache::go_on_with(const edit_plan* plan) {
-    static const edit_keys none;
-    edits_.use(tokens_.size(), plan ? plan->keys : none);
+    edits_.use(tokens_.size(), plan ? plan->keys : no_edits);
 }
 
 void slot_cache::copy_from(const slot_cache& source, std::size_t n_tokens) {

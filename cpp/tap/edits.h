@@ -26,6 +26,7 @@ struct edit_key {
     bool operator==(const edit_key&) const = default;
 };
 using edit_keys = std::vector<edit_key>;  // in the order in which they act
+inline const edit_keys no_edits;
 
 // Of what a layer has at an edit_point.
 struct output_edit {

@@ -85,9 +85,9 @@ def seconds(name: str, value: object, low: float = 0.0, high: float = math.inf) 
 
 def checked_ids(name: str, ids: object, error: type[RequestError] = InvalidToken) -> list[int]:
     """*ids* as ints that fit the core, which checks them against the vocabulary."""
-    if not is_iterable(ids):
+    if not isinstance(ids, list) and not is_iterable(ids):
         raise invalid(name, "a sequence of token ids", type(ids).__name__, error)
-    given = list(ids)
+    given = list(cast("Iterable[object]", ids))
     if set(map(type, given)) == {int}:  # as usual, and fast
         plain = cast("list[int]", given)
         if min(plain) >= 0 and max(plain) <= INT32_MAX:

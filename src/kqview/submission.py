@@ -217,7 +217,8 @@ class Submission:
             capture = Capture.of(capture)
         if steering is not None:
             check_capture(steering.mods, capture)
-        moves = flag("context_shift", given["context_shift"]) or given["reuse"] == "shift"
+        shifts = given["context_shift"]
+        moves = given["reuse"] == "shift" or (shifts is not False and flag("context_shift", shifts))
         request = self.request(
             ids,
             request_id=given["request_id"],

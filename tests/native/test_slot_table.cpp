@@ -276,7 +276,8 @@ TEST_CASE("scheduler: prompts that arrive together go through the model together
     // The rest of the longer ones is a step of theirs.
     CHECK(steps_of_prompts({6, 21, 21}, plain) == sizes{15, 30});
     // With too little of each in a step, they come one after the other.
-    CHECK(steps_of_prompts({61, 61, 61}, plain, 64) == sizes{64, 56, 60});
+    CHECK(steps_of_prompts({61, 61, 61}, plain, 64) == sizes{63, 63, 54});
+    CHECK(steps_of_prompts({61, 61, 61}, plain, 32) == sizes{32, 32, 32, 24, 32, 28});
     // Together too long: the first one does not wait for the other.
     const auto steps = steps_of_prompts({1501, 1501}, plain, 2048);
     CHECK(steps.at(0) == 1500);

@@ -165,14 +165,17 @@ def test_replay_follows_every_kind_of_action():
     call = notes.call(added, "mod")
     notes.action(call, "Backtrack", backtrack_steps=2, tokens=[7, 8])
     assert final_ids(notes.trace) == [1, 7, 8]
-    notes.action(call, "ForceTokens", tokens=[9, 9], n_kept=1)
+    forced = notes.action(call, "ForceTokens", tokens=[9, 9])
+    assert forced is not None
+    forced.details["n_kept"] = 1  # type: ignore[index]
     notes.action(call, "ForceTokens", tokens=[4], is_applied=False)
     assert final_ids(notes.trace) == [1, 7, 8, 9]
     before = notes.call(notes.sampled(3, 5, n_generated=4), "mod")
     notes.action(before, "Backtrack", backtrack_steps=1, tokens=[6])
     notes.added(3, [6], n_generated=4, forced=True)
     assert final_ids(notes.trace) == [1, 7, 8, 9, 6]
-    end = notes.added(4, [0], n_generated=5, forced=False, n_kept=0)
+    end = notes.added(4, [0], n_generated=5, forced=False)
+    notes.trace.events[-1].details["n_kept"] = 0  # type: ignore[index]
     assert final_ids(notes.trace) == [1, 7, 8, 9, 6]
     last = notes.call(end, "mod")
     notes.action(last, "Backtrack", backtrack_steps=99)

@@ -221,10 +221,12 @@ class HeadFile:
         return np.asarray(logistic(raw) if self.link == "logistic" else raw)
 
     def weights(self, pairs: Sequence[Pair]) -> Floats:
-        """Weight of each of *pairs*, which have all heads of the file; 0.0 for others."""
+        """Weight of each of *pairs*, 0.0 for others; HeadFileError if a head is missing."""
         weights = np.zeros(len(pairs))
         places = {pair: i for i, pair in enumerate(pairs)}
         for one in self.heads:
+            if (one.layer, one.head) not in places:  # where layers differ in heads
+                raise HeadFileError(f"the model has no head {one.head} in layer {one.layer}")
             weights[places[one.layer, one.head]] = one.weight
         return weights
 

@@ -161,12 +161,9 @@ class TraceRecorder:
         *,
         n_generated: int,
         forced: bool,
-        n_kept: int | None = None,
     ) -> int | None:
-        """Tokens became part of the output; *n_kept* if only the first of them do."""
+        """Tokens became part of the output."""
         details: Object = {"tokens_as_text": [self.text_of(token) for token in tokens]}
-        if n_kept is not None and n_kept != len(tokens):
-            details["n_kept"] = n_kept
         return self._event(
             "Added", step, 2 * _ID_BYTES * len(tokens),
             added_tokens=list(tokens), added_token_count=len(tokens), forced=forced,
@@ -229,7 +226,6 @@ class TraceRecorder:
         *,
         tokens: Sequence[int] | None = None,
         is_applied: bool = True,
-        n_kept: int | None = None,
         **known: Any,
     ) -> TraceAction | None:
         """A call returned an action.
@@ -239,7 +235,6 @@ class TraceRecorder:
             kind: Which action.
             tokens: Ids that it carries; their number, texts and preview follow from them.
             is_applied: False if another mod's action came first.
-            n_kept: How many of *tokens* go in, if not all.
             **known: Further fields of `TraceAction`.
         """
         if call is None:
@@ -253,8 +248,6 @@ class TraceRecorder:
             known["tokens_preview"] = "".join(texts[:_PREVIEW_TOKENS])
             if kind == "Backtrack":
                 known["backtrack_token_count"] = len(tokens)
-            if n_kept is not None and n_kept != len(tokens):
-                details["n_kept"] = n_kept
         if not is_applied:
             details["is_applied"] = False
         self._takes(_RECORD_BYTES + 4 * _ID_BYTES * len(tokens or ()), is_forced=True)

@@ -483,7 +483,7 @@ def resolved(body: Any, served: ModelEntry) -> Any:
     if not isinstance(name, str) or name == served.id:
         return body
     changes: dict[str, Any] = {} if served.is_only else {"model": served.id}
-    if hasattr(body, "mods") and (mod := served.mod_in(name)):
+    if "/" in name and hasattr(body, "mods") and (mod := served.mod_in(name)):
         changes["mods"] = [mod, *(body.mods or ())]
     return msgspec.structs.replace(body, **changes) if changes else body
 

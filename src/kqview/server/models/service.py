@@ -115,7 +115,9 @@ class Service(endpoint.Host):
         named = [*(getattr(one, "model", None) for one in args), query.get("model")]
         name = next((one for one in named if one), None) if operation.model == "named" else None
         async with self.pool.using(name) as served:
-            yield served, tuple(resolved(one, served) for one in args)
+            if not served.is_only or self.settings.mods_dir is not None:
+                args = tuple(resolved(one, served) for one in args)
+            yield served, args
 
     # ---- life
 

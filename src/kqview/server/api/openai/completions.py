@@ -94,6 +94,9 @@ def chat_of(body: schema.ChatBody, settings: Settings) -> ChatRequest:
     n_logprobs = None
     if body.logprobs:
         n_logprobs = _n_logprobs("top_logprobs", first(body.top_logprobs, 0))
+    options = body.chat_template_kwargs or {}
+    if body.reasoning_effort is not None:
+        options = options_of_effort(options, body.reasoning_effort)
     tool_choice, tool_name, allowed = "auto", None, None
     if body.tool_choice is not None:
         tool_choice, tool_name, allowed = _tool_choice(body.tool_choice)
@@ -110,7 +113,7 @@ def chat_of(body: schema.ChatBody, settings: Settings) -> ChatRequest:
         parallel_calls=body.parallel_tool_calls is not False and tool_name is None,
         schema=_response_schema(body.response_format) if body.response_format else None,
         reasoning=body.reasoning_format or settings.reasoning_format,
-        template_options=options_of_effort(body.chat_template_kwargs, body.reasoning_effort),
+        template_options=options,
         adds_generation_prompt=body.add_generation_prompt is not False,
         continues=continues,
         n_samples=first(body.n_cmpl, body.n, 1),

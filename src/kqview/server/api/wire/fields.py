@@ -521,7 +521,7 @@ def options_of(fields: LlamaFields, settings: Settings) -> dict[str, Any]:
         "n_discard": fields.n_discard or None,
         "n_reuse_min": first(fields.n_cache_reuse, 0),
         "cache_prompt": fields.cache_prompt is not False,
-        "mods": mods_of(fields.mods),
+        "mods": mods_of(fields.mods) if fields.mods else (),
         # Making them may read files.
         "edits": partial(edits_of, fields.edits, settings.control_vectors_dir)
         if fields.edits
