@@ -10,12 +10,11 @@ namespace kqview {
 
 namespace {
 
-// How long prompts wait for others: a lone one, several after the last one that came, which is
-// longer since more are likely on their way, in all, and of the time that they take themselves.
-constexpr std::chrono::milliseconds lone_wait{5};
-constexpr std::chrono::milliseconds company_wait{8};
-constexpr std::chrono::milliseconds longest_company_wait{100};
-constexpr int company_share = 100;
+// How long prompts wait for others before they begin, at most.
+constexpr std::chrono::milliseconds lone_wait{5};               // one, for a second
+constexpr std::chrono::milliseconds company_wait{8};            // several, after the last that came
+constexpr std::chrono::milliseconds longest_company_wait{100};  // in all
+constexpr int company_share = 100;  // and no more than this part, 1/100, of the time that they take
 // Decode steps in a row with one set of LoRA scales while slots with others wait: a change makes
 // llama.cpp build its graphs anew, which may take as long as a step.
 constexpr int n_steps_alike = 4;

@@ -19,7 +19,7 @@ std::uint64_t key_of(token_id before, token_id last) {
 }  // namespace
 
 double hit_rate::n_expected(std::size_t n) const {
-    // Where none is false for long, rounding makes it 1.
+    // After a long run of true guesses, rounding would make it 1.
     const double rate = std::min(n_true_ / n_seen_, 0.999);
     return rate * (1 - std::pow(rate, static_cast<double>(n))) / (1 - rate);
 }

@@ -101,7 +101,8 @@ struct request_progress {
     // Its slot, saved, if a fresh evaluation would not compute the same cells; else empty.
     std::vector<std::byte> cells{};
     std::size_t n_exact = all_exact;  // of `cells`
-    // Its consumer took back what is behind: cells of the same ids may not be those of its edits.
+    // How many tokens have stayed since then. What was taken back and put again has the same ids,
+    // but its cells may have been computed with other edits.
     std::size_t n_as_saved = all_exact;
     std::vector<edit_history::run> edited{};  // of `cells`
 };

@@ -30,7 +30,7 @@ from kqview.arguments import (
     to_number,
     to_pair,
     to_path,
-)  # fmt: skip
+)
 from kqview.errors import InvalidEdit, shown
 
 MOST_EDITS: Final = 256
@@ -65,17 +65,23 @@ class EditTarget:
     n_prompt: int
     partial_layers: Sequence[int] = ()
 
-    def layers(self, given: Sequence[int], *, have_attention: bool = False) -> list[int]:
-        """*given* counted from 0; InvalidEdit if the model has no such layers, or one is twice."""
-        n = self.n_layer
-        layers = [_counted(one, n, f"layers has layer {one}, but the model has") for one in given]
-        for one in layers if have_attention else ():
-            if one not in self.n_heads:
-                known = ", ".join(map(str, self.n_heads)) or "none"
-                raise _invalid(
-                    f"layers has layer {one}, which has no attention; layers that have: {known}"
-                )
-        return _different("layers", layers)
+    def layers(self, given: Sequence[int]) -> list[int]:
+        """*given* counted from 0; InvalidEdit if the model lacks one, or one is there twice."""
+        return _different("layers", [self._layer("layers", one) for one in given])
+
+    def attention_layers(self, given: Sequence[int]) -> list[int]:
+        """As `layers`, of those with attention."""
+        return _different("layers", [self.attention_layer("layers", one) for one in given])
+
+    def attention_layer(self, name: str, given: int) -> int:
+        """*given*, of the argument *name*, counted from 0; InvalidEdit if it has no attention."""
+        layer = self._layer(name, given)
+        if layer not in self.n_heads:
+            known = ", ".join(map(str, self.n_heads)) or "none"
+            raise _invalid(
+                f"{name} has layer {given}, which has no attention; layers that have: {known}"
+            )
+        return layer
 
     def head(self, name: str, layer: int, given: int) -> int:
         """*given* counted from 0; InvalidEdit if the layer has no such head."""
@@ -85,11 +91,13 @@ class EditTarget:
     def positions(self, given: Sequence[int]) -> list[int]:
         """*given* counted from the start of the prompt; InvalidEdit as of `layers`."""
         n = self.n_prompt
-        found = (f"positions has {one}, but the prompt has" for one in given)
-        return _different(
-            "positions",
-            [_counted(one, n, what, " tokens") for one, what in zip(given, found, strict=True)],
-        )
+        found = [
+            _counted(one, n, f"positions has {one}, but the prompt has", " tokens") for one in given
+        ]
+        return _different("positions", found)
+
+    def _layer(self, name: str, given: int) -> int:
+        return _counted(given, self.n_layer, f"{name} has layer {given}, but the model has")
 
 
 def _counted(given: int, n: int, found: str, what: str = "") -> int:
@@ -398,7 +406,7 @@ class _Heads(Edit):
     def write(self, plan: _core.EditPlan, target: EditTarget) -> tuple[object, int]:
         heads: list[tuple[int, int]] = []
         for (given_layer, given_head), factor in self.factors:
-            [layer] = target.layers([given_layer], have_attention=True)
+            layer = target.attention_layer("factors", given_layer)
             heads.append((layer, target.head("factors", layer, given_head)))
             plan.scale_head(*heads[-1], factor)
         _different("factors", heads)
@@ -425,7 +433,7 @@ class _Bias(Edit):
                     f"tokens; start at 0 to {target.n_prompt - 1}"
                 )
         layers = list(target.n_heads) if self.layers is None else self.layers
-        layers = target.layers(layers, have_attention=True)
+        layers = target.attention_layers(layers)
         if refused := [one for one in target.partial_layers if one in layers]:
             raise _invalid(
                 f"attention of layers {', '.join(map(str, refused))} cannot be edited: they have "
@@ -496,7 +504,7 @@ class HeadRecord(Edit):
 
     def write(self, plan: _core.EditPlan, target: EditTarget) -> tuple[object, int]:
         """As of Edit. Nothing comes from a cache, whose heads gave out their values before."""
-        self.layers = target.layers(self.layers, have_attention=True)
+        self.layers = target.attention_layers(self.layers)
         self.record = plan.record_heads(self.layers)
         return ("record", uuid.uuid4().hex), 0
 

@@ -444,8 +444,7 @@ def _taken(tokens: Sequence[object]) -> tuple[list[Token], _Taken]:
             "generation is a list with tokens left out; pass tokens that follow each other",
             parameter="generation",
         )
-    # What comes before the first one; columns of later rows are counted from it.
-    prompt_ids = first.column_ids if first.index else first.prompt_ids
+    prompt_ids = first.ids_before  # columns of later rows are counted from it
     text = "".join(token.text for token in taken)
     usage = Usage(prompt_tokens=len(prompt_ids), completion_tokens=len(taken))
     return taken, _Taken(prompt_ids, text, usage)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from kqview.arguments import invalid, to_pair, whole_number
+from kqview.arguments import invalid, is_iterable, to_pair, whole_number
 from kqview.edit import Edit, HeadRecord, SetHead
 from kqview.errors import RequestError, shown
 from kqview.types import Capture
@@ -65,7 +65,7 @@ def patch(
             "each",
             parameter="corrupted",
         )
-    where = None if positions is None else list(positions)
+    where: Any = list(positions) if is_iterable(positions) else positions
 
     def started(prompt: list[int], edits: list[Edit]) -> "Generation":
         options: Any = {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True}

@@ -616,10 +616,10 @@ class PromptAttention:
         """The rows of all remaining blocks as one array.
 
         Returns:
-            Shape ``(n_layers, n_heads, n_rows, n_context)`` in the dtype of the capture, the last
-            row that of the prompt's last token; see
-            PromptBlock for reductions, ``top_k`` and layers that differ in heads. A view if one
-            block holds all rows; otherwise a copy, which counts in `EngineStats.copied_bytes`.
+            Shape ``(n_layers, n_heads, n_rows, n_context)`` in the dtype of the capture; the last
+            row is that of the prompt's last token. See PromptBlock for reductions, ``top_k`` and
+            layers that differ in heads. A view if one block holds all rows; otherwise a copy, which
+            counts in `EngineStats.copied_bytes`.
 
         Raises:
             OutOfMemory: The array needs more than ``attention_budget_bytes``.

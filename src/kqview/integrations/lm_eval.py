@@ -79,7 +79,7 @@ class KqviewLM(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        """Ids of a text. Special tokens are added unless told otherwise, or it begins with one."""
+        """Ids of a text. Special tokens are added unless told otherwise, or BOS begins the text."""
         bos = self.engine.model.special_tokens.get("bos")
         is_begun = bool(bos) and string.startswith(bos)  # by a chat template
         return self.engine.tokenize(

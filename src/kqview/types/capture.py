@@ -17,7 +17,7 @@ from kqview.arguments import (
     to_index,
     to_number,
     to_pair,
-)  # fmt: skip
+)
 from kqview.errors import InvalidCapture, RequestError, shown
 from kqview.option_names import lists_options, unknown_option
 from kqview.types.model import ModelInfo

@@ -177,11 +177,14 @@ class Token:
         Without the tokens that ``context_shift`` discarded. With ``top_k``, index it with
         `attention_positions`.
         """
-        if self._context is None:
-            return []
-        ids = self._context.ids[: self._n_before]
+        ids = self.ids_before
         del ids[self.discarded.start : self.discarded.stop]
         return ids
+
+    @property
+    def ids_before(self) -> list[int]:
+        """Ids of the prompt and of the tokens before this one, discarded ones among them."""
+        return [] if self._context is None else self._context.ids[: self._n_before]
 
     @property
     def column_texts(self) -> list[str]:

@@ -256,14 +256,14 @@ class CompletionEvents(ReplyWriter):
     def _end(self, run: Run, sample: CompletionText, *, is_stream: bool) -> Any:
         generation = run.generations[sample.index]
         text, usage = self._text(run, sample), generation.usage
-        # How the hidden token of a prompt that is only evaluated ended says nothing.
+        # A prompt that is only evaluated has a hidden token; how that ended means nothing.
         reason = "length" if self._is_prefill else generation.finish_reason
         stop_match = "" if self._is_prefill else generation.stop_match or ""
         n_tokens = len(sample.ids)
         n_predicted = n_tokens + (reason == "stop")  # the end of text counts
         is_full = reason == "length" and n_tokens < self._most_tokens
         is_cut = reason == "cancelled" and run.error is None
-        # Of a text that a stop word begins, nothing is shown.
+        # A text that begins with its stop word has no tokens to show.
         keeps_empty = not text and not stop_match
         shown = [one for start, one in sample.logprobs if start < len(text) or keeps_empty]
         keeps_ids = bool(self._body.return_tokens) and not is_stream
